@@ -1,16 +1,16 @@
-"""Which alerts are active: the memory between one look at a run and the next.
+"""Track which alerts are active between one evaluation of the rules and the next.
 
-A rule answers for one moment. `ActiveAlerts` makes that an alert which is raised once, stays active, and is
-cleared once. It is raised at once, since every rule already asks for a window of evidence, and cleared
-when the rule has seen nothing wrong for its `clear_after_s` on end. A rule that cannot judge changes
-nothing. Each time the same alert comes back, the quiet it takes to clear it doubles, up to
-LONGEST_QUIET_S: a number that hovers at its threshold gives a handful of lines and not a thousand. A
-stall alone is over with the first line of the trainer, and the next one is another.
+A rule judges one moment. `ActiveAlerts` turns its results into an alert that is raised once, stays active,
+and is cleared once. It is raised at once, since every rule already needs a window of evidence, and cleared
+when the rule has seen nothing wrong for its `clear_after_s` without a break. A rule that cannot judge changes
+nothing. Each time the same alert returns, the quiet time needed to clear it doubles, up to LONGEST_QUIET_S: a
+number that hovers at its threshold gives a handful of log lines and not a thousand. Stalls are the exception:
+a stall is over with the trainer's first line, and the next stall is a new alert.
 
-A rule that raises an error is named in a note, once, and not asked again: a fault in a rule must not
-end the supervisor, and must not be silent either.
+A rule that raises an error is reported in a note, once, and not evaluated again: a bug in a rule must neither
+end the supervisor nor go unnoticed.
 
-A new session of the trainer begins without any.
+A new session of the trainer begins without active alerts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ActiveAlerts:
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self.rules = rules
         self.answers: dict[str, Alert | Unknown | None] = {}
-        """What each rule said last."""
+        """The latest result of each rule."""
         self.broken: dict[str, str] = {}
-        """Rules that raised an error, with it."""
+        """Rules that raised an error, with the error."""
         self._active_since: dict[str, float] = {}
-        """Since when each alert is active."""
+        """Time at which each active alert was raised."""
         self._quiet_since: dict[str, float] = {}
         self._times_raised: dict[str, int] = {}
         self._session = 0
@@ -41,7 +41,7 @@ class ActiveAlerts:
     def look(
         self, case: Case, without: Collection[str] = ()
     ) -> list[AlertRaised | AlertCleared | Note]:
-        """Ask every rule but `without`; what has to be written down."""
+        """Evaluate every rule except `without`, and return the events to be logged."""
         if case.view.sessions != self._session:
             self._session = case.view.sessions
             self._active_since, self._quiet_since, self._times_raised = {}, {}, {}
@@ -78,7 +78,7 @@ class ActiveAlerts:
         since_s = self._active_since.get(id)
         if answer is not None:
             self._quiet_since.pop(id, None)
-            # Nobody looked while it was over: its evidence began after it had been raised.
+            # The first alert ended unobserved: the new evidence begins after it was raised.
             another = (
                 rule.clear_after_s == 0 and since_s is not None and answer.from_unix_s > since_s
             )
@@ -91,7 +91,7 @@ class ActiveAlerts:
         if since_s is None:
             return []
         quiet_s = now_s - self._quiet_since.setdefault(id, now_s)
-        # The power is bounded too: a count has no end, and a float has.
+        # The exponent is bounded too: counts are unbounded and a float would overflow.
         doubled = 2.0 ** min(self._times_raised[id] - 1, 20)
         needed_s = min(rule.clear_after_s * doubled, LONGEST_QUIET_S)
         if quiet_s < needed_s:

@@ -1,9 +1,9 @@
-"""Who or what ended a process, said only as strongly as the evidence allows.
+"""Attribute the end of a process, claiming no more than the evidence allows.
 
-SIGKILL is not "out of memory": a person, a job scheduler and the kernel's OOM killer all leave the
-same exit status. What tells them apart are counters of the kernel, read before the start and after
-the end. `/proc/vmstat oom_kill` counts every kill for memory on the machine, needs no privilege,
-and is the evidence that each row below rests on.
+SIGKILL does not mean "out of memory": a person, a job scheduler and the kernel's OOM killer all leave the
+same exit status. Kernel counters, read before the start and after the end, tell them apart. `/proc/vmstat
+oom_kill` counts every OOM kill on the machine, needs no privilege, and is the evidence behind each of these
+rows.
 
     exit status   vmstat   cgroup   kernel line   verdict
     -9 / 137      >= 1     >= 1     yes           OOM_MEMCG, proved
@@ -20,26 +20,26 @@ and is the evidence that each row below rests on.
     any, and another boot id                      HOST_LOST
     not known                                     UNKNOWN
 
-128 + n is how a shell reports signal n. Where a stop was asked for and nothing speaks of memory,
-SIGKILL is TERMINATED. Refinements, each toward saying less or toward quoting the kernel itself:
+A shell reports signal n as 128 + n. If a stop was requested and no evidence points to memory, SIGKILL is
+TERMINATED. The refinements below either weaken the claim or quote the kernel itself:
 
-- A kernel line that names the constraint decides between OOM_MEMCG and OOM_GLOBAL: a group's
+- A kernel line that names the constraint decides between OOM_MEMCG and OOM_GLOBAL: a cgroup's
   `oom_kill` also counts its processes killed because the whole machine ran out.
-- `oom` unchanged (the group's own limit was not the cause) or `.local` unchanged (the victim sat in
-  a group below) lowers OOM_MEMCG from strong to probable.
-- An unreadable group counter does not weaken "vmstat did not move": vmstat counts every group.
+- `oom` unchanged (the cgroup's own limit was not the cause) or `.local` unchanged (the victim was in
+  a descendant cgroup) lowers OOM_MEMCG from strong to probable.
+- An unreadable cgroup counter does not weaken "vmstat did not move": vmstat counts every cgroup.
 - Exit 0 without the run's own record of its end is UNKNOWN, not COMPLETED.
 
-On an integrated GPU no cgroup counter sees CUDA memory, and a machine may hang without any kill record:
-there the sentence says that unmoved counters prove nothing. What is left as evidence, the least memory
-that was available and the pressure before the end, is added to every SIGKILL that is neither the OOM
-killer's nor asked for here.
+On an integrated GPU no cgroup counter sees CUDA memory, and a machine may hang without any kill record: there
+the sentence says that unchanged counters prove nothing. The remaining evidence (the lowest available memory
+and the memory pressure before the end) is added to every SIGKILL that is neither the OOM killer's nor
+requested here.
 
-`find_kernel_line` reads `/dev/kmsg` where it may, else asks `dmesg`. Both are denied to ordinary users on
-most machines: then there is a reason, and the counters alone speak.
+`find_kernel_line` reads `/dev/kmsg` where permitted and otherwise runs `dmesg`. Both are denied to ordinary
+users on most machines; the reason is then reported and only the counters decide.
 
-Not covered: userspace killers such as earlyoom and systemd-oomd are KILLED_EXTERNAL or TERMINATED
-here; only their own journals can name them.
+Not covered: userspace killers such as earlyoom and systemd-oomd are KILLED_EXTERNAL or TERMINATED here; only
+their own journals can name them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Certainty(StrEnum):
     STRONG = "strong"
     PROBABLE = "probable"
     NONE = "none"
-    """Only with UNKNOWN."""
+    """Used only with UNKNOWN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class ExitAttribution:
 
     @property
     def verdict(self) -> Verdict:
-        """Did the run do its work; UNKNOWN where the exit says nothing about the run itself."""
+        """Whether the run did its work; UNKNOWN where the exit says nothing about the run itself."""
         level = {ExitState.COMPLETED: Level.PASS} | dict.fromkeys(_SAYS_NOTHING, Level.UNKNOWN)
         return Verdict(level.get(self.state, Level.FAIL), self.sentence)
 
@@ -149,11 +149,10 @@ def attribute_exit(
 ) -> ExitAttribution:
     """Attribute the end of a process by the table above.
 
-    `returncode` as `subprocess` gives it, None when nobody saw the end. `stop_requested` says who
-    asked the process to stop, if anyone did. `kernel_line` is what `find_kernel_line` found.
-    `finished` says that the run recorded its own end. `exception` is the name of the exception that
-    ended it, from its log or `exception_name(stderr)`. `memory` says what the sampler saw of the
-    machine's memory before the end.
+    `returncode` is as in `subprocess`, None when nobody saw the end. `stop_requested` names who asked the
+    process to stop, if anyone did. `kernel_line` is the result of `find_kernel_line`. `finished` means that
+    the run recorded its own end. `exception` is the name of the exception that ended it, from its log or
+    `exception_name(stderr)`. `memory` describes the machine's memory before the end, as the sampler saw it.
     """
     boots = (before.boot_id.value, after.boot_id.value)
     if None not in boots and boots[0] != boots[1]:
@@ -179,10 +178,10 @@ def attribute_exit(
 
 
 def _signal_number(returncode: int) -> int | None:
-    """The signal that ended a process, as `subprocess` or as a shell reports it."""
+    """Return the signal that ended a process, from a `subprocess` or a shell exit status."""
     if returncode < 0:
         return -returncode
-    # Only signals with a name: a program may use 255 or 163 as a code of its own.
+    # Only numbers of existing signals: a program may exit with 255 or 163 for its own reasons.
     named = {number.value for number in signal.Signals}
     return returncode - 128 if returncode - 128 in named else None
 
@@ -319,7 +318,7 @@ def _killed(
 
 
 def _rise(before: Reading, after: Reading) -> Reading:
-    """`after - before`, absent when either is or when the counter went back."""
+    """Return `after - before`; absent when either is or when the counter decreased."""
     if before.number is None or after.number is None:
         return before if before.number is None else after
     if after.number < before.number:
@@ -328,7 +327,7 @@ def _rise(before: Reading, after: Reading) -> Reading:
 
 
 def _group_rise(before: KillCounters, after: KillCounters) -> Reading:
-    """The most that any kill counter of the group rose: hierarchical, local, per group kill."""
+    """Return the largest rise of any kill counter of the cgroup: hierarchical, local, group kills."""
     if before.cgroup != after.cgroup:
         return absent("read from two different groups", after.memcg_oom_kill.source)
     main = _rise(before.memcg_oom_kill, after.memcg_oom_kill)
@@ -353,7 +352,7 @@ def _doubts(before: KillCounters, after: KillCounters) -> list[str]:
 
 
 def _names_group(kernel_line: str | None) -> bool | None:
-    """Whether the kernel says that a group's limit was the cause; None: it does not say."""
+    """Whether the kernel line names a cgroup's limit as the cause; None when it names no constraint."""
     line = kernel_line or ""
     if "CONSTRAINT_MEMCG" in line or "Memory cgroup out of memory" in line:
         return True
@@ -361,9 +360,8 @@ def _names_group(kernel_line: str | None) -> bool | None:
 
 
 def exception_name(stderr: str) -> str | None:
-    """The name of the exception of the last traceback in a process's stderr: `MemoryError`,
-    `torch.OutOfMemoryError`.
-    """
+    """Return the name of the exception of the last traceback in a process's stderr: `MemoryError`,
+    `torch.OutOfMemoryError`."""
     _, header, tail = stderr.rpartition("Traceback (most recent call last):\n")
     match = re.search(r"(?m)^([A-Za-z_][\w.]*)(?::|$)", tail) if header else None
     return match[1] if match else None
@@ -372,19 +370,17 @@ def exception_name(stderr: str) -> str | None:
 def find_kernel_line(
     pid: int, *, since_s: float = 0.0, kmsg: Path = Path("/dev/kmsg")
 ) -> tuple[str | None, str | None]:
-    """(The kernel's line on killing `pid` for memory or None, why the kernel log cannot be read or
-    None).
+    """Return (the kernel's line on the OOM kill of `pid` or None, why the kernel log cannot be read or None).
 
-    `since_s` is the monotonic time at which the process started: pids are used again, so older
-    lines speak of another one. The kernel numbers processes as the host does, so that inside a
-    container the pid of the host is needed.
+    `since_s` is the monotonic start time of the process: pids are reused, so older lines are about another
+    process. The kernel log uses the host's pids, so inside a container the host's pid is needed.
     """
     lines, reason = read_kernel_log(kmsg)
     return _match_kernel_line(lines, pid, since_s), reason
 
 
 def read_kernel_log(kmsg: Path = Path("/dev/kmsg")) -> tuple[list[str], str | None]:
-    """The lines of the kernel's log as `[seconds] text`, oldest first; and why it cannot be read, or None."""
+    """Return the kernel log as `[seconds] text` lines, oldest first, and why it cannot be read, or None."""
     try:
         return list(_read_kmsg(kmsg)), None
     except OSError as error:
@@ -400,10 +396,10 @@ def read_kernel_log(kmsg: Path = Path("/dev/kmsg")) -> tuple[list[str], str | No
 
 
 def _read_kmsg(path: Path) -> Iterator[str]:
-    """Records as `[seconds] text`, oldest first.
+    """Return records as `[seconds] text`, oldest first.
 
-    Each read of the device gives one record, `priority,number,microseconds,flags;text`, and lines
-    of details that begin with a space. At the end a read would wait, so the device is not blocking.
+    Each read of the device gives one record, `priority,number,microseconds,flags;text`, and detail lines that
+    begin with a space. The device is opened non-blocking, because a read at the end would wait.
     """
     device = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -413,7 +409,7 @@ def _read_kmsg(path: Path) -> Iterator[str]:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                continue  # a record was overwritten before it was read; the next read goes on
+                continue  # a record was overwritten before it was read; the next read continues
             if not text:
                 return
             for record in re.finditer(r"(?m)^\d+,\d+,(\d+),[^;]*;(.*)$", text):
@@ -423,9 +419,8 @@ def _read_kmsg(path: Path) -> Iterator[str]:
 
 
 def _match_kernel_line(lines: Sequence[str], pid: int, since_s: float) -> str | None:
-    """The last line that names `pid` as the victim; the line with the constraint is preferred to
-    the one that follows it.
-    """
+    """Return the last line that names `pid` as the victim; the line with the constraint is preferred to the one
+    that follows it."""
     victim = re.compile(rf"oom-kill:constraint=.*\bpid={pid}\b|\bKilled process {pid} \(")
     named = None
     for line in lines:
@@ -438,8 +433,8 @@ def _match_kernel_line(lines: Sequence[str], pid: int, since_s: float) -> str | 
 
 
 def memory_words(view: RunView) -> str | None:
-    """What the sampler saw of the machine's memory before a trainer ended: the least that was available and
-    the highest pressure of the last minute; None without readings."""
+    """Describe the machine's memory before a trainer ended: the lowest available memory and the highest pressure
+    of the last minute; None without readings."""
     table = view.hosts
     newest = table.last("unix_s")
     if newest is None:

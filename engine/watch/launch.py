@@ -1,6 +1,4 @@
-"""Starting a run: what `engine distill`, the terminal, a notebook and an experiment all do, in
-the same way.
-"""
+"""Start a run. `engine distill`, the terminal, a notebook and an experiment all use this module."""
 
 from __future__ import annotations
 
@@ -24,19 +22,18 @@ POLL_S = 0.02
 
 
 class Launched:
-    """A supervisor we started and are attached to. Leave with `detach`; dying instead is seen
-    and recorded as such.
-    """
+    """A supervisor that this process started and is attached to. Call `leave` before exiting; exiting without it
+    is recorded as a kill."""
 
     def __init__(
         self, run: RunFolder, process: subprocess.Popen[bytes], begun_unix_s: float
     ) -> None:
         self.run, self.process = run, process
         self.begun_unix_s = begun_unix_s
-        """Wall time just before the start: older lines of the log are of earlier sessions."""
+        """Wall time just before the start: older log lines belong to earlier sessions."""
 
     def send(self, number: int) -> None:
-        """Pass a signal to the supervisor, which passes it to the trainer."""
+        """Send a signal to the supervisor, which forwards it to the trainer."""
         self.process.send_signal(number)
 
     def leave(self, byte: bytes) -> None:
@@ -46,7 +43,7 @@ class Launched:
             self.process.stdin.write(byte)
             self.process.stdin.close()
         except BrokenPipeError:
-            return  # the supervisor ended first: there is nobody to tell
+            return  # the supervisor ended first, so nobody needs to know
 
 
 def launch(
@@ -56,10 +53,9 @@ def launch(
     allow_fallback: bool = False,
     allow_restart: bool = False,
 ) -> Launched:
-    """Start the supervisor of `run` in its own session and wait until it holds the run's watch
-    log. With `resume` the run continues from its newest checkpoint: from an older one only with
-    `allow_fallback`, from step 0 although it had one only with `allow_restart`.
-    """
+    """Start the supervisor of `run` in its own session and wait until it holds the run's watch log. With
+    `resume` the run continues from its newest checkpoint; `allow_fallback` permits an older one, and
+    `allow_restart` permits step 0 although a checkpoint exists."""
     if run.liveness().trainer or run.liveness().supervisor:
         raise RunLogError(
             f"run folder: {run.path} — expected a run that is not going on, found one that is",
@@ -81,15 +77,15 @@ def launch(
     try:
         _wait_for_supervisor(run, process)
     except KeyboardInterrupt:
-        # It has nothing to save yet.
+        # The supervisor has nothing to save yet.
         process.terminate()
         raise
     return Launched(run, process, begun_unix_s)
 
 
 def _open_output(path: Path) -> BinaryIO:
-    """Where a run's processes write what nothing else takes: a FIFO would be waited for, and a link may lead to any
-    file of the user."""
+    """Open the file for output that goes nowhere else. Refuses a FIFO, which would block, and a link, which may
+    point to any file of the user."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -118,7 +114,7 @@ def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> No
 
 
 def _check_holds(pid: int, log: Path) -> None:
-    """Refuse a process that has not opened a log: it is not the writer of it."""
+    """Refuse a process that has not opened the log: it is not its writer."""
     try:
         wanted = id_of(log.stat())
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -126,7 +122,7 @@ def _check_holds(pid: int, log: Path) -> None:
                 if id_of(link.stat()) == wanted:
                     return
     except PermissionError:
-        return  # another user's process: the system refuses the signal
+        return  # another user's process: the kernel refuses the signal
     except OSError:
         pass
     raise BadInput.expected(
@@ -138,15 +134,14 @@ def _check_holds(pid: int, log: Path) -> None:
 
 
 def stop(run: RunFolder, *, now: bool = False) -> str:
-    """Ask a run to finish its step, save and stop; `now` ends it without saving. Returns what
-    was done, in words.
-    """
+    """Ask a run to finish its step, save and stop; `now` ends it without saving. Returns a description of what
+    was done."""
     follower = Follower(run)
     view = follower.read_all()
     if not follower.alive.trainer and not follower.alive.supervisor:
         raise BadInput(f"run {run.name} — expected one that is going on, found it {follower.state}")
     watcher = view.clocks.get("watch")
-    # A pid is trusted only while its process holds the log that names it: a log may name any.
+    # A pid from the log is trusted only while its process holds the log: a log may name any pid.
     if follower.alive.supervisor and watcher is not None and not now:
         _check_holds(watcher.pid, run.watch)
         _signal(run, watcher.pid, signal.SIGTERM)
@@ -162,7 +157,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
 
 
 def _signal(run: RunFolder, pid: int, number: int) -> None:
-    """Raises `BadInput` where the process is another user's, or has ended since it was looked at."""
+    """Send a signal; `BadInput` where the process belongs to another user, or has ended in the meantime."""
     try:
         os.kill(pid, number)
     except PermissionError as error:

@@ -1,23 +1,22 @@
-"""What the supervisor looks after on the machine: memory that runs out, and clocks that jump.
+"""What the supervisor guards against on the machine: exhausted memory and clock jumps.
 
-`MemoryGuard` ends a run before its machine hangs for want of memory. Where GPU and host share memory a
-machine can stop answering without the kernel's OOM killer ever being called: nobody can log in to stop the
-run, and the counters that would prove the cause stay at zero. Two readings together say that this is near,
-and each alone is harmless:
+`MemoryGuard` ends a run before its machine hangs for lack of memory. Where GPU and host share memory a
+machine can hang without the kernel's OOM killer ever running: nobody can log in to stop the run, and the
+counters that would prove the cause stay at zero. Two readings together warn of this; each alone is harmless:
 
     MemAvailable    under FLOOR_SHARE of the memory, at least FLOOR_LEAST_BYTES and at most
                     FLOOR_MOST_BYTES: what the page cache holds counts as available
     PSI full avg10  at least PRESSURE_PCT: the share of the last 10 s in which every process waited
                     for memory
 
-When both have held for HELD_S the trainer is asked to stop, which saves; what still holds GRACE_S later
-ends it. A kernel without PSI gives no second reading: then nothing is guarded, and that is said once.
+When both have held for HELD_S the trainer is asked to save and stop; if both still hold GRACE_S later it is
+ended. A kernel without PSI lacks the second reading: then the guard is off, which is reported once.
 
-`ClockWatch` says whether the machine slept or its wall clock was set while a run went on. Three clocks are
-compared at every poll: monotonic, which stops while the machine is suspended; boot time, which does
-not; and wall time, which people and NTP may set. Durations in the logs are of the
-monotonic clock, so neither event lengthens one; times of day after a step do not fit those before it, and
-a time measured across a suspension says nothing.
+`ClockWatch` reports when the machine slept or its wall clock was set while a run went on. It compares three
+clocks at every poll: monotonic time, which stops while the machine is suspended; boot time, which does not;
+and wall time, which people and NTP may set. Durations in the logs use the monotonic clock, so neither event
+lengthens one. Times of day after a clock step do not fit those before it, and a duration measured across a
+suspension means nothing.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ PRESSURE_PCT = 20.0
 HELD_S = 5.0
 GRACE_S = 15.0
 LEAST_JUMP_S = 1.0
-"""A shorter jump is a correction of NTP, or the time between two readings."""
+"""A shorter jump is an NTP correction, or the time between two readings."""
 SUSPENDED = "the machine was suspended for"
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """What has to be done about the machine's memory, if anything."""
+    """What to do about the machine's memory, if anything."""
 
     low: bool = False
-    """Readings are worth bringing to the disk now: they may be the last."""
+    """Sync the readings now: they may be the last."""
     stop: bool = False
     """Ask the trainer to stop."""
     end: bool = False
-    """End it now."""
+    """End the trainer now."""
     why: str = ""
-    """The readings behind `stop` or `end`, or why nothing is guarded."""
+    """The readings behind `stop` or `end`, or why the guard is off."""
 
 
 class MemoryGuard:
@@ -66,7 +65,7 @@ class MemoryGuard:
         self._blind = False
 
     def look(self) -> Warned:
-        """One look, meant for once a second. `stop` and `end` are each said once."""
+        """Check once; meant to be called once a second. `stop` and `end` are each returned once."""
         memory, (_, full) = self._host.memory(), self._host.psi_memory_pct()
         available, total = memory.available_bytes.number, memory.total_bytes.number
         if available is None or total is None or full.number is None:
@@ -113,7 +112,7 @@ class ClockWatch:
         return boot - monotonic, wall - boot
 
     def look(self) -> list[str]:
-        """What happened to the clocks since the last look, a sentence each."""
+        """Describe what happened to the clocks since the last call, one sentence each."""
         before, self._known = self._known, self._offsets()
         slept, set_by = (new - old for new, old in zip(self._known, before, strict=True))
         said = []

@@ -1,10 +1,10 @@
-"""What a whole run will take, projected from its first steps.
+"""Project the duration of a whole run from its first steps.
 
     whole run = start + steps x median step + evaluations + checkpoints + saving the student
 
-each part from what the log says it took, steps of the warm-up left out. Compiling is counted apart:
-it is done once and the next run may find it in a cache. What was not seen is not guessed: it is
-named as missing, and the sum is then "at least".
+Each part is taken from the log, without the warm-up steps. Compiling is counted apart: it happens once, and
+the next run may find it in a cache. A part that was not observed is not guessed: it is listed as missing, and
+the sum is then "at least".
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from engine.spec import RunSpec
 from engine.units import NOT_MEASURED, format_bytes, format_count, format_seconds
 
 WARM_UP_STEPS = 3
-"""The first steps of a session make moments, caches and clocks; they are not the pace of a run."""
+"""The first steps of a session allocate optimizer state, fill caches and raise clocks; their pace is not the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """Seconds each; None where it was not seen."""
+    """Times in seconds; None where not observed."""
 
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     measured_steps: int
     step_s: float | None
     """Median of the steps after the warm-up."""
     tokens_per_s: float | None
     start_s: float | None
-    """From the first line of the log to the first step, without compiling."""
+    """From the first log line to the first step, without compiling."""
     compile_s: float
     evaluations: int
     evaluation_s: float | None
@@ -41,12 +41,12 @@ class Projection:
     measured_bytes: float | None
     passed: int
     unknown: tuple[str, ...]
-    """Ids of first-minute checks that could not be answered."""
+    """Ids of first-minute checks without a result."""
     failed: tuple[str, ...]
 
     @property
     def total_s(self) -> float | None:
-        """The whole run without compiling; what is missing counts as nothing."""
+        """Return the whole run without compiling; missing parts count as 0."""
         if self.step_s is None:
             return None
         return (
@@ -58,7 +58,7 @@ class Projection:
 
     @property
     def missing(self) -> list[str]:
-        """What the sum lacks."""
+        """Name the parts that the sum lacks."""
         parts = {
             "the start": self.start_s is None,
             "evaluations": self.evaluations > 0 and self.evaluation_s is None,
@@ -68,7 +68,7 @@ class Projection:
 
 
 def project(view: RunView, spec: RunSpec) -> Projection:
-    """What `spec` as a whole will take, by the steps that `view` has of it."""
+    """Project the whole run that `spec` describes from the steps in `view`."""
     times = [s for s in view.steps.values("step_s", view.session_row) if s is not None]
     pace = times[WARM_UP_STEPS:]
     tokens = view.steps.last("tokens")
@@ -89,7 +89,8 @@ def project(view: RunView, spec: RunSpec) -> Projection:
         tokens_per_s=tokens / step_s if tokens is not None and step_s else None,
         start_s=start_s,
         compile_s=compile_s,
-        # The last step always evaluates; the teacher and the untrained student are in the start.
+        # The last step always evaluates; the teacher's and the untrained student's evaluations are part of
+        # the start.
         evaluations=_points(spec.train.steps, every_eval, every_save),
         evaluation_s=statistics.median(evaluated) if evaluated else None,
         checkpoints=_points(spec.train.steps, every_save) if spec.checkpoint.at_end else 0,
@@ -103,7 +104,7 @@ def project(view: RunView, spec: RunSpec) -> Projection:
 
 
 def _points(steps: int, *every: int) -> int:
-    """How many of the steps are a multiple of one of these, or the last."""
+    """Count the steps that are a multiple of one of `every`, or the last step."""
     return len({n for e in every if e > 0 for n in range(e, steps + 1, e)} | {steps})
 
 

@@ -1,12 +1,12 @@
-"""The rules over a run that was: its logs are played again in the order of their times.
+"""Run the alert rules over a finished run by replaying its logs in time order.
 
-A view of the end of a run cannot say that the GPU was idle for an hour in the middle. So the log is
-folded again from its start, the rules are asked as the supervisor would have, and what was raised
-and cleared comes out: for a run that was never watched, too, or was watched by an older set of rules.
+A view of the end of a run cannot show that the GPU was idle for an hour in the middle. So the log is folded
+again from its start, the rules are evaluated as the supervisor would have, and the result is what was raised
+and cleared. This also works for a run that was never watched, or was watched with an older set of rules.
 
-Looks are a second apart, more for runs of hours (at most MOST_LOOKS in all), and never more than
-STEPS_PER_LOOK steps apart, so that no rule's window of steps is jumped over. What a rule could see only
-in between is not seen.
+Evaluations are one second apart, more for runs of hours (at most MOST_LOOKS in total), and never more than
+STEPS_PER_LOOK steps apart, so that no rule's window of steps is skipped. A symptom that exists only between
+two evaluations is missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS_PER_LOOK = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """One alert of a run, with when it was raised and cleared."""
+    """One alert of a run, with the times at which it was raised and cleared."""
 
     alert: Alert
     unix_s: float
@@ -44,13 +44,13 @@ class Raised:
 class Diagnosis:
     view: RunView
     raised: tuple[Raised, ...]
-    """In the order of time."""
+    """Ordered by time."""
     unjudged: dict[str, str]
     """Rules that could not judge at any moment, each with its last reason."""
     judged: tuple[str, ...]
     """Rules that judged at least once."""
     fault: str | None
-    """Why a log could not be read to its end."""
+    """Why a log could not be read to its end; None when all were."""
 
 
 def diagnose(run: RunFolder, settings: RunSpec | None) -> Diagnosis:
@@ -63,7 +63,7 @@ def diagnose(run: RunFolder, settings: RunSpec | None) -> Diagnosis:
 
 
 def _read(run: RunFolder) -> tuple[dict[Source, list[AnyEvent]], str | None]:
-    """Every event of each log, as far as it can be read."""
+    """Read every event of each log, as far as it can be read."""
     logs: dict[Source, list[AnyEvent]] = {}
     fault = None
     for source in SOURCES:
@@ -89,14 +89,14 @@ def _timed(source: Source, events: list[AnyEvent]) -> Iterator[tuple[float, Sour
 def _in_order(
     logs: dict[Source, list[AnyEvent]],
 ) -> Iterator[tuple[Source, AnyEvent, float]]:
-    """The lines of all logs by their times; those of one log never change places."""
+    """Merge the lines of all logs by time, keeping the order within each log."""
     streams = (_timed(source, events) for source, events in logs.items())
     for unix_s, source, event in heapq.merge(*streams, key=itemgetter(0)):
         yield source, event, unix_s
 
 
 def _interval_s(logs: dict[Source, list[AnyEvent]]) -> float:
-    """Seconds between two looks: the time that was worked, over what may be looked at."""
+    """Return the seconds between two evaluations: the time worked over MOST_LOOKS, at least LOOK_S."""
     worked_s = 0.0
     for events in logs.values():
         ends = [a.t_s for a, b in pairwise(events) if isinstance(b, LogOpened)]
@@ -116,12 +116,12 @@ class _Replay:
         self.judged: set[str] = set()
 
     def take(self, source: Source, event: AnyEvent, unix_s: float) -> None:
-        # Alerts of the time are not evidence: the rules are asked again.
+        # Alerts that were logged at the time are not evidence: the rules are evaluated again.
         if isinstance(event, AlertRaised | AlertCleared):
             return
         if self.next_look_s is not None and unix_s >= self.next_look_s:
-            # Before this line: a silence ends with the line that breaks it. Before a log is opened
-            # nobody may have been there: that gap is no silence.
+            # Evaluated before this line is folded, because the line that breaks a silence also ends it.
+            # Before the opening of a log the trainer may not have existed, so that gap is no silence.
             opened = isinstance(event, LogOpened)
             self.look(self.next_look_s if opened else unix_s)
             self.next_look_s = None

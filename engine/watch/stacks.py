@@ -1,13 +1,13 @@
-"""The stacks of a trainer that has gone silent, taken from outside without ending it.
+"""Collect the stacks of a silent trainer from outside, without ending it.
 
-In the trainer, `register(folder)` before anything else: DUMP_SIGNAL then writes the Python stack of every
-thread to `stacks/trainer.txt`, by a handler in C that works while the interpreter is stuck in a call
-and while it holds its lock.
+In the trainer, `register(folder)` runs before anything else. DUMP_SIGNAL then writes the Python stack of
+every thread to `stacks/trainer.txt`, by a C handler that works even while the interpreter is stuck in a call
+that holds the GIL.
 
-In the supervisor, `Capture` in two steps, one tick apart, so that the supervisor never waits:
+In the supervisor, `Capture` works in two steps, one tick apart, so that the supervisor never waits:
 
-    begin    the first look at /proc; the signal, if the trainer has said that it takes it: a process that
-             does not would be ended by it; py-spy with native frames, where it is installed
+    begin    the first look at /proc; the signal, if the trainer has a handler for it (otherwise the signal
+             would end it); py-spy with native frames, where it is installed
     finish   the second look, what was written since, and one file with all of it
 
 What the threads are doing is inferred from two samples of /proc, some time apart:
@@ -16,7 +16,7 @@ What the threads are doing is inferred from two samples of /proc, some time apar
     /proc/PID/task/TID/syscall   the number of the system call it is in, `running` when in none
     /proc/PID/task/TID/stack     the kernel's functions, for root alone; `wchan`, the innermost, for others
 
-From the state alone a deadlock, a slow disk and a quiet poll are all "S". What tells them apart:
+By the state alone a deadlock, a slow disk and a quiet poll are all "S". More detail tells them apart:
 
     T, t                        stopped by a signal, or held by a debugger
     D                           in the kernel, and not even a kill reaches it: a disk, a network, a driver
@@ -29,8 +29,8 @@ From the state alone a deadlock, a slow disk and a quiet poll are all "S". What 
 
 Not covered: which lock, and who holds it; the C function that made the call, which needs a debugger.
 
-What could not be read is listed with the reason. A stopped process takes no signal before it continues,
-and one in an uninterruptible wait not before that ends: neither is sent one.
+What could not be read is listed with the reason. No signal is sent to a stopped process, which takes none
+before it continues, nor to one in an uninterruptible wait.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from engine.machine.surroundings import find_command
 FOLDER = "stacks"
 TRAINER_FILE = "trainer.txt"
 DUMP_SIGNAL = signal.SIGRTMIN + 3
-"""None of the signals that a library takes for itself: LLVM, which a first Triton kernel loads, replaces the
-handlers of SIGUSR1 and SIGUSR2 and calls nobody's."""
+"""A signal that no library uses: LLVM, which the first Triton kernel loads, replaces the handlers of SIGUSR1 and
+SIGUSR2 without calling the previous ones."""
 PY_SPY_LIMIT_S = 20.0
 FRAMES_KEPT = 40
 _MAIN = re.compile(r"^main thread (0x[0-9a-f]+)$", re.MULTILINE)
@@ -111,17 +111,16 @@ _WAITS = {
 }
 
 _open_files: list[IO[str]] = []
-"""The handler writes to a descriptor: its file must stay open for as long as the process lives."""
+"""The handler writes to a file descriptor, so its file must stay open for the life of the process."""
 
 
 def dump_file(rank: int) -> str:
-    """Where a rank's stacks go; the first is the trainer of a run of one process."""
+    """Return the name of a rank's stack file; rank 0 is the trainer of a single-process run."""
     return TRAINER_FILE if rank == 0 else f"rank-{rank}.txt"
 
 
 def register(run: Path, rank: int = 0) -> None:
-    """In the trainer: write all stacks to RUN/stacks/trainer.txt, or the file of its rank, whenever
-    DUMP_SIGNAL comes."""
+    """In the trainer: write all stacks to RUN/stacks/trainer.txt, or the file of its rank, on each DUMP_SIGNAL."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     file = (folder / dump_file(rank)).open("a")
@@ -133,20 +132,20 @@ def register(run: Path, rank: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PythonStacks:
-    """A dump of `faulthandler`, read."""
+    """A parsed `faulthandler` dump."""
 
     main: tuple[str, ...]
     """Frames of the main thread, innermost first, as `file:line in function`."""
     others: int
-    """How many other threads run Python."""
+    """Number of other threads that run Python."""
 
 
 def read_dump(text: str, main_id: str | None) -> PythonStacks | None:
-    """The newest dump in the text of `stacks/trainer.txt`; None when there is none."""
+    """Parse the newest dump in the text of `stacks/trainer.txt`; None when there is none."""
     threads: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if head := _HEAD.match(line):
-            # A thread that was named before begins the next dump.
+            # A thread that is already listed begins the next dump.
             if any(name == head[1] for name, _ in threads):
                 threads = []
             threads.append((head[1], []))
@@ -154,18 +153,18 @@ def read_dump(text: str, main_id: str | None) -> PythonStacks | None:
             threads[-1][1].append(f"{frame[1]}:{frame[2]} in {frame[3]}")
     if not threads:
         return None
-    # faulthandler writes the main thread last; the id that it registered with is surer.
+    # faulthandler writes the main thread last; the id recorded at registration is more reliable.
     main = next((frames for name, frames in threads if name == main_id), threads[-1][1])
     return PythonStacks(main=tuple(main[:FRAMES_KEPT]), others=len(threads) - 1)
 
 
 def own_frame(stack: Sequence[str]) -> str:
-    """The innermost frame of this project, which tells a reader more than one inside a library."""
+    """Return the innermost frame of this project, which tells a reader more than one inside a library."""
     return next((f for f in stack if "/engine/" in f.partition(" in ")[0]), "")
 
 
 def takes_signal(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a process has a handler for the signal: without one it would be ended by it."""
+    """Whether a process has a handler for the signal; without one the signal would end it."""
     try:
         status = (proc / str(pid) / "status").read_text(errors="replace")
     except OSError:
@@ -181,12 +180,12 @@ class Look:
     tid: int
     name: str
     letter: str
-    """R, S, D, T, t, Z, ... of /proc."""
+    """State letter in /proc: R, S, D, T, t, Z, ..."""
     cpu_s: float
     call: Reading
     """The system call it is in, by name or number; absent when in none or when it may not be read."""
     kernel: Reading
-    """The innermost function of the kernel."""
+    """The innermost kernel function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +193,9 @@ class Thread:
     tid: int
     name: str
     state: str
-    """One of the words above."""
+    """One of the states in the module's table, in words."""
     cpu_pct: float | None
-    """Between the two looks; 100 is one core."""
+    """CPU use between the two looks, in percent; 100 is one core."""
     call: Reading
     kernel: Reading
 
@@ -219,7 +218,7 @@ class Looks:
 def look_at(
     pid: int, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic
 ) -> Looks:
-    """Every thread of a process now; none when there is no such process."""
+    """Read every thread of a process now; empty when there is no such process."""
     threads: dict[int, Look] = {}
     try:
         names = sorted(os.listdir(proc / str(pid) / "task"), key=int)
@@ -236,7 +235,7 @@ def _look(folder: Path, tid: int) -> Look | None:
     try:
         text = (folder / "stat").read_text(errors="replace")
     except OSError:
-        return None  # it ended between the listing and the look
+        return None  # the thread ended between the listing and the read
     match = re.fullmatch(r"(?s)\d+ \((.*)\) (\S)(?: \S+){10} (\d+) (\d+) .*", text)
     if match is None:
         return None
@@ -268,19 +267,19 @@ def _kernel(folder: Path) -> Reading:
         if lines and (match := re.match(r"\[<\S+>\] (\w+)", lines[0])):
             return measured(match[1], str(folder / "stack"))
     except OSError:
-        pass  # for root alone; the next file is for everybody
+        pass  # readable by root alone; the next file is readable by everybody
     try:
         word = (folder / "wchan").read_text().strip()
     except OSError as error:
         return absent(f"not readable: {error.strerror}", str(folder / "wchan"))
-    # "0" is what the kernel shows of a running thread, and of any where symbols are hidden.
+    # The kernel shows "0" for a running thread, and for any thread where symbols are hidden.
     if word in ("", "0"):
         return absent("the kernel does not say", str(folder / "wchan"))
     return measured(word, str(folder / "wchan"))
 
 
 def compare(before: Looks, after: Looks) -> list[Thread]:
-    """Every thread of the second look, the main thread first, then those that used the CPU most."""
+    """Compare two looks: every thread of the second, the main thread first, then by CPU use."""
     passed_s = after.at_s - before.at_s
     threads = []
     for tid, look in after.threads.items():
@@ -316,7 +315,7 @@ def _state(look: Look, cpu_pct: float | None) -> str:
 
 @dataclass(slots=True)
 class Capture:
-    """One capture of the stacks of `pid`, into RUN/stacks/`name`.txt."""
+    """One capture of the stacks of `pid`, written to RUN/stacks/`name`.txt."""
 
     run: Path
     pid: int
@@ -369,7 +368,7 @@ class Capture:
             )
 
     def is_ready(self, now_s: float) -> bool:
-        """Whether there is nothing left to wait for."""
+        """Whether nothing is left to wait for."""
         if self._py_spy is None or self._py_spy.poll() is not None:
             return True
         if now_s - self.begun_s < PY_SPY_LIMIT_S:
@@ -380,7 +379,7 @@ class Capture:
         return True
 
     def finish(self) -> StackDump:
-        """Put together what was found; also when the process has ended meanwhile."""
+        """Assemble what was found; works also when the process has ended meanwhile."""
         before = self._before or look_at(self.pid, self.proc)
         threads = compare(before, look_at(self.pid, self.proc))
         dump, stacks = self._python()
@@ -474,8 +473,8 @@ class Capture:
 
 
 def native_frame(text: str) -> str:
-    """The innermost frame of the main thread in a dump of py-spy with native frames: one with a name
-    where there is one, since a library without symbols has only addresses."""
+    """Return the innermost frame of the main thread in a py-spy dump with native frames. A named frame is
+    preferred, since a library without symbols shows only addresses."""
     lines = text.splitlines()
     begin = next(
         (n for n, line in enumerate(lines) if line.startswith("Thread") and "MainThread" in line),

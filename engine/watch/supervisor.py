@@ -1,22 +1,22 @@
-"""The supervisor: a small process without torch that starts the trainer, samples the machine, watches
-the run's logs and records how the trainer ended.
+"""The supervisor: a small process without torch that starts the trainer, samples the machine, watches the run's
+logs and records how the trainer ended.
 
     launcher --(stdin pipe)--> supervisor --(keep-alive pipe)--> trainer
 
-It runs in a session of its own, so closing a terminal does not reach it. Each pipe tells its reader
-when the writer is gone, however it went, because the kernel closes a dead process's end:
+It runs in its own session, so closing a terminal does not reach it. Each pipe tells its reader when the
+writer is gone, whatever the cause, because the kernel closes a dead process's end:
 
-- the launcher writes one byte before it leaves on purpose (`d` detached, `h` hang-up). An end
-  without a byte means it was killed. The run continues in every case and the watch log says which it
-  was.
-- the trainer sees the keep-alive pipe close when the supervisor dies. It then saves, says so in its
-  log, and stops: a run is never left to itself unseen.
+- The launcher writes one byte before it leaves on purpose (`d` detached, `h` hang-up). An EOF
+  without a byte means that it was killed. The run continues in every case, and the watch log records
+  which it was.
+- The trainer sees the keep-alive pipe close when the supervisor dies. It then saves, logs the reason
+  and stops, so that no run goes on unsupervised.
 
-SIGTERM and SIGINT are passed to the trainer, which finishes its step and saves. A second one ends
-it at once. Before its first step a trainer has nothing to finish: one that has not left within a second,
-because it is inside native code, is sent the second signal from here, and all that it started is ended.
-A run with `watch.on_stall = stop` gets the same when the watcher says that it has stalled, and one with
-`watch.on_thrash = stop` when the machine is about to hang for want of memory.
+SIGTERM and SIGINT are forwarded to the trainer, which finishes its step and saves. A second one ends it at
+once. Before its first step a trainer has nothing to finish: if it has not exited within a second, because it
+is inside native code, the supervisor sends the second signal and ends all its descendants. A run with
+`watch.on_stall = stop` is stopped in the same way when the watcher reports a stall, and one with
+`watch.on_thrash = stop` when the machine is about to hang for lack of memory.
 """
 
 from __future__ import annotations
@@ -69,16 +69,15 @@ from engine.watch.watcher import Watcher
 
 TICK_S = 1.0
 TRAINER = "APR_WORKBENCH_TRAINER"
-"""Words of a module to start in the place of `engine.distill`, with the same arguments: how a drill plants
-its defect (`engine.drills.plant`). The watch log says so."""
+"""Environment variable with the module and arguments to start in place of `engine.distill`, with the same
+arguments after them: a drill plants its defect this way (`engine.drills.plant`). The watch log records it."""
 _LAST_BYTES = 1 << 20
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 
 
 def supervise(run: RunFolder, flags: list[str]) -> int:
-    """Run the trainer of `run` to its end, `flags` are the trainer's own; returns its exit code,
-    128 + n when signal n ended it.
-    """
+    """Run the trainer of `run` to its end with the trainer's own `flags`; returns its exit code, or 128 + n when
+    signal n ended it."""
     with (
         LogWriter(run.watch, writer="supervisor") as watch,
         LogWriter(run.device, writer="sampler") as device,
@@ -96,12 +95,12 @@ class _Supervisor:
         self.signals: list[int] = []
         self.stop_signal: str | None = None
         self.leave_by_s = math.inf
-        """When a trainer that was asked to stop before its first step is ended."""
+        """When to end a trainer that was asked to stop before its first step."""
         self.asked = int(signal.SIGTERM)
         self.started: dict[int, int] = {}
-        """What a trainer had started that was asked to stop before its first step: pidfds, ended after it."""
+        """Pidfds of the descendants of a trainer that was asked to stop before its first step; ended after it."""
         self.ended_early: int | None = None
-        """The signal that we had to send a second time."""
+        """The signal that the supervisor had to send a second time."""
         self.integrated_gpu = False
         self.guard, self.clocks = MemoryGuard(), ClockWatch()
 
@@ -113,8 +112,8 @@ class _Supervisor:
         self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            # A handler runs between any two lines of ours, so it only takes note; the loop writes
-            # and forwards.
+            # A handler may run between any two bytecodes, so it only records the signal; the loop logs and
+            # forwards it.
             signal.signal(number, lambda n, _frame: self.signals.append(n))
         forget_held(self.run)
         begun_s = time.monotonic()
@@ -157,7 +156,7 @@ class _Supervisor:
             tick_s=every_s,
             own_memory=partial(held_readings, self.run),
         )
-        # Here, because it imports numpy, for which no trainer waits.
+        # Imported here because it imports numpy, which the trainer's start must not wait for.
         from engine.log.columns import SegmentWriter
 
         segments = SegmentWriter(self.run)
@@ -171,7 +170,7 @@ class _Supervisor:
             watcher.tick()
             segments.tick()
             self._look_after_machine(trainer, watcher)
-            # Ticks that were missed (a suspended machine) are skipped, not made up for.
+            # Missed ticks (a suspended machine) are skipped, not made up for.
             next_tick = max(next_tick + TICK_S, time.monotonic())
             while (left := next_tick - time.monotonic()) > 0:
                 if time.monotonic() >= self.leave_by_s:
@@ -196,13 +195,13 @@ class _Supervisor:
             self._write_watch(Note(level="info", text=news))
 
     def _write_device(self, event: Event) -> None:
-        # Readings may be lost to a full disk; the exit record may not, and the trainer stops by
-        # itself when it cannot write.
+        # A full disk may lose readings. It must not lose the exit record, and the trainer stops by itself
+        # when it cannot write.
         with contextlib.suppress(DiskFull):
             self.device.write(event)
 
     def _write_watch(self, event: Event) -> None:
-        # What the watcher saw may be lost to a full disk too.
+        # A full disk may lose the watcher's events too.
         with contextlib.suppress(DiskFull):
             self.watch.write(event)
 
@@ -218,15 +217,15 @@ class _Supervisor:
             if self.stop_signal is None and not has_steps(self.run):
                 self.leave_by_s = time.monotonic() + GRACE_S
                 self.asked = number
-                # Whose children they were is not known any more once it is gone.
+                # Once the trainer is gone, its descendants can no longer be found.
                 self.started = descendants(trainer.pid)
             self.stop_signal = name
             self.watch.write(StopForwarded(signal=name))
             trainer.send_signal(number)
 
     def _end_early(self, trainer: subprocess.Popen[bytes]) -> None:
-        """The second signal to a trainer that has not left; SIGKILL where that is not enough."""
-        # Between our look and the signal it may have begun with its steps: then it finishes one.
+        """Send the second signal to a trainer that has not exited; SIGKILL where that is not enough."""
+        # It may have started its steps since the first signal: then it finishes one.
         if has_steps(self.run):
             self.leave_by_s, self.started = math.inf, {}
             return
@@ -244,7 +243,7 @@ class _Supervisor:
             self._write_watch(Note(level="warning", text=sentence))
         found = self.guard.look()
         if found.low:
-            # What was read last is what is left to look at when the machine hangs.
+            # Sync: if the machine hangs, the last readings are what remains to look at.
             with contextlib.suppress(RunLogError, DiskFull):
                 self.device.sync()
         if not (found.stop or found.end):
@@ -257,7 +256,7 @@ class _Supervisor:
             self._write_watch(Note(level="warning", text=f"{found.why}; watch.on_thrash = report"))
 
     def _stop(self, trainer: subprocess.Popen[bytes], why: str, setting: str, *, now: bool) -> None:
-        """What a setting whose value is `stop` asks for."""
+        """Do what a setting with the value `stop` asks for."""
         number = signal.SIGKILL if now else signal.SIGTERM
         self.stop_signal = f"{number.name}, {setting} = stop"
         self._write_watch(Note(level="warning", text=f"{number.name} to the trainer: {why}"))
@@ -311,14 +310,14 @@ class _Supervisor:
 
 
 def has_steps(run: RunFolder) -> bool:
-    """Whether the trainer that writes the log now has begun with its steps. Cheap: the last stretch of the log."""
+    """Whether the trainer that writes the log now has started its steps. Cheap: reads only the end of the log."""
     try:
         with run.events.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
             last = file.read()
     except OSError:
         return False
-    # A session that is longer than this stretch has steps in it.
+    # A session that does not fit into this part of the log has steps in it.
     before, opened, session = last.rpartition(b'"kind":"log_opened"')
     return f'"name":"{TRAINING}"'.encode() in (session if opened else before + session) or (
         not opened and len(last) >= _LAST_BYTES
@@ -326,7 +325,7 @@ def has_steps(run: RunFolder) -> bool:
 
 
 def _tail(path: Path) -> str:
-    """The last 16 KiB of a text file: where a traceback ends."""
+    """Return the last 16 KiB of a text file, where a traceback ends."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
         return file.read().decode("utf-8", "replace")
@@ -337,7 +336,7 @@ def _spec(run: RunFolder) -> RunSpec:
 
 
 def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
-    """The trainer process, and our end of the pipe that tells it we live."""
+    """Start the trainer; return it and our end of its keep-alive pipe."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     spec = _spec(run)
     ranks = spec.compute.gpus

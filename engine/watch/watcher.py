@@ -1,19 +1,19 @@
-"""The watcher inside the supervisor: reads the run's own logs, asks the rules, has stacks taken.
+"""The watcher inside the supervisor: it reads the run's logs, evaluates the rules and has stacks captured.
 
-    every tick          what is new in the logs is folded, a bounded part at a time
-    every LOOK_S        the rules are asked; alerts go to watch.jsonl, each raised and cleared once
-    at a stall          the stacks of the trainer are taken first, so that the alert can name the line;
+    every tick          new log lines are folded, a bounded amount at a time
+    every LOOK_S        the rules are evaluated; alerts go to watch.jsonl, each raised and cleared once
+    at a stall          the stacks of the trainer are captured first, so that the alert can name the line;
                         then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and ended when
-                        it has not answered within STOP_GRACE_S
-    in a long silence   that is no stall, once in each phase: the stacks are taken, and a note says where it
-                        is and how long it may take; loading or compiling may take minutes
-    when the GPU idles  the stacks are taken too: they say what it waits for
+                        it has not reacted within STOP_GRACE_S
+    in a long silence   that is no stall, once in each phase: the stacks are captured, and a note says where
+                        the trainer is and how long that may take; loading or compiling may take minutes
+    when the GPU idles  the stacks are captured too: they show what it waits for
 
-The watcher must never end the run it watches. A log that cannot be read is a note, once, and ends the
-watching, not the run; a rule that fails is a note and is left out.
+The watcher must never end the run it watches. An unreadable log gives one note and ends the watching, not the
+run; a rule that fails gives a note and is disabled.
 
-It stays small: of the columns of a long run only their beginning and their end are kept, since no rule
-looks at more.
+Its memory is bounded: of the columns of a long run it keeps only the beginning and the end, since no rule
+uses more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engine.watch.stacks import Capture
 
 LOOK_S = 5.0
 CHUNK_BYTES = 1 << 20
-"""Of each log in one tick: about 30 ms of work. A resumed run with a long log is caught up with in
+"""Bytes read from each log per tick: about 30 ms of work. A resumed run with a long log is caught up with in
 some minutes."""
 HEAD_ROWS, TAIL_ROWS = 512, 4096
 STALLS = ("stalled", "stalled_at_start")
@@ -55,8 +55,7 @@ class Watcher:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`write` puts an event into watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends
-        it."""
+        """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it."""
         self.run, self.pid = run, pid
         self._write, self._stop = write, stop
         self._wall, self._monotonic = wall, monotonic
@@ -67,12 +66,12 @@ class Watcher:
         self._next_look_s = 0.0
         self._capture: Capture | None = None
         self._captured_for: float | None = None
-        """The heartbeat after which stacks were taken: a silence is looked at once."""
+        """The heartbeat for which stacks were captured: a silence is captured once."""
         self._captures = 0
         self._quiet: Silence | None = None
-        """The silence that a note is about to be written on."""
+        """The silence that a pending note is about."""
         self._told: set[str] = set()
-        """Phases in which there was such a note."""
+        """Phases that already had such a note."""
         self._asked_s: float | None = None
         self._ended = False
 
@@ -81,8 +80,8 @@ class Watcher:
         return self._follower.view
 
     def tick(self) -> None:
-        """Read, and look when it is time. Cheap when there is nothing to do; never raises for what a
-        run may have done to its logs."""
+        """Read new lines, and evaluate the rules when it is time. Cheap when there is nothing to do; never
+        raises for damaged logs."""
         if not self._works:
             return
         now_s = self._monotonic()
@@ -115,7 +114,7 @@ class Watcher:
         if still is not None and still.is_stall and self._captured_for != still.since_unix_s:
             self._captured_for = still.since_unix_s
             self._begin_capture(f"silent for {still.silent_s:.0f} s in {still.doing}")
-            # The alert waits for the stacks, a tick or two.
+            # The alert waits a tick or two for the stacks.
             self._judge(case, without=STALLS)
             return
         self._judge(case)
@@ -145,7 +144,7 @@ class Watcher:
         pid, rank = self.pid, 0
         beats = read_beats(self.run)
         if beats:
-            # Ranks that wait for another all look alike: the one they wait for is looked at.
+            # Ranks that wait for another all look alike, so the rank they wait for is captured.
             first = (behind(beats) or beats)[0]
             pid, rank = first.pid, first.rank
             why = f"{why}; {waited_for(beats) or 'all ranks have come equally far'}"
@@ -181,7 +180,7 @@ class Watcher:
 
 
 def quiet_text(still: Silence, dump: StackDump) -> str:
-    """A silence that is no stall yet, for a person who wonders."""
+    """Describe a silence that is no stall yet, for the user."""
     frame = f" at {dump.python_frame}" if dump.python_frame else ""
     return (
         f"silent for {format_seconds(still.silent_s)} in {still.doing}{frame}: {dump.summary}; it counts as "
@@ -190,7 +189,7 @@ def quiet_text(still: Silence, dump: StackDump) -> str:
 
 
 def trimmed(view: RunView) -> RunView:
-    """`view` without the middle of its long columns, once they are twice as long as what is kept."""
+    """Return `view` without the middle of its long columns, once they are twice as long as what is kept."""
     changes: dict[str, Any] = {}
     if len(view.steps) >= 2 * (2 * HEAD_ROWS + TAIL_ROWS):
         begin, end = view.session_row, len(view.steps)
@@ -211,7 +210,7 @@ def _tail(table: Table) -> Table:
 
 
 def _rows(table: Table, *parts: range) -> Table:
-    """A new table of some rows of another."""
+    """Return a new table with some rows of another."""
     columns = {
         name: [v for part in parts for v in table.values(name, part.start, part.stop)]
         for name in table.columns

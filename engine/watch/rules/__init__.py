@@ -1,6 +1,6 @@
-"""What is wrong with a run, from its logs: rules, each a pure function of a RunView. No torch.
+"""The rules that find what is wrong with a run from its logs; each is a pure function of a RunView. No torch.
 
-One file for each family; `rule.py` says what a rule is and how one is added.
+There is one file per family; `rule.py` explains what a rule is and how to add one.
 """
 
 from __future__ import annotations
@@ -18,4 +18,4 @@ def rules_of(*families: ModuleType) -> tuple[Rule, ...]:
 
 
 RULES = rules_of(stall, gpu, memory, pace, loss, update, settings)
-"""Every rule there is, in the order in which they are listed."""
+"""All rules, in the order in which they are listed."""

@@ -1,7 +1,7 @@
-"""What the GPU does while a model should be at work.
+"""What the GPU does while a model should be computing.
 
-`gpu_util_pct` alone says only that some kernel ran. So a GPU that is idle is seen by it, and a GPU
-that is "busy" is held against its power and, where the device has the counters, its tensor pipes.
+`gpu_util_pct` shows only that some kernel ran. It is enough to find an idle GPU. A GPU that looks busy is
+also judged by its power and, where the device has the counters, by its tensor pipes.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from engine.units import format_seconds
 from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, mean, rule
 
 WINDOW_S = 30.0
-"""Long enough to bridge the gap between two steps and a small evaluation, short enough to be said
-within a minute."""
+"""Long enough to bridge the gap between two steps and a small evaluation, short enough to report within a
+minute."""
 READINGS = 10
-"""Of 30 at 1 Hz; the sampler may have halved its pace once or lost some to a busy machine."""
+"""Out of 30 at 1 Hz; the sampler may have halved its rate once or lost some on a busy machine."""
 IDLE_PCT = 5.0
-"""A GPU that waits between steps of a loaded input line still shows tens of percent."""
+"""A GPU that waits for input data between steps still shows tens of percent."""
 BUSY_PCT = 80.0
 TENSOR_PCT = 3.0
-"""Of the tensor pipes, mean over time: a bf16 training step that is bound by memory still shows 10."""
+"""Tensor pipe activity, mean over time: a memory-bound bf16 training step still shows 10."""
 POWER_PCT = 35.0
-"""Of the limit in force: cards idle at 10 to 20 % and train above 50 %."""
+"""Of the power limit in force: cards idle at 10 to 20 % and train above 50 %."""
 SLOWED_SHARE = 0.2
 SLOWED_WINDOW_S = 60.0
 CPU_PCT = 80.0
-"""Most of one core, the least that a host which holds the GPU up must use."""
+"""Share of one core that a host must use at least to be the bottleneck."""
 TEACHER_SHARE = 0.5
 TEACHER_STEPS = 3
 
@@ -33,7 +33,7 @@ def _computing(case: Case) -> None:
     case.must_go_on()
     if not case.is_computing:
         raise CannotJudge(f"no model is at work: {case.phase}")
-    # What came before the work began says nothing about it.
+    # Readings from before the phase began say nothing about it.
     begun = max(case.view.started_unix_s or 0.0, case.view.phase_unix_s or 0.0)
     if case.now_unix_s - begun < WINDOW_S:
         raise CannotJudge(f"needs {WINDOW_S:.0f} s of work")
@@ -103,7 +103,7 @@ def cpu_bound_teacher(case: Case) -> Symptom | None:
 
 
 def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
-    """Whether the host's time goes into the teacher: by the steps, or by a stack before the first."""
+    """Whether the host's time goes into the teacher, by the steps, or by a stack dump before the first step."""
     view = case.view
     if len(view.steps) - view.session_row >= TEACHER_STEPS:
         rows = case.steps(20, at_least=TEACHER_STEPS)
@@ -152,7 +152,8 @@ def busy_without_work(case: Case) -> Symptom | None:
         reasons.append(str(missing))
     if not low:
         raise CannotJudge("; ".join(reasons))
-    # fp32 matmuls use no tensor pipe, so power decides alone there; else everything known is low.
+    # fp32 matmuls do not use the tensor pipes, so there power alone decides; otherwise every known reading
+    # must be low.
     if util < BUSY_PCT or not all(low):
         return None
     return Symptom(

@@ -1,4 +1,4 @@
-"""The loss, held against what it must be under a theory of failure.
+"""Compare the loss with the value that each kind of failure would give.
 
 ln V          a student that guesses: nothing was learnt, or it was unlearnt
 alpha * ln V  the mixed loss of a uniform student and a teacher that agrees with it: KL is 0
@@ -13,18 +13,18 @@ from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, 
 
 GUESSING_STEPS = 50
 GUESSING_FROM = 100
-"""Steps that a student from fresh weights is given to come below guessing; it takes a few tens."""
+"""Steps that a student trained from scratch gets to become better than guessing; it takes a few tens."""
 ALPHA_STEPS = 50
 ALPHA_NEAR = 0.02
 ALPHA_CE_NEAR = 0.05
 ALPHA_FLAT = 0.01
-"""Relative change between the halves of the window: a loss that only passes by is falling."""
+"""Relative change between the halves of the window: a loss that only passes through the value is falling."""
 KL_STEPS, KL_LEAST = 10, 3
 KL_NEAR_ZERO = 1e-3
-"""Nats. Two models that differ at all are above it; rounding in bf16 is below."""
+"""Nats. Two models that differ at all are above it; bf16 rounding is below."""
 SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
-"""Both: sigmas alone call a ripple on a smooth curve a spike, a ratio alone a noisy batch."""
+"""Both are needed: sigmas alone flag a ripple on a smooth curve, a ratio alone flags a noisy batch."""
 MAD_TO_SIGMA = 1.4826
 HELDOUT_LEAST = 4
 HELDOUT_WORSE_NATS = 0.05
@@ -129,7 +129,7 @@ def kl_near_zero(case: Case) -> Symptom | None:
     if len(steps) < KL_LEAST:
         raise CannotJudge(f"needs {KL_LEAST} steps, {len(steps)} are done")
     rows = range(min(KL_STEPS, len(steps)))
-    # Of the KL itself: the logged term carries the factor T^2.
+    # Compare the KL itself: the logged term carries the factor T^2.
     temperature = case.started.temperature
     if not 0 < temperature < math.inf:
         raise CannotJudge(f"the temperature is {temperature}")
@@ -160,7 +160,7 @@ def loss_spike(case: Case) -> Symptom | None:
         raise CannotJudge(f"needs {SPIKE_BEFORE + 1} finite losses")
     worst: tuple[float, int, float] | None = None
     for index in range(SPIKE_BEFORE, len(losses)):
-        # The median of what came just before moves little: one look in ten steps is enough, and cheap.
+        # The median of the steps before moves little: computing it every ten steps is enough, and cheap.
         if (index - SPIKE_BEFORE) % 10 == 0:
             before = losses[index - SPIKE_BEFORE : index]
             usual = median(before)
@@ -224,7 +224,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
 
 
 def _train_ce(case: Case, step: int) -> float:
-    """Cross entropy of the twenty steps up to one."""
+    """Return the cross entropy of the twenty steps up to `step`."""
     steps = case.view.steps
     row = len(steps)
     while row and (steps.value("step", row - 1) or 0) > step:

@@ -1,12 +1,12 @@
-"""Memory: where it is going and whose it is, what waits for it, and an allocator that stops before the
-device does.
+"""Memory: how fast it fills and who fills it, what waits for it, and an allocator that fails before the device
+is full.
 
-    held       what tensors take, by torch's own count
-    reserved   what the allocator keeps of the device for them; reserved - held is fragments and caches
-    used       what is taken of the device, by all processes
+    held       bytes of tensors, as torch counts them
+    reserved   what the allocator has reserved on the device; reserved - held is fragmentation and cache
+    used       what all processes use on the device
 
-Of three numbers that grow together the innermost is the cause: a tensor that is kept makes all three grow,
-fragments the last two, another process the last alone.
+When several of these three grow, the innermost is the cause: a leaked tensor makes all three grow,
+fragmentation the last two, another process only the last.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from engine.watch.rules.rule import ERROR, CannotJudge, Case, Number, Symptom, m
 
 TREND_WINDOW_S = 600.0
 TREND_READINGS = 120
-"""Two minutes: what an allocator caches in its first steps is not a trend."""
+"""Two minutes: what an allocator caches in the first steps is not a trend."""
 TREND_STEPS = 20
 GROWTH_SHARE = 0.02
-"""Of the total within the window; less is the noise of other processes."""
+"""Growth within the window as a share of the total; less is the noise of other processes."""
 HORIZON_S = 3600.0
-"""A ceiling that is further away than this is not worth waking anybody for."""
+"""A limit that will be reached later than this is not worth an alert."""
 PRESSURE_PCT = 10.0
 PRESSURE_WINDOW_S = 30.0
 _INNER_SHARE = 0.5
-"""Of a growth, that has to be inside for it to be the inner one's."""
+"""Share of a growth that an inner number must explain to be its cause."""
 UNUSED_SHARE = 0.25
-"""An allocation refused while this much of the memory was free met another limit."""
+"""An allocation that fails while this share of the memory is free hit another limit."""
 
 
 @rule(
@@ -41,7 +41,7 @@ UNUSED_SHARE = 0.25
     f"{GROWTH_SHARE:.0%} of the total or more, and reach it within {format_seconds(HORIZON_S)}",
 )
 def memory_ceiling(case: Case) -> Symptom | None:
-    """The GPU's own memory where it has some, what the allocator keeps of it, and the host's."""
+    """Judge the GPU's own memory where it has some, the allocator's reservation in it, and the host's memory."""
     case.must_go_on()
     case.steps(TREND_STEPS, at_least=TREND_STEPS)
     reasons = []
@@ -74,7 +74,8 @@ def _gpu_pool(case: Case) -> tuple[str, list[float], float]:
 
 
 def _allocator_pool(case: Case) -> tuple[str, list[float], float]:
-    """What torch keeps of a GPU whose own counts are not to be had, as where it shares the host's memory."""
+    """Return torch's reserved memory on a GPU without counters of its own, such as one that shares the host's
+    memory."""
     kept = case.host_readings("memory_reserved_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
     plan = case.view.memory_plan
     if plan is None or not plan.available_bytes:
@@ -91,9 +92,8 @@ def _host_pool(case: Case) -> tuple[str, list[float], float]:
 
 
 def _others_take_it(case: Case, used: list[float]) -> bool:
-    """Whether what fills the host's memory is not in the trainer. Not known, and so false, where its
-    resident size does not hold what it has: CUDA allocations in shared memory, ranks of its own.
-    """
+    """Whether another process fills the host's memory. False when that is not known, because the trainer's
+    resident size does not cover all its memory: CUDA allocations in shared memory, or several ranks."""
     if case.settings is not None and case.settings.compute.gpus > 1:
         return False
     try:
@@ -113,7 +113,7 @@ def _others_take_it(case: Case, used: list[float]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owner:
-    """Who takes the memory that goes, in words."""
+    """Who uses the growing memory, in words."""
 
     meaning: str
     no_flip: str
@@ -136,13 +136,13 @@ _OTHERS = _Owner(
 
 
 def _growth(values: list[float]) -> float:
-    """Of the median, from the first third to the last."""
+    """Return the growth of the median from the first third to the last."""
     third = len(values) // 3
     return median(values[2 * third :]) - median(values[:third])
 
 
 def _owner(case: Case, used: list[float], seconds: float, at_least: int) -> _Owner:
-    """Whose the growth of `used` in the last seconds is; a leak where the allocator says nothing."""
+    """Return who caused the growth of `used` in the last seconds; a leak when the allocator has no counts."""
     try:
         held, reserved = (
             case.host_readings(name, seconds, at_least=at_least)
@@ -165,7 +165,7 @@ def _owner(case: Case, used: list[float], seconds: float, at_least: int) -> _Own
 
 
 def _trend(case: Case, name: str, used: list[float], total: float, whose: _Owner) -> Symptom | None:
-    """Medians of three thirds that rise: a single jump, or a saw tooth, is no trend."""
+    """Judge a trend by rising medians of three thirds: a single jump, or a sawtooth, is no trend."""
     third = len(used) // 3
     first, middle, last = (median(used[i * third : (i + 1) * third]) for i in range(3))
     grown = last - first
@@ -218,7 +218,7 @@ def memory_pressure(case: Case) -> Symptom | None:
 
 
 def _half(case: Case) -> int:
-    """Half of the rows, 0 when there is but one or none is known."""
+    """Return half of the rows; 0 when there is only one or the number is not known."""
     return case.settings.train.rows // 2 if case.settings else 0
 
 
@@ -259,7 +259,7 @@ def allocator_ceiling(case: Case) -> Symptom | None:
 
 
 def _most_free(case: Case) -> tuple[str, float, float]:
-    """The pool the GPU takes its memory from and the least that was free in the last minute."""
+    """Return the pool that the GPU allocates from and its lowest free memory in the last minute."""
     try:
         gpu = case.gpu
         used = case.gpu_readings("gpu_mem_used_bytes", 60.0, at_least=1)

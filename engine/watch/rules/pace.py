@@ -1,6 +1,6 @@
-"""The time of a step: what it waits for, and whether it stays what it was.
+"""The step time: what a step waits for, and whether its time stays the same.
 
-`step_s` is the optimizer step alone. Evaluations and checkpoints between two steps are no part of it.
+`step_s` covers the optimizer step alone, without evaluations and checkpoints between two steps.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from engine.watch.rules.rule import WARNING, CannotJudge, Case, Symptom, median,
 DATA_STEPS = 20
 DATA_SHARE = 0.2
 DATA_LEAST_S = 0.5
-"""In total: a fifth of a step of a millisecond is nothing to mend."""
+"""Total wait in seconds: a fifth of a 1 ms step is not worth fixing."""
 DATA_BURST_S = 5.0
-"""In total, where most steps do not wait: a single hiccup of the disk is no pattern."""
+"""Total wait in seconds when most steps do not wait: a single hiccup of the disk is no pattern."""
 BIMODAL_STEPS, BIMODAL_LEAST = 200, 60
 BIMODAL_RATIO = 1.8
 BIMODAL_SHARE = 0.15
-"""Of the steps in the smaller group: single slow steps are no second mode."""
+"""Share of the steps in the smaller group: single slow steps are not a second mode."""
 BIMODAL_GAP = 3.0
-"""The gap between the groups over the wider spread within one of them."""
+"""Gap between the groups, divided by the wider spread within one of them."""
 DRIFT_WARM_UP, DRIFT_STEPS = 20, 50
 DRIFT_RATIO = 1.5
 LEAST_STEP_S = 0.005
-"""Shorter steps are at the mercy of the operating system."""
+"""Shorter steps vary with the operating system's scheduling."""
 
 
 @rule(
@@ -67,7 +67,7 @@ def step_time_bimodal(case: Case) -> Symptom | None:
     if len(times) < BIMODAL_LEAST:
         raise CannotJudge(f"needs {BIMODAL_LEAST} timed steps")
     least = max(1, round(BIMODAL_SHARE * len(times)))
-    # The widest gap that leaves enough on either side.
+    # Split at the widest gap that leaves enough steps on either side.
     cut = max(range(least, len(times) - least + 1), key=lambda i: times[i] - times[i - 1])
     low, high = times[:cut], times[cut:]
     gap, spread = high[0] - low[-1], max(_spread(low), _spread(high))
@@ -87,7 +87,7 @@ def step_time_bimodal(case: Case) -> Symptom | None:
 
 
 def _spread(times: list[float]) -> float:
-    """Between the tenths at either end: a few outliers within a group do not widen it."""
+    """Distance between the 10th and the 90th percentile, so that a few outliers do not widen a group."""
     tenth = len(times) // 10
     return times[-1 - tenth] - times[tenth]
 
@@ -103,7 +103,7 @@ def step_time_drift(case: Case) -> Symptom | None:
     everything = case.steps(10**9, at_least=DRIFT_WARM_UP + 3 * DRIFT_STEPS)
     begin = everything.start + DRIFT_WARM_UP
     before = median(case.column("step_s", range(begin, begin + DRIFT_STEPS)))
-    # Two windows on end: another job that passes by is no drift.
+    # Two consecutive windows: another job that comes and goes is not drift.
     rows = everything[-2 * DRIFT_STEPS :]
     halves = rows[:DRIFT_STEPS], rows[DRIFT_STEPS:]
     now = min(median(case.column("step_s", half)) for half in halves)

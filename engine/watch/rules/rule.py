@@ -1,20 +1,20 @@
-"""A rule looks at a run at one moment and answers: an alert, nothing, or that it cannot judge.
+"""What a rule is: it judges a run at one moment and returns a symptom or nothing, or raises CannotJudge.
 
     @rule(ERROR, asks=..., reads=..., threshold=...)
     def its_id(case: Case) -> Symptom | None: ...              or raises CannotJudge
 
-The rules of a family are the functions so marked in one file of this package, which lists them all
-(`RULES`); `engine diagnose`, the supervisor, `--list` and the tests read that list.
+The rules of a family are the decorated functions in one file of this package. `RULES` lists them all, for
+`engine diagnose`, the supervisor, `--list` and the tests.
 
-A rule is pure: the same view, settings and moment give the same answer, so the supervisor that
-watches a run and `engine diagnose RUN` a year later say the same. It answers from a window of the
-newest steps or readings, never from the whole log, so its cost does not grow with the run.
+A rule is pure: the same view, settings and moment give the same result, so the supervisor that watches a run
+and `engine diagnose RUN` a year later agree. It uses a window of the newest steps or readings, never the
+whole log, so its cost does not grow with the run.
 
-An alert carries its numbers, what each is held against, the steps and the time they were taken from,
-what it means, and the flip that would test the suspicion: a diagnosis that no flip can refute is a
-guess. A rule whose inputs are missing says so; silence means that it looked and saw nothing.
+An alert carries its numbers, what each is compared with, the steps and the time they come from, its meaning,
+and the flip that would test the suspicion: a diagnosis that no flip can refute is a guess. A rule whose
+inputs are missing reports that; no result means that it looked and saw nothing.
 
-Raising and clearing is not a rule's business: see `active_alerts`.
+Rules do not raise or clear alerts: `active_alerts` does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from engine.spec import RunSpec, spec_from_dict
 
 Alert: TypeAlias = AlertRaised
 Number: TypeAlias = tuple[str, float, str]
-"""Name with its unit, value, and what it is held against."""
+"""Name with its unit, value, and what the value is compared with."""
 
 WARNING, ERROR = "warning", "error"
 
@@ -45,14 +45,14 @@ class CannotJudge(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The answer of a rule that could not judge."""
+    """The result of a rule that could not judge."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The steps and the time that evidence was taken from."""
+    """The steps and the time range that the evidence comes from."""
 
     first_step: int
     last_step: int
@@ -66,10 +66,10 @@ class Case:
 
     view: RunView
     settings: RunSpec | None
-    """The settings of the run (its effective.json); None where they cannot be read."""
+    """The settings of the run (its effective.json); None when they cannot be read."""
     now_unix_s: float
 
-    # What the run is
+    # What the run is.
 
     @property
     def started(self) -> RunStarted:
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def vocabulary_nats(self) -> float:
-        """ln V of the student: the loss of guessing."""
+        """ln V of the student: the loss of a uniform guess, in nats."""
         student = self.view.models.get("student")
         if student is None or student.vocab_size < 2:
             raise CannotJudge("the size of the student's vocabulary is not logged")
@@ -102,7 +102,7 @@ class Case:
     # Steps
 
     def steps(self, newest: int, *, at_least: int, session: bool = True) -> range:
-        """Rows of the newest steps, of this session unless all are wanted."""
+        """Return the rows of the newest steps, of this session unless `session` is False."""
         begin = self.view.session_row if session else 0
         end = len(self.view.steps)
         if end - begin < at_least:
@@ -110,7 +110,7 @@ class Case:
         return range(max(begin, end - newest), end)
 
     def column(self, name: str, rows: range) -> list[float]:
-        """The finite numbers of a column; CannotJudge when not one was logged."""
+        """Return the finite numbers of a column; CannotJudge when there are none."""
         values = self.view.steps.values(name, rows.start, rows.stop)
         found = [v for v in values if v is not None and math.isfinite(v)]
         if not found:
@@ -118,7 +118,7 @@ class Case:
         return found
 
     def pairs(self, left: str, right: str, rows: range) -> list[tuple[float, float]]:
-        """Two columns where both have finite numbers."""
+        """Return two columns in the rows where both are finite."""
         steps = self.view.steps
         both = zip(
             steps.values(left, rows.start, rows.stop),
@@ -135,7 +135,7 @@ class Case:
         return found
 
     def span(self, rows: range) -> Span:
-        """The evidence of some steps."""
+        """Return the span of some steps."""
         steps = self.view.steps
         return Span(
             first_step=int(steps.value("step", rows.start) or 0),
@@ -147,7 +147,7 @@ class Case:
     # Readings
 
     def reading_rows(self, table: Table, seconds: float) -> range:
-        """Rows of the readings of the last seconds, of this session."""
+        """Return the rows of this session's readings in the last `seconds`."""
         begin_s = max(self.now_unix_s - seconds, self.view.session_unix_s or 0.0)
         times = range(len(table))
         begin = bisect.bisect_left(times, begin_s, key=lambda r: table.value("unix_s", r) or 0.0)
@@ -159,13 +159,13 @@ class Case:
     def readings(
         self, table: Table, name: str, seconds: float, *, at_least: int, subject: str
     ) -> list[float]:
-        """Finite readings of the last seconds; CannotJudge with the log's own reason for none."""
+        """Return the finite readings of the last `seconds`; CannotJudge with the log's reason when there are none."""
         rows = self.reading_rows(table, seconds)
         values = table.values(name, rows.start, rows.stop)
         found = [v for v in values if v is not None and math.isfinite(v)]
         if len(found) >= at_least:
             return found
-        # `slowed` is worked out of the words of another reading.
+        # `slowed` is derived from the words of another reading.
         source = "clock_event_reasons" if name == "slowed" else name
         key = f"{subject}.{source}" if subject else source
         if key in self.view.absent:
@@ -173,7 +173,7 @@ class Case:
         raise CannotJudge(f"needs {at_least} readings of {key}, {len(found)} were taken")
 
     def recent(self, seconds: float) -> Span:
-        """The evidence of readings."""
+        """Return the span of the last `seconds` of readings."""
         return Span(
             first_step=self.view.last_step,
             last_step=self.view.last_step,
@@ -183,8 +183,8 @@ class Case:
 
     @property
     def gpu(self) -> int:
-        """NVML's number of the GPU that the run computes on."""
-        # Decided before the models are loaded, and said again when the run begins.
+        """Return NVML's index of the GPU that the run computes on."""
+        # Decided before the models are loaded, and logged again when the run begins.
         decided = self.choice("compute.device") if self.view.started is None else None
         device = decided or self.started.device
         if not device.startswith("cuda"):
@@ -211,28 +211,28 @@ class Case:
     def host_readings(self, name: str, seconds: float, *, at_least: int) -> list[float]:
         return self.readings(self.view.hosts, name, seconds, at_least=at_least, subject="")
 
-    # What the run is doing
+    # What the run is doing.
 
     def choice(self, knob: str) -> str | None:
-        """What was decided for a knob."""
+        """Return the value that was decided for a knob."""
         return next((d.choice for d in reversed(self.view.decisions) if d.knob == knob), None)
 
     @property
     def is_computing(self) -> bool:
-        """Whether a model should be at work now: not reading, loading or saving."""
+        """Whether a model should be computing now, as opposed to reading, loading or saving."""
         view = self.view
         if self.is_over:
             return False
         if self.phase.startswith(COMPUTING):
             return True
-        # The evaluations before the first step have no phase of their own.
+        # The evaluations before the first step are logged without a phase.
         began = view.started_unix_s
         return began is not None and (view.phase_unix_s or 0.0) <= began
 
     @property
     def phase(self) -> str:
-        """What the trainer is doing: the phase it named last, or training again once a step was done
-        in it, as after a checkpoint."""
+        """Return the trainer's phase: the newest one logged, or training again once a step was finished in it,
+        as after a checkpoint."""
         view = self.view
         if view.phase is None:
             return "starting"
@@ -242,12 +242,12 @@ class Case:
 
 TRAINING = "training"
 COMPUTING = (TRAINING, "evaluating", "measuring")
-"""Phases in which a model is at work."""
+"""Phases in which a model is computing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """What a rule saw: its alert, but for the name of the rule."""
+    """The alert of a rule, without the rule's name."""
 
     title: str
     numbers: Sequence[Number]
@@ -255,9 +255,9 @@ class Symptom:
     _: KW_ONLY
     meaning: str
     flip: str = ""
-    """The change of the settings that would test the suspicion."""
+    """The change of settings that would test the suspicion."""
     no_flip: str = ""
-    """Or why there is none."""
+    """Why there is no flip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,14 +265,14 @@ class Rule:
     id: str
     severity: str = ERROR
     asks: str
-    """The question, in one sentence."""
+    """The question that the rule answers, in one sentence."""
     reads: tuple[str, ...]
     """The inputs without which it cannot judge."""
     threshold: str
     """When it raises an alert, in words with numbers."""
     judge: Callable[[Case], Symptom | None]
     clear_after_s: float = 30.0
-    """How long it must have seen nothing wrong before its alert is over."""
+    """Seconds without a symptom after which its alert is cleared."""
 
     def answer(self, case: Case) -> Alert | Unknown | None:
         try:
@@ -300,7 +300,8 @@ class Rule:
 def rule(
     severity: str, *, asks: str, reads: tuple[str, ...], threshold: str, clear_after_s: float = 30.0
 ) -> Callable[[Callable[[Case], Symptom | None]], Rule]:
-    """Makes a rule of a function, under the function's name: all that it takes to add one to a family."""
+    """Turn a function into a rule under the function's name. The decorator is all it takes to add a rule to a
+    family."""
 
     def named(judge: Callable[[Case], Symptom | None]) -> Rule:
         return Rule(
@@ -317,7 +318,7 @@ def rule(
 
 
 def mean(values: Sequence[float]) -> float:
-    # Not fsum, which raises where the sum of finite numbers is not one.
+    # Not fsum, which raises an error when finite numbers have an infinite sum.
     return sum(values) / len(values)
 
 
@@ -326,8 +327,8 @@ def median(values: Sequence[float]) -> float:
 
 
 def read_settings(run: RunFolder) -> RunSpec | None:
-    """The settings of a run; None when they are not there or of another version. The rules that need
-    them then say so."""
+    """Read the settings of a run; None when they are missing or of another version, which the rules that need
+    them then report."""
     try:
         return spec_from_dict(run.read_effective()["spec"])
     except BadInput:

@@ -1,7 +1,7 @@
-"""What was set against what is done: read back from the steps, not from the request.
+"""Compare the settings with what the steps actually used, as the log records it.
 
-The schedule is worked out here a second time, from the settings alone: what the trainer used is held
-against it, so an argument that never reached the optimizer is seen.
+The learning-rate schedule is computed here a second time, from the settings alone, and compared with the rate
+the trainer used, so that an argument that never reached the optimizer is found.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from engine.watch.rules.rule import ERROR, Case, Number, Symptom, rule
 
 STEPS = 20
 RATE_TOLERANCE = 1e-4
-"""Relative; the logged rate is the optimizer's own double."""
+"""Relative; the logged rate is the optimizer's own float64."""
 
 
 def expected_rate(step: int, train: TrainSection) -> float:
-    """The learning rate of optimizer step `step`, counted from 1: linear warm-up, then cosine or
+    """Return the learning rate of optimizer step `step`, counted from 1: linear warm-up, then cosine or
     constant."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
@@ -39,7 +39,7 @@ def learning_rate(case: Case) -> Symptom | None:
     rows = case.steps(STEPS, at_least=1)
     for rate, step in reversed(case.pairs("lr", "step", rows)):
         wanted = expected_rate(int(step), train)
-        # The last step of a cosine to 0 is 0 by intention; rounding there is of the peak.
+        # The last step of a cosine schedule is 0 on purpose; there rounding is relative to the peak.
         if abs(rate - wanted) <= RATE_TOLERANCE * max(wanted, 1e-3 * train.lr):
             continue
         zero = rate == 0

@@ -1,7 +1,7 @@
-"""A trainer that has said nothing for too long, and what it was doing.
+"""A trainer that has logged nothing for too long, and what it was doing.
 
-Progress is the step counter, not liveness, memory or utilisation. The heartbeat is the newest line of
-the trainer that is no note. How long it may be silent:
+Progress is the step counter, not liveness, memory or utilisation. The heartbeat is the newest line of the
+trainer that is not a note. The limit of a silence:
 
     `watch.stall_seconds`, when it is set
     in training        max(LEAST_S, TIMES * median time between the last steps,
@@ -10,13 +10,14 @@ the trainer that is no note. How long it may be silent:
 
     in any of these, when nothing was done at all     STILL_S
 
-A load may take ten minutes, and a compiler two without a line. But each of them computes or reads. So where the
-trainer and all that it started have used next to no CPU time, moved next to no bytes, and the GPU of the run ran
-nothing for STILL_S, the run counts as stalled without waiting for the long limit of the phase. A busy but silent
-trainer gets a notice after QUIET_S, which is no alert: what it is doing and how long it may take.
+A load may take ten minutes, and a compile two without a line, but each of them computes or reads. So where
+the trainer and all its descendants have used next to no CPU time, moved next to no bytes, and the run's GPU
+ran nothing for STILL_S, the run counts as stalled without waiting for the long limit of the phase. A busy but
+silent trainer gets a notice after QUIET_S, which is not an alert: it says what the trainer is doing and how
+long that may take.
 
-A limit that is too low costs a warning that is taken back when the step arrives; one that is too high
-costs the hours this project began with.
+A limit that is too low costs a warning that is cleared when the step arrives; one that is too high costs
+hours of a hung run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ TIMES = 5.0
 LONG_WORK = 3.0
 STEPS = 50
 FIRST_STEP_S = 45.0
-"""No step yet: the first also waits for libraries to load, and a kernel that is compiled logs a line."""
+"""For the first step, which also waits for libraries to load; a kernel that is compiled logs a line."""
 PHASE_S = {
     "reading the corpus": 120.0,
     "tokenizing": 300.0,
@@ -56,17 +57,17 @@ PHASE_S = {
     "evaluating": FIRST_STEP_S,
     "measuring": FIRST_STEP_S,
 }
-"""By the beginning of the phase's name. Loading reads up to hundreds of GB, which may lie on a network; an
-evaluation says every few seconds how far it is."""
+"""By prefix of the phase's name. Loading reads up to hundreds of GB, possibly over a network; an evaluation logs
+its progress every few seconds."""
 OTHER_PHASE_S = 120.0
 FIRST_LINE_S = 120.0
 """From the start of the process to its first line: importing torch from a cold disk."""
 STILL_S = 50.0
 STILL_WINDOW_S = 30.0
-"""Counts of the whole family are taken every ten seconds: this is the end of a silence, and no part of before."""
+"""The counters of the process tree are read every ten seconds; this window lies within the silence."""
 STILL_READINGS = 10
 STILL_CPU_PCT = 5.0
-"""Of one core. A process that waits uses none, threads that look after others some tenths."""
+"""Percent of one core. A waiting process uses none, housekeeping threads some tenths."""
 STILL_IO_BYTES_PER_S = 1024.0
 QUIET_S = 50.0
 COMPUTING = "computing"
@@ -83,9 +84,9 @@ class Silence:
     silent_s: float
     limit_s: float
     held: str
-    """Where the limit comes from, in words."""
+    """The source of the limit, in words."""
     doing: str
-    """What the run says it is doing."""
+    """What the run was doing according to its log."""
     since_unix_s: float
 
     @property
@@ -94,12 +95,12 @@ class Silence:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether somebody should hear of it although it is no stall."""
+        """Whether to notify somebody although this is no stall."""
         return QUIET_S < self.silent_s <= self.limit_s
 
 
 def silence(case: Case) -> Silence:
-    """The silence of the trainer now; CannotJudge when it has ended or was never heard."""
+    """Return the trainer's silence now; CannotJudge when it has ended or has logged nothing and has no start time."""
     view = case.view
     case.must_go_on()
     # A process that never opened its log has been silent since it was started.
@@ -146,7 +147,7 @@ def _limit(case: Case) -> tuple[float, str]:
 
 
 def _is_still(case: Case) -> bool:
-    """Whether nothing was computed, read or written lately; False, too, where that is not known."""
+    """Whether nothing was computed, read or written lately; also False when that is not known."""
     window_s, least = STILL_WINDOW_S, STILL_READINGS
     try:
         if max(case.host_readings("family_cpu_pct", window_s, at_least=least)) >= STILL_CPU_PCT:
@@ -163,14 +164,14 @@ def _is_still(case: Case) -> bool:
 
 
 def _long_work(case: Case) -> float:
-    """A few times the longest evaluation with the longest checkpoint behind it."""
+    """Return a few times the longest evaluation plus the longest checkpoint."""
     evals = max((e.eval_s or 0.0 for e in case.view.evals[-20:]), default=0.0)
     saves = max((c.save_s or 0.0 for c in case.view.checkpoints[-20:]), default=0.0)
     return LONG_WORK * (evals + saves)
 
 
 def stall_dump(case: Case, since_unix_s: float) -> StackDump | None:
-    """The stacks that were taken in this silence."""
+    """Return the stacks that were captured in this silence."""
     taken_s = case.view.stack_dump_unix_s
     return case.view.stack_dump if taken_s is not None and taken_s >= since_unix_s else None
 
@@ -212,7 +213,7 @@ def _stalled(case: Case, what: str) -> Symptom | None:
 
 
 def _state(dump: StackDump) -> str:
-    """What the main thread does. CUDA's waits spin, so that to the kernel they are computing."""
+    """Return the main thread's state. CUDA waits spin, so the kernel reports them as computing."""
     frames = f"{dump.python_frame}\n{dump.native_frame}"
     if dump.state == COMPUTING and _DEVICE_WAIT.search(frames):
         return "waiting for the GPU"
@@ -220,7 +221,7 @@ def _state(dump: StackDump) -> str:
 
 
 def _machine(case: Case) -> list[tuple[str, float]]:
-    """GPU and CPU as they are in the silence, as far as they are known."""
+    """Return the GPU and CPU readings during the silence, as far as they are known."""
     known: list[tuple[str, float]] = []
     host = case.view.host
     if host is not None:

@@ -1,4 +1,4 @@
-"""The update: gradients and their clipping."""
+"""The optimizer update: gradients and their clipping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPLODING_RATIO = 50.0
 CLIPPED_STEPS = 200
 CLIPPED_SHARE = 0.98
 CLIPPED_TIMES = 3.0
-"""The median norm over the limit: a norm that lies just above it is hardly changed by clipping."""
+"""Median gradient norm divided by the limit: clipping hardly changes a norm just above the limit."""
 
 
 @rule(
