@@ -1,11 +1,11 @@
-"""Which allocator holds the weights of a run: chosen before torch loads, from facts alone.
+"""Choose the allocator for the weights of a run, before torch loads and from machine facts alone.
 
-`native` is device memory, `managed` is CUDA's managed memory: one address on host and device, pages
-that move between them. On an integrated GPU both are the host's memory and nothing moves, but only
-managed memory is bounded by what the host has free and can be read by the host without a copy. On a
-discrete GPU pages would cross the bus.
+`native` is device memory. `managed` is CUDA managed memory: one address on host and device, with pages that
+migrate between them. On an integrated GPU both are host memory and nothing migrates, but only managed memory
+is limited by what the host has free and can be read by the host without a copy. On a discrete GPU pages would
+cross the bus.
 
-Of several GPUs the first that CUDA shows decides: it is the one a run computes on.
+On a machine with several GPUs the first that CUDA shows decides: the run computes on it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ALLOWED = ("auto", "native", "managed")
 
 # contract: cuda-unified-memory-allocator-v1
 def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cuda") -> Decision:
-    """`managed` on an integrated GPU, `native` on everything else, or what the user set.
+    """Choose `managed` on an integrated GPU, `native` on everything else, or what the user set.
 
-    `compute_device` is `cuda` or `cpu`, where the run computes. Asking for managed memory where no
-    GPU is known to have it is refused, never replaced.
+    `compute_device` is where the run computes, `cuda` or `cpu`. A request for managed memory where no GPU is
+    known to have it is refused, never replaced.
     """
     if wanted not in ALLOWED:
         raise BadInput.expected(KNOB, "the setting", f"one of {', '.join(ALLOWED)}", repr(wanted))
@@ -109,7 +109,8 @@ def _no_managed(device: CudaDevice) -> str:
 
 
 def _caution(device: CudaDevice) -> str:
-    """Without concurrent access the driver takes managed memory from the CPU while a kernel runs."""
+    """Return a caution when the GPU lacks concurrent managed access: the driver then takes managed memory from
+    the CPU while a kernel runs."""
     if device.concurrent_managed_access.value == NO:
         return "; the CPU must not touch managed memory while a kernel runs there"
     return ""

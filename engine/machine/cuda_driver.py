@@ -1,22 +1,22 @@
-"""What CUDA's driver library says about the GPUs that a program started here would see.
+"""Read from CUDA's driver library which GPUs a program started here would see.
 
-NVML cannot say whether a GPU is integrated, and lists GPUs that CUDA is configured to hide. The driver API
+NVML cannot tell whether a GPU is integrated, and lists GPUs that CUDA is configured to hide. The driver API
 (libcuda.so.1, called through ctypes, so that neither torch nor a CUDA toolkit is needed) can:
 
     cuInit -> cuDeviceGetCount -> name, uuid, PCI address, memory total, attributes of each
 
-Cost: `cuInit` opens every visible GPU, which takes 0.1 s to some seconds (longest where no process
-holds the driver open), and about 100 MiB of address space. No context is made: that would take
-hundreds of MiB on the GPU. A free-memory number needs a context, so there is none here.
+Cost: `cuInit` opens every visible GPU, which takes 0.1 s to some seconds (longest where no process holds the
+driver open), and about 100 MiB of address space. No context is made: that would take hundreds of MiB on the
+GPU. A free-memory number needs a context, so there is none here.
 
-After `cuInit` a process must not fork and use CUDA in the child: CUDA fails there. A driver can also
-hang for good. So `ask_in_child` asks in a process of its own, with a time limit, and the caller stays
-clean; every part of the engine without torch uses that. `ask_here` is for a process that will use
+After `cuInit` a process must not fork and use CUDA in the child: CUDA fails there. A driver can also hang for
+good. So `ask_in_child` queries the driver in a process of its own, with a time limit, and the caller never
+initialises CUDA; every part of the engine without torch uses that. `ask_here` is for a process that will use
 CUDA anyway. `python -m engine.machine.cuda_driver` prints what it found as one JSON line.
 
-CUDA numbers its GPUs by `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`; NVML by PCI address. The two
-meet at the uuid and the PCI address (`memory_class.match_gpus`), never at the number. A part of a
-divided GPU (MIG) has a uuid of its own and the PCI address of the whole.
+CUDA numbers its GPUs by `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`, NVML by PCI address. The two are
+matched by uuid and PCI address (`memory_class.match_gpus`), never by number. A MIG instance has its own uuid
+and the PCI address of the whole GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.machine.reading import Reading, absent, measured
 LIBRARY = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TIME_LIMIT_S = 20.0
-"""A machine of eight GPUs without the persistence daemon takes about ten."""
+"""A machine with eight GPUs and no persistence daemon takes about ten seconds."""
 _KILL_LIMIT_S = 1.0
 
 # CUdevice_attribute of cuda.h: part of the driver's ABI.
@@ -69,7 +69,7 @@ _HINTS = {
 
 
 class CudaError(Exception):
-    """A call of the driver API that did not succeed; its text is the reason."""
+    """A driver API call that failed; its text is the reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -77,7 +77,7 @@ class CudaError(Exception):
 
 
 class _Driver:
-    """The functions of the library: each call's return code is checked."""
+    """The functions of the library, with every return code checked."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -108,7 +108,7 @@ class _Driver:
         return buffer.value.decode("utf-8", "replace")
 
     def uuid(self, device: int) -> str:
-        """_v2 gives a part of a divided GPU its own uuid; drivers before CUDA 11.4 lack it."""
+        """Return the uuid. The _v2 call gives a MIG instance its own uuid; drivers before CUDA 11.4 lack it."""
         raw = (ctypes.c_ubyte * 16)()
         try:
             self.call("cuDeviceGetUuid_v2", raw, device)
@@ -123,7 +123,7 @@ class _Driver:
 
 
 def ask_here(environ: Mapping[str, str] = os.environ) -> CudaFacts:
-    """Ask in this process, which must not fork and use CUDA in the child afterwards."""
+    """Query the driver in this process, which must not fork and use CUDA in the child afterwards."""
     visible = environ.get(VISIBLE)
     try:
         driver = _Driver(ctypes.CDLL(LIBRARY))
@@ -208,7 +208,7 @@ def _pci_text(driver: _Driver, device: int) -> str:
 
 
 def normal_pci_address(text: str) -> str:
-    """One form for NVML's `00000000:3B:00.0` and CUDA's `0000:3b:00.0`; other texts in lower case."""
+    """Normalise NVML's `00000000:3B:00.0` and CUDA's `0000:3b:00.0` to one form; other texts become lower case."""
     domain, colon, rest = text.lower().partition(":")
     return f"{domain:0>8}{colon}{rest}"
 
@@ -216,7 +216,7 @@ def normal_pci_address(text: str) -> str:
 def ask_in_child(
     environ: Mapping[str, str] = os.environ, limit_s: float = TIME_LIMIT_S
 ) -> CudaFacts:
-    """Ask in a process of its own, which is ended after `limit_s` seconds: then that is the reason."""
+    """Query the driver in a child process, which is ended after `limit_s` seconds; the timeout is then the reason."""
     visible = environ.get(VISIBLE)
     command = [sys.executable, "-m", "engine.machine.cuda_driver"]
 
@@ -235,7 +235,7 @@ def ask_in_child(
         out, err = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         child.kill()
-        # A process inside a hanging driver cannot be ended; it is left behind, not waited for.
+        # A process inside a hanging driver cannot be ended; it is left behind and not waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.communicate(timeout=_KILL_LIMIT_S)
         return broken(f"the driver did not answer within {limit_s:g} s")

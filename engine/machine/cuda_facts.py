@@ -1,6 +1,5 @@
-"""What CUDA says of the GPUs that a program would see, as values: and as one line of JSON, in which they come
-from the process that asked (`engine.machine.cuda_driver`).
-"""
+"""CUDA's view of the GPUs that a program would see, as values and as one line of JSON. The JSON line carries
+them from the process that queried the driver (`engine.machine.cuda_driver`)."""
 
 from __future__ import annotations
 
@@ -25,23 +24,23 @@ class CudaState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaDevice:
-    """One GPU, or one part of a divided GPU. Yes and no are words: no number here is a 0 or 1."""
+    """One GPU, or one MIG instance. Booleans are words, so that no number here is a mere 0 or 1."""
 
     index: int
-    """CUDA's number: `cuda:0` of torch."""
+    """CUDA's index, as in torch's `cuda:0`."""
     name: Reading
     uuid: Reading
     """Hexadecimal with dashes and without NVML's `GPU-` or `MIG-`."""
     pci_address: Reading
     """As `00000000:3b:00.0`."""
     total_bytes: Reading
-    """Memory CUDA may allocate from, used or not. On an integrated GPU the host's."""
+    """Memory CUDA may allocate from, used or not. On an integrated GPU it is the host's."""
     compute_capability: Reading
     """As `9.0`."""
     multiprocessors: Reading
     l2_bytes: Reading
     integrated: Reading
-    """Whether the GPU has no memory but the host's: the one test of a unified machine."""
+    """Whether the GPU has no memory but the host's: the only test for a unified-memory machine."""
     managed_memory: Reading
     concurrent_managed_access: Reading
     """Whether the CPU may touch managed memory while a kernel runs."""
@@ -56,9 +55,9 @@ class CudaDevice:
 class CudaFacts:
     state: CudaState
     count: Reading
-    """Visible GPUs, or why there are none."""
+    """Number of visible GPUs, or why there are none."""
     driver: Reading
-    """The newest CUDA that the driver can run, as `13.0`."""
+    """The newest CUDA version that the driver supports, as `13.0`."""
     visible: str | None
     """`CUDA_VISIBLE_DEVICES`; None when it is not set."""
     devices: tuple[CudaDevice, ...] = field(default=())
@@ -69,7 +68,7 @@ def to_json(facts: CudaFacts) -> str:
 
 
 def from_json(line: str) -> CudaFacts:
-    """The inverse of `to_json`."""
+    """Parse the output of `to_json`."""
     record = json.loads(line)
     devices = (
         CudaDevice(

@@ -1,17 +1,16 @@
-"""What this machine can do and show, before a run finds out: the facts, and what follows from them.
+"""Diagnose what this machine can do and measure before a run finds out: the facts, and what follows from them.
 
     pass      a usable machine, and everything that a run reads can be read
-    unknown   it can be used, but something a run would read is not there; each such thing is named
-              with what nobody will be able to say without it
+    unknown   it can be used, but something a run would read is missing; each such reading is named
+              with the questions that cannot be answered without it
     fail      something is broken: a driver that does not answer, a lost GPU, a torch that cannot
               use the GPU that is there
 
-A machine without a GPU is a normal state: a run computes on its CPU, no question about a GPU is
-asked, and none lowers the verdict. It is not normal when the PCI bus has an NVIDIA GPU or
-`CUDA_VISIBLE_DEVICES` hides one.
+A machine without a GPU is a normal state: a run computes on its CPU, no GPU queries are made, and none lowers
+the verdict. It is not normal when the PCI bus has an NVIDIA GPU or `CUDA_VISIBLE_DEVICES` hides one.
 
-What no run reads (fans, bus traffic, ...) is listed with what it rules out and does not count.
-`diagnose` is pure; `engine doctor` reads the machine and prints.
+Readings that no run uses (fans, bus traffic, ...) are listed with what their absence rules out and do not
+count. `diagnose` is pure; `engine doctor` reads the machine and prints.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Missing:
     reason: str
     rules_out: str
     counts: bool
-    """Whether a run reads it, so that the machine is not whole without it."""
+    """Whether a run reads it, so that its absence lowers the verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class Diagnosis:
         return Verdict(Level.PASS, f"{what}; everything that a run reads can be read")
 
     def as_json(self) -> dict[str, Any]:
-        """One JSON value; readings as in the run log, flat, with `_source` and `_absent`."""
+        """Return one JSON value; readings as in the run log, flat, with `_source` and `_absent`."""
         around: dict[str, Any] = {}
         for item in fields(self.surroundings):
             value = getattr(self.surroundings, item.name)
@@ -109,8 +108,10 @@ def diagnose(
     surroundings: Surroundings,
     wanted_allocator: str = "auto",
 ) -> Diagnosis:
-    """What follows from the facts of a machine. `wanted_allocator` is what the environment asks a run to
-    take; asked for in vain it is broken, as a run would be refused.
+    """Draw the conclusions from the facts of a machine.
+
+    `wanted_allocator` is the allocator that the environment requests. If the machine does not have it the
+    verdict is fail, because a run would be refused.
     """
     refused = None
     try:

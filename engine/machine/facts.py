@@ -1,19 +1,19 @@
-"""The machine as it was found: each number with its source or the reason why there is none.
+"""The facts of the machine: each number with its source, or the reason why there is none.
 
-Read once at the start of a run, without torch and without a CUDA context, because the memory
-allocator has to be chosen before the first CUDA call. People read `lines()`; the run log takes
+They are read once at the start of a run, without torch and without a CUDA context, because the memory
+allocator has to be chosen before the first CUDA call. `lines()` is for people; the run log takes
 `as_event_fields()`, which is flat:
 
     host_memory_total_bytes, host_memory_total_bytes_source, ..., gpu0_name, gpu0_name_source, ...
 
-and a field without a value is None and has `<field>_absent`, the reason.
+A field without a value is None and has the reason in `<field>_absent`.
 
-NVML lists every GPU, in the order of the bus (`gpu0_...`); CUDA lists those it is configured to show, in its own
-order (`cuda0_...`). `memories` joins the two and says what kind of memory each GPU has and how much
-may be used; a machine without a GPU has one entry, for the host.
+NVML lists every GPU, in bus order (`gpu0_...`); CUDA lists those it is configured to show, in its own order
+(`cuda0_...`). `memories` joins the two and says what kind of memory each GPU has and how much may be used; a
+machine without a GPU has one entry, for the host.
 
-CUDA is asked in a short process of its own (`cuda_driver`), so reading the facts costs up to some
-seconds on a machine with many GPUs, and leaves nothing behind in this process.
+CUDA is queried in a short-lived child process (`cuda_driver`), so reading the facts takes up to some seconds
+on a machine with many GPUs, and leaves nothing behind in this process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeviceFacts:
     memory: HostMemory
     cgroup_memory: CgroupMemory
     nvml: Reading
-    """The binding in use, or why there are no GPU readings."""
+    """The NVML binding in use, or why there are no GPU readings."""
     nvml_warning: str | None
     driver: Reading
     cuda_driver: Reading
@@ -50,19 +50,18 @@ class DeviceFacts:
     """In NVML's order."""
     cuda: CudaFacts
     memories: tuple[GpuMemory, ...]
-    """One for each GPU, those that CUDA shows first, in its order; never empty."""
+    """One for each GPU, those that CUDA shows first and in its order; never empty."""
 
     @property
     def has_integrated_gpu(self) -> bool | None:
-        """Whether CUDA memory may be the host's, which no counter of a control group sees; None:
-        CUDA does not say."""
+        """Whether CUDA memory may be host memory, which no cgroup counter sees; None when CUDA does not report it."""
         known = [device.integrated.value for device in self.cuda.devices]
         if YES in known:
             return True
         return None if None in known or not known else False
 
     def lines(self) -> list[str]:
-        """The facts for people, one per line; each number is followed by its source."""
+        """Return the facts for people, one per line; each number is followed by its source."""
         out = [
             f"host: {self.machine}, kernel {self.kernel}",
             _line("CPUs", self.cpu_count),
@@ -105,7 +104,7 @@ class DeviceFacts:
         return out
 
     def as_event_fields(self) -> dict[str, float | int | str | None]:
-        """The facts as flat fields of one log line."""
+        """Return the facts as flat fields of one log line."""
         out: dict[str, float | int | str | None] = {
             "machine": self.machine,
             "kernel": self.kernel,
@@ -137,9 +136,8 @@ def read_facts(
     nvml: Nvml | Reading | None = None,
     cuda: CudaFacts | None = None,
 ) -> DeviceFacts:
-    """Read the machine now. Without `nvml` a session is opened and closed here; without `cuda` the
-    driver is asked in a process of its own.
-    """
+    """Read the machine now. Without `nvml` a session is opened and closed here; without `cuda` the driver is
+    queried in a child process."""
     host = host or Host()
     cuda = ask_in_child() if cuda is None else cuda
     session = open_nvml() if nvml is None else nvml

@@ -1,13 +1,12 @@
-"""What a process and all that it started have done so far: processor seconds and bytes, from /proc.
+"""CPU seconds and bytes moved so far by a process and all its descendants, from /proc.
 
-    /proc/<pid>/task/<tid>/children   who was started, by each thread
+    /proc/<pid>/task/<tid>/children   the children of each thread
     /proc/<pid>/stat                  CPU ticks of a process, and of the children it has waited for
-    /proc/<pid>/io                    bytes it moved with system calls, and bytes that came from disks, which is
-                                      all that a file mapped into memory shows; those of children it has waited for
-                                      are in it
+    /proc/<pid>/io                    bytes moved by system calls, and bytes read from disks (the only trace of
+                                      an mmapped file); includes the children it has waited for
 
-A silence is progress or it is not: a compiler works in processes of its own, a load only reads. Both counts
-together tell. A process that ends takes its counts to its parent, so that sums do not go back.
+The two counts together tell whether a silent process makes progress: a compiler works in child processes, and
+a load only reads. A process that ends passes its counts to its parent, so the sums do not decrease.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from engine.machine.reading import Reading, absent, measured
 
 MOST = 4096
-"""Processes that are looked at: a run has some dozens."""
+"""Most processes that are read; a run has some dozens."""
 _CPU = re.compile(rb"(?s).*\) \S+(?: \S+){10} (\d+) (\d+) (\d+) (\d+) ")
 _IO = re.compile(rb"^(?:rchar|wchar|read_bytes|write_bytes): (\d+)$", re.MULTILINE)
 
@@ -30,11 +29,11 @@ class FamilyReadings:
     cpu_s: Reading
     """User and system seconds."""
     io_bytes: Reading
-    """Read and written, by system calls and at disks: a byte may count twice."""
+    """Bytes read and written, by system calls and at disks; a byte may count twice."""
 
 
 def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
-    """The sums over `pid` and its descendants; absent where one of them cannot be read."""
+    """Return the sums over `pid` and its descendants; absent where one of them cannot be read."""
     try:
         pids = _members(pid, proc)
     except OSError as error:
@@ -54,7 +53,7 @@ def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
 
 
 def _members(pid: int, proc: Path) -> list[int]:
-    """`pid` and its descendants. Raises OSError where `pid` is not there, or the kernel has no such lists."""
+    """Return `pid` and its descendants. Raises OSError when `pid` does not exist, or the kernel has no such lists."""
     found: list[int] = []
     left = [pid]
     while left and len(found) < MOST:
@@ -67,14 +66,14 @@ def _members(pid: int, proc: Path) -> list[int]:
                     int, (proc / str(one) / "task" / thread / "children").read_bytes().split()
                 )
         except OSError:
-            # What was started may end at any moment; what started it must be there.
+            # A descendant may end at any moment; `pid` itself must exist.
             if one == pid:
                 raise
     return found
 
 
 def _sum(pids: list[int], proc: Path, file: str, pattern: re.Pattern[bytes]) -> int | str:
-    """Of all numbers of the pattern; why there is no sum. Who has just ended has none."""
+    """Sum all numbers that match the pattern, or return why there is no sum. A process that has just ended adds 0."""
     total = 0
     for pid in pids:
         try:

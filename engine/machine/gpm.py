@@ -1,19 +1,20 @@
 """GPU performance counters through NVML (GPM): how much of a GPU works, not only whether it does.
 
-`gpu_util_pct` is the share of the time in which any kernel ran: one thread in an endless loop is 100.
-These counters tell that from work:
+`gpu_util_pct` is the share of the time in which any kernel ran: one thread in an endless loop gives 100.
+These counters measure the work:
 
-    sm_util_pct        multiprocessors that had a warp to run, mean over all of them
-    sm_occupancy_pct   warps on them, of the most there can be
-    tensor_util_pct    tensor pipes at work
-    dram_util_pct      bandwidth of the device's memory in use
+    sm_util_pct        SMs that had a warp to run, mean over all of them
+    sm_occupancy_pct   resident warps, as a share of the maximum
+    tensor_util_pct    tensor pipe activity
+    dram_util_pct      share of the device's memory bandwidth in use
 
-A number is the mean between two samples, which NVML takes into buffers of its own: one call fills
-the newer buffer, another compares it with the older. So the first tick has no number, and the
-numbers of a later tick are of exactly the time since the tick before.
+A number is the mean between two samples, which NVML takes into buffers of its own: one call fills the newer
+buffer, another compares it with the older one. So the first tick has no number, and the numbers of a later
+tick cover exactly the time since the tick before.
 
-Hopper and newer data-centre GPUs have them. Another GPU, an old driver, a virtual GPU or a part of a
-divided GPU (MIG) is a reason, asked once; a sample that fails is tried again after 1, 2, 4, ... 64 ticks.
+Hopper and newer data-centre GPUs have them. On other GPUs, old drivers, virtual GPUs and MIG instances the
+counters are absent with a reason, and are queried only once; a sample that fails is retried after 1, 2, 4,
+... 64 ticks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Gpm:
             self._why_not = f"NVML: {error}"
 
     def read(self) -> dict[str, Reading]:
-        """The means since the last call, each a value or why there is none."""
+        """Return the means since the last call, each a value or the reason why there is none."""
         if self._why_not is not None:
             return self._none(self._why_not)
         if self._wait_ticks > 0:
@@ -72,7 +73,7 @@ class Gpm:
         try:
             module.nvmlGpmSampleGet(self._handle, newer)
         except module.NVMLError as error:
-            # A buffer that was not filled must not be compared with: begin again.
+            # An unfilled buffer must not be used for a comparison: start again.
             self._older_is_valid = False
             self._failure = f"NVML: {error}"
             self._wait_ticks = min(2**self._failures, LONGEST_WAIT_TICKS)
@@ -105,7 +106,7 @@ class Gpm:
         return dict.fromkeys(METRICS, absent(reason, _CALL))
 
     def close(self) -> None:
-        """Give the buffers back; before NVML is shut down."""
+        """Release the buffers; call it before NVML is shut down."""
         for buffer in self._buffers:
             self._module.nvmlGpmSampleFree(buffer)
         self._buffers, self._why_not = [], "NVML was closed"

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU that does not change while a process runs, and the words that it is said in."""
+"""The NVML facts of a GPU that do not change while a process runs, and the words used for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLOCK_EVENTS = (
 
 
 def clock_event_words(mask: int) -> str:
-    """Why the clocks are where they are: 0 -> 'none', 36 -> 'sw_power_cap,sw_thermal_slowdown'."""
+    """Return the reasons for the current clocks: 0 -> 'none', 36 -> 'sw_power_cap,sw_thermal_slowdown'."""
     bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
     words = [_CLOCK_EVENTS[b] if b < len(_CLOCK_EVENTS) else f"bit_{b}" for b in bits]
     return ",".join(words) or "none"
@@ -32,12 +32,12 @@ def clock_event_words(mask: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """What does not change while a process runs, and the memory in use now."""
+    """Facts that do not change while a process runs, and the memory in use now."""
 
     index: int
     name: Reading
     uuid: Reading
-    """`GPU-` and hexadecimal with dashes: of the whole GPU, also when it is divided (MIG)."""
+    """`GPU-` and hexadecimal with dashes, of the whole GPU even when it is divided by MIG."""
     pci_address: Reading
     """As the driver writes it: `00000000:3B:00.0`."""
     compute_capability: Reading
@@ -45,16 +45,16 @@ class GpuFacts:
     memory_total_bytes: Reading
     """Memory of a discrete card. An integrated device has none of its own."""
     memory_used_bytes: Reading
-    """When this was read, by all processes."""
+    """Used by all processes at the time of the reading."""
     memory_status: Reading
-    """One of the four words above: to be compared with CUDA's `integrated`."""
+    """One of the four words above; to be compared with CUDA's `integrated`."""
     utilisation_status: Reading
     """`supported` or `not supported`."""
     addressing_mode: Reading
     """`none`, `hmm` or `ats`; ats: the GPU uses the page tables of the CPU."""
     numa_node: Reading
-    """Given where GPU memory is a NUMA node of the host: then its numbers are the kernel's."""
+    """Present where GPU memory is a NUMA node of the host, whose numbers are then the kernel's."""
     sm_clock_max_mhz: Reading
     power_set_limit_w: Reading
-    """The limit that was asked for; the one in force is read with `slow`."""
+    """The requested limit; the limit in force is read with `slow`."""
     power_default_limit_w: Reading

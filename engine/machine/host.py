@@ -1,22 +1,22 @@
-"""What the kernel says about this machine, its control groups and one process, from text files.
+"""Kernel readings of this machine, its cgroups and one process, from text files.
 
     /proc/meminfo             MemTotal, MemAvailable, ... ("kB" there means KiB)
     /proc/vmstat              oom_kill: processes the kernel killed for memory, whatever the limit
     /proc/pressure/memory     PSI: share of the last 10 s in which some (full: all) tasks waited
     /proc/<pid>/stat, status  CPU seconds, start, state, resident bytes, threads
-    /proc/<pid>/cgroup        its group, one line for each v1 hierarchy and `0::` for v2
-    /proc/self/mountinfo      where a hierarchy is mounted and which group is its root here:
+    /proc/<pid>/cgroup        its cgroup, one line for each v1 hierarchy and `0::` for v2
+    /proc/self/mountinfo      where a hierarchy is mounted and which cgroup is its root here:
                               a container sees a part of the tree
     <group>/memory.*, cpu.*   limits and counters; the names differ between v1 and v2
 
-A limit holds for a group and everything below it, so the limit of a process is the tightest one
-between its group and the mounted root, and its headroom is the smallest `limit - current` on that
-path. "No limit" is a reason, not a number.
+A limit holds for a cgroup and everything below it, so the limit of a process is the tightest one between its
+cgroup and the mounted root, and its headroom is the smallest `limit - current` on that path. "No limit" is a
+reason, not a number.
 
 On an integrated GPU none of these see CUDA memory.
 
-Nothing here raises for a missing or odd file: the `Reading` says so. Both roots can be replaced by
-a folder of recorded texts.
+Nothing here raises for a missing or malformed file; the `Reading` carries the reason. Both roots can be
+replaced by a folder of recorded texts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from engine.machine.reading import Reading, absent, measured
 
 RESERVE_BYTES = 8 * 1024**3
 RESERVE_SHARE = 0.08
-"""Of MemTotal. The larger of the two is left to the operating system: judgement, not measurement."""
-# A v1 group without a limit reports the largest multiple of the page size; no machine has 4 EiB.
+"""Share of MemTotal. The larger of the two is left to the operating system: judgement, not measurement."""
+# A v1 cgroup without a limit reports the largest multiple of the page size; no machine has 4 EiB.
 _NO_LIMIT_BYTES = 1 << 62
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
 _MEMORY_FILES = {
@@ -43,14 +43,14 @@ _MEMORY_FILES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cgroup:
-    """The control group of a process in the hierarchy of one controller."""
+    """The cgroup of a process in the hierarchy of one controller."""
 
     version: int
     directory: Path
     mount: Path
 
     def levels(self) -> list[Path]:
-        """This group and those above it that are visible here, nearest first."""
+        """Return this cgroup and its visible ancestors, nearest first."""
         above = [path for path in self.directory.parents if path.is_relative_to(self.mount)]
         return [self.directory, *above]
 
@@ -59,7 +59,7 @@ class Cgroup:
 class HostMemory:
     total_bytes: Reading
     available_bytes: Reading
-    """What can be had without swapping. Budgets start here: `free` calls the page cache used."""
+    """Memory available without swapping. Budgets use it because `free` counts the page cache as used."""
     free_bytes: Reading
     swap_total_bytes: Reading
     swap_free_bytes: Reading
@@ -74,9 +74,9 @@ class CgroupMemory:
 
 
 def usable_host_bytes(memory: HostMemory, cgroup: CgroupMemory) -> Reading:
-    """How much host RAM a process may still take:
+    """Return how much host RAM a process may still take:
 
-    min(MemAvailable - max(8 GiB, 8 % of MemTotal), limit - current of the control group)
+    min(MemAvailable - max(8 GiB, 8 % of MemTotal), limit - current of the cgroup)
     """
     available, total = memory.available_bytes, memory.total_bytes
     if available.number is None or total.number is None:
@@ -95,13 +95,13 @@ def usable_host_bytes(memory: HostMemory, cgroup: CgroupMemory) -> Reading:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReadings:
     state: Reading
-    """R running, S sleeping, D in the kernel and not interruptible, Z ended but not waited for."""
+    """R running, S sleeping, D uninterruptible in the kernel, Z zombie."""
     rss_bytes: Reading
-    """Resident bytes. On an integrated GPU CUDA memory is not in it."""
+    """Resident bytes. On an integrated GPU they exclude CUDA memory."""
     cpu_s: Reading
-    """User and system seconds of its threads since it started, its children not counted."""
+    """User and system seconds of its threads since it started, without its children."""
     start_ticks: Reading
-    """Clock ticks from boot to its start; with the pid it names one process for good."""
+    """Clock ticks from boot to its start; with the pid it identifies a process uniquely."""
     threads: Reading
     oom_score_adj: Reading
 
@@ -131,31 +131,31 @@ class Host:
         return read_table(self.proc / "vmstat").number("oom_kill")
 
     def status_word(self, key: str) -> Reading:
-        """The first word of a line of this process's own status: `CapEff`."""
+        """Return the first word of a line of this process's own status, such as `CapEff`."""
         return read_table(self.proc / "self/status").word(key, r"^(\S+)", str)
 
     def own_memory(self) -> tuple[Reading, Reading]:
-        """(now, at most so far): resident bytes of this process."""
+        """Return the resident bytes of this process: (now, peak)."""
         status = read_table(self.proc / "self/status")
         return status.number("VmRSS"), status.number("VmHWM")
 
     def vmstat(self, *keys: str) -> list[Reading]:
-        """Counters since the machine started, all of one look."""
+        """Return counters since boot, all from one read."""
         table = read_table(self.proc / "vmstat")
         return [table.number(key) for key in keys]
 
     def psi_pct(self, resource: str) -> tuple[Reading, Reading]:
-        """(some, full) of `memory`, `cpu` or `io` over the last 10 s, in percent."""
+        """Return PSI (some, full) of `memory`, `cpu` or `io` over the last 10 s, in percent."""
         table = read_table(self.proc / "pressure" / resource)
         some, full = (table.word(k, r"avg10=(\d+\.\d+)", float) for k in ("some", "full"))
         return some, full
 
     def psi_memory_pct(self) -> tuple[Reading, Reading]:
-        """(some, full) over the last 10 s, in percent."""
+        """Return memory PSI (some, full) over the last 10 s, in percent."""
         return self.psi_pct("memory")
 
     def cpu_count(self) -> Reading:
-        """CPUs that are switched on."""
+        """Return the number of online CPUs."""
         table = read_table(self.proc / "stat")
         count = sum(re.fullmatch(r"cpu\d+", key) is not None for key in table.rows)
         return (
@@ -165,9 +165,8 @@ class Host:
         )
 
     def cpu_effective(self) -> Reading:
-        """CPUs this process may use at once: its affinity, cut by the tightest quota; may be a
-        fraction.
-        """
+        """Return how many CPUs this process may use at once: its affinity limited by the tightest quota; may be
+        a fraction."""
         allowed = read_table(self.proc / "self/status").word(
             "Cpus_allowed_list", r"^([\d,-]+)$", _count_of_list
         )
@@ -195,7 +194,7 @@ class Host:
     def process(self, pid: int) -> ProcessReadings:
         folder = self.proc / str(pid)
         status = read_table(folder / "status")
-        # The name may hold spaces and brackets: fields are counted after the last bracket.
+        # The name may contain spaces and brackets, so fields are counted after the last bracket.
         tail = r"(?s).*\) \S+"
         cpu_ticks = read_first(
             folder / "stat", tail + r"(?: \S+){10} (\d+ \d+) ", lambda t: sum(map(int, t.split()))
@@ -213,7 +212,7 @@ class Host:
         )
 
     def find_cgroup(self, controller: str, pid: int | None = None) -> Cgroup | Reading:
-        """The group of a process (default: this one) for `memory` or `cpu`, or why it is absent."""
+        """Find the cgroup of a process (default: this one) for `memory` or `cpu`, or why it is absent."""
         listing = self.proc / ("self" if pid is None else str(pid)) / "cgroup"
         text, mounts = read_text(listing), read_text(self.proc / "self/mountinfo")
         if isinstance(text, Reading):
@@ -233,7 +232,7 @@ class Host:
                 continue
             if version == 1 and controller not in kind[2].split(","):
                 continue
-            # A container may mount only its part of the tree: `place[3]` is the root's group.
+            # A container may mount only its part of the tree: `place[3]` is the root's cgroup.
             if ".." in Path(path).parts or not Path(path).is_relative_to(place[3]):
                 continue
             mount = Path(place[4])
@@ -244,7 +243,7 @@ class Host:
         return absent(f"group {path} of v{version} lies in no mount visible here", str(listing))
 
     def cgroup_memory(self, group: Cgroup | Reading) -> CgroupMemory:
-        """Memory of the group that `find_cgroup("memory")` gave; its reason is passed on."""
+        """Return the memory readings of what `find_cgroup("memory")` returned; an absent reading is passed on."""
         if isinstance(group, Reading):
             return CgroupMemory(
                 limit_bytes=group, current_bytes=group, peak_bytes=group, headroom_bytes=group
@@ -262,7 +261,7 @@ class Host:
                 source = f"{limit.source} - {current_name}"
                 rooms.append(measured(max(0, limit.number - current.number), source))
         own = read_text(group.directory / limit_name)
-        # Without the group's own file nothing is known: it may be the root group, which has none.
+        # Without the cgroup's own file nothing is known: it may be the root cgroup, which has none.
         none = own if isinstance(own, Reading) else absent("no limit is set", str(group.directory))
         return CgroupMemory(
             limit_bytes=min(limits, key=lambda r: r.number or 0, default=none),
@@ -273,6 +272,6 @@ class Host:
 
 
 def _count_of_list(text: str) -> int:
-    """Number of CPUs in a kernel list such as `0-3,8`."""
+    """Count the CPUs in a kernel list such as `0-3,8`."""
     ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
     return sum(end[-1] - end[0] + 1 for end in ends)

@@ -1,6 +1,5 @@
-"""Text files in which the kernel says one thing or many, as Readings: a number with its file, or the reason
-why there is none. Nothing here raises for a file that is missing or odd.
-"""
+"""Read kernel text files as Readings: a number with its file, or the reason why there is none. Nothing here
+raises for a file that is missing or malformed."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from engine.machine.reading import Reading, absent, measured
 
 
 def read_text(path: Path) -> str | Reading:
-    """All of it, or why not."""
+    """Return the whole text, or why it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8", "replace")
     except OSError as error:
@@ -29,7 +28,7 @@ class Table:
     missing: str | None
 
     def number(self, key: str) -> Reading:
-        """The first word of the line `key`; in bytes where it is given in KiB."""
+        """Return the first word of the line `key`; in bytes where it is given in KiB."""
         source = f"{self.path} {key}"
         if self.missing is not None:
             return absent(self.missing, source)
@@ -41,7 +40,7 @@ class Table:
         return measured(int(words[0]) * (1024 if words[1:2] == ["kB"] else 1), source)
 
     def word(self, key: str, pattern: str, convert: Callable[[str], float | str]) -> Reading:
-        """The first group of `pattern` in the rest of the line `key`."""
+        """Return the first group of `pattern` in the rest of the line `key`."""
         source = f"{self.path} {key}"
         if self.missing is not None:
             return absent(self.missing, source)
@@ -52,7 +51,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """One look at a file: all its lines are of one moment."""
+    """Read a file once, so that all its lines are of one moment."""
     text = read_text(path)
     if isinstance(text, Reading):
         return Table(path, {}, text.absent)
@@ -61,7 +60,7 @@ def read_table(path: Path) -> Table:
 
 
 def read_first(path: Path, pattern: str, convert: Callable[[str], float | int | str]) -> Reading:
-    """The first group of `pattern` at the beginning of a file."""
+    """Return the first group of `pattern` at the beginning of a file."""
     text = read_text(path)
     if isinstance(text, Reading):
         return text

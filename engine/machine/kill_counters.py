@@ -1,9 +1,9 @@
-"""The kernel's counters of processes killed for memory, and the readings next to them: two snapshots, before a run
-and after it, say who killed it (`engine.watch.attribution`).
+"""The kernel's OOM-kill counters and related readings. Two snapshots, before and after a run, show who killed it
+(`engine.watch.attribution`).
 
-`oom_kill` of a group counts its processes killed by *any* run of the kernel's OOM killer, also one
-caused by the whole machine or by a parent group; `oom` counts how often this group's own limit was
-the cause. v2 counters include the groups below; `.local` does not. v1 has `oom_kill` alone.
+`oom_kill` of a cgroup counts its processes killed by *any* run of the kernel's OOM killer, even one caused by
+the whole machine or by a parent cgroup; `oom` counts how often this cgroup's own limit was the cause. v2
+counters include the cgroups below; `.local` does not. v1 has only `oom_kill`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.machine.reading import Reading, absent, event_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillCounters:
-    """What has to be known before and after a run to say who killed it; one snapshot of it."""
+    """One snapshot of the counters that show who killed a run."""
 
     boot_id: Reading
     cgroup: Cgroup | None
@@ -34,7 +34,7 @@ class KillCounters:
     oom_score_adj: Reading
 
     def as_event_fields(self) -> dict[str, float | int | str | None]:
-        """Flat fields for one log line."""
+        """Return flat fields for one log line."""
         place = "" if self.cgroup is None else str(self.cgroup.directory)
         out: dict[str, float | int | str | None] = {"cgroup": place or None}
         for field in fields(self):
@@ -47,10 +47,10 @@ class KillCounters:
 def read_kill_counters(
     host: Host | None = None, *, pid: int | None = None, cgroup: Cgroup | None = None
 ) -> KillCounters:
-    """A snapshot for `pid` (default: this process).
+    """Take a snapshot for `pid` (default: this process).
 
-    After the process has ended, give the `cgroup` of the first snapshot: its own `/proc` entry is
-    gone by then.
+    After the process has ended, pass the `cgroup` of the first snapshot, because the `/proc` entry no longer
+    exists.
     """
     host = host or Host()
     group = cgroup or host.find_cgroup("memory", pid)

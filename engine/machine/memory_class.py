@@ -1,7 +1,7 @@
-"""Which kind of memory a GPU has, and how much of it may be used.
+"""Classify the memory of a GPU, and compute how much of it may be used.
 
-No one source can tell. CUDA knows whether the GPU is integrated; NVML knows what is used, where it
-knows anything. One table joins them (a blank: not looked at):
+No single source can tell. CUDA knows whether the GPU is integrated; NVML knows what is used, where it knows
+anything. One table joins them (a blank means that the column does not matter):
 
     CUDA integrated   NVML memory      NVML utilisation   class
     no                supported                           discrete
@@ -16,22 +16,20 @@ knows anything. One table joins them (a blank: not looked at):
                       no NVML                             no_nvml
     no GPU            no NVML                             none
 
-"Not supported" alone proves nothing: only with `integrated` does it mean that the GPU has no memory
-of its own. A total near the host's proves nothing either: a large card in a small host has one too.
+"Not supported" alone proves nothing: only with `integrated` does it mean that the GPU has no memory of its
+own. A total near the host's proves nothing either: a large card in a small host has one too.
 
-What may be used is one formula for each pool of memory, and a number never appears without both of
-its parts:
+The usable amount is one formula per memory pool, and is never given without both of its inputs:
 
     the host's         `engine.machine.host.usable_host_bytes`
     the GPU's own      min(total - used, 95 % of total); total is the lesser of CUDA's and NVML's,
                        which counts what the driver keeps for itself
 
-Swap is never counted: a GPU that waits for a disk is lost to the run, and a machine that swaps
-because of its GPU may not come back. MemFree is never used, because it calls the page cache used;
-CUDA's own free number is MemFree on an integrated GPU. Where the GPU's memory is a NUMA node, "used"
-is the kernel's account and holds pages of ended processes too, so the number is a lower bound.
-On a part of a divided GPU (MIG) NVML's numbers are of the whole, so there is none. The shares are
-judgement, not measurement.
+Swap is never counted: a GPU that waits for a disk is useless to the run, and a machine that swaps because of
+its GPU may not recover. MemFree is never used, because it counts the page cache as used; CUDA's own free
+number is MemFree on an integrated GPU. Where the GPU's memory is a NUMA node, "used" is the kernel's count
+and includes pages of ended processes, so the result is a lower bound. For a MIG instance NVML's numbers are
+those of the whole GPU, so there is no result. The shares are judgement, not measurement.
 
 All functions are pure.
 """
@@ -69,26 +67,26 @@ class MemoryClass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """The memory of one GPU; of the host alone where there is none."""
+    """The memory of one GPU, or of the host where there is no GPU."""
 
     nvml_index: Reading
-    """The GPU's number in NVML, or why it has none; the source says by what it was matched."""
+    """The GPU's index in NVML, or why it has none; the source names what it was matched by."""
     cuda_index: Reading
     kind: MemoryClass
     reason: str
     usable_bytes: Reading
-    """What a run may use now."""
+    """Bytes that a run may use now."""
 
     @property
     def label(self) -> str:
-        """For people: `cuda:0`, `GPU 1` for one that only NVML sees, or `host`."""
+        """Return the label for people: `cuda:0`, `GPU 1` for one that only NVML sees, or `host`."""
         if self.cuda_index.value is not None:
             return f"cuda:{self.cuda_index}"
         return "host" if self.nvml_index.value is None else f"GPU {self.nvml_index}"
 
     @property
     def subject(self) -> str:
-        """The same as a prefix of names in the log: `cuda0`, `gpu1`, `host`."""
+        """Return the prefix for log fields: `cuda0`, `gpu1`, `host`."""
         if self.cuda_index.value is not None:
             return f"cuda{self.cuda_index}"
         return "host" if self.nvml_index.value is None else f"gpu{self.nvml_index}"
@@ -101,14 +99,14 @@ class Match:
     gpu: GpuFacts | None
     cuda: CudaDevice | None
     by: str
-    """What proves that they are one: `uuid`, ...; why there is only one of them."""
+    """What proves that the two are the same GPU: `uuid`, ...; or why one of them is missing."""
 
 
 def match_gpus(gpus: Sequence[GpuFacts], devices: Sequence[CudaDevice]) -> list[Match]:
-    """Every GPU once, in CUDA's order and then those that CUDA does not show.
+    """Match the GPUs, each listed once: in CUDA's order, then those that CUDA does not show.
 
-    By uuid; then by PCI address, which a part of a divided GPU shares with the whole; then, when
-    one of each is left and there was nothing to compare, because it can be no other.
+    They are matched by uuid, then by PCI address, which a MIG instance shares with the whole GPU. If one of
+    each is left with nothing to compare, the two are matched, because no other pair is possible.
     """
     matches: list[Match] = []
     seen: set[int] = set()
@@ -147,7 +145,7 @@ def _comparable(gpu: GpuFacts, device: CudaDevice) -> bool:
 
 
 def usable_own_bytes(gpu: GpuFacts, cuda: CudaDevice) -> Reading:
-    """What a process may take of memory that belongs to the GPU."""
+    """Return how many bytes a process may take of the GPU's own memory."""
     used, totals = gpu.memory_used_bytes, (gpu.memory_total_bytes, cuda.total_bytes)
     for part in (used, *totals):
         if part.number is None:
@@ -169,7 +167,7 @@ def classify(
     *,
     by: str,
 ) -> GpuMemory:
-    """The class of one GPU and what may be used. `by` is that of its `Match`."""
+    """Classify one GPU and compute what may be used. `by` is that of its `Match`."""
     kind, reason = _kind(gpu, cuda, memory)
     integrated = cuda is not None and cuda.integrated.value == YES
     own = kind in (MemoryClass.DISCRETE, MemoryClass.FRAMEBUFFER_IS_NUMA_NODE)

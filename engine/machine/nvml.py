@@ -1,9 +1,9 @@
 """GPU readings through NVML, the driver's management library.
 
-Its Python binding is the module `pynvml` of the distribution `nvidia-ml-py`; the distribution that
-is itself called `pynvml` is deprecated.
+Its Python binding is the module `pynvml` of the distribution `nvidia-ml-py`; the distribution that is itself
+called `pynvml` is deprecated.
 
-What a monitor may ask, and how often:
+What a monitor may query, and how often:
 
     once   names, driver, compute capability, memory total, addressing mode
     slow   temperature, power limit in force, energy                      (every tenth tick)
@@ -12,12 +12,12 @@ What a monitor may ask, and how often:
     never  process list, PCIe throughput, fans: they hold the driver's global lock for up to
            milliseconds, against microseconds for the rest, and so disturb the run that is watched
 
-Every question is a `Query` that remembers its failures (`engine.machine.nvml_query`).
+Every query is a `Query`, which remembers its failures (`engine.machine.nvml_query`).
 
-What is covered: total == 0 (no reading), memory not supported (GB10, Jetson: memory is the host's),
-memory utilisation stuck at 0 there, utilisation not supported (Orin, MIG), GPU lost in mid-run, no
-library, no driver, driver/library mismatch, an old driver or binding without a function. What is
-not: which GPU a process uses, and whether a device is integrated; NVML cannot say, CUDA can.
+Covered: total == 0 (no reading), memory not supported (GB10, Jetson: memory is the host's), memory
+utilisation stuck at 0 there, utilisation not supported (Orin, MIG), GPU lost in mid-run, no library, no
+driver, driver/library mismatch, an old driver or binding without a function. Not covered: which GPU a process
+uses, and whether a device is integrated; NVML cannot tell, CUDA can.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engine.machine.gpu_facts import (
 from engine.machine.nvml_query import GPU_IS_LOST, Answer, Query
 from engine.machine.reading import Reading, absent, measured
 
-# Of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
+# Constants of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
 _SM_CLOCK, _DIE_SENSOR = 1, 0
 _INIT_REASONS = {
     9: "the NVIDIA driver is not loaded",
@@ -56,12 +56,12 @@ def _watts(milliwatts: int) -> float:
 
 
 def _text(text: str | bytes) -> str:
-    """Older bindings give bytes."""
+    """Return a str; older bindings return bytes."""
     return text.decode("ascii", "replace") if isinstance(text, bytes) else text
 
 
 class _Gpu:
-    """The queries of one GPU. One that cannot be opened stays absent until NVML is opened again."""
+    """The queries of one GPU. A GPU that cannot be opened stays absent until NVML is opened again."""
 
     def __init__(self, module: ModuleType, index: int) -> None:
         self.index = index
@@ -88,7 +88,7 @@ class _Gpu:
         self.sm_clock = query(("ClockInfo", _SM_CLOCK))
         self.events = query(("CurrentClocksEventReasons",), ("CurrentClocksThrottleReasons",))
         self.temperature = query(("TemperatureV", _DIE_SENSOR), ("Temperature", _DIE_SENSOR))
-        # The limit in force is the lowest of all; the other form is the one that was asked for.
+        # The enforced limit is the lowest of all limits; the other function returns the requested one.
         self.limit = query(("EnforcedPowerLimit",), ("PowerManagementLimit",))
         self.energy = query(("TotalEnergyConsumption",))
         self.gpm = Gpm(module, handle, lost)
@@ -122,7 +122,7 @@ class _Gpu:
         )
 
     def _memory(self) -> tuple[Reading, Reading, Reading]:
-        """(total, used, status) of one call."""
+        """Return (total, used, status) from one call."""
         answer = self.memory.ask()
         if answer.missing is not None:
             status = absent(answer.missing, answer.source)
@@ -176,7 +176,7 @@ class _Gpu:
 
 
 class Nvml:
-    """An open session. GPUs have NVML's numbers, by bus: `CUDA_VISIBLE_DEVICES` changes nothing."""
+    """An open session. GPUs have NVML's indices, in bus order; `CUDA_VISIBLE_DEVICES` has no effect."""
 
     def __init__(
         self, module: ModuleType, count: int, binding: Reading, warning: str | None
@@ -196,7 +196,7 @@ class Nvml:
         return Query(self._module, [("nvmlSystemGetDriverVersion", ())]).ask().reading(str)
 
     def cuda_driver_version(self) -> Reading:
-        """The newest CUDA that the driver can run, as `13.0`."""
+        """Return the newest CUDA version that the driver supports, as `13.0`."""
         answer = Query(self._module, [("nvmlSystemGetCudaDriverVersion_v2", ())]).ask()
         return answer.reading(lambda v: f"{v // 1000}.{v % 1000 // 10}")
 
@@ -204,16 +204,15 @@ class Nvml:
         return self._gpus[index].facts()
 
     def fast(self, index: int) -> dict[str, Reading]:
-        """What changes within a second; one call is one tick of the back-off."""
+        """Read what changes within a second; one call is one tick of the back-off."""
         return self._gpus[index].fast()
 
     def slow(self, index: int) -> dict[str, Reading]:
         return self._gpus[index].slow()
 
     def ask(self, index: int, function: str, *arguments: Any) -> Any | Reading:
-        """What one function of NVML answers for a GPU now, or an absent Reading. For a look at what
-        a machine can do, not for the monitor: it remembers nothing and may be slow.
-        """
+        """Return the result of one NVML function for a GPU now, or an absent Reading. For a diagnosis of the
+        machine, not for the monitor: it has no memory of failures and may be slow."""
         answer = self._gpus[index].ask(function, arguments)
         if answer.missing is not None:
             return absent(answer.missing, answer.source)
@@ -228,9 +227,9 @@ class Nvml:
 def find_binding(
     version_of: Callable[[str], str] = importlib.metadata.version,
 ) -> tuple[Reading, str | None]:
-    """The installed binding, and a warning when the deprecated distribution `pynvml` is there.
+    """Return the installed binding, and a warning when the deprecated distribution `pynvml` is installed.
 
-    Both provide a module of the same name: only the metadata of the packages tells them apart.
+    Both provide a module of the same name, so only package metadata can tell them apart.
     """
 
     def version(distribution: str) -> str | None:
@@ -253,14 +252,14 @@ def find_binding(
 
 
 def open_nvml(module: ModuleType | None = None) -> Nvml | Reading:
-    """Open NVML, or an absent Reading that says why there are no GPU readings.
+    """Open NVML, or return an absent Reading with the reason why there are no GPU readings.
 
-    `module` stands in for the module `pynvml`, which is otherwise imported here and nowhere else.
+    `module` replaces the module `pynvml`, which is otherwise imported here and nowhere else.
     """
     binding, warning = find_binding()
     if module is None:
         try:
-            # The deprecated distribution warns at import; `binding_warning` says it better.
+            # The deprecated distribution warns at import; `binding_warning` is the better message.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 module = importlib.import_module("pynvml")

@@ -1,9 +1,9 @@
-"""What NVML can answer about a GPU: every question once, with what an answer costs.
+"""Probe what NVML can report about a GPU: every query once, with its cost.
 
-The monitor asks few things every second and never asks others, because they hold the driver's lock
-for milliseconds and so disturb the run that is watched. Here all of them are asked, once, outside a
-run; the whole table takes up to a second for each GPU. What an absent answer rules out is a sentence
-of its own in the table, so that a person learns it before a run and not from a gap in a chart.
+The monitor makes a few queries every second and never makes others, because they hold the driver's lock for
+milliseconds and so disturb the run that is watched. Here all of them are made, once, outside a run; the whole
+table takes up to a second for each GPU. The table also says, in one sentence per query, what its absence
+rules out, so that a user learns it before a run and not from a gap in a chart.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ WORKS = "works"
 class Capability:
     what: str
     functions: tuple[str, ...]
-    """Names in NVML, the newest first; the first that answers counts."""
+    """Names in NVML, newest first; the first that works is used."""
     asked: str
-    """When the monitor of a run asks it, or why it does not."""
+    """When the monitor of a run makes this query, or why it does not."""
     arguments: tuple[Any, ...] = ()
     rules_out: str = ""
-    """What nobody can say without it; empty where its absence means nothing."""
+    """What cannot be known without it; empty where its absence does not matter."""
     check: Callable[[Any], str | None] | None = None
-    """Why an answer is none, for those that always succeed."""
+    """For functions that always succeed: returns why a result does not count as one."""
 
     @property
     def used(self) -> bool:
-        """Whether a run asks it."""
+        """Whether a run makes this query."""
         return self.asked in (EVERY_SECOND, EVERY_TEN_SECONDS, ONCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The answer of one GPU to one question."""
+    """The result of one query on one GPU."""
 
     gpu: int
     capability: Capability
     answer: Reading
     """`works`, or why not."""
     cost_s: float
-    """Wall time of the call, first calls included; of all forms that were tried."""
+    """Wall time of all calls that were tried, first calls included."""
 
 
 def _total_is_zero(info: Any) -> str | None:
@@ -163,7 +163,7 @@ CAPABILITIES = (
 
 
 def probe_gpu(nvml: Nvml, gpu: int, clock: Callable[[], float] = time.perf_counter) -> list[Probe]:
-    """Ask one GPU everything in the table."""
+    """Make every query of the table on one GPU."""
     return [_probe(nvml, gpu, capability, clock) for capability in CAPABILITIES]
 
 
@@ -173,7 +173,7 @@ def _probe(nvml: Nvml, gpu: int, capability: Capability, clock: Callable[[], flo
     for function in capability.functions:
         answer = nvml.ask(gpu, function, *capability.arguments)
         if isinstance(answer, Reading):
-            # The newest form's reason: that an older name is not there either says nothing.
+            # Keep the newest form's reason; that an older name does not exist tells nothing.
             none = none or answer
             continue
         why = capability.check(answer) if capability.check else None

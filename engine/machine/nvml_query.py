@@ -1,8 +1,8 @@
-"""One question to NVML, and what becomes of it when it fails.
+"""One NVML query with its retry policy.
 
-"Not supported", a missing function and a missing permission are properties of the device, driver or user
-and are asked once. Anything else (unknown error, GPU lost, timeout) is asked again after 1, 2, 4, ... 64
-ticks; a tick is one look of the monitor, so nothing here sleeps or reads a clock.
+"Not supported", a missing function and a missing permission are properties of the device, driver or user and
+are queried once. Anything else (unknown error, GPU lost, timeout) is retried after 1, 2, 4, ... 64 ticks; a
+tick is one sample of the monitor, so nothing here sleeps or reads a clock.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PERMANENT = (_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, *_FORM_MISSING)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one query gave: any NVML value, or why none."""
+    """The result of one query: an NVML value, or the reason why there is none."""
 
     value: Any
     source: str
     missing: str | None
 
     def reading(self, convert: Callable[[Any], float | int | str]) -> Reading:
-        """One number of the answer."""
+        """Convert one number of the result to a Reading."""
         if self.missing is not None:
             return absent(self.missing, self.source)
         return measured(convert(self.value), self.source)
@@ -39,9 +39,9 @@ class Answer:
 
 @dataclass(slots=True)
 class Query:
-    """One question to NVML with its memory.
+    """One NVML query that remembers its failures.
 
-    `forms` are names with their arguments, the newest first; one that can never work is dropped.
+    `forms` are function names with their arguments, newest first; a form that can never work is dropped.
     """
 
     module: ModuleType
@@ -52,9 +52,9 @@ class Query:
     _failures: int = 0
     _wait_ticks: int = 0
     not_supported: bool = field(default=False, init=False)
-    """The device has said that it does not support this."""
+    """The device reported that it does not support this query."""
     gpu_lost: bool = False
-    """The last answer was that the GPU is lost: off the bus until the machine starts again."""
+    """The last result was that the GPU is lost: it is off the bus until a reboot."""
 
     def ask(self) -> Answer:
         if self.lost_handle is not None:
@@ -87,7 +87,7 @@ class Query:
                 self._wait_ticks = min(2**self._failures, LONGEST_WAIT_TICKS)
                 self._failures += 1
                 return Answer(None, name, f"NVML: {words}")
-            # What the device says of itself tells more than that an older name does not exist.
+            # The device's own error is more informative than a missing older name.
             if best is None or best[0] in _FORM_MISSING:
                 best = code, Answer(None, name, f"NVML: {words}")
             if len(self.forms) == 1:

@@ -3,9 +3,9 @@
     Reading(value=25276510208, source="/proc/meminfo MemTotal", absent=None)
     Reading(value=None, source="nvmlDeviceGetMemoryInfo", absent="Not Supported")
 
-The three ways in which a monitor lies are closed here. A missing number has no value that could be
-drawn as 0, -1 or inf; a number cannot lose its source; a reason cannot be empty. So a chart has a
-gap, a budget declines, and the user sees why.
+This rules out three ways in which a monitor can mislead: a missing number has no value that could be drawn as
+0, -1 or inf; a number cannot lose its source; a reason cannot be empty. So a chart shows a gap, a budget
+declines to answer, and the user sees why.
 
 Invariant: exactly one of `value` and `absent` is given. A float that is not finite is no reading.
 """
@@ -24,7 +24,7 @@ class Reading:
     source: str
     """The file and key, or the call: `/proc/meminfo MemTotal`, `nvmlDeviceGetPowerUsage`."""
     absent: str | None
-    """Why there is no value. No counter or time is in it: it changes only when the cause does."""
+    """Why there is no value. It contains no counter or time, so that it changes only when the cause does."""
 
     def __post_init__(self) -> None:
         if (self.value is None) == (self.absent is None):
@@ -44,7 +44,7 @@ class Reading:
 
     @property
     def number(self) -> float | int | None:
-        """The value of a numeric reading, None when it is absent; a text is refused."""
+        """Return the value of a numeric reading, None when it is absent; a text raises an error."""
         if isinstance(self.value, str):
             raise InternalError(f"reading: {self.source} — expected a number, found {self.value!r}")
         return self.value
@@ -54,17 +54,17 @@ class Reading:
 
 
 def measured(value: float | int | str, source: str) -> Reading:
-    """A value and where it came from."""
+    """Make a reading from a value and its source."""
     return Reading(value=value, source=source, absent=None)
 
 
 def absent(reason: str, source: str) -> Reading:
-    """No value, why, and what was asked."""
+    """Make a reading without a value, from the reason and the source that was read."""
     return Reading(value=None, source=source, absent=reason)
 
 
 def event_fields(name: str, reading: Reading) -> dict[str, float | int | str | None]:
-    """Flat fields of a log line: `name`, `name_source` and, without a value, `name_absent`."""
+    """Return flat fields of a log line: `name`, `name_source` and, without a value, `name_absent`."""
     fields: dict[str, float | int | str | None] = {
         name: reading.value,
         f"{name}_source": reading.source,

@@ -1,29 +1,29 @@
-"""One look at the machine per tick, as records that somebody else writes to a log.
+"""Sample the machine once per tick, as records that the caller writes to a log.
 
     sampler = Sampler(pid_of_trainer, open_nvml(), Host())
     every sampler.tick_s:  for sample in sampler.sample(): write(sample)
 
-A tick gives one sample of kind `host` and one of kind `gpu` for each GPU. Its fields are flat; a
-field without a value is None and must never be drawn as 0. `absent` says why. To keep the log small
-a reason is given once, when it appears or changes, and again after the field has had a value in
-between: a reader of the whole log always knows it. Without NVML there are no `gpu` samples and the
-host sample has a reason for `gpu`.
+A tick gives one sample of kind `host` and one of kind `gpu` for each GPU. Its fields are flat; a field
+without a value is None and must never be drawn as 0. `absent` gives the reason. To keep the log small a
+reason is logged once, when it appears or changes, and again after the field has had a value in between, so
+that a reader of the whole log always knows it. Without NVML there are no `gpu` samples and the host sample
+has a reason for `gpu`.
 
-Fast fields are read at every tick. Slow ones (temperature, limits, energy; swap, pressure, control
-group, paging; what the trainer and all that it started do) are read at every tenth and repeated in
-between, so that every record is whole; they are at most nine ticks old.
+Fast fields are read at every tick. Slow ones (temperature, limits, energy; swap, pressure, cgroup, paging;
+the CPU and I/O of the trainer and its descendants) are read at every tenth and repeated in between, so that
+every record is complete; they are at most nine ticks old.
 
-Rates are the difference of a counter between two looks over the seconds between them, and absent
-until there were two. `trainer_cpu_pct` is one: 100 is one core busy. The kernel counts CPU time in
-ticks of 10 ms, so at 1 Hz it is good to 1. It is absent on the first tick of a process, and when the
-pid names another process than before.
+Rates are the difference of a counter between two reads, divided by the seconds between them; they are absent
+until there were two reads. One of them is `trainer_cpu_pct`, where 100 is one core busy. The kernel counts
+CPU time in ticks of 10 ms, so at 1 Hz it is accurate to 1. It is absent on the first tick of a process, and
+when the pid belongs to another process than before.
 
-The observer watches itself. `duty_s` is what the tick itself cost, GPU queries included; `duty_pct`
-is the share of the time that went into up to DUTY_TICKS ticks. Above DUTY_LIMIT_PCT over all of them
-the pace is halved, and `news` says so.
+The sampler measures its own cost. `duty_s` is the cost of the tick itself, GPU queries included; `duty_pct`
+is the share of the time spent on up to DUTY_TICKS ticks. When all of them together exceed DUTY_LIMIT_PCT the
+rate is halved, and `news` reports it.
 
-Which process is watched is asked every tick, because the trainer may start after the sampler and
-may end before it.
+The pid to watch is looked up every tick, because the trainer may start after the sampler and may end before
+it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from engine.machine.nvml import Nvml
 from engine.machine.reading import Reading, absent, measured
 
 TICK_S = 1.0
-"""Seconds between two ticks at first: 1 Hz for the fast fields, 0.1 Hz for the slow ones."""
+"""Initial seconds between two ticks: 1 Hz for the fast fields, 0.1 Hz for the slow ones."""
 DUTY_LIMIT_PCT = 0.5
 DUTY_TICKS = 30
-"""Ticks before a pace is judged: one that was delayed by another process does not decide."""
+"""Ticks before the duty is judged, so that one tick delayed by another process does not decide."""
 LONGEST_TICK_S = 16.0
 _TWO_LOOKS = "needs two looks, some time apart"
 _RATES = {
@@ -56,7 +56,7 @@ class Sample:
     kind: str
     """`host` or `gpu`."""
     fields: dict[str, float | int | str | None]
-    """Names carry units. A GPU's sample has its number as `index`."""
+    """Names carry units. A GPU's sample has its NVML number as `index`."""
     absent: dict[str, str]
     """Reasons that are new since the last sample of the same subject, by field."""
 
@@ -73,8 +73,8 @@ class Sampler:
         slow_every: int = 10,
         own_memory: Callable[[], Mapping[str, Reading]] = dict,
     ) -> None:
-        """`nvml` is what `open_nvml()` gave; `clock` is in seconds and never goes back; `own_memory`
-        gives what the trainer says of its memory itself, by the names of a host sample."""
+        """`nvml` is the result of `open_nvml()`; `clock` is a monotonic clock in seconds; `own_memory` returns
+        the trainer's own account of its memory under the field names of a host sample."""
         self._pid_of_trainer = pid_of_trainer
         self._nvml = nvml
         self._host = host or Host()
@@ -90,13 +90,13 @@ class Sampler:
         self._slow_host: dict[str, Reading] = {}
         self._reasons: dict[tuple[str, str], str] = {}
         self._before: tuple[int, float, float, float] | None = None
-        """(pid, its start in ticks, its CPU seconds, the time) of the last look at the trainer."""
+        """(pid, its start in ticks, its CPU seconds, the time) at the last read of the trainer."""
         self._counted: dict[str, tuple[float, float]] = {}
-        """(time, count) of the last look at each counter of the kernel."""
+        """(time, count) at the last read of each kernel counter."""
         self._group: tuple[int | None, Cgroup | Reading] | None = None
 
     def sample(self) -> list[Sample]:
-        """One tick: the host's sample first, then one for each GPU."""
+        """Take one tick: the host's sample first, then one for each GPU."""
         began_s = self._clock()
         nvml, readings = self._nvml, self._host_readings()
         gpus: list[Sample] = []
@@ -113,15 +113,15 @@ class Sampler:
         return [Sample(kind="host", fields=fields, absent=missing), *gpus]
 
     def news(self) -> str | None:
-        """What has to be said about the sampler itself; each thing once."""
+        """Return a message about the sampler itself, once per event; None when there is none."""
         said, self._news = self._news, None
         return said
 
     def _watch_itself(self, began_s: float, spent_s: float) -> Reading:
-        """The share of the time that ticks take; slows down when it is too much."""
+        """Return the share of the time that ticks take; halve the rate when it is too high."""
         duty_pct = self._duty.after(began_s, spent_s)
         if duty_pct is None:
-            # The first tick of a series says nothing: what the last series said still holds.
+            # The first tick of a series gives no result: the previous series' result still holds.
             return self._known_duty
         if self._duty.ticks >= DUTY_TICKS:
             self._duty = _Duty()
@@ -239,7 +239,7 @@ class Sampler:
 
 
 class _Duty:
-    """The share of the time that a series of ticks took."""
+    """The share of the time taken by a series of ticks."""
 
     def __init__(self) -> None:
         self.ticks = 0
@@ -247,8 +247,8 @@ class _Duty:
         self._spent_s = self._newest_s = 0.0
 
     def after(self, began_s: float, spent_s: float) -> float | None:
-        """The share in percent once there were two ticks. The newest is left out: the time until
-        the next, which belongs to it, has not passed."""
+        """Return the share in percent once there were two ticks. The newest tick is left out, because the time
+        until the next one, over which it counts, has not passed."""
         if self._first_s is None:
             self._first_s = began_s
         self._spent_s += self._newest_s

@@ -1,6 +1,7 @@
-"""What a run needs or is helped by besides the GPU: packages, a C compiler, the kernel's witnesses.
+"""What a run needs or benefits from besides the GPU: packages, a C compiler, access to the kernel log and
+stacks.
 
-Versions come from package metadata: nothing is imported, so that a broken torch can still be named.
+Versions come from package metadata. Nothing is imported, so that a broken torch can still be named.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Surroundings:
     versions: dict[str, Reading]
     c_compiler: Reading
     kernel_log: Reading
-    """`readable`, or why not."""
+    """`readable`, or why the kernel log is not."""
     attach: Reading
     """Who may read the stack of a trainer from another process, as `py-spy dump` does."""
     py_spy: Reading
@@ -45,8 +46,8 @@ class Surroundings:
     vmstat_oom_kill: Reading
     memcg_oom_kill: Reading
     pci_gpus: Reading
-    """NVIDIA display devices on the PCI bus: they are there without a driver too, and in a
-    container that was not given them."""
+    """NVIDIA display devices on the PCI bus. They are listed even without a driver, and in a container that was
+    not given them."""
 
 
 def read_surroundings(
@@ -56,7 +57,7 @@ def read_surroundings(
     sys: Path = Path("/sys"),
     version_of: Callable[[str], str] = importlib.metadata.version,
 ) -> Surroundings:
-    """`compilers` are the commands that the engine tries, in its order."""
+    """Read the surroundings. `compilers` are the commands that the engine tries, in its order."""
     host = host or Host()
     counters = read_kill_counters(host)
     return Surroundings(
@@ -89,7 +90,7 @@ def _versions(version_of: Callable[[str], str]) -> dict[str, Reading]:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Of Python and of packages, None for one that is not installed."""
+    """Return the versions of Python and of packages, None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -100,9 +101,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def find_command(name: str) -> Reading:
-    """Where a program is: on the PATH, or beside the interpreter. The folder of a virtual environment
-    is not on the PATH of a process that was started by its full name.
-    """
+    """Find a program on the PATH or beside the interpreter. The folder of a virtual environment is not on the
+    PATH of a process that was started by its full name."""
     if path := shutil.which(name):
         return measured(path, "PATH")
     folder = Path(sys.executable).parent
@@ -120,7 +120,7 @@ def _first_command(commands: Sequence[str]) -> Reading:
 
 
 def _attach(host: Host) -> Reading:
-    """The kernel's rule (Yama's ptrace_scope, 0 without it) and this process's capability."""
+    """Return the kernel's rule (Yama's ptrace_scope, 0 without Yama) together with this process's capability."""
     capabilities = host.status_word("CapEff")
     if capabilities.value is not None and int(str(capabilities.value), 16) >> _CAP_SYS_PTRACE & 1:
         return measured("allowed: this user has CAP_SYS_PTRACE", capabilities.source)
@@ -145,6 +145,6 @@ def _pci_gpus(folder: Path) -> Reading:
             vendor = (device / "vendor").read_text().strip()
             kind = (device / "class").read_text().strip()
         except OSError:
-            continue  # the device was taken away meanwhile
+            continue  # the device was removed meanwhile
         found += vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASS)
     return measured(found, f"{folder}/*/vendor, class")
