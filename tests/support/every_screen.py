@@ -14,6 +14,7 @@ from tests.support.run_folders import completed, corrupt, killed, resumed, vanis
 from tests.support.screens import on_screen, press, settle
 from workbench.cli import demo_spec
 from workbench.tui.places import PLACES
+from workbench.tui.screens.run import RunScreen
 
 Visit = Callable[[Pilot[None], str], Awaitable[None]]
 
@@ -47,23 +48,34 @@ def some_runs(folder: Path) -> Path:
     return folder
 
 
-async def back_to_the_runs(pilot: Pilot[None]) -> None:
-    """Leave every screen but the first."""
-    while len(pilot.app.screen_stack) > 2:
+async def back(pilot: Pilot[None], height: int) -> None:
+    """Leave every screen that is higher than so many above the runs."""
+    while len(pilot.app.screen_stack) > 2 + height:
         pilot.app.pop_screen()
         await settle(pilot)
     assert pilot.app.is_running, "it has broken"
-    await press(pilot, "escape", "u", "home")
 
 
-def on_every_screen(folder: Path, size: tuple[int, int], visit: Visit, **options: bool) -> None:
+def on_every_screen(
+    folder: Path, size: tuple[int, int], visit: Visit, *, looks: bool = False, **options: bool
+) -> None:
     """Call `visit` with each screen of ROUTES and its name. In read-only mode a screen that only
-    acts does not open, and is left out."""
+    acts does not open, and is left out.
+
+    A visit that only `looks` leaves the screen of a run as it was: it stays open below those that
+    it leads to.
+    """
 
     async def script(pilot: Pilot[None]) -> None:
         for name, keys, height in ROUTES:
-            await back_to_the_runs(pilot)
-            await press(pilot, *keys)
+            above = keys[len(A_RUN) :] if keys[: len(A_RUN)] == A_RUN else ()
+            stack = pilot.app.screen_stack
+            if looks and above and len(stack) > 2 and isinstance(stack[2], RunScreen):
+                await back(pilot, 1)
+                await press(pilot, *above)
+            else:
+                await back(pilot, 0)
+                await press(pilot, "escape", "u", "home", *keys)
             opened = len(pilot.app.screen_stack) >= 2 + height
             if opened:
                 await visit(pilot, name)

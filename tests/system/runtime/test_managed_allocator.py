@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -59,19 +60,33 @@ int cuMemPrefetchAsync(unsigned long long p, size_t n, int d, void *s) {
 """
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C file and the driver above, compiled once."""
+    folder = tmp_path_factory.mktemp("compiled")
+    (folder / "driver.c").write_text(DRIVER)
+    for source in (folder / "driver.c", SOURCE):
+        compiled_library(source, folder)
+    return folder
+
+
+def in_a_copy(compiled: Path, folder: Path) -> Path:
+    """A file of its own has variables of its own in a process."""
+    return Path(shutil.copytree(compiled, folder, dirs_exist_ok=True))
+
+
 class Machine:
     """The C file over the driver above, fresh state for each."""
 
-    def __init__(self, folder: Path, available_kib: int = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "driver.c").write_text(DRIVER)
+    def __init__(self, compiled: Path, folder: Path, available_kib: int = 0) -> None:
+        in_a_copy(compiled, folder)
         driver = compiled_library(folder / "driver.c", folder).path
         self.meminfo = folder / "meminfo"
         self.meminfo.write_text(
             f"MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\n"
         )
-        compiled = compiled_library(SOURCE, folder)
-        self.library = ManagedLibrary(compiled, str(driver), str(self.meminfo))
+        library = compiled_library(SOURCE, folder)
+        self.library = ManagedLibrary(library, str(driver), str(self.meminfo))
         self.library.set_limits(limit_bytes=None, reserve_bytes=0)
         self._driver = ctypes.CDLL(str(driver))
 
@@ -85,8 +100,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path / "machine")
+def machine(compiled: Path, tmp_path: Path) -> Machine:
+    return Machine(compiled, tmp_path / "machine")
 
 
 # Compiling
@@ -116,9 +131,10 @@ def test_the_second_use_compiles_nothing(tmp_path: Path) -> None:
     ids=["empty", "one byte short", "half", "a flipped bit", "a byte too many"],
 )
 def test_a_damaged_library_is_compiled_again(
-    harm: Callable[[bytes], bytes], tmp_path: Path
+    harm: Callable[[bytes], bytes], compiled: Path, tmp_path: Path
 ) -> None:
-    first = compiled_library(SOURCE, tmp_path)
+    first = compiled_library(SOURCE, in_a_copy(compiled, tmp_path))
+    assert first.cached
     whole = first.path.read_bytes()
     first.path.write_bytes(harm(whole))
     again = compiled_library(SOURCE, tmp_path)
@@ -242,9 +258,9 @@ def test_a_limit_bounds_what_is_held_at_once(machine: Machine) -> None:
     assert (stats.held_bytes, stats.peak_bytes, stats.asked, stats.refused) == (500, 500, 2, 1)
 
 
-def test_an_integrated_gpu_has_what_the_host_has_available(tmp_path: Path) -> None:
+def test_an_integrated_gpu_has_what_the_host_has_available(compiled: Path, tmp_path: Path) -> None:
     """cuMemGetInfo says a thousand bytes there: it calls the page cache used."""
-    machine = Machine(tmp_path, available_kib=2)
+    machine = Machine(compiled, tmp_path, available_kib=2)
     machine["integrated"] = 1
     assert machine.library.alloc(2048, 0) is not None
     assert machine.library.alloc(2049, 0) is None
@@ -281,20 +297,20 @@ def test_impossible_requests_are_refused(machine: Machine, size: int, device: in
     assert machine.library.last_error() and machine.library.stats().refused == 1
 
 
-def test_a_machine_without_a_driver_is_told_so(tmp_path: Path) -> None:
+def test_a_machine_without_a_driver_is_told_so(compiled: Path) -> None:
     with pytest.raises(EngineError, match=r"libcuda\.absent\.so") as caught:
-        ManagedLibrary(compiled_library(SOURCE, tmp_path), "libcuda.absent.so")
+        ManagedLibrary(compiled_library(SOURCE, compiled), "libcuda.absent.so")
     assert caught.value.hint is not None and "native" in caught.value.hint
 
 
-def test_a_driver_without_a_function_is_named(tmp_path: Path) -> None:
+def test_a_driver_without_a_function_is_named(compiled: Path) -> None:
     with pytest.raises(EngineError, match="expected the function cuInit"):
-        ManagedLibrary(compiled_library(SOURCE, tmp_path), "libc.so.6")
+        ManagedLibrary(compiled_library(SOURCE, compiled), "libc.so.6")
 
 
 @pytest.fixture(scope="module")
-def shared_machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    return Machine(tmp_path_factory.mktemp("shared"))
+def shared_machine(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(compiled, tmp_path_factory.mktemp("shared"))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=30), st.integers(0, 1000))

@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 
 from engine.log.folder import RunFolder
 from tests.support.run_folders import completed, corrupt, evaluated, killed, resumed, running, torn
-from tests.support.screens import on_screen, poll, press, shows, text_of, words_of
+from tests.support.screens import on_screen, poll, press, resize, shows, text_of, words_of
 from workbench.compared import (
     AXES,
     METRICS,
@@ -138,7 +138,7 @@ def test_six_long_names_lose_no_run_at_any_size(tmp_path: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         await compare_all(pilot, 6)
         for size in ((160, 45), (120, 40), (80, 24), (40, 12)):
-            await pilot.resize_terminal(*size)
+            await resize(pilot, size)
             await press(pilot, "2")
             pane = pilot.app.screen.query_one("#results")
             strips = pilot.app.screen._compositor.render_strips()

@@ -145,7 +145,7 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
         folder = tmp_path_factory.mktemp("screens")
         patch.chdir(folder)
         patch.setattr(subprocess, "Popen", Engine())
-        on_every_screen(some_runs(folder / "runs"), (120, 40), visit)
+        on_every_screen(some_runs(folder / "runs"), (120, 40), visit, looks=True)
     return seen
 
 
