@@ -1,14 +1,13 @@
-"""A C file of this package as a shared library, compiled at first use and kept.
+"""Compile a C file of this package to a shared library at first use, and cache it.
 
-The library lies in the user's cache (`$XDG_CACHE_HOME/apr-workbench/c`, else `~/.cache/...`) under
-a name that holds a hash of the source, the compiler's own words for its version, the flags and the
-machine: a change of any of them is another file. Its last 32 bytes are the SHA-256 of all before
-them, which a loader of ELF files does not look at, so a damaged or truncated library is known and
-compiled again, never loaded.
+The library is in the user's cache (`$XDG_CACHE_HOME/apr-workbench/c`, else `~/.cache/...`) under a name that
+contains a hash of the source, the compiler's version output, the flags and the machine, so a change of any of
+them gives another file. Its last 32 bytes are the SHA-256 of everything before them, which an ELF loader
+ignores. A damaged or truncated library is therefore detected and compiled again, never loaded.
 
-It is written beside its place and renamed once. Of two processes that compile at the same time the
-later rename wins, and both files are the same library. Where the cache cannot be written, the
-library is compiled into a private folder that goes with the process.
+The library is written beside its final path and renamed once. If two processes compile at the same time the
+later rename wins, and both files are the same library. Where the cache cannot be written, the library is
+compiled into a temporary folder that is removed with the process.
 
 Nothing here loads torch or the library itself.
 """
@@ -31,7 +30,7 @@ from engine.errors import BadInput, EngineError
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-shared", "-fPIC")
-# Before glibc 2.34 these were libraries of their own; since then they are empty.
+# Before glibc 2.34 these were separate libraries; since then they are empty.
 LIBRARIES = ("-ldl", "-lpthread")
 LONGEST_COMPILE_S = 120
 _DIGEST_BYTES = 32
@@ -39,29 +38,28 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLibrary:
-    """What was compiled, for the log; nothing was when `cached`."""
+    """What was compiled, for the log; when `cached`, nothing was."""
 
     name: str
     path: Path
     compiler: str
-    """Its path and the first line of its version."""
+    """The compiler's path and the first line of its version output."""
     seconds: float
-    """Finding and, unless cached, compiling the library."""
+    """Seconds for finding and, unless cached, compiling the library."""
     cached: bool
     note: str
     """Why it was compiled and where it was put; empty when cached."""
 
 
 def cache_folder() -> Path:
-    """The user's cache; a relative XDG_CACHE_HOME is not valid and not used, as XDG says."""
+    """Return the user's cache folder; a relative XDG_CACHE_HOME is invalid and ignored, as XDG specifies."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "apr-workbench" / "c"
 
 
 def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrary:
-    """The library of `source`, compiled when `folder` (default: the user's cache) has none that is
-    whole. Raises BadInput without a compiler, EngineError when it fails.
-    """
+    """Return the library of `source`, compiling it when `folder` (default: the user's cache) has no intact one.
+    Raises BadInput without a compiler, EngineError when it fails."""
     begun_s = time.perf_counter()
     compiler, version = _find_compiler(source.name)
     text = source.read_bytes()
@@ -93,7 +91,7 @@ def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrar
 
 
 def _find_compiler(name: str) -> tuple[str, str]:
-    """Path of the compiler and everything it says of its version."""
+    """Return the compiler's path and its full version output."""
     for command in COMPILERS:
         found = shutil.which(command)
         if found is None:
@@ -111,14 +109,14 @@ def _find_compiler(name: str) -> tuple[str, str]:
 
 
 def _what_is_wrong(path: Path) -> str | None:
-    """Why the kept library must not be loaded; None when it may."""
+    """Return why the cached library must not be loaded; None when it may be."""
     try:
         owner, content = path.stat().st_uid, path.read_bytes()
     except FileNotFoundError:
         return "compiled at first use"
     except OSError as error:
         return f"compiled again, because the kept one is not readable ({error.strerror})"
-    # Loading a library runs it.
+    # Loading a library executes its code.
     if owner != os.geteuid():
         return f"compiled again, because the kept one belongs to user {owner}"
     body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
@@ -128,7 +126,7 @@ def _what_is_wrong(path: Path) -> str | None:
 
 
 def _compile(compiler: str, text: bytes, name: str) -> bytes:
-    """The library's bytes with their digest."""
+    """Compile and return the library's bytes with their digest appended."""
     with tempfile.TemporaryDirectory(prefix="apr-workbench-") as folder:
         target = Path(folder) / "library.so"
         command = [compiler, *FLAGS, "-x", "c", "-", "-o", str(target), *LIBRARIES]

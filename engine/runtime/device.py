@@ -1,6 +1,4 @@
-"""Where and in which arithmetic a run computes: each a Decision, made from what torch finds on
-this machine.
-"""
+"""Choose the device, precision and threads of a run, each as a Decision from what torch finds on this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +11,8 @@ from engine.errors import BadInput
 
 
 def choose_device(wanted: str) -> Decision:
-    """`cuda` when there is a GPU, else `cpu`. Asking for a GPU that is not there is refused,
-    never replaced.
-    """
+    """Choose `cuda` when there is a GPU, else `cpu`. A request for a GPU that does not exist is refused, never
+    replaced."""
     gpus = torch.cuda.device_count()
     build = f"torch {torch.__version__}"
     if wanted == "cuda" and gpus == 0:
@@ -45,7 +42,7 @@ def choose_device(wanted: str) -> Decision:
 
 
 def choose_precision(knob: str, wanted: str, device: str) -> Decision:
-    """bf16 on a GPU that computes it in hardware, else fp32."""
+    """Choose bf16 on a GPU that computes it in hardware, else fp32."""
     if wanted != "auto":
         return Decision(knob=knob, choice=wanted, reason="set by the user", overridden=True)
     if device != "cuda":
@@ -72,7 +69,7 @@ def choose_precision(knob: str, wanted: str, device: str) -> Decision:
 
 
 def choose_threads(wanted: int) -> Decision:
-    """As many threads as CPUs this process may use; a fixed number also fixes the order of sums."""
+    """Choose as many threads as CPUs this process may use; a fixed number also fixes the order of sums."""
     if wanted:
         return Decision(
             knob="compute.threads", choice=str(wanted), reason="set by the user", overridden=True
@@ -87,5 +84,5 @@ def choose_threads(wanted: int) -> Decision:
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    """What numbers are held in; tf32 is a way of multiplying fp32."""
+    """Return the storage dtype of a precision; tf32 is a matmul mode of fp32."""
     return {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}[precision]

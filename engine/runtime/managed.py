@@ -1,25 +1,25 @@
-"""Weights in managed memory: a pool of torch's own caching allocator, over managed segments.
+"""Put weights in managed memory: a pool of torch's own caching allocator, over managed segments.
 
     scope = memory_scope("managed", device)
     with scope.use():
         teacher = load_decoder(...)          # every CUDA tensor made here is managed
 
-Managed (unified) memory has one address on host and device, and its pages move between them. On a
-machine whose GPU shares the host's memory nothing moves; on one with memory of its own the pages
-are put there before the first use. torch has no backend for it, but it has pools: inside `use`, the
-caching allocator takes its segments from `managed_alloc.c` and does the rest as always. So results
-are bit for bit the same, and `engine.runtime.pointers` proves where a tensor is.
+Managed (unified) memory has one address on host and device, and its pages migrate between them. On a machine
+whose GPU shares the host's memory nothing migrates; on one with its own memory the pages are moved there
+before the first use. torch has no backend for managed memory, but it has memory pools: inside `use`, the
+caching allocator takes its segments from `managed_alloc.c` and otherwise works as usual. So results are
+bit-identical, and `engine.runtime.pointers` proves where a tensor is.
 
-What lives there is what the calling thread makes inside `use`: the weights of both models, and the
-optimizer's moments when the first step runs in it. Not covered:
+The pool holds what the calling thread allocates inside `use`: the weights of both models, and the optimizer's
+moments when the first step runs in it. Not covered:
 
-- `use` counts for the calling thread alone. Autograd runs the backward pass of CUDA tensors in
-  threads of its own, so gradients, and what it makes on the way, are native.
-- A tensor keeps its memory when `use` ends; what was freed inside stays with the pool, for the
-  next `use`, and is not there for native tensors.
+- `use` affects only the calling thread. Autograd runs the backward pass of CUDA tensors in
+  threads of its own, so gradients and intermediates of the backward pass are native.
+- A tensor keeps its memory when `use` ends. Memory freed inside stays with the pool for the
+  next `use` and is not available to native tensors.
 - Stream capture: a new segment waits for the stream.
 
-The pool never asks for more than is free, and says so in a BadInput; the C file says what free is.
+The pool never allocates more than is free, and raises BadInput instead; the C file defines what is free.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SOURCE = Path(__file__).with_name("managed_alloc.c")
 KNOB = "memory.allocator"
 CHOICES = ("native", "managed")
 
-# What stays free. Of a GPU's own memory, room for kernels and library workspaces; of the host's,
-# enough that it does not begin to swap, which it may not come back from.
+# Memory left free. On a GPU with its own memory: for kernels and library workspaces. On the host: enough that
+# it does not start to swap, from which it may not recover.
 DISCRETE_RESERVE_BYTES = 512 * 2**20
 INTEGRATED_RESERVE_BYTES = 8 * 2**30
 INTEGRATED_RESERVE_SHARE = 0.08
@@ -63,13 +63,13 @@ class ManagedStats(ctypes.Structure):
     held_bytes: int
     peak_bytes: int
     asked: int
-    """Times the driver was asked for memory."""
+    """Allocations requested from the driver."""
     refused: int
-    """Times a request was turned down."""
+    """Requests that were refused."""
 
 
 class ManagedLibrary:
-    """The C file, compiled and loaded, with the driver it found. Its state is the process's."""
+    """The compiled and loaded C file with the driver library it found. Its state is process-wide."""
 
     def __init__(
         self, compiled: CompiledLibrary, driver: str = DRIVER, meminfo: str = "/proc/meminfo"
@@ -92,14 +92,13 @@ class ManagedLibrary:
             )
 
     def set_limits(self, *, limit_bytes: int | None, reserve_bytes: int) -> None:
-        """At most `limit_bytes` held at once (None: no limit), and `reserve_bytes` of what is free
-        never taken.
-        """
+        """Hold at most `limit_bytes` at once (None: no limit), and leave `reserve_bytes` of the free memory
+        untouched."""
         limit = _NO_LIMIT if limit_bytes is None else limit_bytes
         self._c.managed_limits(ctypes.c_uint64(limit), ctypes.c_uint64(reserve_bytes))
 
     def alloc(self, size: int, device: int) -> int | None:
-        """The address of a segment as torch would get it, None when refused."""
+        """Return the address of a segment as torch would get it; None when refused."""
         pointer: int | None = self._c.managed_alloc(size, device, None)
         return pointer
 
@@ -118,9 +117,8 @@ class ManagedLibrary:
 
 
 class ManagedPool:
-    """Managed memory of one device. `managed_pool` makes it; there is one for each device, because
-    a pool must outlive its tensors.
-    """
+    """Managed memory of one device. Create it with `managed_pool`; there is one per device, because a pool must
+    outlive its tensors."""
 
     def __init__(self, device: torch.device, library: ManagedLibrary) -> None:
         self.device, self.library = device, library
@@ -130,7 +128,7 @@ class ManagedPool:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """CUDA tensors this thread makes inside are managed. Raises BadInput for more than is free."""
+        """Allocate the CUDA tensors of this thread in managed memory. Raises BadInput for more than is free."""
         refused_before = self.library.stats().refused
         try:
             with torch.cuda.use_mem_pool(self._pool, self.device):
@@ -144,13 +142,13 @@ class ManagedPool:
             ) from error
 
     def bytes(self) -> int:
-        """Held from the driver now, in whole segments, by all managed pools of this process."""
+        """Bytes held from the driver now, in whole segments, by all managed pools of this process."""
         return int(self.library.stats().held_bytes)
 
 
 @functools.cache
 def load_managed_library() -> ManagedLibrary:
-    """The one library of this process, compiled at first use."""
+    """Return the process's only library, compiled at first use."""
     return ManagedLibrary(compiled_library(SOURCE))
 
 
@@ -162,16 +160,16 @@ def _pool_of(index: int) -> ManagedPool:
 def managed_pool(
     device: torch.device, *, limit_bytes: int | None = None, reserve_bytes: int | None = None
 ) -> ManagedPool:
-    """The managed pool of a CUDA device, with its limits set anew.
+    """Return the managed pool of a CUDA device, after setting its limits.
 
-    `limit_bytes` bounds what the process holds at once; `reserve_bytes` stays free (None: a share
-    fit for the kind of device). Raises BadInput for another device or without a C compiler.
+    `limit_bytes` bounds what the process holds at once; `reserve_bytes` stays free (None: a default for the
+    kind of device). Raises BadInput for another device or without a C compiler.
     """
     if device.type != "cuda":
         raise BadInput.expected(
             KNOB, "managed", "a CUDA device", device.type, hint=f"`--set {KNOB}=native`"
         )
-    current = torch.cuda.current_device()  # begins CUDA, which a pool needs
+    current = torch.cuda.current_device()  # initialises CUDA, which a pool needs
     pool = _pool_of(current if device.index is None else device.index)
     if reserve_bytes is None:
         reserve_bytes = default_reserve_bytes(pool.device)
@@ -180,7 +178,7 @@ def managed_pool(
 
 
 def default_reserve_bytes(device: torch.device) -> int:
-    """512 MiB of a GPU's own memory; of memory shared with the host, 8 GiB or 8 %, the larger."""
+    """Return 512 MiB for a GPU with its own memory, and for shared host memory the larger of 8 GiB and 8 %."""
     if not torch.cuda.get_device_properties(device).is_integrated:
         return DISCRETE_RESERVE_BYTES
     total = Host().memory().total_bytes.number
@@ -189,11 +187,11 @@ def default_reserve_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryScope:
-    """Where CUDA tensors made inside `use` live; what a run builds its models in."""
+    """The memory of CUDA tensors that are allocated inside `use`; a run builds its models in it."""
 
     choice: str
     pool: ManagedPool | None
-    """None when native."""
+    """None for native memory."""
 
     def use(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.pool is None else self.pool.use()
@@ -205,9 +203,8 @@ class MemoryScope:
 
 
 def memory_scope(choice: str, device: torch.device) -> MemoryScope:
-    """The scope of `memory.allocator`: `native` is torch as it is, `managed` needs a CUDA device.
-    Raises BadInput.
-    """
+    """Return the scope of `memory.allocator`: `native` is torch's default, `managed` needs a CUDA device. Raises
+    BadInput."""
     if choice not in CHOICES:
         raise BadInput.expected(KNOB, "memory", f"one of {', '.join(CHOICES)}", choice)
     return MemoryScope(choice, None if choice == "native" else managed_pool(device))

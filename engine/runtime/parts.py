@@ -1,11 +1,11 @@
-"""Named tensors of which each rank holds a part, as safetensors files: one file a rank.
+"""Save and load sharded named tensors as safetensors files, one file per rank.
 
-    shard-00001-model-00001-of-00001.safetensors      what the first rank has
+    shard-00001-model-00001-of-00001.safetensors      the shards of rank 0
 
-torch.distributed.checkpoint writes and reads them, with its safetensors back end: the header of each
-file says where its pieces begin in the whole, and nothing is a pickle, which would be code. So any
-number of ranks, or one process, can put the tensors together again. It is loaded where it is needed: a run
-on one GPU starts without it.
+torch.distributed.checkpoint writes and reads them with its safetensors backend: the header of each file gives
+the offsets of its shards in the full tensors, and no pickle is involved, which could run code. So any number
+of ranks, or one process, can assemble the tensors again. The module is imported lazily: a run on one GPU
+starts without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.runtime.ranks import Ranks
 
 
 def part_name(rank: int) -> str:
-    """The file that a rank writes; none where it has no part of anything."""
+    """Return the name of the file that a rank writes; a rank without shards writes none."""
     return f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
 
 
@@ -31,10 +31,10 @@ def is_part(name: str) -> bool:
 
 
 def write_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write this rank's part of `tensors` into `folder`, which every rank sees; what all have whole is
-    written by the first. A collective: every rank gives the same names.
+    """Write this rank's shards of `tensors` into `folder`, which every rank must see; rank 0 writes replicated
+    tensors. A collective: every rank passes the same names.
 
-    When it fails on any rank it raises on all: OSError when a disk refused, else CheckpointError.
+    When it fails on any rank it raises on all: OSError for a disk error, else CheckpointError.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -45,7 +45,7 @@ def write_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         with warnings.catch_warnings():
-            # A single process is its own group.
+            # Without a process group, torch treats the process as a group of one and warns.
             warnings.simplefilter("ignore", UserWarning)
             save(dict(tensors), storage_writer=writer, planner=planner)
     except CheckpointException as error:
@@ -56,9 +56,9 @@ def write_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read_parts(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors in `folder` whose names are `wanted`, each whole, on the CPU. No collective.
+    """Return the full tensors in `folder` whose names are `wanted`, on the CPU. Not a collective.
 
-    Raises CheckpointError for pieces that do not cover their tensor.
+    Raises CheckpointError when the shards do not cover their tensor.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -83,7 +83,7 @@ def read_parts(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]
 
 
 def own_folder(ranks: Ranks, folder: Path, device: torch.device) -> None:
-    """CheckpointError on every rank, unless all of them see `folder`. A collective."""
+    """Raise CheckpointError on every rank unless all of them see `folder`. A collective."""
     sees_R = ranks.gather(torch.tensor([float(folder.is_dir())], device=device))[:, 0]
     blind = [rank for rank, sees in enumerate(sees_R.tolist()) if not sees]
     if blind:

@@ -1,4 +1,4 @@
-"""What the driver says of a tensor's memory: proof of where it lives, from outside torch."""
+"""Query the driver about a tensor's memory: proof, independent of torch, of where it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IS_MANAGED = 8  # CU_POINTER_ATTRIBUTE_IS_MANAGED of cuda.h
 
 
 def is_managed(tensor: Tensor) -> Reading:
-    """1 when the tensor's memory is managed, 0 when it is not; absent for what is no CUDA memory."""
+    """Return 1 for managed memory, 0 for other CUDA memory; absent when it is not CUDA memory."""
     source = "cuPointerGetAttribute IS_MANAGED"
     if not tensor.is_cuda:
         return absent(f"the tensor is on {tensor.device.type}", source)

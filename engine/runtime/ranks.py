@@ -1,21 +1,21 @@
-"""The processes of one run: one for each GPU, started by torchrun, called ranks.
+"""The processes of one run, called ranks: one per GPU, started by torchrun.
 
-torchrun tells each process who it is in three variables, RANK, WORLD_SIZE and LOCAL_RANK; without
-them a run is one process and nothing here is a collective.
+torchrun gives each process its place in three variables, RANK, WORLD_SIZE and LOCAL_RANK; without them a run
+is one process and nothing here is a collective.
 
-Every rank walks the same program on its own rows. The student is sharded over the ranks by FSDP2
-(`fully_shard`): each holds 1/world of every parameter, of its gradient and of its AdamW moments,
-gathers a layer when the layer computes, and gets the sum of all ranks' gradients of its part back.
-It is the sum, not the mean: the loss is divided by the labelled tokens of the whole step over all
-ranks already, so that the split of a batch over ranks changes rounding and nothing else.
+Every rank runs the same program on its own rows. The student is sharded over the ranks by FSDP2
+(`fully_shard`): each rank holds 1/world of every parameter, of its gradient and of its AdamW moments,
+all-gathers a layer when the layer computes, and gets the reduce-scattered sum of all ranks' gradients for its
+shard. It is the sum, not the mean, because the loss is already divided by the labelled tokens of the whole
+step over all ranks. So the split of a batch over ranks changes rounding and nothing else.
 
-A collective waits for every rank. So no rank may leave a step early: what one rank alone can know (a
-signal, say) is made known to all in the step's one exchange of numbers, and all act on it together. A rank
-that dies ends the run (`engine.train.ranks.launch`); one that hangs is named by what it has not
-done (`engine.log.beats`).
+A collective waits for every rank, so no rank may leave a step early. What only one rank can know (a signal,
+for example) is shared in the step's one exchange of numbers, and all ranks act on it together. A rank that
+dies ends the run (`engine.train.ranks.launch`); one that hangs is identified by the work it has not done
+(`engine.log.beats`).
 
-The teacher is whole on every rank where it fits: it is frozen, so that nothing of it has to be exchanged.
-Else its layers are shared out too, as bytes: it has no parameters that FSDP2 could shard
+The teacher is replicated on every rank where it fits: it is frozen, so it needs no communication. Otherwise
+its layers are sharded too, as bytes, because it has no parameters that FSDP2 could shard
 (`engine.teachers.sharded`).
 """
 
@@ -44,12 +44,12 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among all of the run."""
+    """This process among all processes of the run."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    """Among the processes of this machine: the number of its GPU."""
+    """Index among the processes of this machine, and of its GPU."""
 
     @property
     def many(self) -> bool:
@@ -57,11 +57,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes the run's log, checkpoints and student."""
+        """Whether this is rank 0, which writes the run's log, checkpoints and student."""
         return self.rank == 0
 
     def gather(self, values_N: Tensor) -> Tensor:
-        """The `values_N` of every rank, (world, N), in the order of the ranks; one collective."""
+        """Return the `values_N` of every rank as (world, N), in rank order; one collective."""
         if not self.many:
             return values_N[None]
         flat = values_N.new_empty(self.world * len(values_N))
@@ -69,7 +69,7 @@ class Ranks:
         return flat.view(self.world, -1)
 
     def tell(self, said: object) -> object:
-        """What the first rank says, on every rank. Small and picklable; a collective."""
+        """Broadcast rank 0's `said` to every rank. It must be small and picklable; a collective."""
         if not self.many:
             return said
         words = [said]
@@ -77,7 +77,7 @@ class Ranks:
         return words[0]
 
     def collect(self, said: T) -> list[T]:
-        """What every rank says, in the order of the ranks, on each of them. As `tell`."""
+        """Return every rank's `said` in rank order, on each rank. The same conditions as for `tell`."""
         if not self.many:
             return [said]
         words: list[Any] = [None] * self.world
@@ -90,7 +90,7 @@ class Ranks:
 
 
 def ranks_here() -> Ranks:
-    """Who torchrun says this process is. ValueError when it says only half of it."""
+    """Read this process's place from torchrun's variables. ValueError when some of them are missing."""
     said = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if not said:
         return Ranks()
@@ -103,7 +103,8 @@ def ranks_here() -> Ranks:
 
 
 def use_own_gpu(ranks: Ranks) -> None:
-    """Make "cuda" mean this rank's GPU. BadInput when this machine has too few; nothing without any."""
+    """Make "cuda" mean this rank's GPU. Raises BadInput when this machine has too few GPUs; does nothing without
+    one."""
     gpus = torch.cuda.device_count()
     if not ranks.many or gpus == 0:
         return
@@ -116,9 +117,8 @@ def use_own_gpu(ranks: Ranks) -> None:
 
 
 def join(ranks: Ranks, device: torch.device, *, timeout_s: float) -> None:
-    """Meet the other ranks. A collective that waits longer than `timeout_s` ends this process with
-    an error, so that a rank that never comes cannot hold the others for ever.
-    """
+    """Join the process group. A collective that waits longer than `timeout_s` ends this process with an error,
+    so that a missing rank cannot block the others for ever."""
     if not ranks.many:
         return
     dist.init_process_group(
@@ -142,13 +142,13 @@ def shard(
     reshard: bool = True,
     entering: Callable[[], None] = lambda: None,
 ) -> None:
-    """Shard `model` over the ranks in place: each of `layers` is gathered when it computes, what
-    is outside of them for the whole step. `reshard`: whether a layer is gathered once more for its
-    backward pass, and not kept from the one to the other. `entering` is called before each gathering of
-    weights and each reduction of gradients.
+    """Shard `model` over the ranks in place. Each of `layers` is gathered when it computes; parameters outside
+    them are gathered for the whole step. `reshard` says whether a layer is freed after its forward pass and
+    gathered again for its backward pass. `entering` is called before each all-gather of weights and each
+    reduce-scatter of gradients.
 
-    The parameters keep their names and become DTensors. `model.hidden` takes part in it as
-    `forward` would. Does nothing on one rank.
+    The parameters keep their names and become DTensors. `model.hidden` triggers the gathering as `forward`
+    does. Does nothing on one rank.
     """
     if not ranks.many:
         return
@@ -161,10 +161,10 @@ def shard(
     fully_shard(model, mesh=mesh)
     for module in (model, *layers):
         assert is_fsdp(module)
-        # The sum of the ranks' gradients: see above. Gloo has no other reduction.
+        # Sum the ranks' gradients, as the module docstring explains. Gloo supports no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # The first torch that this engine runs on may not have these: a hang is then named by steps alone.
+        # The oldest supported torch may lack these methods; a hung rank is then found by its steps alone.
         for name, collective in (
             ("set_custom_all_gather", _Gathering(entering)),
             ("set_custom_reduce_scatter", _Reducing(entering)),
@@ -175,24 +175,24 @@ def shard(
     cast(Any, model).gathered_early = (model,) if reshard else (model, *layers)
 
 
-# FSDP2 and its tensors take a third as long to load as torch itself. A run on one GPU never needs them,
-# and where they were never loaded nothing is sharded.
+# FSDP2 and DTensor take a third as long to import as torch itself. A run on one GPU never needs them, and
+# where they were never imported nothing is sharded.
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP2 shards a module."""
+    """Whether FSDP2 shards this module."""
     loaded = sys.modules.get("torch.distributed.fsdp")
     return loaded is not None and isinstance(module, loaded.FSDPModule)
 
 
 def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether this rank holds a part of a tensor only."""
+    """Whether this rank holds only a shard of the tensor."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 class _Announced:
-    """A collective of FSDP2 that says when this rank enters it."""
+    """An FSDP2 collective that calls `entering` when this rank enters it."""
 
     def __init__(self, entering: Callable[[], None]) -> None:
         self.entering = entering
@@ -233,28 +233,27 @@ class _Reducing(_Announced):
 
 
 def gather_early(model: nn.Module) -> None:
-    """Begin to gather, for the forward pass that comes next, what `model` then keeps to its backward
-    pass: what is launched before that pass runs beside it. Nothing where it is not sharded.
-    """
+    """Start gathering the parameters that `model` keeps gathered through its backward pass, so that the
+    gathering overlaps with kernels launched before its next forward pass. Does nothing when it is not
+    sharded."""
     for module in getattr(model, "gathered_early", ()):
         assert is_fsdp(module)
         module.unshard(async_op=True)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, of which this rank may hold a part. A collective when it does: every rank
-    asks for the same tensors in the same order.
-    """
+    """Return the full tensor. For a sharded tensor this is a collective: every rank must request the same
+    tensors in the same order."""
     return tensor.full_tensor() if is_shared(tensor) else tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: all of it where it is not sharded."""
+    """Return this rank's shard of a tensor, or all of it when it is not sharded."""
     return tensor.to_local() if is_shared(tensor) else tensor
 
 
 def own_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Of the rows of a tensor that are named, those of this rank, counted from the first it has.
+    """Select from the row indices `rows` those in this rank's shard, relative to the shard's first row.
 
     FSDP2 shards the first dimension as `torch.chunk` does.
     """
@@ -268,7 +267,7 @@ def own_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
-    """`target` becomes `value`, which is whole on every rank; each takes its own part of it."""
+    """Copy `value`, which is complete on every rank, into `target`; each rank copies its own shard."""
     if not is_shared(target):
         target.copy_(value)
         return
@@ -277,7 +276,7 @@ def put(target: Tensor, value: Tensor) -> None:
 
 
 def distribute(value: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a value that every rank has whole, laid out as `like`. No communication."""
+    """Return this rank's shard of a value that every rank has in full, laid out as `like`. No communication."""
     from torch.distributed.tensor import distribute_tensor
 
     on_device = value.to(device=like.device, dtype=like.dtype)
