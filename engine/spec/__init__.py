@@ -1,14 +1,13 @@
 """`RunSpec`: every setting of a run, as one frozen tree read from TOML.
 
-Strict by design. An unknown key is refused with the nearest known one, a value of the wrong type or
-out of range is refused with what was expected, and all problems of a file are reported together
-with their line numbers, before anything is loaded. Nothing is read from the environment and nothing
-changes after loading.
+Parsing is strict. An unknown key is refused with the nearest known one, a value of the wrong type or out of
+range is refused with what was expected, and all problems of a file are reported together with their line
+numbers, before anything is loaded. Nothing is read from the environment and nothing changes after loading.
 
     spec = load_spec(Path("kd.toml"), sets=["loss.alpha=0.3"])
 
-Paths in a spec are relative to the folder of the file that names them. `alpha` is the weight of the
-cross entropy, everywhere: loss = alpha * CE + (1 - alpha) * T^2 * KL(teacher || student).
+Paths in a spec are relative to the folder of the file that names them. `alpha` is always the weight of the
+cross entropy: loss = alpha * CE + (1 - alpha) * T^2 * KL(teacher || student).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A RunSpec out of TOML and `--set` arguments, and back into TOML; every problem of a spec is told at once, each
-with the place its key was set.
-"""
+"""Build a RunSpec from TOML and `--set` arguments, and write one as TOML. All problems of a spec are reported
+together, each with the place where its key was set."""
 
 from __future__ import annotations
 
@@ -20,15 +19,13 @@ from engine.files import depth_of, read_text
 from engine.spec.sections import KEYS, RunSpec, options, section_type
 from engine.spec.values import check_value, parse_set, path_problem, refusal_of_toml, shown
 
-# No two neighbours match the same character: a line of spaces costs no more than another.
+# Adjacent parts never match the same character, so a line of spaces cannot cause backtracking.
 _HEADER = re.compile(r"\s*\[([A-Za-z0-9_.\-\s]+)\]\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Line number of each dotted key and section of a TOML text. (`tomllib` parses but does not
-    say where things were.)
-    """
+    """Return the line number of each dotted key and section of a TOML text, which `tomllib` does not report."""
     lines: dict[str, int] = {}
     section = ""
     closing: str | None = None
@@ -50,7 +47,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 class Problems:
-    """Collects every problem, each with the place its key was set."""
+    """Collects every problem with the place where its key was set."""
 
     def __init__(self, file: str, lines: dict[str, int], from_sets: set[str]) -> None:
         self.file, self.lines, self.from_sets = file, lines, from_sets
@@ -59,7 +56,7 @@ class Problems:
 
     def add(self, key: str, text: str) -> None:
         if key in self._named:
-            return  # the first thing wrong with a key is the one to mend first
+            return  # only the first problem of a key is reported
         self._named.add(key)
         if key in self.from_sets:
             self.found.append((10**9, f"--set {shown(key)}: {text}"))
@@ -101,7 +98,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
-    """What no single field can see."""
+    """Check the constraints between fields."""
     if spec.teacher.backend in ("dequantized", "quantized") and not spec.teacher.path:
         add("teacher.backend", "expected teacher.path beside it, found none")
     if spec.teacher.backend == "cached" and not (spec.teacher.path and spec.teacher.cache):
@@ -140,7 +137,7 @@ def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
 def _path_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
     for option in options():
         value = spec.value(option.key)
-        # `engine prepare` makes the cache; a run finds out what is in it when it checks its inputs.
+        # `engine prepare` creates the cache; a run checks its content with the other inputs.
         if option.path and value and option.key != "teacher.cache" and not os.path.exists(value):
             add(option.key, f"expected a file or folder at {value}, found nothing there")
     corpus = spec.data.corpus
@@ -157,7 +154,7 @@ def build_spec(
     sets: list[str] | None = None,
     check_paths: bool = True,
 ) -> RunSpec:
-    """A RunSpec from a parsed tree and `--set` arguments. Raises SpecError with every problem."""
+    """Build a RunSpec from a parsed tree and `--set` arguments. Raises SpecError with every problem."""
     if not isinstance(tree, dict):
         raise SpecError([f"{file}: expected sections of settings, found {type(tree).__name__}"])
     pairs = dict(_flatten(tree))
@@ -173,9 +170,7 @@ def build_spec(
             continue
         pairs[key] = value
         from_sets.add(key)
-        origin[key] = (
-            Path.cwd()
-        )  # a path typed on the command line means what it means in the shell
+        origin[key] = Path.cwd()  # a path on the command line is relative to the working directory
     problems = Problems(file, lines or {}, from_sets)
     problems.found += [(10**9, text) for text in set_problems]
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
@@ -185,7 +180,7 @@ def build_spec(
             if len(problems.found) >= limits.SPEC_PROBLEMS.most:
                 problems.add(
                     key, "unknown key"
-                )  # counted, not shown: the nearest is not looked for
+                )  # past the limit, counted without looking for the nearest key
             elif key in values and not isinstance(value, dict):
                 problems.add(key, f"expected a section [{key}], found a value")
             else:
@@ -218,7 +213,7 @@ def _refuse_many(keys: int, sets: int, file: str) -> None:
 
 
 def _resolved(base: Path, text: str) -> tuple[str, str | None]:
-    """A path as the system knows it, or why there is none: a home that nobody has, links in a circle."""
+    """Resolve a path, or say why it cannot be resolved: an unknown home folder, a loop of links."""
     try:
         found = str((base / Path(text).expanduser()).resolve())
     except (OSError, RuntimeError, ValueError) as error:
@@ -228,7 +223,7 @@ def _resolved(base: Path, text: str) -> tuple[str, str | None]:
 
 
 def read_spec(path: Path) -> tuple[dict[str, Any], str]:
-    """What a TOML file says, and its text; nothing in it is checked yet. Raises BadInput."""
+    """Return the content of a TOML file, unchecked, and its text. Raises BadInput."""
     text = read_text(path, "spec", limits.SPEC_FILE)
     for number, line in enumerate(text.splitlines(), start=1):
         if len(line) > limits.SPEC_LINE.most:
@@ -241,7 +236,7 @@ def read_spec(path: Path) -> tuple[dict[str, Any], str]:
         raise SpecError([f"{path}: not TOML: {shown(str(error))}"]) from None
     except (RecursionError, ValueError) as error:
         raise SpecError([f"{path}: {refusal_of_toml(error)}"]) from None
-    # Before anything walks through it.
+    # Checked before any code recurses into it.
     if depth_of(tree) > limits.SPEC_DEPTH.most:
         raise SpecError([f"{path}: expected values nested {limits.SPEC_DEPTH}, found more"])
     if many := next((key for key, _ in _flatten(tree) if len(key) > limits.SPEC_KEY.most), None):
@@ -252,7 +247,7 @@ def read_spec(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:
-    """The spec in a TOML file, with `--set` arguments over it, and the file's text."""
+    """Load the spec in a TOML file, with `--set` arguments applied over it; also returns the file's text."""
     tree, text = read_spec(path)
     spec = build_spec(
         tree, file=str(path), base=path.resolve().parent, lines=key_lines(text), sets=sets
@@ -261,14 +256,12 @@ def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:
 
 
 def spec_from_dict(tree: dict[str, Any]) -> RunSpec:
-    """The spec of a run folder's effective.json: the same strictness, paths as they were
-    resolved.
-    """
+    """Build the spec from a run folder's effective.json: equally strict, with its paths as already resolved."""
     return build_spec(tree, file="effective.json", base=Path("/"), check_paths=False)
 
 
 def spec_to_toml(spec: RunSpec) -> str:
-    """The spec as TOML with every setting and its documentation: what `engine spec` prints."""
+    """Return the spec as TOML with every setting and its documentation, as `engine spec` prints it."""
     out: list[str] = []
     section = ""
     for option in options():

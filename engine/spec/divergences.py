@@ -1,8 +1,8 @@
-"""The divergences that a student can be trained with: their names and what is known of each without torch.
+"""The divergences that a student can be trained with: their names and properties that need no torch.
 
 The spec's allowed values and help, the choosers, the memory budget and the checks of the loss read this
-table. The arithmetic of each row is the row of the same name in `engine/loss/divergences.py`, which needs
-torch; the spec is also read where there is none.
+table. The arithmetic of each row is in the row of the same name in `engine/loss/divergences.py`, which needs
+torch; the spec is also read where torch is not installed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     doc: str
-    """What it is, for the help of `loss.divergence`."""
+    """Description for the help of `loss.divergence`."""
     buffers: int = 4
-    """Logits-sized fp32 buffers of the eager form: both sides' logits and softmaxes, and scratch."""
+    """Logits-sized fp32 buffers of the eager implementation: both sides' logits and softmaxes, and scratch."""
     mixture: bool = False
-    """Whether it compares with a mixture of both sides, in which `loss.beta` is the teacher's weight."""
+    """Whether it compares with a mixture of both distributions, in which `loss.beta` is the teacher's weight."""
     fused: bool = False
-    """Whether our kernel has it (`engine/kernels/kd_loss.py`)."""
+    """Whether our kernel implements it (`engine/kernels/kd_loss.py`)."""
     sparse: bool = False
-    """Whether it can be computed from some ids of each token, as a store of teacher outputs has them."""
+    """Whether it can be computed from a subset of each position's vocabulary, as a teacher store with top-k
+    outputs has it."""
 
 
 DIVERGENCES = {

@@ -1,11 +1,11 @@
-"""Settings that the environment may give, under the names that users of earlier tools know.
+"""Settings from environment variables, under names that users of earlier tools know.
 
     MANAGED_MEMORY=1                             memory.allocator=managed      (0: native)
     APR_DISTILL_TEACHER_BACKEND=cudatrainer      teacher.backend=dequantized   (realizar-q4k: quantized)
 
-Each becomes one `--set KEY=VALUE`, so that it is checked, logged and hashed as any other. An empty
-variable is not set. Any other value is refused with the allowed ones: a misspelt setting must not
-become a default unseen.
+Each becomes one `--set KEY=VALUE`, so that it is checked, logged and hashed as any other. An empty variable
+counts as not set. Any other value is refused with a list of the allowed ones: a misspelt setting must not
+silently become a default.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ALIASES: dict[str, tuple[str, dict[str, str]]] = {
 
 # contract: cuda-unified-memory-allocator-v1
 def sets_from_environment(environ: Mapping[str, str]) -> list[str]:
-    """The settings in `environ` as `KEY=VALUE`, to be applied before those of the command line.
+    """Return the settings in `environ` as `KEY=VALUE`, to be applied before those of the command line.
 
-    Raises SpecError with one line for each variable that has a value not listed.
+    Raises SpecError with one line for each variable whose value is not listed.
     """
     sets: list[str] = []
     problems: list[str] = []

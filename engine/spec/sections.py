@@ -30,10 +30,10 @@ def setting(
     most: float | None = None,
     path: bool = False,
 ) -> Any:
-    """A field with its documentation and its range: [low, high], or greater than `above`.
+    """Declare a field with its documentation and its range: [low, high], or greater than `above`.
 
-    A number that has no `high` has a `most`, far above real use: a larger one is a slip that would cost the
-    machine, such as a batch that no memory holds.
+    A number without `high` has `most`, a limit far above real use that catches slips which would take the
+    machine down, such as a batch that fits in no memory.
     """
     metadata = dict(doc=doc, allowed=allowed, low=low, high=high, above=above, most=most, path=path)
     return dataclasses.field(default=default, metadata=metadata)
@@ -501,7 +501,7 @@ class RunSpec:
     gate: GateSection = dataclasses.field(default_factory=GateSection)
 
     def value(self, key: str) -> Any:
-        """Of a setting by its dotted key."""
+        """Return the value of a setting by its dotted key."""
         section, name = key.split(".")
         return getattr(getattr(self, section), name)
 
@@ -510,7 +510,7 @@ class RunSpec:
 
     @property
     def sha256(self) -> str:
-        """Hash of every setting that has a part in the run: equal hashes mean the same experiment."""
+        """Hash of every setting that affects the run: equal hashes mean the same experiment."""
         return settings_sha256(self.to_dict())
 
     @property
@@ -519,9 +519,9 @@ class RunSpec:
 
 
 def settings_sha256(settings: Mapping[str, Any]) -> str:
-    """Hash of settings as `to_dict` gives them, without where the run is kept and what is asked of its
-    result. Of settings that were written down it is what it was then, whatever has been added since.
-    """
+    """Hash settings in the form of `to_dict`, without the sections `run` (where the run is kept) and `gate`
+    (what its result must reach). For stored settings it equals the hash at the time they were stored,
+    whatever settings have been added since."""
     kept = {name: section for name, section in settings.items() if name not in ("run", "gate")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
@@ -540,11 +540,11 @@ class Option:
     above: float | None
     most: float | None
     path: bool
-    """Whether it names a file or folder that is there before the run."""
+    """Whether it names a file or folder that must exist before the run."""
 
 
 def options() -> Iterator[Option]:
-    """Every setting of a RunSpec, in the order of the file."""
+    """Yield every setting of a RunSpec, in the order of the file."""
     for section in dataclasses.fields(RunSpec):
         kind = section_type(section.name)
         types_by_name = typing.get_type_hints(kind)

@@ -1,4 +1,4 @@
-"""One value of a spec: read from `--set`, and checked against its field's type and range."""
+"""Parse one value of a `--set` argument, and check it against its field's type and range."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 120
 
 
 def parse_set(argument: str) -> tuple[str, Any]:
-    """`key=value` of `--set`; the value is TOML where it parses as TOML, else the text itself."""
+    """Parse the `key=value` of `--set`; the value is TOML if it parses as TOML, otherwise the text itself."""
     key, equals, text = argument.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -36,28 +36,28 @@ def parse_set(argument: str) -> tuple[str, Any]:
         return key, text
     except (RecursionError, ValueError) as error:
         raise SpecError([f"--set {key}: {refusal_of_toml(error)}"]) from None
-    # A text with a line break may hold keys of its own.
+    # A text with a line break could define further keys.
     return key, parsed["v"] if len(parsed) == 1 else text
 
 
 def refusal_of_toml(error: RecursionError | ValueError) -> str:
-    """What TOML asks for that cannot be made: too many brackets, or digits."""
+    """Say what TOML text exceeds: the nesting or the digits that can be parsed."""
     if isinstance(error, RecursionError):
         return f"expected values nested {limits.SPEC_DEPTH}, found more"
     return f"expected whole numbers of {limits.SPEC_DIGITS}, found one of thousands"
 
 
 def shown(text: str) -> str:
-    """A key or text of the user in a message: one line, and not a long one."""
+    """Shorten a user's key or text for a message: one line of limited length."""
     return printable(clipped(text, _SHOWN)).replace("\n", "\\n")
 
 
 def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
-    """The value in its field's type, or what is wrong with it."""
+    """Return the value in its field's type, or what is wrong with it."""
     if depth_of(value) > limits.SPEC_DEPTH.most:
         return value, f"expected a value nested {limits.SPEC_DEPTH}, found more"
     if isinstance(value, int) and abs(value) >= 10**limits.SPEC_DIGITS.most:
-        # Before it is shown: Python writes no number of thousands of digits.
+        # Checked before it is shown: Python does not format integers of thousands of digits.
         return value, f"expected a number of {limits.SPEC_DIGITS}, found one that has more"
     found = f"found {_json(value)}"
     match option.type_name:
@@ -86,7 +86,7 @@ def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
 
 
 def text_problem(text: str) -> str | None:
-    """Why no setting can have this text; None where one can."""
+    """Return why no setting can have this text; None where one can."""
     size = len(text.encode("utf-8", "surrogateescape"))
     if size > limits.SPEC_TEXT.most:
         return f"expected a text of {limits.SPEC_TEXT}, found {size:,}"
@@ -96,7 +96,7 @@ def text_problem(text: str) -> str | None:
 
 
 def path_problem(text: str) -> str | None:
-    """Why no file can have this path; None where one can."""
+    """Return why no file can have this path; None where one can."""
     if (problem := text_problem(text)) is not None:
         return problem
     for name in text.split("/"):
@@ -107,7 +107,7 @@ def path_problem(text: str) -> str | None:
 
 def _json(value: Any) -> str:
     if isinstance(value, list | Mapping):
-        # A number inside may have more digits than Python writes.
+        # A number inside may have more digits than Python formats.
         return "a list" if isinstance(value, list) else "a table"
     return clipped(json.dumps(value, default=str), _SHOWN)
 
