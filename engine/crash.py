@@ -1,15 +1,15 @@
-"""What a command does with an error: one line for a person, an exit code for a script, never a traceback.
+"""Turn any error of a command into one line for a person and an exit code for a script, never a traceback.
 
     def main() -> int:
         return run_command("engine tail", lambda: tail(arguments))
 
-An `EngineError` says what was expected and found, and has its exit code. A file that the system would not
-let us use is bad input. Whatever is left is our mistake: exit 70, one line, and a report with the traceback
-in a file of its own, so that it can be sent to whoever mends it. `debug` shows the traceback instead.
+An `EngineError` says what was expected and found, and has its exit code. A file that the operating system
+refuses is bad input. Anything else is a bug of ours: exit 70, one line, and a report with the traceback in a
+separate file that can be sent to the maintainers. `debug` shows the traceback instead.
 
 The report holds the command line, versions and the traceback, without secrets and bounded in size; the newest
-`KEPT` stay. It lies under $XDG_STATE_HOME/apr-workbench/reports (~/.local/state), or in the folder for
-temporary files where that cannot be written.
+`KEPT` reports are kept. They are in $XDG_STATE_HOME/apr-workbench/reports (~/.local/state), or in the folder
+for temporary files where that cannot be written.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _OF_A_FILE = frozenset(
         *(errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ETXTBSY),
     }
 )
-"""Errors of the system that say something of a file and not of our code."""
+"""System errors that concern a file and not our code."""
 
 
 def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -> int:
-    """Run a command; returns its exit code, with whatever it raised said on stderr."""
+    """Run a command and return its exit code, reporting whatever it raised on stderr."""
     try:
         code = command()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of a pipe went away (`engine tail RUN | head`): not an error. Python would complain
-        # again at exit.
+        # The reader of a pipe went away (`engine tail RUN | head`): not an error. Python would complain again
+        # at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as stop:
         if not isinstance(stop, Stopped):
             return EXIT_INTERRUPTED
-        # A closed terminal takes no words.
+        # Writing to a closed terminal fails.
         with contextlib.suppress(OSError):
             say(f"{name}: {stop}")
         return stop.exit_code
@@ -68,7 +68,7 @@ def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -
 
 
 def explain(name: str, error: Exception) -> int:
-    """Says what went wrong; returns the exit code."""
+    """Report the error; returns the exit code."""
     known = as_engine_error(error)
     if known is not None:
         say(f"{name}: {known}")
@@ -80,7 +80,7 @@ def explain(name: str, error: Exception) -> int:
 
 
 def as_engine_error(error: Exception) -> EngineError | None:
-    """The error as the user should meet it; None where it is our mistake."""
+    """Convert an error to the EngineError the user should see; None where it is a bug of ours."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, MemoryError) or _is_torchs_memory_error(error):
@@ -89,7 +89,7 @@ def as_engine_error(error: Exception) -> EngineError | None:
         )
     if not isinstance(error, OSError) or error.errno not in _OF_A_FILE:
         return None
-    # A read that fails has no name in its error; only a file or its disk gives EIO.
+    # A failed read has no file name in its error, but only a file or its disk gives EIO.
     if error.filename is not None or error.errno == errno.EIO:
         where = "one that was being read" if error.filename is None else error.filename
         found = error.strerror or str(error)
@@ -98,14 +98,14 @@ def as_engine_error(error: Exception) -> EngineError | None:
 
 
 def _is_torchs_memory_error(error: Exception) -> bool:
-    """torch says so by a class of its own on a GPU, and by a RuntimeError's words on the host."""
+    """Whether it is torch's out-of-memory error: a class of its own on a GPU, a RuntimeError's text on the host."""
     if type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def write_report(name: str, error: Exception) -> Path | None:
-    """The file with all that is known of an error; None where none can be written."""
+    """Write a report of everything known about an error and return its path; None where it cannot be written."""
     text = _report(name, error)
     file = f"{name.split()[0]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}.txt"
     for folder in _folders():
@@ -122,11 +122,11 @@ def write_report(name: str, error: Exception) -> Path | None:
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback of an error, without secrets; one too long keeps its beginning and its end."""
+    """Format the traceback of an error without secrets; a long one keeps its beginning and its end."""
     from engine.findings.redact import Redactor
 
     try:
-        # The innermost frames say most.
+        # The innermost frames are the most informative.
         text = "".join(traceback.format_exception(error, limit=-100))
     except Exception as second:  # noqa: BLE001 - an error whose own text cannot be made
         text = f"{type(error).__name__}, whose text raises {type(second).__name__}"

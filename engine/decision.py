@@ -1,16 +1,14 @@
-"""A `Decision` is one automatic choice: what was chosen, why, what was not, and how to choose
-otherwise.
+"""A `Decision` is one automatic choice: what was chosen and why, what was rejected, and how to override it.
 
-Every chooser (device, precision, teacher backend, attention, ...) returns one. The run logs it once
-and every surface shows it in the same words:
+Every chooser (device, precision, teacher backend, attention, ...) returns one. The run logs it once and every
+surface shows it in the same words:
 
     teacher.backend: dequantized
       because 10.6 MiB of weights fit in 22.9 GiB available
       not none: a teacher was given
       override: --set teacher.backend=none
 
-A value that the user set reads `set by the user` in place of `because`, with what the chooser adds
-to that.
+A value set by the user reads `set by the user` in place of `because`, with what the chooser adds to that.
 """
 
 from __future__ import annotations
@@ -26,22 +24,22 @@ SET_BY_USER = "set by the user"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     knob: str
-    """The setting this decides, as a dotted RunSpec key: `teacher.backend`."""
+    """The setting that is decided, as a dotted RunSpec key: `teacher.backend`."""
     choice: str
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
-    """Each allowed value not taken, with the reason."""
+    """Each allowed value that was not chosen, with the reason."""
     overridden: bool = False
-    """True when the user set the value and nothing was decided for them."""
+    """True when the user set the value and nothing was decided automatically."""
 
     @property
     def override(self) -> str:
-        """The command-line argument that would choose otherwise."""
+        """The command-line argument that selects the first rejected value."""
         other = self.rejected[0][0] if self.rejected else "VALUE"
         return f"--set {self.knob}={other}"
 
     def lines(self) -> list[str]:
-        """The decision as every surface prints it."""
+        """Return the decision as every surface prints it."""
         if not self.overridden:
             why = f"because {self.reason}"
         elif self.reason in ("", SET_BY_USER):
@@ -66,12 +64,12 @@ def decide(
     refused: Mapping[str, tuple[str, str, str]] | None = None,
     explained: bool = False,
 ) -> Decision:
-    """What the user `wanted`, or `best` for `auto`.
+    """Decide for what the user `wanted`, or `best` if that is `auto`.
 
-    `reason` says why, of each value where that differs, and `against` why a value is not taken; its first
-    value that is not chosen is the one that the override names. A value in `refused` cannot be: asking for
-    it is BadInput with what was expected, what was found and a hint. `explained`: the reason is given for
-    a value that the user set, too.
+    `reason` explains the choice, per value where it differs; `against` explains why each other value is not
+    chosen, and its first rejected value is the one that the override names. A value in `refused` is
+    impossible: requesting it raises BadInput with what was expected, what was found and a hint. With
+    `explained`, the reason is also given for a value that the user set.
     """
     if refused is not None and wanted in refused:
         expected, found, hint = refused[wanted]

@@ -27,12 +27,13 @@ def main() -> int:
         from engine.train.ranks.launch import die_with_parent
 
         die_with_parent()
-    # Until the run takes them as requests: nothing is begun, and a traceback would say nothing.
+    # Default handling until the run installs its own handlers: nothing has started, and a traceback would not
+    # help.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # First of all: importing torch may hang too.
+    # Comes first because importing torch may hang too.
     register(arguments.run, int(os.environ.get("RANK", "0")))
-    # What is imported stays: looking through it for garbage, now and at exit, is a fifth of the CPU
-    # time that a start takes.
+    # Imported objects stay alive: scanning them for garbage, now and at exit, takes a fifth of a start's CPU
+    # time.
     gc.disable()
     from engine.errors import EngineError
     from engine.signals import Stopped
@@ -49,10 +50,10 @@ def main() -> int:
             keep_alive_fd=arguments.keep_alive_fd,
         )
     except Stopped as stopped:
-        # Before the log could say so.
+        # Stopped before the log could record it.
         return stopped.exit_code
     except EngineError as error:
-        # One that the log could not take: what ended the run is that it cannot be written.
+        # An error that could not be logged, because writing the log is what failed.
         say(error)
         return error.exit_code
 

@@ -33,7 +33,7 @@ EXIT_TERMINATED = 143
 
 
 class EngineError(Exception):
-    """An error with an exit code and, where there is one thing to try, a hint."""
+    """An error with an exit code and, when there is one thing to try, a hint."""
 
     exit_code = 70
 
@@ -53,7 +53,7 @@ class UsageError(EngineError):
 
 
 class BadInput(EngineError):
-    """Something the user gave is wrong: nothing was started and nothing was written."""
+    """The user's input is wrong: nothing was started and nothing was written."""
 
     exit_code = 65
 
@@ -61,13 +61,12 @@ class BadInput(EngineError):
     def expected(
         cls, what: str, where: object, expected: str, found: str, *, hint: str | None = None
     ) -> Self:
-        """The house form of a message: `what: where — expected X, found Y`."""
+        """Format a message in the house form: `what: where — expected X, found Y`."""
         return cls(f"{what}: {where} — expected {expected}, found {found}", hint=hint)
 
 
 class SpecError(BadInput):
-    """Settings of a RunSpec; `problems` holds one line for each, all found before anything is
-    loaded."""
+    """Invalid settings of a RunSpec; `problems` has one line for each, all found before anything is loaded."""
 
     def __init__(self, problems: Iterable[str] | str, *, hint: str | None = None) -> None:
         # A str is one problem, not a sequence of letters.
@@ -96,7 +95,7 @@ class RunLogError(BadInput):
 
 
 class DiskFull(BadInput):
-    """There is no room for what has to be written."""
+    """The disk lacks the space for what has to be written."""
 
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -105,9 +104,9 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def write_error(
     what: str, where: object, expected: str, error: OSError, *, when_full: str | None = None
 ) -> DiskFull | RunLogError:
-    """The error to raise when a file of a run could not be written.
+    """Return the error to raise when a file of a run could not be written.
 
-    It is DiskFull, with the hint `when_full`, only when there was no room.
+    It is DiskFull, with the hint `when_full`, only when the disk was full.
     """
     found = error.strerror or str(error)
     if error.errno in NO_ROOM:
@@ -116,18 +115,18 @@ def write_error(
 
 
 class TrainingFailed(EngineError):
-    """The run cannot go on, through no fault of its inputs' form."""
+    """The run cannot go on, for a reason other than invalid input."""
 
     exit_code = 1
 
 
 class NoAnswer(EngineError):
-    """What was asked could not be found out; nothing is said about it, neither good nor bad."""
+    """The question could not be answered; the result is neither good nor bad."""
 
     exit_code = EXIT_UNKNOWN
 
 
 class InternalError(EngineError):
-    """A broken promise of our own code."""
+    """A broken invariant of our own code."""
 
     exit_code = 70

@@ -1,14 +1,14 @@
-"""Reading files that somebody else made: regular files only, and never more than a limit.
+"""Read untrusted files safely: regular files only, and never more than a limit.
 
-A path that a user gives may name a FIFO, which hangs whoever opens it, a device without an end, or a
-sparse file of a terabyte. So a file is looked at before it is opened, opened without waiting, looked at
-again, and read up to its limit, whatever its size was said to be.
+A path that a user gives may name a FIFO, on which `open` blocks, a device without an end, or a sparse file of
+a terabyte. So a file is checked before it is opened, opened non-blocking, checked again, and read up to its
+limit, whatever its size was reported to be.
 
-    open_regular(path, "corpus")                       a binary file, for what is streamed or mapped
-    read_bytes(path, "spec", limits.SPEC_FILE)         all of a small one
-    read_json(path, "receipt", limits.RUN_FILE)        and what it says
+    open_regular(path, "corpus")                       a binary file, to be streamed or mapped
+    read_bytes(path, "spec", limits.SPEC_FILE)         all of a small file
+    read_json(path, "receipt", limits.RUN_FILE)        its parsed content
 
-Each raises a BadInput (or the class of it that is given) with the path, what was expected and found.
+Each raises BadInput (or the subclass that is given) with the path, what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KINDS = {
 
 
 def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BufferedReader:
-    """A regular file, open for reading in binary."""
+    """Open a regular file for reading in binary."""
     try:
         return open_plain(path)
     except NotRegular as failure:
@@ -54,15 +54,15 @@ def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> 
 
 
 class NotRegular(OSError):
-    """A path that names no regular file; `strerror` is what it names: `a FIFO`."""
+    """A path that names no regular file; `strerror` says what it names: `a FIFO`."""
 
     strerror: str
 
 
 def open_plain(path: Path) -> BufferedReader:
-    """As `open_regular`, for whoever has words of his own for what went wrong: raises OSError."""
-    # A device may act when it is opened, so it is looked at first; and again afterwards, because another
-    # file may have taken the name.
+    """Open a file as `open_regular` does, but raise OSError, for callers with messages of their own."""
+    # Opening a device may have side effects, so the path is checked first; it is checked again afterwards,
+    # because another file may have replaced it.
     _refuse_irregular(path, os.stat(path).st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -74,12 +74,12 @@ def open_plain(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, what: str, limit: Limit, *, error: type[BadInput] = BadInput) -> bytes:
-    """All of a file that has at most `limit` bytes."""
+    """Read a whole file of at most `limit` bytes."""
     with open_regular(path, what, error=error) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= limit.most:
             try:
-                # One byte more: a file that grows, or one of /proc that says 0.
+                # Read one byte more, to detect a file that grows, or one of /proc whose size reads 0.
                 data = file.read(limit.most + 1)
             except OSError as failure:
                 found = failure.strerror or str(failure)
@@ -91,7 +91,7 @@ def read_bytes(path: Path, what: str, limit: Limit, *, error: type[BadInput] = B
 
 
 def read_text(path: Path, what: str, limit: Limit, *, error: type[BadInput] = BadInput) -> str:
-    """All of a UTF-8 file that has at most `limit` bytes."""
+    """Read a whole UTF-8 file of at most `limit` bytes."""
     try:
         return read_bytes(path, what, limit, error=error).decode("utf-8")
     except UnicodeDecodeError as failure:
@@ -100,7 +100,7 @@ def read_text(path: Path, what: str, limit: Limit, *, error: type[BadInput] = Ba
 
 
 def read_json(path: Path, what: str, limit: Limit, *, error: type[BadInput] = BadInput) -> Any:
-    """What a JSON file says; never more than `limits.JSON_DEPTH` levels deep."""
+    """Parse a JSON file; never nested deeper than `limits.JSON_DEPTH` levels."""
     return parse_json(read_bytes(path, what, limit, error=error), path, what, error=error)
 
 
@@ -112,7 +112,7 @@ def read_json_object(
     having: Iterable[str] = (),
     error: type[BadInput] = BadInput,
 ) -> dict[str, Any]:
-    """What a JSON file says, which has to be an object with the keys `having`."""
+    """Parse a JSON file that must be an object with the keys `having`."""
     value = read_json(path, what, limit, error=error)
     if not isinstance(value, dict):
         raise error.expected(what, path, "a JSON object", f"a {_json_name(value)}")
@@ -124,7 +124,7 @@ def read_json_object(
 def parse_json(
     data: bytes | str, where: object, what: str, *, error: type[BadInput] = BadInput
 ) -> Any:
-    """What JSON text says: no deeper than `limits.JSON_DEPTH`, no numbers that Python will not make."""
+    """Parse JSON text, nested no deeper than `limits.JSON_DEPTH` and without numbers that Python refuses to parse."""
     try:
         value = json.loads(data)
         depth = depth_of(value)
@@ -138,7 +138,7 @@ def parse_json(
 
 
 def depth_of(value: object) -> int:
-    """How many lists and tables the innermost value lies in."""
+    """Return the depth of the innermost value in lists and tables."""
     deepest = 0
     waiting = [(value, 1)]
     while waiting:

@@ -1,9 +1,9 @@
-"""How much of anything is read: every input has a limit, and this is the table of all of them.
+"""The table of input limits: every input has one.
 
-Whoever reads a file or an answer that somebody else made names a row of this table, so that a file of
-zeros, a number of a million digits or a list in ten thousand lists costs a message and never the machine.
-A limit lies far above what real inputs need and far below what harms: where one is in the way of
-somebody's real work, it is wrong and should be raised here.
+Code that reads a file or a reply from outside names a row of this table, so that a file of zeros, a number of
+a million digits or ten thousand nested lists cost an error message and never the machine. A limit is far
+above what real inputs need and far below what does harm. If one blocks real work, it is wrong and should be
+raised here.
 
 `docs/limits.md` holds the table for people: `python -c "import engine.limits as l; l.write_page()"`.
 """
@@ -23,10 +23,10 @@ class Limit:
     what: str
     """What has the limit, as the user knows it."""
     most: int
-    """The largest that is accepted."""
+    """The largest accepted amount."""
     unit: str
     beyond: str = "refused, exit 65"
-    """What happens to more."""
+    """What happens to a larger amount."""
 
     def __str__(self) -> str:
         return f"at most {self.most:,} {self.unit}"
@@ -62,7 +62,7 @@ BATCH_TOKENS = Limit(
     what="tokens of one forward pass: train.rows x data.seq_len", most=1 << 32, unit="tokens"
 )
 
-# Models. A config.json's counts are bounded before a list is as long as one of them.
+# Models. The counts in a config.json are bounded before any list of that length is built.
 MODEL_CONFIG = Limit(
     what="a model's config.json, tokenizer_config.json", most=4 * MIB, unit="bytes"
 )
@@ -104,7 +104,7 @@ TOKENIZER_PROBE = Limit(
 )
 MODEL_TEXT = Limit(what="a chat template or licence of a model", most=16 * MIB, unit="bytes")
 
-# Text to train on and to be judged by. It is read in pieces; a piece is held whole.
+# Training and evaluation text. Files are read in pieces; one piece is held in memory.
 CORPUS_FILE = Limit(what="one file of a corpus", most=64 * GIB, unit="bytes")
 CORPUS_TEXT = Limit(what="all text of a corpus", most=256 * GIB, unit="bytes")
 CORPUS_DOCUMENT = Limit(
@@ -121,7 +121,7 @@ PROBLEM_TEXT = Limit(
 )
 PROBLEMS = Limit(what="problems of a file", most=100_000, unit="problems")
 RESULTS = Limit(what="results of `engine eval`", most=GIB, unit="bytes")
-# Logs of runs: `engine.log.events` makes the types of records of these.
+# Run logs: `engine.log.events` builds its record types from these.
 _BROKEN_LINE = "a broken line: named, and the log read up to it"
 LOG_LINE = Limit(what="a line of a log", most=MIB, unit="bytes", beyond=_BROKEN_LINE)
 LOG_FILE = Limit(
@@ -173,7 +173,7 @@ FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
 ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")
 FINDINGS_LOG = Limit(what="`LOG.md` beside findings", most=16 * MIB, unit="bytes")
 
-# What a program under test answers; the judge holds to the same numbers (`engine.evaluate.guest_wire`).
+# Replies of a program under test; the judge enforces the same numbers (`engine.evaluate.guest_wire`).
 ANSWER_BYTES = Limit(
     what="an answer of a program that `engine eval` judges",
     most=4 * MIB,
@@ -187,7 +187,7 @@ ANSWER_DEPTH = Limit(
     what="nesting of such an answer", most=100, unit="levels", beyond="the program fails"
 )
 
-# Small files that the tools write for themselves and each other.
+# Small files that the tools write for themselves and for each other.
 MANIFEST = Limit(
     what="a manifest: of a checkpoint, a store, a published folder", most=64 * MIB, unit="bytes"
 )
@@ -207,7 +207,7 @@ CONTRACT_RECEIPTS = Limit(what="receipts of a contract", most=64 * MIB, unit="by
 DRILL_RESULTS = Limit(what="results of drills", most=64 * MIB, unit="bytes")
 BEAT = Limit(what="what a rank says of itself", most=4 * KIB, unit="bytes")
 
-# Numbers of command lines.
+# Numbers on command lines.
 STEPS = Limit(what="--steps, --smoke and --rows of a run", most=10**9, unit="steps", beyond=_USAGE)
 PAIRS = Limit(what="--pairs of a flip", most=10_000, unit="pairs", beyond=_USAGE)
 ROUNDS = Limit(
@@ -225,12 +225,12 @@ EXIT_STATUS = Limit(what="--expect-exit", most=1 << 16, unit="as a status", beyo
 
 
 def table() -> tuple[Limit, ...]:
-    """Every limit, in the order of this file."""
+    """Return every limit, in the order of this file."""
     return tuple(value for value in globals().values() if isinstance(value, Limit))
 
 
 def markdown() -> str:
-    """The page of the documentation."""
+    """Return the documentation page."""
     lines = [
         "# Limits of inputs",
         "",
@@ -245,6 +245,6 @@ def markdown() -> str:
 
 
 def write_page(path: Path = Path("docs/limits.md")) -> None:
-    """Writes the page anew."""
+    """Write the documentation page."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(markdown(), encoding="utf-8")

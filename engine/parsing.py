@@ -1,9 +1,9 @@
-"""One lock for everything that makes syntax trees of Python source in a thread.
+"""One lock for all threads that build syntax trees of Python source.
 
-CPython before 3.11.8 and 3.12.2 counts the depth of a tree that it makes for all threads together: where a
-garbage collection lets a second thread parse, the first fails with "SystemError: AST constructor
-recursion depth mismatch". A thread that may not be alone takes `PARSING` around `ast.parse`, or around a
-call of a library that parses.
+CPython before 3.11.8 and 3.12.2 keeps one recursion counter for building syntax trees in all threads. If a
+garbage collection lets a second thread parse, the first fails with "SystemError: AST constructor recursion
+depth mismatch". Code that may run beside other threads takes `PARSING` around `ast.parse`, and around calls
+of libraries that parse.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""How SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) end a command: within two seconds, whatever it is
-doing, with nothing half-written and no process of its own left behind.
+"""How SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) end a command: within two seconds whatever it is
+doing, with no partial output and no child process left behind.
 
     command ---(wake-up pipe: the signal's number)---> guard
         |  raises `Stopped`, unwinds                      |  GRACE_S later, or once the command is gone:
-        v                                                 v  ends what the command started, removes its partial files
+        v                                                 v  ends the command's descendants, removes its partial files
     exit 128 + n                                       exits
 
-A Python handler runs only between two lines of Python. While the main thread is inside native code (a matmul of
-matrices, a tokenizer, one big read) no handler runs, and where that code holds the interpreter lock no thread
-does either. So the last word has a process of its own, the guard, forked before anything is imported. The kernel's
-handler writes the signal's number into the pipe even then. The guard gives the command `GRACE_S` to unwind, which
-is where `finally` removes partial files; then a thread of the command exits with 128 + n. Where native code holds
-the interpreter lock, the guard sends the same signal again: the handler is installed for one signal only
+A Python handler runs only between two bytecodes. While the main thread is inside native code (a matmul, a
+tokenizer, one big read) no handler runs, and if that code holds the GIL no other thread runs either. So a
+separate process, the guard, enforces the exit; it is forked before anything is imported. The kernel-level
+handler writes the signal's number into the pipe even then. The guard gives the command `GRACE_S` to unwind,
+during which `finally` blocks remove partial files; then a thread of the command exits with 128 + n. If native
+code holds the GIL, the guard sends the same signal again: the handler is installed for one signal only
 (SA_RESETHAND), so the second one has the kernel's default action and ends the process (143 in a shell too).
 
     guard_command()              once, first thing in `main`; `leave_command(exit_code)` last
-    hand_over()                  from here on the command answers signals itself: it has steps to finish and save
-    with partial_output(path):   a file or folder that is renamed when it is whole, and gone otherwise
-    descendants(pid), end(...)   what a process started
+    hand_over()                  from here on the command handles signals itself: it has steps to finish and save
+    with partial_output(path):   a file or folder that is renamed when complete, and removed otherwise
+    descendants(pid), end(...)   the processes that a process started
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from pathlib import Path
 from types import FrameType
 
 GRACE_S = 0.9
-"""What a command has to unwind in."""
+"""Seconds that a command has to unwind."""
 AGAIN_S = 0.3
-"""How long after its exit was asked for, or after the second signal, something stronger follows."""
+"""Seconds from the exit request, or from the second signal, to the next stronger measure."""
 HEARD_S = 0.25
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REGISTER, _FORGET, _LEAVING = b"+", b"-", b"."
-"""What a command tells its guard; the first two with a path behind them."""
+"""Messages from a command to its guard; the first two are followed by a path."""
 _HEARD, _EXIT = b"!", b"x"
-"""What a guard tells its command; the second with the exit code behind it."""
+"""Messages from a guard to its command; the second is followed by the exit code."""
 _CLOSED = b""
 _MESSAGE_BYTES = 1 << 16
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked the command to end. Not an `Exception`: nothing that handles errors takes it for one."""
+    """A signal asked the command to end. It is not an `Exception`, so that no error handler catches it."""
 
     def __init__(self, number: int) -> None:
         self.name = signal.Signals(number).name
@@ -60,7 +60,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Guarded:
-    """This process's end of the connection with its guard; `messages` is None without one."""
+    """This process's end of the connection to its guard; `messages` is None without a guard."""
 
     messages: socket.socket | None = None
     guard = 0
@@ -70,8 +70,8 @@ class _Guarded:
 
 
 def guard_command() -> None:
-    """Has `ENDING` end this process as described above. Call it once, in the main thread, before there are
-    others. A signal that is ignored already (`nohup`) stays so."""
+    """Make the signals in `ENDING` end this process as described above. Call it once, in the main thread, before
+    other threads exist. A signal that is already ignored (`nohup`) stays ignored."""
     taken = [n for n in ENDING if signal.getsignal(n) is not signal.SIG_IGN]
     if _Guarded.messages is not None or not taken:
         return
@@ -81,7 +81,7 @@ def guard_command() -> None:
         me = os.pidfd_open(os.getpid())
         guard = os.fork()
     except OSError:
-        # No process is left to be had: Python's handlers alone then.
+        # The process limit is reached: only Python's handlers remain.
         guard = -1
     if guard == 0:
         try:
@@ -105,8 +105,8 @@ def guard_command() -> None:
 
 
 def leave_command(exit_code: int) -> None:
-    """The command has ended: by itself, and its guard is dismissed; or it was stopped, and the process ends here
-    with what the guard does after it. Threads and libraries are not waited for."""
+    """End the command. If it ended by itself, its guard is dismissed. If a signal stopped it, the process exits
+    here and the guard does the rest. Threads and libraries are not waited for."""
     messages = _Guarded.messages
     if _Guarded.stopped:
         for stream in (sys.stdout, sys.stderr):
@@ -124,16 +124,16 @@ def leave_command(exit_code: int) -> None:
 
 
 def hand_over() -> None:
-    """From here on the caller's own handlers answer signals, in the time that they need."""
+    """Leave all signals to the caller's own handlers from here on, without a time limit."""
     if _Guarded.messages is not None:
         signal.set_wakeup_fd(-1)
 
 
 def only_once(number: int) -> None:
-    """The handler of this signal is for the first one; the kernel's default action for the second, which needs no
-    line of Python to be run."""
+    """Use the handler for the first signal and the kernel's default action for the second, which works even when
+    no Python code can run."""
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "sysv_signal"):  # no glibc: the guard's SIGKILL remains
+    if not hasattr(libc, "sysv_signal"):  # no glibc: only the guard's SIGKILL remains
         return
     get, put = ctypes.pythonapi.PyOS_getsig, libc.sysv_signal
     get.restype = put.restype = ctypes.c_void_p
@@ -143,8 +143,8 @@ def only_once(number: int) -> None:
 
 @contextlib.contextmanager
 def partial_output(path: Path) -> Iterator[Path]:
-    """A file or folder that is written here and renamed when it is whole. What is still there at the end is removed,
-    also when the process cannot do it any more."""
+    """Yield a path for a file or folder that is renamed to `path` when complete. Whatever is left at the end is
+    removed, by the guard if the process cannot do it."""
     path = path.absolute()
     _tell(_REGISTER + os.fsencode(path))
     try:
@@ -156,14 +156,13 @@ def partial_output(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A new folder for temporary files, removed like a partial output."""
+    """Yield a new folder for temporary files, removed like a partial output."""
     with partial_output(Path(tempfile.mkdtemp(prefix=prefix))) as path:
         yield path
 
 
 def descendants(pid: int) -> dict[int, int]:
-    """The processes that `pid` and those it started have started: a pidfd by the process's number. The caller
-    ends them with `end`."""
+    """Return the descendants of `pid` as a map from process id to pidfd. The caller ends them with `end`."""
     found: dict[int, int] = {}
     todo = [pid]
     while todo:
@@ -176,7 +175,7 @@ def descendants(pid: int) -> dict[int, int]:
 
 
 def end(processes: Iterable[int]) -> None:
-    """SIGKILL to each of these pidfds, which are closed."""
+    """Send SIGKILL to each of these pidfds, and close them."""
     for process in processes:
         _send(process, signal.SIGKILL)
         os.close(process)
@@ -203,15 +202,15 @@ def _unwind(number: int, frame: FrameType | None) -> None:
             signal.signal(other, signal.SIG_DFL)
     _Guarded.stopped = True
     if _Guarded.messages is not None and signal.set_wakeup_fd(-1) >= 0:
-        # What was started is counted before anything of it is ended: the children of a dead process are no
-        # longer known to be ours.
+        # The guard lists the descendants before any of them is ended: once their parent is dead they can no
+        # longer be recognised as ours.
         _Guarded.heard.wait(HEARD_S)
     raise_stopped(number, frame)
 
 
 def raise_stopped(number: int, frame: FrameType | None) -> None:
-    """Unwinds the main thread, from its handler. Not out of an import: what native code runs while it is loaded
-    ends the process by SIGABRT when an exception comes out of it. Such a process leaves at once."""
+    """Unwind the main thread from its handler. During an import the process exits at once instead: an exception
+    out of native code that is being loaded would end it by SIGABRT."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             os._exit(128 + number)
@@ -220,7 +219,7 @@ def raise_stopped(number: int, frame: FrameType | None) -> None:
 
 
 def _listen(messages: socket.socket) -> None:
-    """The thread that hears the guard."""
+    """Thread that receives the guard's messages."""
     while True:
         try:
             message = messages.recv(16)
@@ -234,7 +233,7 @@ def _listen(messages: socket.socket) -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: its signals are not the command's."""
+    """In a forked child: leave the command's signals to the parent."""
     if _Guarded.messages is None:
         return
     signal.set_wakeup_fd(-1)
@@ -260,15 +259,16 @@ def _remove(path: Path) -> None:
 
 
 def _stand_guard(main: int, main_fd: int, wake: int, messages: socket.socket) -> None:
-    """The guard's life; it returns when there is nothing left to do."""
-    # Neither Ctrl-C nor a closed terminal reaches another session, and nobody waits for our stdout.
+    """Main function of the guard; it returns when nothing is left to do."""
+    # In its own session neither Ctrl-C nor a closed terminal reaches the guard, and nobody waits for our
+    # stdout.
     os.setsid()
     for one in ENDING:
         signal.signal(one, signal.SIG_IGN)
     kept = sorted({main_fd, wake, messages.fileno()})
     for low, high in zip([-1, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, min(high, 1 << 16))
-    # A traceback of ours has nowhere to go.
+    # There is nowhere to print a traceback.
     sys.stderr = sys.stdout = None
     partial: dict[bytes, None] = {}
     number = _wait_for_signal(main_fd, wake, messages, partial)
@@ -297,7 +297,7 @@ def _stand_guard(main: int, main_fd: int, wake: int, messages: socket.socket) ->
 def _wait_for_signal(
     main_fd: int, wake: int, messages: socket.socket, partial: dict[bytes, None]
 ) -> int | None:
-    """The signal that the command got; 0 where it died of something else, None where it left in good order."""
+    """Return the signal that the command got: 0 when it died of another cause, None when it exited normally."""
     poll = select.poll()
     for fd in (main_fd, wake, messages.fileno()):
         poll.register(fd, select.POLLIN)
@@ -308,7 +308,7 @@ def _wait_for_signal(
             if last == _LEAVING:
                 return None
             if last == _CLOSED:
-                # Without a word: the command is dying, and its pidfd says when.
+                # EOF: the command is exiting, and its pidfd will report it.
                 poll.unregister(messages.fileno())
         if wake in ready:
             for byte in os.read(wake, 64):
@@ -321,7 +321,7 @@ def _wait_for_signal(
 
 
 def _read_messages(messages: socket.socket, partial: dict[bytes, None]) -> bytes | None:
-    """Takes note of all that the command has said; returns the last message where that is no path."""
+    """Handle all pending messages of the command; returns the last one if it is not about a path."""
     while True:
         try:
             message = messages.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)

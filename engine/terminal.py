@@ -1,19 +1,19 @@
-"""The one place that writes to a terminal or a pipe: `put` to stdout, `say` and `StatusLine` to stderr.
+"""The only module that writes to a terminal or a pipe: `put` to stdout, `say` and `StatusLine` to stderr.
 
-stdout carries data, stderr what is said to a person on the way. What is written may come from
-anywhere: the name of a folder, a line of somebody else's log, text that a model generated. A terminal
-obeys escape sequences, so nothing that is not printable reaches it:
+stdout carries data, stderr messages for a person. The text may come from anywhere: the name of a folder, a
+line of somebody else's log, text that a model generated. A terminal obeys escape sequences, so only printable
+characters are written:
 
     newline and tab           stay
-    any other control, format or surrogate character      becomes its escape in ASCII, `\\x1b`
-    a line of more than LINE_CHARACTERS                   is cut, and says how long it was
+    any other control, format or surrogate character      becomes its ASCII escape, `\\x1b`
+    a line of more than LINE_CHARACTERS                   is cut, and its length appended
     a character that the encoding of the stream lacks     becomes its escape, `\\u2014`
 
-`put(..., exact=True)` is for data whose every character counts, such as a path or generated text: in a
-pipe or a file it is written as it is, on a terminal it is made printable but not cut. JSON is ASCII
-already and goes the same way.
+`put(..., exact=True)` is for data of which every character matters, such as a path or generated text: in a
+pipe or a file it is written unchanged, on a terminal it is made printable but not cut. JSON is ASCII already
+and is treated the same way.
 
-No other module writes to these streams; a test holds it to that.
+No other module writes to these streams; a test enforces that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLEARED = "\r\x1b[K"
 
 
 def printable(text: str, *, longest: int | None = limits.PRINTED_LINE.most) -> str:
-    """`text` with nothing that a terminal would obey; lines longer than `longest` characters are cut."""
+    """Return `text` without anything that a terminal would obey; lines longer than `longest` characters are cut."""
     if longest is not None and len(text) > longest:
         text = "\n".join(clipped(line, longest) for line in text.split("\n"))
     if text.isprintable():
@@ -47,14 +47,14 @@ def printable(text: str, *, longest: int | None = limits.PRINTED_LINE.most) -> s
 
 
 def clipped(text: str, longest: int) -> str:
-    """`text`, or its beginning and how long it was."""
+    """Return `text`, or its beginning and its length."""
     if len(text) <= longest:
         return text
     return f"{text[:longest]}… ({len(text):,} characters)"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
-    """Rows of cells as lines whose columns are as wide as their widest cell; those of `right` end together."""
+    """Format rows of cells with columns as wide as their widest cell; the columns in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -66,7 +66,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> lis
 
 
 def put(*texts: object, end: str = "\n", exact: bool = False, flush: bool = False) -> None:
-    """Data, to stdout."""
+    """Write data to stdout."""
     text = " ".join(str(one) for one in texts)
     if not exact:
         text = printable(text)
@@ -76,7 +76,7 @@ def put(*texts: object, end: str = "\n", exact: bool = False, flush: bool = Fals
 
 
 def put_json(value: object, *, flush: bool = False, **options: Any) -> None:
-    """One JSON value, to stdout. NaN and infinity, which have no place in JSON, go by their names."""
+    """Write one JSON value to stdout. NaN and infinity, which JSON does not have, are written by name."""
     try:
         text = json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -85,13 +85,13 @@ def put_json(value: object, *, flush: bool = False, **options: Any) -> None:
 
 
 def say(*texts: object, end: str = "\n") -> None:
-    """What is said to a person, to stderr, at once."""
+    """Write a message for a person to stderr, at once."""
     _write(sys.stderr, printable(" ".join(str(one) for one in texts)) + end, flush=True)
 
 
 class StatusLine:
-    """How far something is, on stderr: one line that is redrawn on a terminal, elsewhere, and where TERM is
-    dumb, a line of its own every `plain_every_s` seconds."""
+    """Progress on stderr: one line that is redrawn on a terminal; otherwise, and where TERM is dumb, a separate
+    line every `plain_every_s` seconds."""
 
     def __init__(self, *, plain_every_s: float, plain_at_once: bool = True) -> None:
         self.redrawn = _is_terminal(sys.stderr) and os.environ.get("TERM", "dumb") != "dumb"
@@ -101,7 +101,7 @@ class StatusLine:
         self._stands = False
 
     def show(self, text: str) -> None:
-        """Shows `text`, unless the last is too young."""
+        """Show `text`, unless the last update is too recent."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -115,7 +115,7 @@ class StatusLine:
         self._stands = True
 
     def say(self, *lines: str) -> None:
-        """Lines that stay, above the one that is redrawn."""
+        """Print permanent lines above the one that is redrawn."""
         self.clear()
         for line in lines:
             say(line)
@@ -127,8 +127,8 @@ class StatusLine:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse that writes as everything here does, with this project's exit code for a command line that
-    is wrong."""
+    """An argparse parser that prints through this module and uses this project's exit code for a wrong command
+    line."""
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.format_usage().rstrip()}\n{self.prog}: {message}")
@@ -140,11 +140,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def columns_of(stream: TextIO, otherwise: int = 80) -> int:
-    """Characters of a line of the terminal that `stream` is; for a pipe COLUMNS, or `otherwise`.
+    """Return the width in characters of the terminal behind `stream`; for a pipe COLUMNS, or `otherwise`.
 
-    The terminal is asked first. `shutil.get_terminal_size` believes COLUMNS before it, which is the size that
-    another terminal had when a parent exported it, and asks stdout, which may be a pipe while a line is
-    redrawn on stderr: a line that wraps is not redrawn but repeated. A terminal that says 0 has no size.
+    The terminal's own size has priority. `shutil.get_terminal_size` prefers COLUMNS, which is the size that
+    another terminal had when a parent exported it. It also queries stdout, which may be a pipe while a line
+    is redrawn on stderr: a line that wraps is not redrawn but repeated. A terminal that reports 0 has no
+    known size.
     """
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
@@ -154,7 +155,7 @@ def columns_of(stream: TextIO, otherwise: int = 80) -> int:
 
 
 def _named(value: Any) -> Any:
-    """`value` with every number that is not finite as a text."""
+    """Return `value` with every non-finite number replaced by its name."""
     if isinstance(value, float) and not math.isfinite(value):
         return format_value(value)
     if isinstance(value, dict):

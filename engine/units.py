@@ -1,12 +1,11 @@
-"""Numbers as people read them. Records keep SI base units (bytes, seconds); text is made here, at
-the screen.
+"""Format numbers for people. Records keep SI base units (bytes, seconds); text is made only for display.
 
-A number that is not known is `None` in a record and "not measured" in text, never 0 or -1. A number
-that is NaN or infinite is written out (`NaN`, `+inf`): it is the event to be seen. A number that is
-not zero never reads as zero.
+A number that is not known is `None` in a record and "not measured" in text, never 0 or -1. A number that is
+NaN or infinite is written out (`NaN`, `+inf`), because it is what the reader has to see. A number that is not
+zero never reads as zero.
 
-Every threshold below is where the text of the smaller unit would round up into the next one, so
-that 1023.9 bytes are `1.0 KiB` and never `1024 B`.
+Every threshold below is where the text of the smaller unit would round up into the next one, so that 1023.9
+bytes are `1.0 KiB` and never `1024 B`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NOT_MEASURED = "not measured"
 
 
 def _without_digits(value: float | None) -> str:
-    """The text of a number that is absent, NaN or infinite."""
+    """Return the text of a number that is absent, NaN or infinite."""
     if value is None:
         return NOT_MEASURED
     if math.isnan(value):
@@ -26,7 +25,7 @@ def _without_digits(value: float | None) -> str:
 
 
 def format_bytes(count: float | None) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Format bytes: 1536 -> '1.5 KiB'."""
     if count is None or not math.isfinite(count):
         return _without_digits(count)
     size = float(count)
@@ -42,8 +41,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """0.0123 -> '12 ms', 75 -> '1m15s', 7260 -> '2h01m'; minutes and hours are whole ones that have
-    passed."""
+    """Format seconds: 0.0123 -> '12 ms', 75 -> '1m15s', 7260 -> '2h01m'; minutes and hours are rounded down."""
     if seconds is None or not math.isfinite(seconds):
         return _without_digits(seconds)
     if seconds < 0:
@@ -64,7 +62,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_count(count: float | None) -> str:
-    """12345 -> '12.3k'; a rate under ten keeps two digits: 0.25 -> '0.25'."""
+    """Format a count: 12345 -> '12.3k'; a rate under ten keeps two digits: 0.25 -> '0.25'."""
     if count is None or not math.isfinite(count):
         return _without_digits(count)
     size = float(count)
@@ -80,8 +78,8 @@ def format_count(count: float | None) -> str:
 
 
 def format_value(value: float | None, digits: int = 4) -> str:
-    """A loss or a norm with `digits` decimals; as 1.234e-05 or 1.234e+05 where those would hide it
-    or its size."""
+    """Format a loss or a norm with `digits` decimals, or as 1.234e-05 or 1.234e+05 where those would hide its
+    value."""
     if value is None or not math.isfinite(value):
         return _without_digits(value)
     smallest = 10.0**-digits

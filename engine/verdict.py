@@ -1,7 +1,7 @@
-"""The answer to a question that can be answered: `Fail < Unknown < Pass`.
+"""The verdict of a check: `Fail < Unknown < Pass`.
 
-Skipped, stale, not run and "the tool is absent" are all UNKNOWN, never PASS. The verdict of a set
-is the lowest of its parts, and an empty set is UNKNOWN: nothing was asked.
+Skipped, stale, not run and "the tool is absent" are all UNKNOWN, never PASS. The verdict of a set is the
+lowest of its members. An empty set is UNKNOWN, because nothing was checked.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ class Verdict:
 
 # contract: verdict-lattice-v1
 def lowest(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict of a set: its lowest member, UNKNOWN when the set is empty."""
+    """Return the lowest verdict of a set, UNKNOWN when it is empty."""
     return min(verdicts, key=lambda v: v.level, default=Verdict(Level.UNKNOWN, "nothing was asked"))

@@ -1,3 +1,3 @@
-"""The package's version, in the one place that everything reads it from."""
+"""The package's version; everything reads it from here."""
 
 VERSION = "0.1.0"
