@@ -1,11 +1,10 @@
-"""Arguments that several commands have, each declared once; and numbers of a command line: whole or real,
-finite, and in a range.
+"""Arguments that several commands share, each declared once, and parsers for bounded, finite numbers.
 
     add_number(parser, "--jobs", limits.JOBS, "so many at once")
     parser.add_argument("--timeout", type=real(86400))
 
-A number beyond its range is a slip that costs the machine. What is below the lower end that a command has
-for a reason of its own is said by that command, so here both ends are as far from 0.
+A number out of range is a slip that would cost the machine. A lower bound that a command has for its own
+reasons is checked by that command, so the ranges here are symmetric about 0.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SHOWN = 40
 def actions_of(
     parser: argparse.ArgumentParser,
 ) -> Callable[[str, str], argparse.ArgumentParser]:
-    """What adds an action to a command: its name, and what it does."""
+    """Return a function that adds an action to a command, from the action's name and its description."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     return lambda name, text: actions.add_parser(name, help=text, description=text)
 
@@ -56,18 +55,18 @@ def add_number(
     least: int | None = None,
     **more: Any,
 ) -> None:
-    """An integer within `limit`, on either side of 0; with `least` 1 it is 1 or more."""
+    """Add an integer option within `limit` in absolute value; with `least` 1 it must be 1 or more."""
     kind = whole if least is None else positive
     parser.add_argument(name, type=kind(limit.most), help=what, **more)
 
 
 def add_real(parser: Parser, name: str, most: float, what: str, **more: Any) -> None:
-    """A finite number, at most that far from 0."""
+    """Add an option for a finite number of at most `most` in absolute value."""
     parser.add_argument(name, type=real(most), help=what, **more)
 
 
 def add_repeated(parser: Parser, name: str, metavar: str, what: str, **more: Any) -> None:
-    """An option that may be given several times: its value is a list."""
+    """Add an option that may be given several times: its value is a list."""
     parser.add_argument(name, action="append", default=[], metavar=metavar, help=what, **more)
 
 
@@ -84,7 +83,7 @@ def add_run(parser: Parser, *, or_nothing: bool = False) -> None:
 
 
 def add_model(parser: Parser) -> None:
-    """MODEL, and how it computes (`engine.cli.generate.open_asked`)."""
+    """Add MODEL and the options for how it computes (`engine.cli.generate.open_asked`)."""
     add_path(parser, "model", "MODEL", "weight file, folder or run")
     add_choice(parser, "--device", ("auto", "cpu", "cuda"), "auto")
     add_choice(parser, "--precision", ("auto", "fp32", "bf16"), "auto")
@@ -132,24 +131,24 @@ def add_sampling(parser: Parser) -> None:
 
 
 def prepare_threads(wanted: str = "auto") -> None:
-    """How CPU threads wait; before torch loads, because OpenMP reads it once."""
+    """Set how CPU threads wait. Call it before torch loads, because OpenMP reads it once."""
     from engine.machine.threads import VARIABLE, choose_thread_wait
 
     os.environ[VARIABLE] = choose_thread_wait(wanted, os.environ).choice
 
 
 def whole(most: int) -> Callable[[str], int]:
-    """Integers up to `most`, and down to -`most`."""
+    """Parse integers in [-`most`, `most`]."""
     return _number(int, "a whole number", most)
 
 
 def real(most: float) -> Callable[[str], float]:
-    """Finite numbers up to `most`, and down to -`most`."""
+    """Parse finite numbers in [-`most`, `most`]."""
     return _number(float, "a number", most)
 
 
 def positive(most: int) -> Callable[[str], int]:
-    """Integers from 1 to `most`."""
+    """Parse integers from 1 to `most`."""
     parse = whole(most)
 
     def parse_positive(text: str) -> int:

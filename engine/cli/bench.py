@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    # What rivals do is in their rows; only our own failure is one of this command.
+    # The failure of another library is in its row; only a failure of our own fails the command.
     failed = any(row.get("state") == "failed" and row["arm"].startswith("engine") for row in rows)
     code = EXIT_FAIL if failed else EXIT_PASS
     if arguments.json:
@@ -243,8 +243,7 @@ def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[
 
 
 def _check_kd(arguments: argparse.Namespace) -> list[str]:
-    """The rivals that were asked for. Raises BadInput for one that nobody knows, and for numbers that are
-    none."""
+    """Return the requested rivals. Raises BadInput for an unknown one, and for invalid numbers."""
     known = RIVALS.split(",")
     wanted = [name.strip() for name in arguments.against.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
@@ -267,7 +266,7 @@ def _check_kd(arguments: argparse.Namespace) -> list[str]:
 
 
 def _kd(arguments: argparse.Namespace, shape: str, device: Any, flop_per_s: float) -> Any:
-    """Whole distillation steps beside those of other libraries: rows, and the shape they were measured on."""
+    """Measure whole distillation steps beside other libraries: returns rows, and the shape they were measured on."""
     from engine.bench.kd import KdRow, bench_kd, row_of, run_arm
     from engine.bench.kd_arm import OURS
     from engine.bench.kd_rivals import missing

@@ -1,4 +1,4 @@
-"""What was found in a run: the first-minute checks, and the alerts of the rules."""
+"""The findings on a run: the first-minute checks, and the alerts of the rules."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
 
 
 def as_json(path: str, found: Any) -> dict[str, Any]:
-    """A diagnosis as one JSON value."""
+    """Return a diagnosis as one JSON value."""
     envelope = ("v", "seq", "t_s", "nf")
 
     def alert(entry: Any) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _status(a: argparse.Namespace) -> int:
 
 
 def _print(statuses: Sequence[Status], *, as_json: bool) -> int:
-    """Each contract in a line, what keeps it from passing below it, and how many of each there are."""
+    """Print a line per contract, below it the reasons why it does not pass, and a count per verdict."""
     from engine.contracts.status import Rank, meet_all
     from engine.units import format_seconds
 
@@ -215,7 +215,7 @@ def _show(a: argparse.Namespace) -> int:
 
 
 def _wrapped(line: str) -> str:
-    """A line in the width of a page, what is left of it two characters further in."""
+    """Wrap a line to the page width, with continuation lines indented by two."""
     text = line.lstrip()
     indent = line[: len(line) - len(text)]
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")

@@ -177,7 +177,7 @@ def _resume(arguments: argparse.Namespace) -> RunFolder:
     except BrokenLog as error:
         if not error.hole:
             raise
-        # Who writes the log next cuts the hole off.
+        # The next writer of the log cuts off the hole.
         say(f"engine distill: {error.message}")
     if follower.view.finished is not None and follower.state == "completed":
         raise BadInput(
@@ -186,7 +186,7 @@ def _resume(arguments: argparse.Namespace) -> RunFolder:
         )
     check_promised(folder, follower.view, arguments.allow_restart)
     if arguments.detach and (missing := missing_newest(folder, follower.view)):
-        # Attached, it is heard from the log.
+        # When attached, the log reports it.
         say(f"engine distill: {missing}")
     check_inputs(spec, folder.path)
     _write_changes(folder, effective, spec)
@@ -196,10 +196,10 @@ def _resume(arguments: argparse.Namespace) -> RunFolder:
 def _settings_to_resume(
     folder: RunFolder, effective: dict[str, Any], sets: list[str], allowed: list[str]
 ) -> RunSpec:
-    """The settings of the run with `sets` over them, from the environment and the command line: only
-    those named may differ.
+    """Return the settings of the run with `sets` applied, from the environment and the command line. Only the
+    settings named may differ.
 
-    Raises BadInput, with every difference, when one is not of an `allowed` key.
+    Raises BadInput with every difference when one is not of an `allowed` key.
     """
     from engine.spec import KEYS, build_spec, spec_from_dict
 
@@ -226,7 +226,7 @@ def _settings_to_resume(
 
 
 def _differing(was: RunSpec, now: RunSpec) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, each with both values."""
+    """Return the keys whose values differ, each with both values."""
     before, after = was.to_dict(), now.to_dict()
     return {
         f"{section}.{name}": (before[section][name], value)
@@ -237,8 +237,8 @@ def _differing(was: RunSpec, now: RunSpec) -> dict[str, tuple[Any, Any]]:
 
 
 def _write_changes(folder: RunFolder, effective: dict[str, Any], spec: RunSpec) -> None:
-    """Put changed settings into effective.json: each with what the value was and with the hash of all
-    settings before it, by which a checkpoint of that time is known (`engine.train.checkpoint.continuing`).
+    """Write changed settings into effective.json, each with its previous value and with the hash of all settings
+    before the change, which identifies checkpoints of that time (`engine.train.checkpoint.continuing`).
 
     Raises DiskFull, RunLogError.
     """
@@ -261,10 +261,9 @@ def _write_changes(folder: RunFolder, effective: dict[str, Any], spec: RunSpec) 
 
 
 def _project(run: RunFolder, code: int, *, as_json: bool) -> int:
-    """Print what the first steps of a run that ended with `code` say about the whole run; the exit code
-    of the verdict: 0 when the steps were made and every check passed, 1 when one failed, 2 when one is
-    unknown.
-    """
+    """Print the projection of the whole run from the first steps of a run that ended with `code`. Returns the
+    exit code of the verdict: 0 when the steps were made and every check passed, 1 when one failed, 2 when one
+    is unknown."""
     from engine.log.follow import Follower
     from engine.spec import spec_from_dict
     from engine.train.checkpoint.continuing import resume_command

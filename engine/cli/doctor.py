@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         put_json(diagnosis.as_json())
     else:
-        # Through a pipe there is no width to ask for: then 100, or COLUMNS.
+        # A pipe has no width: then COLUMNS, or 100.
         width = min(max(columns_of(sys.stdout, 100), NARROWEST), WIDEST)
         put("\n".join(report_lines(diagnosis, width)))
     return diagnosis.verdict.exit_code
@@ -71,7 +71,7 @@ def _examine(wanted_allocator: str) -> Diagnosis:
             probes += probe_gpu(nvml, gpu)
         nvml.close()
     _say("reading the kernel's log")
-    # No process has the number 0: this only tells whether the log can be read.
+    # No process has the number 0, so this only tests whether the log can be read.
     _, unreadable = find_kernel_line(0)
     log = "/dev/kmsg, dmesg"
     kernel_log = measured("readable", log) if unreadable is None else absent(unreadable, log)
@@ -83,7 +83,7 @@ def _say(text: str) -> None:
 
 
 def report_lines(diagnosis: Diagnosis, width: int) -> list[str]:
-    """The diagnosis for people, no line wider than `width` except for words that are."""
+    """Render the diagnosis for people, wrapped at `width`; only longer words exceed it."""
     out: list[str] = []
 
     def section(title: str, lines: Iterator[str]) -> None:

@@ -111,7 +111,7 @@ def _drill(arguments: argparse.Namespace, drills: tuple[Drill, ...], folder: Pat
         done = carry_out(one, folder, device=arguments.device)
         results.append(done)
         said = lines_of(done)
-        # A table comes last; until then its lines tell that something happens.
+        # The table comes last; until then these lines show progress.
         (say if arguments.all or arguments.json else put)("\n".join(said))
         if done.verdict.level == Level.PASS and not arguments.keep:
             _remove(folder, one.id)

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from engine.evaluate.sandbox import Sandbox
 
 _ASKED_ALIKE = ("settings", "stops", "precision", "weights", "sandbox")
-"""What two sets of results say of themselves that a comparison has to name where it differs."""
+"""Properties of two sets of results that a comparison has to mention when they differ."""
 
 
 class Side(NamedTuple):
-    """One model's results."""
+    """The results of one model."""
 
     about: dict[str, Any]
     lines: list[Result]
@@ -229,7 +229,7 @@ def _without(problems: Problems, names: Container[str]) -> Problems:
 
 
 def _read_other(against: Path | None, problems: Problems) -> Side | None:
-    """The results that --against names; None where it names a model, or nothing."""
+    """Read the results that --against names; None where it names a model, or nothing."""
     from engine.evaluate.model import model_path
     from engine.evaluate.results import is_results, read_results
     from engine.formats.open import open_weights
@@ -255,7 +255,7 @@ def _read_other(against: Path | None, problems: Problems) -> Side | None:
 
 
 def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """In what two sets of results differ beside the model, in words."""
+    """Describe in what two sets of results differ besides the model."""
     found = []
     for key in _ASKED_ALIKE:
         ours, theirs = mine.get(key), other.get(key)
@@ -279,8 +279,8 @@ def _judge(
     sandbox: Sandbox,
     fit: Callable[[], dict[str, str]],
 ) -> Side:
-    """Every program of one model that `where` does not have yet; `fit` runs when all is open, and says
-    which problems are left out and why."""
+    """Judge every program of one model that `where` does not have yet. `fit` runs when everything is open, and
+    returns the problems that are left out, with reasons."""
     from engine.evaluate.humaneval import Settings, evaluate, room
     from engine.evaluate.problems import STOPS
     from engine.evaluate.results import open_results, read_results, refuse_other

@@ -1,5 +1,5 @@
-"""What `engine eval` prints: tables and sentences for people, one JSON value for programs, and on stderr
-how far it is."""
+"""The output of `engine eval`: tables and sentences for people, one JSON value for programs, and progress on
+stderr."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _PROGRESS_EVERY_S = 5.0
 _FEW = 20
-"""Documents; with fewer a bootstrap over them is too narrow."""
+"""Documents; with fewer, a bootstrap interval over them is too narrow."""
 
 
 def no_answer_json(
     benchmark: str, error: NoAnswer, about: Mapping[str, object]
 ) -> dict[str, object]:
-    """Of an evaluation that has no figure: the reason is where the figures would be."""
+    """Return the JSON of an evaluation without a result: the reason takes the place of the figures."""
     return {"benchmark": benchmark, **about, "mode": "unknown", "error": error.message}
 
 
@@ -103,7 +103,7 @@ def _figure(figure: Figure, *, exponential: bool = False, share: bool = False) -
 def _exp(nats: float) -> float:
     import math
 
-    return math.exp(min(nats, 700.0))  # beyond it, larger than a float
+    return math.exp(min(nats, 700.0))  # a larger one overflows a float
 
 
 def report_json(
@@ -113,7 +113,8 @@ def report_json(
     compared: Compared | None,
     unlike: Sequence[str],
 ) -> dict[str, object]:
-    """`lines` are of the last try of each program, `unlike` says in what a comparison is not of like."""
+    """Return the JSON of a report. `lines` hold the last attempt at each problem; `unlike` says in what the
+    compared results differ besides the model."""
     return {
         **{key: about[key] for key in ("benchmark", "model", "weights_sha256", "data_sha256")},
         "mode": "measured" if found.known else "unknown",
@@ -124,7 +125,7 @@ def report_json(
         "settings": about["settings"],
         "attempts": found.attempts,
         "cut": _cut(lines),
-        # A figure of half of the problems is no figure of the model.
+        # A pass rate over a part of the problems does not describe the model.
         "passed": found.passed if found.known else None,
         "pass_at_k": {str(k): value for k, value in found.pass_at_k.items()} if found.known else {},
         "interval": found.interval if found.known else None,
@@ -183,7 +184,7 @@ def _cut(lines: Sequence[Result]) -> int:
 
 
 class Said:
-    """Progress on stderr, a line every few seconds."""
+    """Prints the progress of perplexity on stderr, a line every few seconds."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -196,7 +197,7 @@ class Said:
 
 
 class Judged:
-    """The same for programs."""
+    """Prints the progress of judged programs in the same way."""
 
     def __init__(self) -> None:
         self.said = Said("programs")

@@ -33,7 +33,7 @@ HELP = "list and verify findings, read receipts"
 
 
 _ENTRIES_SHOWN = 200
-"""So many entries of one part of a receipt are printed."""
+"""Entries printed of one part of a receipt, at most."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def _list(a: argparse.Namespace) -> int:
             said: dict[str, Any] = {"title": finding.title, "state": state_words(finding)}
             row = said | {"nodes": len(finding.nodes)}
         except BadInput as error:
-            # One that is damaged must not hide the others.
+            # A damaged finding must not hide the others.
             row = {"error": error.message}
         rows.append({"folder": str(bundle.path)} | row)
     if a.json:
@@ -102,7 +102,7 @@ def _verify(a: argparse.Namespace) -> int:
 
 
 def _folder(given: Path | None) -> Path:
-    """The folder of findings: ./evidence need not be there, one that was named does."""
+    """Return the folder of findings: the default ./evidence may be missing, a named folder may not."""
     from engine.errors import BadInput
 
     if given is not None and not given.is_dir():
@@ -112,7 +112,7 @@ def _folder(given: Path | None) -> Path:
 
 
 def exit_code_of(checked: Sequence[Checked], verdict: Verdict) -> int:
-    """That of the verdict; of one that is unknown because a finding could not be read, of bad input."""
+    """Return the exit code of a verdict; bad input when it is unknown because a finding could not be read."""
     from engine.errors import BadInput
     from engine.verdict import Level
 
@@ -121,7 +121,7 @@ def exit_code_of(checked: Sequence[Checked], verdict: Verdict) -> int:
 
 
 def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> None:
-    """What checking bundles gave: faults, notes, and with `rules` what the rules say."""
+    """Print the result of checking bundles: faults, notes, and with `rules` the open rules."""
     from engine.verdict import Level
 
     if as_json:
@@ -132,7 +132,7 @@ def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> 
         put(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
         for fault in one.faults:
             put(f"         changed: {fault}")
-        # What an open finding still lacks is not asked for here.
+        # An open finding is not required to satisfy the rules yet.
         for problem in one.problems if rules or verdict.level is not Level.PASS else ():
             put(f"         {problem.level}: {problem}")
         for note in one.notes:
@@ -181,7 +181,7 @@ def _receipt(a: argparse.Namespace) -> int:
 
 
 def _receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
-    """A receipt for people: what identifies the run, what it did, what is not as it was asked."""
+    """Render a receipt for people: what identifies the run, what it did, and what differs from the request."""
     for name in (
         *("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"),
         *("times", "environment", "rows", "heldout_loss_nats", "lineage"),

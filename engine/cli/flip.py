@@ -106,7 +106,7 @@ def _refuse_with_resume(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """The plan that the command line asks for, its inputs checked for both arms."""
+    """Build the plan that the command line describes, with its inputs checked for both arms."""
     import os
 
     from engine.flips.plan import make_plan, parse_share, parse_time
@@ -136,8 +136,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:
-    """Show the plan and what it will take, before anything starts; refuse what cannot fit. The plan
-    with a limit that suits its source."""
+    """Show the plan and its cost before anything starts, and refuse what cannot fit. Returns the plan with a
+    time limit that suits its source."""
     from engine.flips import controls, surroundings, text
 
     found = surroundings.find_resources(plan, folder, surroundings.find_surroundings(plan))

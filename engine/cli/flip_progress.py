@@ -1,6 +1,6 @@
-"""A flip in the foreground: a table that grows by a line with each pair, and signals.
+"""Follow a flip in the foreground: a table that grows by a line per pair, and signals.
 
-On a terminal the line of the arm that runs is redrawn below it. All of it goes to stderr.
+On a terminal the line of the running arm is redrawn below it. All output goes to stderr.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Progress:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watching]:
-        """What a flip tells and asks. The first Ctrl-C, SIGTERM or hang-up ends it with what was measured;
-        a second Ctrl-C is Python's own."""
+        """Yield the flip's callbacks. The first Ctrl-C, SIGTERM or hang-up ends the flip with its measurements
+        kept; a second Ctrl-C is Python's own."""
 
         def stop(number: int, _frame: object) -> None:
             self._signals += 1
@@ -55,7 +55,7 @@ class Progress:
                 signal.signal(number, handler)
 
     def say_pairs(self, folder: Path) -> None:
-        """The table as far as an interrupted flip had come."""
+        """Print the pairs that an interrupted flip has finished."""
         pairs = read_pairs(folder)
         for count, pair in enumerate(pairs, start=1):
             self._on_pair("flip", pair, interval_of(self.plan, pairs[:count]))

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
-    """The model at `path`, as the arguments of `add_model` want it."""
+    """Open the model at `path` as the arguments of `add_model` describe it."""
     from engine.evaluate.model import open_model
 
     return open_model(
@@ -103,7 +103,7 @@ def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """As the arguments of `add_sampling` want it."""
+    """Return the sampling that the arguments of `add_sampling` describe."""
     from engine.models.decode import Sampling
 
     return Sampling(
@@ -115,8 +115,8 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 
 def graph_decision(model: Model, rows: int, setting: GraphSetting) -> list[str]:
-    """How steps are made on a GPU, as lines; none on a CPU, which has no choice. UsageError where
-    graphs are asked for and cannot be."""
+    """Return the decision on how decode steps run on a GPU, as lines; empty on a CPU, which has no choice.
+    UsageError where CUDA graphs are requested but impossible."""
     from engine.models.decode import choose_cuda_graph
 
     decision = choose_cuda_graph(model.decoder, rows, setting)
@@ -130,7 +130,7 @@ def graph_decision(model: Model, rows: int, setting: GraphSetting) -> list[str]:
 
 
 def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int:
-    """`wanted`, or where nothing is, 512 or as many as fit after the longest of `prompts`."""
+    """Return `wanted`, or by default 512 or as many tokens as fit after the longest of `prompts`."""
     if wanted is not None:
         return wanted
     longest = max(len(ids) for ids in model.tokenizer.encode_documents(prompts))

@@ -1,9 +1,8 @@
-"""`engine`: the headless half of the workbench. Each command imports what it needs when it runs, so
+"""`engine`: the command-line half of the workbench. Each command imports what it needs when it runs, so
 `engine --help` is instant.
 
-stdout carries data (a path, a table, one JSON value); everything said to a person on the way goes
-to stderr. Exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 our mistake, 130 and
-143 stopped by SIGINT and SIGTERM.
+stdout carries data (a path, a table, one JSON value); messages for a person go to stderr. Exit codes: 0 pass,
+1 fail, 2 unknown, 64 usage, 65 bad input, 70 our mistake, 130 and 143 stopped by SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class Command(NamedTuple):
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    """Its docstring, or that of its module, is what `--help` says at length."""
+    """Its docstring, or that of its module, is the long text of `--help`."""
 
 
 COMMANDS = (
-    # Train.
+    # Training.
     Command(
         "distill",
         "distil a student from a spec, or resume a run",
@@ -60,7 +59,7 @@ COMMANDS = (
     Command(
         "prepare", "run the teacher once and store its outputs", prepare.add_arguments, prepare.run
     ),
-    # Look at a run.
+    # Looking at a run.
     Command(
         "tail",
         "show a run: state, losses, decisions, device, log",
@@ -81,7 +80,7 @@ COMMANDS = (
     ),
     Command("runs", "list runs: state, progress, losses", runs.add_runs_arguments, runs.list_runs),
     Command("stop", "ask a run to save and stop", runs.add_stop_arguments, runs.stop_run),
-    # Test a suspicion, and keep what was learnt.
+    # Testing a suspicion, and keeping what was learnt.
     Command("flip", flip.HELP, flip.add_arguments, flip.run),
     Command("flips", flips.HELP, flips.add_arguments, flips.run),
     Command("why", why.HELP, why.add_arguments, why.run),

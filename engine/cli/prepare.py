@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             put_json({"out": str(wanted.out), **job.plan.as_dict()})
         return 0
     stop = StopRequest()
-    # Without a supervisor nobody would look after what goes on unseen: a hang-up ends it as before.
+    # There is no supervisor here, so a hang-up ends the command instead of leaving it to run unseen.
     hang_up = signal.getsignal(signal.SIGHUP)
     stop.watch_signals()
     signal.signal(signal.SIGHUP, hang_up)

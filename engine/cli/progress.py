@@ -1,7 +1,7 @@
-"""Attending a run from the foreground: progress, signals, and the result at the end.
+"""Follow a run in the foreground: progress, signals, and the result at the end.
 
-On a terminal one line is redrawn; in a pipe or a log file each thing worth knowing is a line of its
-own. Both go to stderr.
+On a terminal one line is redrawn; in a pipe or a log file each noteworthy event is a line of its own. Both go
+to stderr.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ POLL_S = 0.2
 PLAIN_EVERY_S = 5.0
 SETTLE_S = 10.0
 RECURRING = ("training", "evaluating", "saving a checkpoint")
-"""Phases that come again and again."""
+"""Phases that occur again and again."""
 QUIET = ("step", "log_opened", "host", "gpu", "device_facts")
 
 
 class _Progress:
-    """Says what changed since the last poll."""
+    """Prints what changed since the last poll."""
 
     def __init__(self, since_unix_s: float) -> None:
         self.line = StatusLine(plain_every_s=PLAIN_EVERY_S)
@@ -55,12 +55,12 @@ class _Progress:
 
 
 def _words(event: AnyEvent) -> list[str]:
-    """An alert with all that it knows; anything else on one line."""
+    """Render an alert in full, anything else on one line."""
     return alert_lines(event) if isinstance(event, AlertRaised) else [event_text(event)]
 
 
 def _is_quiet(event: AnyEvent) -> bool:
-    """What happens every few steps is in the log, and would bury here what happens once."""
+    """Whether an event is too frequent to print here; it is in the log, and would bury the rare events."""
     if isinstance(event, Phase):
         return event.name in RECURRING and not event.detail
     return kind_of(event) in QUIET
@@ -75,9 +75,8 @@ def _bar(view: RunView) -> str:
 
 
 def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
-    """Follow the run to its end; returns its exit code. Ctrl-C and SIGTERM are passed on, a
-    hang-up leaves the run going. Without `results` nothing goes to stdout.
-    """
+    """Follow the run to its end; returns its exit code. Ctrl-C and SIGTERM are forwarded; after a hang-up the
+    run continues. Without `results` nothing is written to stdout."""
     follower = Follower(launched.run)
     progress = _Progress(launched.begun_unix_s)
     say(f"run folder: {launched.run.path}")
@@ -105,7 +104,7 @@ def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
 
 
 def _settle(follower: Follower) -> None:
-    """After the supervisor is gone, wait for a trainer that outlived it to save and say so."""
+    """After the supervisor is gone, wait for a trainer that outlived it to save and log its end."""
     deadline = time.monotonic() + SETTLE_S
     follower.read_all()
     while not has_ended(follower.state) and time.monotonic() < deadline:
@@ -139,12 +138,13 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
 
 
 def exit_code(view: RunView, supervisor_code: int) -> int:
-    """The run's own exit code where it wrote one, else what its parent saw, else the supervisor's."""
+    """Return the exit code that the run recorded, else the one its parent saw, else the supervisor's."""
     code = supervisor_code
     if view.finished is not None:
         code = view.finished.exit_code
     elif view.exit is not None and supervisor_code - 128 not in ENDING:
-        # A supervisor that was asked to end a run before its first step says so, whatever it took.
+        # A supervisor that was asked to end a run before its first step reports that, however the trainer
+        # ended.
         code = view.exit.returncode
     if code < 0:
         return 128 - code

@@ -1,4 +1,4 @@
-"""Runs: list them, print what one says about itself, ask one to stop."""
+"""Runs: list them, print what one has logged, ask one to stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.terminal import clipped, put, put_json, say
 
 POLL_S = 0.25
 SECTION_LINES = 500
-"""So many lines of a section are printed; a log may have any number of them."""
+"""Most lines printed of a section; a log may have any number of them."""
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +153,7 @@ def tail(arguments: argparse.Namespace) -> int:
 
 
 def _print_all(follower: Any, log_lines: int) -> None:
-    """What there is now, in words."""
+    """Print the current state as text."""
     from engine.log.text import (
         alert_lines,
         decision_lines,
@@ -188,7 +188,7 @@ def _print_all(follower: Any, log_lines: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value of a log as JSON has it: events as objects, numbers that are not finite by name, long texts cut."""
+    """Return a log value for JSON: events as objects, non-finite numbers by name, long texts truncated."""
     import msgspec
 
     from engine.log.events import name_of_non_finite
@@ -205,7 +205,7 @@ def plain(value: Any) -> Any:
 
 
 def line_as_json(line: Any) -> dict[str, Any]:
-    """A line of one of the logs as one JSON value."""
+    """Return a log line as one JSON value."""
     from engine.log.events import kind_of
 
     fields = {"log": line.source, "unix_s": line.unix_s, **plain(line.event)}
@@ -213,7 +213,7 @@ def line_as_json(line: Any) -> dict[str, Any]:
 
 
 def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
-    """A run as one JSON value; `fault` is what kept its logs from being read to their ends."""
+    """Return a run as one JSON value; `fault` is what kept its logs from being read to their ends."""
     from engine.log.text import share_of_peak
 
     view = follower.view

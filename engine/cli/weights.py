@@ -1,4 +1,4 @@
-"""Weight files: describe one, write one in another format."""
+"""Weight files: describe one, or write one in another format."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Reporter:
-    """How many tensors are done, on stderr."""
+    """Prints on stderr how many tensors are done."""
 
     def __init__(self) -> None:
         self.line = StatusLine(plain_every_s=_PLAIN_EVERY_S, plain_at_once=False)

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return made
 
     def words(made: argparse.ArgumentParser, **asked: str) -> None:
-        """Options that must be given."""
+        """Add required options to a parser."""
         for name, what in asked.items():
             made.add_argument(f"--{name.replace('_', '-')}", required=True, help=what or None)
 
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_link_arguments(link: argparse.ArgumentParser) -> None:
-    """Those of what is taken, and of what it says."""
+    """Add the options that select the evidence, and those that say what it shows."""
     link.add_argument("node")
     add_path(link, "source", "EVIDENCE", "run, flip or file", nargs="?")
     for name, metavar, what in (
@@ -226,7 +226,7 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
     return 0
 
 
-# Evidence
+# Evidence.
 
 
 def _link(bundle: Bundle, a: argparse.Namespace) -> Done:
@@ -258,7 +258,7 @@ def _link(bundle: Bundle, a: argparse.Namespace) -> Done:
 
 
 def _capture(a: argparse.Namespace, redactor: Redactor) -> Capture:
-    """The evidence that the arguments name."""
+    """Capture the evidence that the arguments name."""
     from engine.findings import capture
 
     if sum(x is not None for x in (a.source, a.run_command, a.note)) != 1:
@@ -273,7 +273,7 @@ def _capture(a: argparse.Namespace, redactor: Redactor) -> Capture:
 
 
 def _capture_run(run: RunFolder, a: argparse.Namespace, redactor: Redactor) -> Capture:
-    """The part of a run that is asked for, with what is captured of every run."""
+    """Capture the requested part of a run, with what is captured of every run."""
     from engine.findings.capture import capture_part
     from engine.findings.context import run_blobs, view_of
     from engine.findings.logs import Window
