@@ -388,11 +388,12 @@ class _Batch:
 
 
 def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:
-    """Merge both by time and keep the newest."""
-    merged = [*lines, *new]
+    """Merge both by time and keep the newest; `lines` are in order already."""
     # In the common case the new lines are in order and later than the old ones, and nothing has to be sorted.
-    times = [line.unix_s for line in merged]
-    of_one_log = len({line.source for line in merged}) == 1
+    late = [*lines[-1:], *new]
+    times = [line.unix_s for line in late]
+    of_one_log = len({line.source for line in late}) == 1
+    merged = [*lines, *new]
     if not all(map(le if of_one_log else lt, times, times[1:])):
         # The keys of `LogLine.key`, built here without a property call per line.
         keys = [(line.unix_s, line.source, line.event.seq) for line in merged]

@@ -9,6 +9,7 @@ numpy is imported only where rows are touched, so that a screen without rows sta
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -169,7 +170,9 @@ class Table:
         row = index + self.length if index < 0 else index
         if not 0 <= row < self.length:
             raise IndexError(f"row {index} of {self.length}")
-        return self.values(name, row, row + 1)[0]
+        entry: float = self.columns[name].item(row)
+        # A NaN may be absence; any other number needs no further look, and rules ask for thousands.
+        return self.values(name, row, row + 1)[0] if math.isnan(entry) else entry
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> list[float | None]:
         """Return entries [start, stop) of a column, as in a slice; None where absent."""
@@ -267,15 +270,4 @@ def fields_of(table: str) -> list[str]:
 
 def columns_of(table: str, rows: Sequence[Any]) -> dict[str, Numbers]:
     """Return the columns of a table from its rows, as `split` gives them."""
-    import numpy as np
-
-    columns = {}
-    for name in fields_of(table):
-        entry = attrgetter(name)
-        column = np.fromiter(map(entry, rows), float, len(rows))
-        if (odd := np.isnan(column)).any():
-            # numpy turns None into NaN, too.
-            odd[odd] = [entry(rows[row]) is None for row in odd.nonzero()[0]]
-            column[odd] = ABSENT
-        columns[name] = column
-    return columns
+    return {name: numbers(list(map(attrgetter(name), rows))) for name in fields_of(table)}

@@ -6,6 +6,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,6 +83,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     return plain[hint]
 
 
+@cache
 def events_of(kind: type[Event]) -> st.SearchStrategy[Any]:
     """Any event of a kind."""
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -103,6 +105,7 @@ def example_of(kind: type[E], **changes: Any) -> E:
     return kind(**fields | changes)
 
 
+@cache
 def required_fields(kind: type[Event]) -> list[msgspec.structs.FieldInfo]:
     return [field for field in msgspec.structs.fields(kind) if field.required]
 
