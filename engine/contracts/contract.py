@@ -157,7 +157,9 @@ def checked_contracts(paths: Sequence[Path], root: Path) -> list[Loaded]:
     """Read the given files (default: all of the project's), check them, and compare them with the project's
     source."""
     loaded = load_all(contract_files(paths, root))
-    sources = Sources(root)
+    # Comments that name other contracts concern none of the given files.
+    ids = [id for one in loaded for id in (one.path.stem, one.contract and one.contract.id) if id]
+    sources = Sources(root, ids if paths else None)
     for one in loaded:
         if (contract := one.contract) is not None and contract.runs:
             check_source(contract, sources, one.walk)

@@ -62,7 +62,8 @@ def write(path: Path, decoder: Decoder, blocks: str, floats: str = "") -> Path:
     for ours, tensor in decoder.state_dict().items():
         found: Tensor | QuantTensor = tensor
         if tensor.dim() == 2 and not (floats and floats in ours):
-            found = quantize(tensor, BLOCK_TYPES[blocks])
+            # Blocks of the least effort: what is in them is theirs, not how near it is to the weights.
+            found = quantize(tensor, BLOCK_TYPES[blocks], effort=0)
         if permuted and (heads := turned_heads(config, ours)):
             found = permute_rows(found, heads)
         tensors.append((names[ours], found))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,17 @@ def logits(path: Path) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("quant", ["f32", "bf16"])
-@pytest.mark.parametrize("suffix", ["gguf", "apr"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied", "suffix", "quant"),
+    [
+        # Every pair of two, and of the family that permutes rows all.
+        pytest.param(
+            *case,
+            marks=() if case[0] == "llama" or case[1] == (case[2] == "apr") else pytest.mark.soak,
+        )
+        for case in product(FAMILIES, (False, True), ("gguf", "apr"), ("f32", "bf16"))
+    ],
+)
 def test_there_and_back_between_float_types_loses_nothing(
     family: str, tied: bool, suffix: str, quant: str, kit: Kit, tmp_path: Path
 ) -> None:
@@ -129,8 +137,17 @@ def test_blocks_move_byte_for_byte(family: str, width: int, kit: Kit, tmp_path: 
     assert back.target.read_bytes() == again.target.read_bytes()
 
 
-@pytest.mark.parametrize("quant", ["q4_k_m", "q6_k", "q8_0", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [
+        # Every type in the family that permutes rows, and every family in the mixture of types.
+        pytest.param(
+            family, quant, marks=() if family == "llama" or quant == "q4_k_m" else pytest.mark.soak
+        )
+        for family in FAMILIES
+        for quant in ["q4_k_m", "q6_k", "q8_0", "bf16"]
+    ],
+)
 def test_logits_are_those_of_the_dequantised_weights_everywhere(
     family: str, quant: str, kit: Kit, tmp_path: Path
 ) -> None:
@@ -148,8 +165,14 @@ def test_logits_are_those_of_the_dequantised_weights_everywhere(
     torch.testing.assert_close(expected_BTV, theirs_BTV, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        pytest.param(family, tied, marks=() if tied == (family == "qwen2") else pytest.mark.soak)
+        for family in FAMILIES
+        for tied in (False, True)
+    ],
+)
 def test_transformers_reads_the_same_model_from_our_gguf(
     family: str, tied: bool, kit: Kit, tmp_path: Path
 ) -> None:

@@ -42,10 +42,10 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def fast(decoder: Decoder, single: bool = False) -> None:
+def fast(decoder: Decoder, single: bool = False, backend: str = "eager") -> None:
     """`compile_layers` as far as the graph: what is generated for a GPU is another's business here."""
     compile_layers(decoder, LENGTH, single=single)
-    decoder.run_layer = CompiledForward(LENGTH, single=single, backend="aot_eager")
+    decoder.run_layer = CompiledForward(LENGTH, single=single, backend=backend)
 
 
 def frozen(kind: str, folder: Path) -> FrozenDecoder:
@@ -73,7 +73,7 @@ def test_one_compilation_serves_all_layers_and_any_number_of_rows(
     teacher = frozen(kind, tmp_path)
     rows = (4, 3, 2, 9, 1)
     written = [teacher.hidden(*batch(n)) for n in rows]
-    fast(teacher.decoder)
+    fast(teacher.decoder, backend="aot_eager")
     with CompileWatch() as watch:
         for n, wanted_BTE in zip(rows, written, strict=True):
             found_BTE = teacher.hidden(*batch(n))
@@ -113,7 +113,7 @@ def test_the_warm_up_compares_and_refuses_another_answer(tmp_path: Path) -> None
         def __call__(self, layer: Any, x_BTD: Tensor, sight: Any) -> Tensor:
             return right(layer, x_BTD, sight) * (1.01 if self.enabled else 1)
 
-    teacher.decoder.run_layer = Wrong(LENGTH, backend="aot_eager")
+    teacher.decoder.run_layer = Wrong(LENGTH, backend="eager")
     with pytest.raises(TrainingFailed, match="otherwise than the layers as written"):
         warm_up(teacher, teacher.decoder, make_batch(2, LENGTH), 4, "fp32")
 
