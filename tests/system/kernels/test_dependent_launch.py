@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
+# Compiled once for the tests that look at it.
+@functools.cache
 def before_and_after(variant: Variant) -> tuple[str, str]:
     """Of its PTX, what comes before the first wait and what comes after the last."""
     body, _ = compile_for(variant, EARLY_ARCH)
