@@ -188,7 +188,7 @@ def test_a_constant_added_to_a_row_changes_rounding_and_nothing_else() -> None:
     assert torch.allclose(dz_CV, moved_CV, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("lag", [1, 3, 50])
+@pytest.mark.parametrize("lag", [1, pytest.param(3, marks=pytest.mark.soak), 50])
 def test_rows_may_wait_as_long_as_they_like_for_their_gradient(lag: int) -> None:
     z_CV, t_CV, labels_C = random(4, 601)
     settings: dict[str, Any] = dict(alpha=0.3, temperature=2.0, divergence="forward_kl")

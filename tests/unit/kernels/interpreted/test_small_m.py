@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from engine.kernels import small_m, small_m_inputs
 from engine.kernels.key import Variant
-from engine.kernels.small_m_table import Config, config_for
+from engine.kernels.small_m_table import CODES_ROWS, MAX_ROWS, Config, config_for
 
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 
@@ -38,8 +38,16 @@ CASES = [
 """Rows of x, rows and columns of W."""
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize(("m", "rows", "columns"), CASES)
+@pytest.mark.parametrize(
+    ("m", "rows", "columns", "name"),
+    [
+        pytest.param(
+            *case, name, marks=pytest.mark.soak if (case[2] == 3584 and name != "Q6_K") else ()
+        )
+        for case in CASES
+        for name in TYPES
+    ],
+)
 def test_few_rows_times_packed_weights(name: str, m: int, rows: int, columns: int) -> None:
     weight = random_matrix(name, rows, columns)
     x_MK, bias_N = torch.randn(m, columns), torch.randn(rows)
@@ -49,8 +57,16 @@ def test_few_rows_times_packed_weights(name: str, m: int, rows: int, columns: in
     assert error(small_m.fused_linear(x_MK, pack(weight), None), x_MK, weight, None) < 1e-5
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize(("m", "splits"), [(1, 2), (1, 5), (4, 3), (20, 8)])
+@pytest.mark.parametrize(
+    ("m", "splits", "name"),
+    [
+        pytest.param(
+            *case, name, marks=pytest.mark.soak if (case[1] % 2 and name != "Q4_K") else ()
+        )
+        for case in [(1, 2), (1, 5), (4, 3), (20, 8)]
+        for name in TYPES
+    ],
+)
 def test_sums_may_be_split_between_programs(
     name: str, m: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +85,8 @@ def test_sums_may_be_split_between_programs(
 @pytest.mark.parametrize("name", TYPES)
 def test_each_value_of_a_block_meets_its_own_input(name: str) -> None:
     weight = random_matrix(name, 4, 256)
-    for m in (4, 64):
+    # As many as become integers, and as many as tiles take.
+    for m in (CODES_ROWS, MAX_ROWS):
         found = [small_m.fused_linear(x_MK, pack(weight), None) for x_MK in torch.eye(256).split(m)]
         # A weight alone: the rounding of its code with 128 added is all the error there is.
         expected = weight.dequantize().t()

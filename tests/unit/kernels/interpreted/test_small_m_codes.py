@@ -45,7 +45,7 @@ def whole(m: int, columns: int) -> Tensor:
     return x_MK
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", ["Q4_K", pytest.param("Q5_K", marks=pytest.mark.soak), "Q6_K"])
 def test_products_are_right_and_the_same_bits_for_any_number_of_rows(name: str) -> None:
     weight, x_MK = random_matrix(name, 9, 512), whole(7, 512)
     first = None
@@ -56,7 +56,7 @@ def test_products_are_right_and_the_same_bits_for_any_number_of_rows(name: str) 
         assert torch.equal(y_MN[0], first), padded
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("name", ["Q4_K", pytest.param("Q6_K", marks=pytest.mark.soak)])
 def test_every_row_of_tiles_of_any_height_is_written_and_has_the_bits_of_larger_programs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
