@@ -78,7 +78,9 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("where", "how", "number"),
     [
-        ("engine.train.data:prepare_data", "sleep", signal.SIGINT),
+        pytest.param(
+            "engine.train.data:prepare_data", "sleep", signal.SIGINT, marks=pytest.mark.soak
+        ),
         ("engine.train.build:Builder.teacher", "lock", signal.SIGTERM),
     ],
 )
@@ -115,6 +117,8 @@ def test_a_run_that_was_ended_before_its_first_step_can_be_resumed(
     spec = kit.spec(tmp_path, train__steps=2)
     where = "engine.train.build:Builder.student"
     Held(tmp_path, where, "sleep", "distill", spec, "--out", run, trainer=True).end(signal.SIGTERM)
+    ended = Follower(RunFolder(run)).read_all().finished
+    assert ended is not None and ended.reason == "SIGTERM before the first step"
     again = resumed_here(run)
     assert again.returncode == 0, again.stderr
 
@@ -126,7 +130,13 @@ def test_a_signal_while_inputs_are_read_leaves_no_run_folder(kit: Kit, tmp_path:
     assert not run.parent.exists()
 
 
-@pytest.mark.parametrize(("how", "number"), [("sleep", signal.SIGHUP), ("lock", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("sleep", signal.SIGHUP),
+        pytest.param("lock", signal.SIGTERM, marks=pytest.mark.soak),
+    ],
+)
 def test_a_signal_while_a_model_is_converted_leaves_no_part_of_a_file(
     kit: Kit, tmp_path: Path, how: str, number: int
 ) -> None:

@@ -240,7 +240,10 @@ def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
 
 @pytest.mark.parametrize(
     ("number", "how", "flags", "state"),
-    [(signal.SIGHUP, "hangup", [], "stopped"), (signal.SIGKILL, "killed", ["--now"], "killed")],
+    [
+        (signal.SIGHUP, "hangup", [], "stopped"),
+        pytest.param(signal.SIGKILL, "killed", ["--now"], "killed", marks=pytest.mark.soak),
+    ],
 )
 def test_a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was(
     kit: Kit, tmp_path: Path, number: signal.Signals, how: str, flags: list[str], state: str

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -52,28 +53,41 @@ def test_a_step_that_never_ends_is_named_with_its_line_and_goes_on(
     assert "1 alert: stalled_at_start" in engine_here("tail", run).stdout
 
 
-def test_a_stopped_trainer_is_told_from_a_busy_one(kit: Kit, tmp_path: Path, run: Path) -> None:
-    spec = kit.spec(tmp_path, train__steps=100_000, watch__stall_seconds=1)
-    launched = start("distill", spec, "--out", run)
-    pid = wait_for(run, lambda view: view.last_step >= 2).view.trainer_pid
+@dataclass
+class Stopped:
+    path: Path
+    trainer: int
+    stalled: RunView
+    """While its trainer was stopped by a signal; it went on after that."""
+
+
+@pytest.fixture(scope="module")
+def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """A run without readings of the machine, whose trainer was stopped and went on, and that was ended."""
+    folder = tmp_path_factory.mktemp("stopped")
+    spec = kit.spec(folder, train__steps=100_000, watch__stall_seconds=1, watch__sample_seconds=0)
+    launched = start("distill", spec, "--out", folder / "run")
+    pid = wait_for(folder / "run", lambda view: view.last_step >= 2).view.trainer_pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    view = wait_for(run, lambda view: "stalled" in view.alerts).view
-    step = view.last_step
-    assert "stopped by a signal" in view.alerts["stalled"].title
-    assert f"kill -CONT {pid}" in view.alerts["stalled"].meaning
+    view = wait_for(folder / "run", lambda view: "stalled" in view.alerts).view
     os.kill(pid, signal.SIGCONT)
-    wait_for(run, lambda view: view.last_step > step)
+    wait_for(folder / "run", lambda later: later.last_step > view.last_step)
     launched.terminate()
     launched.communicate(timeout=240)
-    assert "ALERT stalled: no step after step" in engine_here("tail", run, "-n", 2000).stdout
+    wait_until_ended(folder / "run")
+    return Stopped(folder / "run", pid, view)
 
 
-def test_a_run_that_asks_for_no_readings_has_none_and_trains(
-    kit: Kit, tmp_path: Path, run: Path
-) -> None:
-    spec = kit.spec(tmp_path, train__steps=2, watch__sample_seconds=0)
-    assert engine("distill", spec, "--out", run).returncode == 0
-    view = wait_until_ended(run).view
-    assert view.last_step == 2 and view.facts
+def test_a_stopped_trainer_is_told_from_a_busy_one(stopped: Stopped) -> None:
+    alert = stopped.stalled.alerts["stalled"]
+    assert "stopped by a signal" in alert.title
+    assert f"kill -CONT {stopped.trainer}" in alert.meaning
+    said = engine_here("tail", stopped.path, "-n", 2000).stdout
+    assert "ALERT stalled: no step after step" in said
+
+
+def test_a_run_that_asks_for_no_readings_has_none_and_trains(stopped: Stopped) -> None:
+    view = Follower(RunFolder(stopped.path)).read_all()
+    assert view.last_step > stopped.stalled.last_step >= 2 and view.facts
     assert len(view.hosts) == 0 and not view.gpu_tables
