@@ -113,7 +113,7 @@ def report_json(
     compared: Compared | None,
     unlike: Sequence[str],
 ) -> dict[str, object]:
-    """Return the JSON of a report. `lines` hold the last attempt at each problem; `unlike` says in what the
+    """Return the JSON of a report. `lines` hold the newest result of each program; `unlike` says in what the
     compared results differ besides the model."""
     return {
         **{key: about[key] for key in ("benchmark", "model", "weights_sha256", "data_sha256")},
