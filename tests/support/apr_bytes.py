@@ -1,6 +1,4 @@
-"""An .apr file put together by hand, byte by byte, and taken apart again: an independent second
-writer and reader that shares nothing with the engine's.
-"""
+"""An independent writer and reader of .apr files, byte by byte, that shares nothing with the engine's."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ METADATA: dict[str, object] = {
 
 
 class Entry(NamedTuple):
-    """One tensor; `offset` and `size` say something false where they are given."""
+    """One tensor; an explicit `offset` or `size` is written even if it is wrong."""
 
     name: str | bytes
     dtype: int
@@ -63,7 +61,7 @@ def build_apr(
     header: Mapping[str, int] | None = None,
     tail: bytes = b"",
 ) -> bytes:
-    """A whole file; `header` replaces fields by name, and the header's CRC is right even so."""
+    """Build a whole file; `header` replaces fields by name, and the header's CRC is valid even then."""
     text = metadata if isinstance(metadata, bytes) else json.dumps(metadata).encode()
     index, data = b"", b""
     for one in tensors:
@@ -88,18 +86,18 @@ def build_apr(
 
 
 def seal_header(raw: bytes) -> bytes:
-    """The same file with the CRC that its header has."""
+    """Return the file with a valid header CRC."""
     return raw[:40] + struct.pack("<I", zlib.crc32(raw[:40] + raw[44:64])) + raw[44:]
 
 
 def seal(raw: bytes) -> bytes:
-    """The same file with both CRCs right; the last four bytes are taken as the footer."""
+    """Return the file with both CRCs valid; the last four bytes are taken as the footer."""
     whole = seal_header(raw)[:-4]
     return whole + struct.pack("<I", zlib.crc32(whole))
 
 
 def take_apart(raw: bytes) -> dict[str, tuple[int, tuple[int, ...], bytes]]:
-    """Name -> dtype, shape and bytes, trusting every number in a file."""
+    """Return name -> (dtype, shape, bytes), trusting every number in a file."""
     count, _, _, index, data = struct.unpack("<IQIQQ", raw[8:40])
     found = {}
     at = index

@@ -29,7 +29,7 @@ from tests.support.gguf_files import (
 
 ONE = [tensor("t", [4])]
 
-# code, what else the message says, the file
+# Error code, further words of the message, and the file.
 BAD = {
     "empty": ("GG01", "empty", b""),
     "part of the magic": ("GG01", "b'GGU'", b"GGU"),

@@ -1,8 +1,8 @@
-"""`--soak-minutes N`: as much of the soak as fits into N minutes, so that CI runs some of it each time.
+"""`--soak-minutes N`: run as much of the soak as fits into N minutes, so that CI runs a part of it each time.
 
-One case of each test function runs first, then the others, in an order drawn from a seed that is
-printed (`--soak-seed` repeats it). When the minutes are over, what has not begun is skipped by that
-reason. Tests that go through many seeds or points themselves take `soak_part` of them.
+One case of each test function runs first, then the others, in an order drawn from a seed that is printed
+(`--soak-seed` repeats it). When the time is over, the remaining tests are skipped with that reason. Tests
+that loop over many seeds or points themselves use `soak_part` to take some of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-# Of what a test goes through by itself, a bounded soak does this share.
+# The share that a bounded soak takes of what a test loops over itself.
 SHARE = 0.1
 _SEED = "APR_SOAK_SEED"
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def soak_count(whole: int) -> int:
-    """`whole`; in a bounded soak a tenth of it, and never less than two."""
+    """Return `whole`, or in a bounded soak a tenth of it, and never less than two."""
     return whole if _SEED not in os.environ else min(whole, max(2, round(whole * SHARE)))
 
 
 def soak_part(whole: Sequence[T]) -> Sequence[T]:
-    """All of `whole`, in its order; in a bounded soak as many of it as `soak_count` says."""
+    """Return all of `whole`, or in a bounded soak a sample of `soak_count` items; the order is kept."""
     seed = os.environ.get(_SEED)
     if seed is None:
         return whole
@@ -37,7 +37,7 @@ def soak_part(whole: Sequence[T]) -> Sequence[T]:
 
 
 def soak_stride(first: int, step: int) -> tuple[int, int]:
-    """Where to begin and how far to go on; in a bounded soak ten times as far, from a place that is drawn."""
+    """Return a start and a stride; a bounded soak uses ten times the stride and a random start."""
     seed = os.environ.get(_SEED)
     if seed is None:
         return first, step
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """By the environment, which the workers of xdist get: they must agree on the order."""
+    """Pass the options through the environment, which xdist's workers inherit: they must agree on the order."""
     option = config.option
     if option.soak_minutes is not None and not hasattr(config, "workerinput"):
         seed = random.randrange(1_000_000) if option.soak_seed is None else option.soak_seed
@@ -68,7 +68,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One case of each function, then the rest: the same order in each worker, as xdist asks."""
+    """Put one case of each function first, then the rest: in the same order in each worker, as xdist requires."""
     if config.option.soak_minutes is None:
         return
     draw = random.Random(os.environ[_SEED])
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # Here, not at the start: importing all test files takes up to a minute.
+    # Measured from here and not from the start: importing all test files takes up to a minute.
     minutes = session.config.option.soak_minutes
     if minutes is not None:
         session.config.stash[_END] = time.monotonic() + 60 * minutes

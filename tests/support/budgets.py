@@ -1,4 +1,4 @@
-"""Specs, shapes and rows of small and of real size, and the memory budget that a run of them has."""
+"""Specs, shapes and rows of small and of real size, and the memory budgets of runs with them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SEVEN_B = config(3584, 18944, 28, 28, 4, 152064, tied=False)
 
 
 def spec_of(teacher: bool = True, **changes: object) -> RunSpec:
-    """A spec; `changes` are settings with `__` for the dot."""
+    """Make a spec; `changes` are settings with `__` for the dot."""
     tree: dict[str, dict[str, object]] = {
         "teacher": {"path": "teacher"} if teacher else {},
         "student": {"config": "student.json"},

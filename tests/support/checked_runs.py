@@ -1,6 +1,5 @@
-"""Small real distillations for the tests of `engine.checks`: a teacher that was trained, a student, a
-trainer, and everything a check may look at.
-"""
+"""Small real distillations for the tests of `engine.checks`: a trained teacher, a student, a trainer, and
+everything that a check may read."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ SEQ_LEN = 48
 
 @dataclass
 class World:
-    """What runs share: a trained teacher on disk and tokens."""
+    """What the runs share: a trained teacher on disk and tokens."""
 
     teacher: Path
     train: TokenStream
@@ -48,7 +47,7 @@ _WORLDS: dict[Path, World] = {}
 
 
 def make_world(kit: Kit, folder: Path) -> World:
-    """Trains the teacher for a second or two, on the same text; once in a session."""
+    """Train the teacher for a second or two on the same text; called once in a session."""
     if kit.teacher not in _WORLDS:
         _WORLDS[kit.teacher] = _make_world(kit, folder)
     return _WORLDS[kit.teacher]

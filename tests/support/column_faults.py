@@ -1,4 +1,4 @@
-"""The columns of a log are kept while operations fail, or a process is killed at one; with `faults.c` preloaded.
+"""Write the columns of a log while operations fail, or the process is killed at one; with `faults.c` preloaded.
 
 `python column_faults.py FOLDER CODE` prints the number of operations that failed, and every broken promise.
 """
@@ -23,7 +23,7 @@ from tests.support.small_logs import followed, long_log, small_sizes
 
 
 class Keeping(Scenario):
-    """A writer keeps the segments of two chunks, one of which was there in a stale form."""
+    """A writer stores the segments of two chunks, one of which already has a stale file."""
 
     def prepare(self) -> None:
         self.run = RunFolder(self.folder)

@@ -1,4 +1,4 @@
-"""Contract files for tests: sound ones to change one field of, and a small project that they are of."""
+"""Contract files for tests: valid ones in which a test changes one field, and a small project for them."""
 
 from __future__ import annotations
 
@@ -218,14 +218,14 @@ THING: dict[str, Any] = {
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes a value that is there twice as two values: anchors are refused."""
+    """Writes a value that occurs twice as two values, because anchors are refused."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def text_of(contract: dict[str, Any], change: Change = lambda contract: None) -> str:
-    """A contract as YAML, with one thing changed."""
+    """Return a contract as YAML, with one change."""
     changed = copy.deepcopy(contract)
     change(changed)
     return yaml.dump(changed, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
@@ -240,7 +240,7 @@ def write_contract(
 
 
 def make_project(root: Path, change: Change = lambda contract: None) -> Path:
-    """A project with one function, its tests, its proofs and a contract that holds; returns `root`."""
+    """Make a project with one function, its tests, its proofs and a contract that holds; returns `root`."""
     for name, text in (
         ("thing/__init__.py", ""),
         ("thing/double.py", MODULE),
@@ -254,7 +254,7 @@ def make_project(root: Path, change: Change = lambda contract: None) -> Path:
 
 
 def at(*path: str | int) -> Callable[[dict[str, Any]], Any]:
-    """Reads a part of a contract."""
+    """Return a function that reads a part of a contract."""
 
     def read(contract: Any) -> Any:
         for key in path:
@@ -265,7 +265,7 @@ def at(*path: str | int) -> Callable[[dict[str, Any]], Any]:
 
 
 def put(*path: str | int, value: object) -> Change:
-    """Sets one field."""
+    """Return a change that sets one field."""
 
     def change(contract: dict[str, Any]) -> None:
         at(*path[:-1])(contract)[path[-1]] = value
@@ -274,7 +274,7 @@ def put(*path: str | int, value: object) -> Change:
 
 
 def drop(*path: str | int) -> Change:
-    """Takes one field, or one row, away."""
+    """Return a change that removes one field, or one row."""
 
     def change(contract: dict[str, Any]) -> None:
         del at(*path[:-1])(contract)[path[-1]]

@@ -1,4 +1,4 @@
-"""A libcuda of our own that answers as a test wants."""
+"""A stub libcuda that returns what a test wants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STUB = SUPPORT / "libcuda_stub.c"
 
 
 def compiled(folder: Path, *flags: str) -> Path:
-    """A folder with a libcuda.so.1 of answers."""
+    """Compile the stub; returns a folder with its libcuda.so.1."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler to build a driver library for the test")

@@ -1,4 +1,4 @@
-"""Views for tests of the rules, folded from logs that are built by hand: a healthy run, and one change."""
+"""Views for tests of the rules, folded from hand-made logs: a healthy run with one change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def at(event: Event, t_s: float) -> Event:
 
 
 def healthy_step(number: int, **changes: Any) -> StepDone:
-    """A step of a loss that falls from ln V, at the rate that `spec()` asks for."""
+    """Make a step whose loss falls from ln V, at the learning rate of `spec()`."""
     ce = 1.5 + (LN_V - 1.5) * math.exp(-number / 60)
     values: dict[str, Any] = {
         "loss": 0.3 * ce + 0.7 * 0.8 * ce,
@@ -86,7 +86,7 @@ Change = Callable[[int], dict[str, Any]]
 
 @dataclasses.dataclass
 class Log:
-    """The three logs of a run at one step per `every_s`, as a view and a case."""
+    """The three logs of a run with one step per `every_s`, as a view and a case."""
 
     device: str = "cuda"
     count: int = 0
@@ -94,12 +94,12 @@ class Log:
     change: Change = lambda _: {}
     start_changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     extra: Sequence[tuple[float, Event]] = ()
-    """Further events of the trainer with their times."""
+    """Further trainer events with their times."""
     gpu: Callable[[float], dict[str, Any]] | None = None
-    """GPU readings at a second."""
+    """Returns the GPU readings at a time in seconds."""
     host: Callable[[float], dict[str, Any]] | None = None
     seconds: float | None = None
-    """How long the readings go on; until the last step when not given."""
+    """Duration of the readings; until the last step when None."""
     settings: RunSpec | None = dataclasses.field(default_factory=spec)
     silent_s: float = 0.0
     """Seconds from the last line to now."""
@@ -174,7 +174,7 @@ def answer(rule: str, case: Case) -> Alert | Unknown | None:
 
 
 def raised(rule: str, case: Case) -> Alert:
-    """The alert of a rule, which must have raised one with all that an alert needs."""
+    """Return the alert of a rule, asserting that the rule raised a complete one."""
     found = answer(rule, case)
     assert isinstance(found, Alert), f"{rule}: {found}"
     assert found.id == rule and found.severity in ("warning", "error")
@@ -185,12 +185,12 @@ def raised(rule: str, case: Case) -> Alert:
 
 
 def quiet(rule: str, case: Case) -> None:
-    """The rule looked and saw nothing."""
+    """Assert that the rule judged and raised nothing."""
     assert answer(rule, case) is None, f"{rule}: {answer(rule, case)}"
 
 
 def unknown(rule: str, case: Case, words: str) -> None:
-    """The rule could not judge, for this reason."""
+    """Assert that the rule could not judge, for this reason."""
     found = answer(rule, case)
     assert isinstance(found, Unknown), f"{rule}: {found}"
     assert words in found.reason, found.reason

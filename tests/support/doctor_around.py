@@ -1,4 +1,4 @@
-"""What surrounds a process, for tests of the doctor."""
+"""The surroundings of a process, for tests of the doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two steps of a run with evaluations around them, as the composition root drives one."""
+"""Drive two steps of a run with evaluations around them, as the composition root does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drive(
     device: str,
     precision: str,
 ) -> None:
-    """A run as `run.py` drives one: an evaluation before, between and after two steps."""
+    """Drive a run as `run.py` does: an evaluation before, between and after two steps."""
     on = torch.device(device)
     seq_len = spec.data.seq_len
     rows = max(2 * spec.train.rows * spec.train.accumulation, spec.eval.rows) + 2

@@ -1,4 +1,4 @@
-"""Every screen of the workbench, opened as a person would: by keys, from the list of runs."""
+"""Open every screen of the workbench as a user would: by keys, from the list of runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROUTES: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("new run", ("n",), 1),
     *((place.name, (*A_RUN, place.key), 2) for place in PLACES if place.key),
 )
-"""A name for each screen, the keys that lead there, and how many screens it is above the runs."""
+"""A name for each screen, the keys that lead there, and how many screens it is above the list of runs."""
 ACTING = ("flip", *(place.name for place in PLACES if place.acts))
-"""The screens that are there to start something: read-only mode does not open them."""
+"""The screens whose purpose is to start something: read-only mode does not open them."""
 
 
 def some_runs(folder: Path) -> Path:
-    """A folder with a run in each state that a dead one can be in; returns it."""
+    """Make a run in each state that a dead run can have; returns their folder."""
     completed(folder / "kd-small", nan=(40,))
     killed(folder / "kd-killed")
     vanished(folder / "kd-vanished")
@@ -49,7 +49,7 @@ def some_runs(folder: Path) -> Path:
 
 
 async def back(pilot: Pilot[None], height: int) -> None:
-    """Leave every screen that is higher than so many above the runs."""
+    """Leave every screen that is more than `height` screens above the list of runs."""
     while len(pilot.app.screen_stack) > 2 + height:
         pilot.app.pop_screen()
         await settle(pilot)
@@ -59,11 +59,11 @@ async def back(pilot: Pilot[None], height: int) -> None:
 def on_every_screen(
     folder: Path, size: tuple[int, int], visit: Visit, *, looks: bool = False, **options: bool
 ) -> None:
-    """Call `visit` with each screen of ROUTES and its name. In read-only mode a screen that only
-    acts does not open, and is left out.
+    """Call `visit` with each screen of ROUTES and its name. In read-only mode a screen that only acts does not
+    open, and is left out.
 
-    A visit that only `looks` leaves the screen of a run as it was: it stays open below those that
-    it leads to.
+    A visit with `looks` does not change the screen of a run, which then stays open below the screens that it
+    leads to.
     """
 
     async def script(pilot: Pilot[None]) -> None:

@@ -1,7 +1,7 @@
-"""Tests of many forms that one right program passes, and wrong programs of many kinds, none of which may.
+"""Tests of many forms that a correct program passes, and wrong programs of many kinds, none of which may pass.
 
-Each form is a way in which tests of public problem files come to their assertions, or miss them. The
-programs define `f` (twice its argument), `draw` (1, 2, 3, None, one a call) and `seq` (the first doubles).
+Each form is a way in which the tests of public problem files reach their assertions, or miss them. The
+programs define `f` (twice its argument), `draw` (1, 2, 3, None, one per call) and `seq` (the first doubles).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RIGHT_TOO = (
     "class Count:\n    at = 0\ndef draw():\n    Count.at += 1\n    return {1: 1, 2: 2, 3: 3}.get(Count.at)\n"
     "class Mine(list): pass\ndef seq(n):\n    return Mine(f(i) for i in range(n))\n",
 )
-"""Programs that are right in other ways, with exceptions and classes of their own."""
+"""Programs that are correct in other ways, with exceptions and classes of their own."""
 
 SHAPES = {
     "plain": "assert f(1) == 2\nassert f(x=2) == 4",
@@ -91,7 +91,7 @@ def exam(shape: str) -> Exam:
 
 
 def everywhere(body: str, head: str = "") -> str:
-    """A program all of whose functions do the same."""
+    """Return a program all of whose functions have the same body."""
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     return f"{head}\nimport os, sys, signal\n" + "".join(
         f"def {name}(*_, **__):\n{lines}" for name in ("f", "draw", "seq")
@@ -203,4 +203,4 @@ WRONG = {
         "frame.f_globals['answered'] = lambda *_: {'value': 2}\nreturn 0"
     ),
 }
-"""Programs that pass in no form of tests."""
+"""Programs that must fail every form of tests."""

@@ -1,8 +1,9 @@
-"""What is written to a disk, each with what must be so after any of its operations failed.
+"""Scenarios that write to a disk, each with the promises that must hold after any of its operations failed.
 
-`python fault_scenarios.py SCENARIO FOLDER CODE...` runs in a process with `faults.c` preloaded: the
-first operation fails, then the second, and so on until one run is through untouched, each once and
-for good. It prints the number of operations that were made to fail, and every broken promise.
+`python fault_scenarios.py SCENARIO FOLDER CODE...` runs in a process with `faults.c` preloaded: the first
+operation fails, then the second, and so on until a run completes without a fault, once with transient and
+once with persistent faults. It prints the number of operations that were made to fail, and every broken
+promise.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from tests.support.faults import CODES, NO_ROOM, WAYS, Shim
 
 @dataclass
 class Scenario:
-    """Something that is written. `done` is what was acknowledged, in order, by `act`."""
+    """A scenario of writes. `done` is what `act` has acknowledged, in order."""
 
     folder: Path
     done: list[Any] = field(default_factory=list)
 
     def prepare(self) -> None:
-        """What was there before."""
+        """Create the state before the scenario."""
 
     def act(self) -> None:
         raise NotImplementedError
@@ -48,7 +49,7 @@ class Scenario:
 
 
 def notes_of(log: Path) -> list[str]:
-    """The texts that the log can be read for, up to its last whole line."""
+    """Return the note texts that can be read from the log, up to its last whole line."""
     return [event.text for event in LogReader(log).poll() if isinstance(event, Note)]
 
 
@@ -76,7 +77,7 @@ class Log(Scenario):
 
 
 class FailingOn(Scenario):
-    """A log whose writer goes on after an error, as the trainer does to say how it ended."""
+    """A log whose writer continues after an error, as the trainer does to record how it ended."""
 
     def act(self) -> None:
         error: EngineError | None = None
@@ -94,7 +95,7 @@ class FailingOn(Scenario):
 
 
 class NewRun(Scenario):
-    """A run folder is made, and its reserve."""
+    """A run folder is created with its reserve."""
 
     def act(self) -> None:
         path = self.folder / "runs" / "run"
@@ -118,7 +119,7 @@ class NewRun(Scenario):
 
 
 class SmallFile(Scenario):
-    """A receipt is written in the place of another."""
+    """A receipt replaces another."""
 
     def prepare(self) -> None:
         write_whole(self.folder / "receipt.json", "before")
@@ -136,7 +137,7 @@ class SmallFile(Scenario):
 
 @cache
 def trainers_at_steps_1_to_3() -> tuple[Any, ...]:
-    """Three trainers of one run, each as far as its place: saving one changes nothing of it."""
+    """Return trainers of one run at steps 1 to 3; saving one does not change it."""
     import numpy
     import torch
 
@@ -174,7 +175,7 @@ def trainers_at_steps_1_to_3() -> tuple[Any, ...]:
 
 
 class Checkpoint(Scenario):
-    """The keeper of a run saves a third checkpoint, says so, and deletes the first."""
+    """The keeper of a run saves a third checkpoint, acknowledges it, and deletes the first."""
 
     def prepare(self) -> None:
         from engine.spec import RunSpec
@@ -360,7 +361,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
 
 
 def said_well(error: BaseException, code: int, folder: Path) -> str:
-    """What is wrong with how a failure was told; empty when nothing is."""
+    """Return what is wrong with the report of a failure; empty when nothing is."""
     if not isinstance(error, EngineError):
         return f"{type(error).__name__} reached the user: {error}"
     words = str(error)
@@ -380,7 +381,7 @@ def said_well(error: BaseException, code: int, folder: Path) -> str:
 def fail_each(
     make: Callable[[Path], Scenario], shim: Shim, folder: Path, code: int, how: str
 ) -> tuple[int, list[str]]:
-    """How many operations were made to fail, and what was wrong after which."""
+    """Fail each operation in turn. Returns how many were made to fail, and the promises broken, with the operation."""
     problems: list[str] = []
     for nth in count(1):
         place = folder / "place"
@@ -415,7 +416,7 @@ def main() -> None:
     for code in codes:
         for how in WAYS:
             if code == "EINTR" and how == "persistent":
-                continue  # Python asks again after EINTR, for ever: no kernel answers so for ever
+                continue  # Python retries EINTR for ever, and no kernel returns it for ever
             done, found = fail_each(SCENARIOS[name], shim, Path(folder), CODES[code], how)
             points, problems = points + done, problems + found
     print(json.dumps({"points": points, "problems": problems}))

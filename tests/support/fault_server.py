@@ -1,9 +1,9 @@
-"""`fault_scenarios.py` and `whole_runs.py` for one test after another, each in a forked child of a process
-that has torch and `faults.c` already: importing torch takes longer than most of what is asked.
+"""Run `fault_scenarios.py` and `whole_runs.py` for one test after another, each in a forked child of a process
+that already has torch and `faults.c` loaded: importing torch takes longer than most of the tests.
 
-    python fault_server.py      a JSON list a line on stdin: where to put what is said, script, arguments
+    python fault_server.py      one JSON list per line on stdin: output file, script, arguments
 
-For each it prints the exit code of the script.
+For each line it prints the exit code of the script.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.support.faults import HERE, environment
 
 
 class FaultServer:
-    """The process, as a test asks it."""
+    """Client of the server process, for the tests."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def ask(self, folder: Path, script: str, *arguments: object) -> dict[str, Any]:
-        """The JSON that `script` prints last; what it says is kept in `folder`."""
+        """Return the last JSON line that `script` prints; its output is kept in `folder`."""
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None and answers is not None
         said = folder / "said"
@@ -53,12 +53,12 @@ def fault_server(library: Path) -> Iterator[FaultServer]:
         try:
             yield FaultServer(process)
         finally:
-            # Also when a test was ended while its script was at work.
+            # Also when a test was ended while its script was running.
             process.kill()
 
 
 def _carry_out(work: Callable[[], None], said: str) -> int:
-    """The exit code of `work` in a forked child."""
+    """Run `work` in a forked child and return the exit code."""
     pid = os.fork()
     if pid == 0:
         code = 70

@@ -1,6 +1,6 @@
-"""Failing and recording file operations of a whole process: `faults.c`, preloaded, and its controls.
+"""Fail and record the file operations of a whole process: `faults.c`, preloaded, and its controls.
 
-A child started with `environment(library)` may ask for `Shim()`; nothing else can.
+Only a child started with `environment(library)` can use `Shim()`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def compiled(folder: Path) -> Path:
-    """The library, made by the C compiler of this machine; the test is skipped where there is none."""
+    """Compile the library with this machine's C compiler; the test is skipped where there is none."""
     compiler = shutil.which("cc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("no C compiler here: operations of the C library cannot be made to fail")
@@ -40,14 +40,14 @@ def compiled(folder: Path) -> Path:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """That of `running.environment`, with the library in front of the C library's own functions."""
+    """Return the environment of `running.environment` with the library preloaded."""
     known = plain_environment()
     path = os.pathsep.join([str(HERE), known["PYTHONPATH"]])
     return known | {"LD_PRELOAD": str(library), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class Shim:
-    """The library as this process has it loaded."""
+    """The library as loaded in this process."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -61,19 +61,18 @@ class Shim:
 
     @property
     def hits(self) -> int:
-        """Those that were made to fail."""
+        """Operations that were made to fail."""
         return int(self._library.faults_hits())
 
     @property
     def kinds(self) -> str:
-        """A letter for each kind of operation seen."""
+        """One letter for each operation seen, by kind."""
         return str(self._library.faults_names().decode())
 
     @contextmanager
     def armed(self, root: Path, nth: int, code: int = 0, *, how: str = "once") -> Iterator[None]:
-        """The `nth` operation below `root` fails with errno `code`; 0 fails none. `persistent`: all
-        after it too. `short`: a write takes half, and what comes next fails. `KILL` ends the process.
-        """
+        """Make the `nth` operation below `root` fail with errno `code`; 0 fails none. `persistent`: all later
+        ones fail too. `short`: a write takes half, and the next operation fails. `KILL` ends the process."""
         self._library.faults_arm(str(root).encode(), ctypes.c_long(nth), code, WAYS.index(how))
         try:
             yield
@@ -81,7 +80,7 @@ class Shim:
             self._library.faults_disarm()
 
     def journal(self, path: Path) -> None:
-        """From now until the end of `armed`, write every change into `path`."""
+        """Write every change into `path`, from now until the end of `armed`."""
         self._library.faults_journal(str(path).encode())
 
     def mark(self, number: int) -> None:

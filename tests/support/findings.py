@@ -1,4 +1,4 @@
-"""Findings, flips and runs on disk for tests of evidence, and the two commands as a person gives them."""
+"""Findings, flips and runs on disk for tests of evidence, and the two commands as a user runs them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Ran:
 
 
 def ask(command: str, *arguments: object) -> Ran:
-    """`engine why ...` or `engine evidence ...` within this process."""
+    """Run `engine why ...` or `engine evidence ...` within this process."""
     module = {"why": why_command, "evidence": evidence_command}[command]
     parser = ArgumentParser(prog=f"engine {command}")
     module.add_arguments(parser)
@@ -74,7 +74,7 @@ def flip(
     pairs: list[Pair] | None = None,
     controls: dict[str, Verdict] = PASSED,
 ) -> FlipVerdict:
-    """A flip as `engine flip` leaves it, of pairs that were made up."""
+    """Make a flip folder as `engine flip` leaves it, from made-up pairs."""
     made = plan()
     opened = create_flip(folder, made, HERE)
     for one in pairs if pairs is not None else timed(differences):
@@ -88,7 +88,7 @@ def flip(
 
 
 def with_runs(folder: Path, made: Plan, one: Pair) -> Pair:
-    """The pair with a run of each arm on disk, whose log says what the pair says."""
+    """Return the pair with a run of each arm on disk, whose log agrees with the pair."""
     arms = {}
     for name in ("a", "b"):
         arm = replace(getattr(one, name), run=f"arms/{one.number:02}-{name}")
@@ -119,12 +119,12 @@ sys.exit(code)
 
 
 def starting(folder: Path, code: int, text: str = "") -> list[str]:
-    """A command that leaves a new run in `folder`, prints a text and ends with an exit status."""
+    """Return a command that leaves a new run in `folder`, prints a text and ends with an exit status."""
     return [sys.executable, "-c", STARTING, str(folder), str(code), text]
 
 
 def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 0.0) -> RunFolder:
-    """A run that did a few steps, sat at 0 % of its GPU, raised an alert and was killed."""
+    """Make a run that did a few steps, stayed at 0 % GPU utilisation, raised an alert and was killed."""
     steps = 4
     scene = Scene(path, start_unix_s=START_UNIX_S + later_s).open()
     scene.events(started(path.name, 60))
@@ -160,7 +160,7 @@ def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 
 
 
 def steady_run(path: Path, values: list[float | None]) -> RunFolder:
-    """A completed run with these losses."""
+    """Make a completed run with these losses."""
     scene = Scene(path).open()
     scene.events(started(path.name, len(values)))
     for number, value in enumerate(values, start=1):
@@ -177,12 +177,12 @@ def idle(run: RunFolder) -> Capture:
 
 
 def blobs_of(*captures: Capture) -> list[Blob]:
-    """Everything that a bundle needs for these captures."""
+    """Return everything that a bundle needs for these captures."""
     return [blob for capture in captures for blob in capture.blobs]
 
 
 def seen(run: RunFolder) -> Finding:
-    """A finding whose first node was observed in `run`."""
+    """Make a finding whose first node was observed in `run`."""
     finding = new_finding("hang", "no step in 90 minutes", author="tester", at=AT)
     return link(finding, "n1", idle(run), at=AT)
 
@@ -192,7 +192,7 @@ def why(finding: Finding, claim: str, kind: str = "mechanism", of: str = "n1") -
 
 
 def with_answered_alternative(finding: Finding, node: str, capture: Capture) -> Finding:
-    """An alternative that costs five minutes, and its test done."""
+    """Add an alternative that costs five minutes, with its test done."""
     finding = add_alternative(
         finding,
         node,
@@ -209,7 +209,7 @@ def with_answered_alternative(finding: Finding, node: str, capture: Capture) -> 
 
 
 def test_of(capture: Capture) -> str:
-    """The words of a test that this evidence is the result of."""
+    """Return the test whose result this evidence is."""
     match capture.locator:
         case FlipResult():
             keys = [change.partition(":")[0] for change in capture.locator.changes]

@@ -1,4 +1,4 @@
-"""Runs that really came to their end, made in this process; and evaluations of their students."""
+"""Real runs carried out to their end in this process, and evaluations of their students."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.support.kit import Kit
 
 
 def finish(kit: Kit, folder: Path, **changes: object) -> RunFolder:
-    """A completed run of six steps in `folder`/run."""
+    """Make a completed run of six steps in `folder`/run."""
     run, code = carried_out(kit, folder, **changes)
     assert code == 0
     return run
 
 
 def carried_out(kit: Kit, folder: Path, **changes: object) -> tuple[RunFolder, int]:
-    """A run in `folder`/run, of six steps unless said otherwise, and the trainer's exit code."""
+    """Carry out a run in `folder`/run, of six steps by default; returns it with the trainer's exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0} | changes
     return carry_out(kit.spec(folder, **settings), folder / "run")
 
 
 def carry_out(spec_file: Path, run: Path, *sets: str) -> tuple[RunFolder, int]:
-    """The run that a spec asks for, in the new folder `run`, and the trainer's exit code."""
+    """Carry out the run of a spec in the new folder `run`; returns it with the trainer's exit code."""
     spec, text = load_spec(spec_file, list(sets))
     create_run(run, text, {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
     code = trainer_module.run(run, resume=False, allow_fallback=False, keep_alive_fd=None)
@@ -40,9 +40,8 @@ def carry_out(spec_file: Path, run: Path, *sets: str) -> tuple[RunFolder, int]:
 
 
 def resumed_here(run: Path, **allowed: bool) -> subprocess.CompletedProcess[str]:
-    """What `engine distill --resume` of a run that its launcher does not refuse comes to: its trainer goes on
-    in this process, where another would only cost its start.
-    """
+    """Resume a run that the launcher would not refuse, as `engine distill --resume` does, with the trainer in
+    this process: another process would only add its start-up time."""
     kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         with redirect_stderr(io.StringIO()) as err:
@@ -50,14 +49,14 @@ def resumed_here(run: Path, **allowed: bool) -> subprocess.CompletedProcess[str]
                 run, resume=True, keep_alive_fd=None, **({"allow_fallback": False} | allowed)
             )
     finally:
-        # The trainer takes the signals of its process.
+        # The trainer installs signal handlers in this process.
         for number, handler in kept.items():
             signal.signal(number, handler)
     return subprocess.CompletedProcess([str(run)], code, "", err.getvalue())
 
 
 def results_file(path: Path, run: RunFolder, *, right: int, judged: int, problems: int) -> Path:
-    """Results of `engine eval humaneval`, as far as it came: `right` of `judged` programs pass."""
+    """Write partial results of `engine eval humaneval`: `right` of `judged` programs pass."""
     about: dict[str, Any] = {
         "kind": "evaluation",
         "v": 1,

@@ -1,4 +1,4 @@
-"""A simulated experiment: pairs drawn with noise, judged as they come."""
+"""A simulated experiment: pairs are drawn with noise and judged as they arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def judged(plan: Plan, pairs: list[Pair], ended: str = "") -> Judgement:
 
 
 class Machine:
-    """Run medians under the noise a real host shows: a process has its own speed (1.5 %), steps are
+    """Run medians with the noise of a real host: each process has its own speed (1.5 %), steps are
     autocorrelated with rare long ones, and the machine drifts by 5 % over the experiment."""
 
     def __init__(self, seed: int, drift: str, process_deviation: float = 0.015) -> None:
@@ -43,7 +43,7 @@ class Machine:
 def experiment(
     seed: int, ratio: float, drift: str, *, process_deviation: float = 0.015
 ) -> tuple[str, int]:
-    """A whole flip as the engine does it: the plan's coins, a look after every pair."""
+    """Simulate a whole flip as the engine runs it: the plan's coins, and a look after every pair."""
     machine = Machine(seed, drift, process_deviation)
     registered = plan(order_seed=seed)
     pairs: list[Pair] = []

@@ -1,4 +1,4 @@
-"""Plans and pairs made up for tests of what is concluded from them; no process runs."""
+"""Made-up plans and pairs for tests of the conclusions from them; no process runs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def pair(number: int, a: Outcome, b: Outcome, *, b_first: bool = False, **proofs
 
 
 def timed(differences: list[float], b_first: list[bool] | None = None) -> list[Pair]:
-    """Pairs in which both completed, with these ln(y_B / y_A)."""
+    """Make pairs in which both arms completed, with these ln(y_B / y_A)."""
     first = b_first or [bool(i % 3) for i in range(len(differences))]
     return [
         pair(i + 1, outcome("A", 1.0), outcome("B", math.exp(d)), b_first=first[i])
@@ -112,7 +112,7 @@ def timed(differences: list[float], b_first: list[bool] | None = None) -> list[P
 
 
 def write_arms(folder: Path, a: Plan, **changes_of_b: Any) -> None:
-    """The effective.json of both arms of the first pair; B's with more settings changed than planned."""
+    """Write the effective.json of both arms of the first pair; B may have more settings changed than planned."""
     for b in (False, True):
         run = folder / "arms" / f"01-{'b' if b else 'a'}"
         run.mkdir(parents=True)

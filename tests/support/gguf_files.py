@@ -1,4 +1,4 @@
-"""GGUF files spelt out byte by byte, so that a test can get any byte of them wrong."""
+"""GGUF files written byte by byte, so that a test can corrupt any byte of them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ TOKENS = ["a", "b", "ab", "<|end|>", "[PAD4]"]
 
 
 def model() -> bytes:
-    """A whole small file: configuration, tokenizer, floats and blocks."""
+    """Return a whole small file: configuration, tokenizer, floats and quantised blocks."""
     pairs = [
         *QWEN2,
         *vocabulary(TOKENS, [1, 1, 1, 3, 5], ["a b"]),

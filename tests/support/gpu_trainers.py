@@ -1,4 +1,4 @@
-"""A trainer on a GPU, with the update by torch or by kernels."""
+"""A trainer on a GPU, with the optimizer update by torch or by our kernels."""
 
 from __future__ import annotations
 

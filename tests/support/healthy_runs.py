@@ -1,6 +1,5 @@
-"""Healthy runs of differing shape, rate and precision, from a seed: nothing is wrong with any of them, and
-no check may keep one from going on from any of its checkpoints.
-"""
+"""Healthy runs of different shape, learning rate and precision, drawn from a seed. Nothing is wrong with any of
+them, and no check may prevent one from resuming from any of its checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ HIGH_RATE = 4e-3
 
 
 def drawn(world: World, seed: int, steps: int = STEPS) -> Drawn:
-    """The run of a seed. Half of them train at HIGH_RATE or above, a quarter in bf16."""
+    """Draw the run of a seed. Half of them train at HIGH_RATE or above, a quarter in bf16."""
     rng = random.Random(seed)
     width = rng.choice([16, 32, 64])
     heads = rng.choice([2, 4])
@@ -85,7 +84,7 @@ def drawn(world: World, seed: int, steps: int = STEPS) -> Drawn:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run that can be made again and again, each time from its first step."""
+    """A run that can be created repeatedly, each time from its first step."""
 
     world: World
     student: dict[str, Any]
@@ -97,7 +96,7 @@ class Drawn:
         return int(self.settings["train"]["seed"])
 
     def make(self) -> Run:
-        """The run before its first step."""
+        """Create the run before its first step."""
         teacher_path = (
             {} if self.settings["loss"]["alpha"] == 1.0 else {"path": str(self.world.teacher)}
         )
@@ -105,7 +104,7 @@ class Drawn:
             "teacher": teacher_path,
             "student": {"config": "student.json", "precision": self.precision},
             "compute": {"device": "cpu"},
-            # Asked once, from the checkpoint: what is asked again later is the same.
+            # Checks run once, from the checkpoint: repeated checks would give the same results.
             "checks": {"every": -1},
         }
         spec = build_spec(tree, check_paths=False)
@@ -139,8 +138,8 @@ class Drawn:
         )
 
     def train(self, folder: Path) -> tuple[list[Path], float]:
-        """All steps, with a checkpoint before the first and after each but the last; their paths, and the
-        largest loss there was."""
+        """Train all steps, with a checkpoint before the first and after each but the last. Returns their paths
+        and the largest loss."""
         run = self.make()
         trainer, worst = run.trainer, 0.0
         saved = [_save(run, folder)]
@@ -151,7 +150,7 @@ class Drawn:
         return saved, worst
 
     def resume(self, path: Path) -> Run:
-        """The run as it goes on from a checkpoint, before its first check."""
+        """Resume the run from a checkpoint, up to its first check."""
         run = self.make()
         found = state.unpack(verify(path))
         state.restore_trainer(found, run.trainer)
@@ -164,7 +163,7 @@ def _save(run: Run, folder: Path) -> Path:
 
 
 def asked(run: Run) -> list[Result]:
-    """What a resumed run's checks answer before its first step, after it, and of a checkpoint then."""
+    """Return the results of a resumed run's checks before its first step, after it, and of a checkpoint then."""
     found = list(run.checks.before_training(run.context))
     for step in run.trainer.steps():
         found += run.checks.after_step(step)
@@ -174,20 +173,20 @@ def asked(run: Run) -> list[Result]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a process of a run ended that should have taken one step, saved it and been killed."""
+    """The end of a process that should have taken one step, saved it and been killed."""
 
     step: int
-    """The one it should have taken: from the second on a resume."""
+    """The step it should have taken; from the second on, after a resume."""
     code: int
-    """Minus the signal, or the exit code."""
+    """Exit code, or minus the signal."""
     saved: bool
     reason: str
-    """In the run's own words, where it came to say one."""
+    """In the run's own words, if it recorded any."""
 
 
 def killed_after_each_step(kit: Kit, run: Drawn, folder: Path, steps: int) -> Iterator[Ended]:
-    """The run in `folder`, a process for each of its steps, each killed when it has saved; as far as the first
-    that does not."""
+    """Run in `folder` with one process per step, each killed after it has saved; stops at the first process that
+    ends otherwise."""
     target = RunFolder(folder / "run")
     folder.mkdir(parents=True)
     (folder / "student.json").write_text(json.dumps(tiny_config(**run.student)))

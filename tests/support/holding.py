@@ -1,8 +1,8 @@
-"""`python -m tests.support.holding MODULE ARGUMENTS`: that module's `main`, which stands still where it reaches the
-function named in HOLD (`module:name` or `module:Class.name`).
+"""`python -m tests.support.holding MODULE ARGUMENTS`: run that module's `main`, which blocks where it reaches
+the function named in HOLD (`module:name` or `module:Class.name`).
 
-It says so by making the file HELD, with its process id. HOLD_IN is `sleep`, which a signal interrupts, or `lock`:
-native code that keeps the interpreter lock, so that no line of Python is run by any thread.
+It signals this by creating the file HELD, with its process id. HOLD_IN is `sleep`, which a signal interrupts,
+or `lock`: native code that holds the GIL, so that no thread can run Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
     for one in owners:
         owner = getattr(owner, one)
     setattr(owner, last, hold)
-    # A suite that is started under nohup ignores it, and so would everything below.
+    # A suite started under nohup ignores SIGHUP, and its children would inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     del sys.argv[0]
     return int(importlib.import_module(sys.argv[0]).main())

@@ -1,5 +1,6 @@
-"""Run folders that a seed makes hostile: numbers at the ends of their ranges and beyond, wrong types, texts that a
-terminal, a page or a markup would obey, lines that are cut, doubled, swapped or binary, and files that are none."""
+"""Hostile run folders from a seed: numbers at the ends of their ranges and beyond, wrong types, texts that a
+terminal, a page or a markup would obey, lines that are cut, doubled, swapped or binary, and files of other
+kinds."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ACTED_ON = (
     "%s {0} {x!r} %(a)s",
     "\udcff\ud800",
 )
-"""Each is obeyed somewhere if nobody makes it plain."""
+"""Texts that some surface would obey unless they are escaped."""
 EDGES: tuple[Any, ...] = (
     *(0, 1, -1, 255, 256, 2**22, 2**31, 2**53, 2**53 + 1, 2**63, -(2**63), 10**19, 10**300),
     *(
@@ -80,7 +81,7 @@ FILES = (
 
 
 def hostile_run(folder: Path, seed: int) -> RunFolder:
-    """A run folder in `folder`, the same for the same seed."""
+    """Make a run folder in `folder`, the same for the same seed."""
     rng = random.Random(seed)
     path = folder / _name(rng, seed)
     path.mkdir(parents=True)
@@ -123,8 +124,8 @@ def _effective(rng: random.Random) -> Any:
 
 
 def _log(rng: random.Random, log: str, *, gentle: bool) -> bytes:
-    """The lines of a log: records of any kind, some of their values changed; if gentle, to others that a
-    reader accepts, so that they reach who shows them."""
+    """Return the lines of a log: records of any kind with some values changed; with `gentle`, to values that a
+    reader accepts, so that they reach the code that displays them."""
     events = [_record(rng, log) for _ in range(rng.choice((3, 12, 40)))]
     opened = example_of(KINDS[0], unix_s=rng.choice((1.75e9, 1.75e9, 0.0, 2e11)))
     rows: list[Any] = [
@@ -139,7 +140,7 @@ def _log(rng: random.Random, log: str, *, gentle: bool) -> bytes:
         rows = [row for row in rows if _accepted(row)] if rng.random() < 0.9 else rows
         rows = [{**row, "seq": seq} for seq, row in enumerate(rows)]
     elif rng.random() < 0.6:
-        # Numbered and timed again, so that what was changed is reached.
+        # Numbered and timed anew, so that a reader reaches the changed lines.
         rows = [_sound(row, seq) for seq, row in enumerate(rows) if isinstance(row, dict)]
     lines = [_dumped(row) for row in rows]
     if not gentle and rng.random() < 0.4:
@@ -160,7 +161,7 @@ def _record(rng: random.Random, log: str) -> Any:
 
 
 def _edged(rng: random.Random, value: Any) -> Any:
-    """`value` with one part changed to another of its type."""
+    """Return `value` with one part changed to another of its type."""
     if isinstance(value, dict) and value:
         key = rng.choice(sorted(value))
         return {**value, key: _edged(rng, value[key])}
@@ -196,14 +197,14 @@ def _sound(row: dict[str, Any], seq: int) -> dict[str, Any]:
 
 
 def _dumped(row: Any) -> bytes:
-    # NaN and Infinity stand there as Python writes them, which no JSON has.
+    # NaN and Infinity are written as Python does, which is invalid JSON.
     return json.dumps(row, ensure_ascii=hash(str(row)[:9]) % 2 == 0).encode(
         "utf-8", "surrogatepass"
     )
 
 
 def _mutated(rng: random.Random, value: Any) -> Any:
-    """`value` with one of its parts changed."""
+    """Return `value` with one of its parts changed."""
     if isinstance(value, dict) and value and rng.random() < 0.95:
         key = rng.choice(sorted(value))
         if rng.random() < 0.05:
@@ -291,7 +292,7 @@ _DAMAGES: tuple[Callable[[random.Random, list[bytes]], list[bytes]], ...] = (
 
 
 def _break_a_file(rng: random.Random, path: Path) -> None:
-    """One of the files is a FIFO, a socket, a device, a folder, a loop, or may not be read."""
+    """Turn one of the files into a FIFO, a socket, a device, a folder, a link loop, or an unreadable file."""
     target = path / rng.choice(FILES)
     kind = rng.choice(("FIFO", "socket", "device", "folder", "loop", "unreadable", "sparse"))
     target.parent.mkdir(exist_ok=True)
@@ -323,7 +324,7 @@ def is_a_run(run: RunFolder) -> bool:
 
 
 def records(lines: bytes) -> list[str]:
-    """The kinds of sound lines."""
+    """Return the kinds of the valid lines."""
     return [
         kind_of(example_of(kind))
         for kind in KINDS

@@ -1,4 +1,4 @@
-"""A whole tiny distillation to run: teacher, student's shape, corpus, and specs for it."""
+"""A whole tiny distillation: teacher, student shape, corpus, and specs for it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kit:
-    """Paths of a teacher, a student's shape and a corpus small enough to distil in a second or
-    two.
-    """
+    """Paths of a teacher, a student's shape and a corpus small enough to distil in a second or two."""
 
     teacher: Path
     student: Path
     corpus: Path
 
     def spec(self, folder: Path, **changes: object) -> Path:
-        """A spec file in `folder`; `changes` are settings with `__` for the dot."""
+        """Write a spec file in `folder`; `changes` are settings with `__` for the dot."""
         settings: dict[str, object] = {
             "teacher.path": str(self.teacher),
             "student.config": str(self.student),
@@ -55,7 +53,7 @@ class Kit:
 
 
 def tiny_config(**changes: object) -> dict[str, object]:
-    """A config.json of the Qwen2 family with 300 ids."""
+    """Return a config.json of the Qwen2 family with 300 tokens."""
     config: dict[str, object] = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -75,7 +73,7 @@ def tiny_config(**changes: object) -> dict[str, object]:
 
 
 def _taught(decoder: Decoder, documents: Sequence[Document], tokenizer: Tokenizer) -> Decoder:
-    """A second of training on the text: a run refuses a teacher that knows nothing of it."""
+    """Train the model on the text for a second: a run refuses a teacher that has learnt nothing of it."""
     import torch
 
     from engine.data.batches import Batches
@@ -99,7 +97,7 @@ def _taught(decoder: Decoder, documents: Sequence[Document], tokenizer: Tokenize
 
 
 def make_kit(root: Path) -> Kit:
-    """A tiny distillation in the empty folder `root`; its teacher is trained for a second."""
+    """Make a tiny distillation in the empty folder `root`; its teacher is trained for a second."""
     import torch
 
     from engine.data.corpus import Document

@@ -1,8 +1,8 @@
-"""Logs of very long runs: as a writer would have written them, in seconds instead of days.
+"""Logs of very long runs, as a writer would have written them, in seconds instead of days.
 
-A real-looking mix: steps with their phases, some of them NaN or with a loss far off; evaluations and
-checkpoints; notes; compiles; a reading of the host and of one GPU each second; one resume that repeats
-some steps. The numbers have as many digits as real ones, so a line is as long and as slow to read.
+The mix is realistic: steps with their phases, some of them NaN or with an outlying loss; evaluations and
+checkpoints; notes; compiles; a reading of the host and of one GPU each second; one resume that repeats some
+steps. The numbers have as many digits as real ones, so a line is as long and as slow to read.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from tests.support.run_folders import decision, evaluated, model, started
 START_UNIX_S = 1_750_000_000.0
 STEP_S = 0.1
 SAMPLES = 512
-"""So many different steps and readings there are; each has its own number and time."""
+"""Number of different steps and readings; each line has its own number and time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was written."""
+    """A summary of what was written."""
 
     folder: Path
     events: Path
     steps: int
     lines: int
-    """Of all logs."""
+    """Lines of all logs together."""
     size_bytes: int
     spike: int
-    """The one step with a loss of 90."""
+    """The only step with a loss of 90."""
     gap: int
-    """The one step with a loss of NaN."""
+    """The only step with a loss of NaN."""
 
 
 def write_long_run(folder: Path, *, steps: int, resume: bool = True) -> Written:
-    """A finished run of so many steps; with `resume` it was resumed once in its middle."""
+    """Write a finished run of `steps` steps; with `resume` it was resumed once in its middle."""
     run = create_run(folder, "name = 'long'\n", {})
     spike, gap = steps // 3, steps // 5
     half = steps // 2 if resume else steps
@@ -92,7 +92,7 @@ Timed = Iterator[tuple[float, bytes]]
 
 
 def _line(event: Event) -> bytes:
-    """An event without its number and time, to which `_write` gives both."""
+    """Encode an event without its number and time, which `_write` adds."""
     head, _, tail = encode(event, 0, 0.0).partition(b'"seq":0,"t_s":0.0,')
     assert tail, head
     return tail
@@ -112,7 +112,7 @@ def _write(file: Any, seq: int, lines: Timed) -> int:
 
 
 def _steps() -> list[bytes]:
-    """Steps whose numbers are MARK: as text, because a million are written."""
+    """Return steps whose numbers are MARK, to be replaced as text, because a million are written."""
     found, rng = [], random.Random(1)
     names = ("data", "teacher", "student", "loss", "backward", "optimizer", "idle")
     for _ in range(SAMPLES):
@@ -151,7 +151,7 @@ def _steps() -> list[bytes]:
 def _trainer(
     first: int, last: int, total: int, resumed: int | None, spike: int, gap: int, before: int = 0
 ) -> Timed:
-    """One session of the trainer: steps first..last; `before` is how far an earlier session came."""
+    """Return one session of the trainer: steps first..last; `before` is how far an earlier session came."""
     origin = START_UNIX_S + (STEP_S * before + 60 if resumed else 0)
     yield 0.0, _line(opened(origin))
     for event in (
@@ -190,7 +190,7 @@ def _trainer(
 
 
 def _device(seconds: int) -> Timed:
-    """Readings once a second."""
+    """Return readings once a second."""
     rng = random.Random(2)
     yield 0.0, _line(opened(START_UNIX_S))
     yield 0.1, _line(FactsRead(facts={"gpu0_name": "a GPU"}))

@@ -51,7 +51,7 @@ def gpu(
     mode: str | None = "hmm",
     capability: str = "9.0",
 ) -> GpuFacts:
-    """What NVML says of one GPU; None is "not supported"."""
+    """Return NVML's facts of one GPU; None is "not supported"."""
     given = memory == SUPPORTED
     info = "nvmlDeviceGetMemoryInfo"
     return GpuFacts(
@@ -88,7 +88,7 @@ def cuda(
     multiprocessors: int = 132,
     l2_mib: int = 50,
 ) -> CudaDevice:
-    """What the CUDA driver says of one GPU."""
+    """Return the CUDA driver's facts of one GPU."""
 
     def said(value: int | str, call: str) -> Reading:
         return measured(value, call)
@@ -160,7 +160,7 @@ def device_facts(
     cgroup: CgroupMemory,
     nvml: str | None = None,
 ) -> DeviceFacts:
-    """`nvml`: why NVML is not there."""
+    """Return the facts of a machine. `nvml` is the reason why NVML is missing."""
     session = absent(nvml, "nvmlInit") if nvml else measured("nvidia-ml-py 13.615.71", "metadata")
     driver = session if nvml else measured("580.159.04", "nvmlSystemGetDriverVersion")
     memories = tuple(
@@ -186,7 +186,7 @@ def device_facts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine and what must follow from it."""
+    """A machine and what must follow from its facts."""
 
     gpus: tuple[GpuFacts, ...] = ()
     cuda: CudaFacts
@@ -195,7 +195,7 @@ class Machine:
     auto: str
     """What memory.allocator=auto must choose."""
     usable_gib: float | None
-    """Of the first; None where there must be no number."""
+    """Of the first entry; None where there must be no number."""
     memory: HostMemory = field(default_factory=lambda: host_memory(256 * GIB, 240 * GIB))
     cgroup: CgroupMemory = field(default_factory=cgroup_memory)
     nvml: str | None = None
@@ -205,7 +205,7 @@ class Machine:
         return device_facts(self.gpus, self.cuda, self.memory, self.cgroup, self.nvml)
 
 
-# Measured on an H200: what NVML's total has more than CUDA's. Kept by the driver.
+# Measured on an H200: NVML's total minus CUDA's, which the driver keeps for itself.
 _KEPT_MIB = 615
 
 
@@ -270,7 +270,7 @@ MACHINES: dict[str, Machine] = {
         _GB10,
         gpus=(replace(_GB10_GPU, name=measured("NVIDIA Thor", "nvmlDeviceGetName")),),
     ),
-    # The older way to say nothing: success with a total of 0.
+    # The older form of "not supported": success with a total of 0.
     "gb10_total_zero": replace(
         _GB10, gpus=(gpu("NVIDIA GB10", memory=TOTAL_IS_ZERO, capability="12.1"),)
     ),
@@ -381,7 +381,7 @@ MACHINES: dict[str, Machine] = {
         kinds=(MemoryClass.UNKNOWN,),
         usable_gib=None,
     ),
-    # One seventh of a divided H200: a uuid of its own, the PCI address of the whole.
+    # One seventh of an H200: a MIG instance with its own uuid and the PCI address of the whole GPU.
     "mig": replace(
         _H200,
         cuda=cuda_facts(
@@ -390,7 +390,7 @@ MACHINES: dict[str, Machine] = {
         ),
         usable_gib=None,
     ),
-    # Two GPUs, CUDA told to show the second one first: the numbers are crossed.
+    # Two GPUs, with CUDA told to show the second one first: the indices are crossed.
     "two_gpus_crossed": Machine(
         gpus=(
             gpu("NVIDIA H200", index=0, uuid=uuid_of(1), pci="00000000:3B:00.0", total_mib=143771),

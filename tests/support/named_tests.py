@@ -1,6 +1,5 @@
-"""Test functions by `package/file::function` (without `test_` and `.py`), for tables that name the tests that
-prove them. A test may move between `unit`, `system` and `gpu` without its name changing.
-"""
+"""Find test functions by `package/file::function` (without `test_` and `.py`), for tables that name the tests
+that prove a claim. A test may move between `unit`, `system` and `gpu` without changing its name."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from tests.support.paths import TESTS
 
 @cache
 def _functions(file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The test functions of a file, as pytest would collect them."""
+    """Return the test functions of a file, as pytest would collect them."""
     return {
         node.name: node
         for node in ast.parse(file.read_text()).body
@@ -23,7 +22,7 @@ def _functions(file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def marks_of(test: str) -> set[str] | None:
-    """The decorators of a test, as source text; None where there is no such test."""
+    """Return the decorators of a test as source text; None where there is no such test."""
     place, name = test.split("::")
     package, _, file = place.rpartition("/")
     for path in sorted(TESTS.glob(f"*/{package}/test_{file}.py")):

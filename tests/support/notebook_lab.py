@@ -1,4 +1,4 @@
-"""A JupyterLab of its own for tests, and a page of a real browser in it.
+"""A JupyterLab server for tests, with a page of a real browser in it.
 
 Screenshots are kept in the folder that APR_SCREENSHOTS names, else with pytest's temporary files.
 """
@@ -33,7 +33,7 @@ PANEL = "document.querySelector('.jp-WindowedPanel-outer')"
 
 @pytest.fixture(scope="module")
 def folder(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Notebooks and a spec whose run takes some seconds, so that it can be watched."""
+    """Notebooks, and a spec whose run takes some seconds, so that it can be watched."""
     folder = tmp_path_factory.mktemp("lab")
     kit.spec(folder, train__steps=2500, eval__every=250, checkpoint__every=0)
     for path in NOTEBOOKS.glob("*.ipynb"):
@@ -43,21 +43,21 @@ def folder(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(folder: Path) -> Iterator[str]:
-    """JupyterLab on a port of its choice; the address with its token."""
+    """JupyterLab on a port of its choice; yields the address with its token."""
     settings = environment() | {
         "APR_NOTEBOOK_SPEC": str(folder / "spec.toml"),
         "APR_NOTEBOOK_RUNS": str(folder / "runs"),
         "APR_NOTEBOOK_FLIP": "compute.slow_by=3",
         "APR_NOTEBOOK_BUDGET": "10m",
         "APR_NOTEBOOK_EVIDENCE": str(NOTEBOOKS.parent / "evidence"),
-        # A lock of its own, so that tests beside this one may flip too.
+        # A separate lock, so that tests running beside this one may start flips too.
         "XDG_STATE_HOME": str(folder / "state"),
         "JUPYTER_CONFIG_DIR": str(folder / ".jupyter"),
         "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
         "JUPYTER_RUNTIME_DIR": str(folder / ".runtime"),
         "IPYTHONDIR": str(folder / ".ipython"),
     }
-    # A question about news would lie over the corner of every picture.
+    # The question about news would cover the corner of every screenshot.
     answered = folder / "settings" / "@jupyterlab" / "apputils-extension"
     answered.mkdir(parents=True)
     (answered / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
@@ -93,7 +93,7 @@ def answers(address: str) -> bool:
 
 
 def until(seen, what):  # type: ignore[no-untyped-def]
-    """What `seen` returns once it is true."""
+    """Wait until `seen` returns something true, and return it."""
     deadline = time.monotonic() + DEADLINE_S
     while not (found := seen()):
         assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
@@ -119,7 +119,7 @@ def shoot(
     folder.mkdir(parents=True, exist_ok=True)
 
     def take(name: str, *, whole: bool = False) -> Path:
-        """What is seen; with `whole` all of the notebook, as a window high enough for it shows it."""
+        """Take a screenshot; with `whole` of the entire notebook, in a window high enough for it."""
         path = folder / f"{name}.png"
         if whole:
             high = page.evaluate(f"{PANEL}.scrollTop = 0, {PANEL}.scrollHeight")
@@ -136,7 +136,7 @@ def shoot(
 def open_notebook(page: sync_api.Page, lab: str, name: str) -> None:
     page.goto(f"{lab}/lab/workspaces/{name[:2]}/tree/{name}?token={TOKEN}&reset")
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-    # A cell that is run before there is a kernel is not run at all.
+    # A cell that is run before there is a kernel is silently not executed.
     kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
     page.wait_for_function(f"{kernel}?.status === 'idle'")
 
@@ -146,7 +146,7 @@ def command(page: sync_api.Page, name: str) -> None:
 
 
 def run_cell(page: sync_api.Page, index: int) -> None:
-    """Run one cell, whichever a click has made the active one; returns when it is done."""
+    """Run one cell, made active by a click; returns when it is done."""
     page.evaluate(
         """async index => {
           const notebook = window.jupyterapp.shell.currentWidget.content;
@@ -159,7 +159,7 @@ def run_cell(page: sync_api.Page, index: int) -> None:
 
 
 def comms(page: sync_api.Page) -> list[str]:
-    """The comms that the kernel of this notebook holds open."""
+    """Return the comms that the kernel of this notebook holds open."""
     kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
     found = page.evaluate(f"{kernel}.requestCommInfo({{}}).then(reply => reply.content.comms)")
     return sorted(found)

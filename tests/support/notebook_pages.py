@@ -1,4 +1,4 @@
-"""The page's end in tests of the notebook: a comm that counts, and what a page has after some messages."""
+"""The page's side in tests of the notebook: a comm that counts, and the state of a page after some messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.notebook.stream import Message
 
 
 class CountedComm(BaseComm):
-    """A comm that goes nowhere and counts."""
+    """A comm that sends nowhere and counts its messages."""
 
     alive: list[CountedComm]
     sent: list[tuple[str, int]]
@@ -53,7 +53,7 @@ def comms(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountedComm]]:
 
 
 def drawn(still: str) -> str:
-    """The figures of a still, which stand in it as images."""
+    """Return the figures of a still, which are embedded as images."""
     found = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', still)
     return "".join(b64decode(svg).decode() for svg in found)
 
@@ -67,7 +67,7 @@ def until(seen: Callable[[], Any]) -> Any:
 
 
 def rows_of(messages: list[Message]) -> dict[str, list[tuple[float, float]]]:
-    """What the page has after these messages."""
+    """Return the rows that a page has after these messages."""
     known: dict[str, list[tuple[float, float]]] = {}
     for message in messages:
         content = message.content
@@ -84,7 +84,7 @@ def rows_of(messages: list[Message]) -> dict[str, list[tuple[float, float]]]:
 
 
 def opened(live: Live, comms: type[CountedComm]) -> None:
-    """As a page does when it draws the widget."""
+    """Open the widget as a page does when it draws it."""
     before = len(comms.sent)
     live._hear(None, {"kind": "ready"}, [])
     until(lambda: len([1 for kind, _ in comms.sent[before:] if kind == "comm_msg"]) >= 3)

@@ -1,4 +1,4 @@
-"""Machines as NVML shows them: what each call answers there."""
+"""Machines as NVML shows them: the recorded result of each call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1024**3
 
 
 class Code(int):
-    """A return code of nvml.h, told from a number that a call gives."""
+    """A return code of nvml.h, with its own type to distinguish it from a returned number."""
 
 
 NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND = Code(3), Code(4), Code(13)
@@ -53,7 +53,7 @@ H200: dict[str, Any] = {
 }
 
 GPM = {2: 61.5, 3: 40.0, 5: 22.25, 10: 35.0}
-"""What the counters of a recorded GPU read, by NVML's number."""
+"""Values of a recorded GPU's performance counters, by NVML's metric id."""
 
 NO_GPM = SimpleNamespace(isSupportedDevice=0)
 
@@ -86,7 +86,7 @@ CALLS = frozenset(H200)
 
 
 class Machine:
-    """Plays the module `pynvml` on a machine with one GPU per recording."""
+    """Replaces the module `pynvml`, on a machine with one GPU per recording."""
 
     def __init__(
         self, *gpus: dict[str, Any], init: int = 0, count: int | Code | None = None
@@ -136,7 +136,7 @@ class Machine:
         return self.buffers[-1]
 
     def compare(self, question: SimpleNamespace) -> SimpleNamespace:
-        """nvmlGpmMetricsGet: two buffers that must differ, in the order of their filling."""
+        """nvmlGpmMetricsGet: takes two different buffers, in the order in which they were filled."""
         self.asked["nvmlGpmMetricsGet"] += 1
         assert question.version == pynvml.NVML_GPM_METRICS_GET_VERSION
         assert question.sample1 is not question.sample2

@@ -1,4 +1,4 @@
-"""Small models in real weight files, every matrix in blocks of one type."""
+"""Small models in real weight files, with every matrix quantised in one block type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
 
 IDS = 101
-"""No multiple of 16: the last slice of a head is a short one."""
+"""Not a multiple of 16, so the last slice of the head is shorter."""
 
 
 def make_config(family: str = "qwen2", tied: bool = False, **changes: object) -> ModelConfig:
@@ -42,7 +42,7 @@ def make_config(family: str = "qwen2", tied: bool = False, **changes: object) ->
 
 @torch.no_grad()
 def lively(config: ModelConfig, seed: int = 0) -> Decoder:
-    """Random weights, biases and norms too, so large that every part shows in the logits."""
+    """Make a decoder with random weights, biases and norms, large enough that every part affects the logits."""
     decoder = new_decoder(config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in decoder.parameters():
@@ -51,9 +51,8 @@ def lively(config: ModelConfig, seed: int = 0) -> Decoder:
 
 
 def write(path: Path, decoder: Decoder, blocks: str, floats: str = "") -> Path:
-    """A .gguf or .apr of the decoder, its matrices in `blocks` but for those whose name has `floats`
-    in it; q and k in the order of the format's readers.
-    """
+    """Write the decoder as .gguf or .apr. Its matrices are quantised as `blocks`, except those whose name
+    contains `floats`; q and k are in the order that the format's readers expect."""
     convention = path.suffix[1:]
     config = decoder.config
     names = names_for(convention, config)
@@ -87,7 +86,7 @@ def random_tokens(rows: int, length: int, ids: int = IDS) -> Tensor:
 
 
 def make_batch(rows: int, length: int, ids: int = IDS) -> Batch:
-    """Random rows of one document each; the last position of a row predicts nothing."""
+    """Make random rows of one document each; the last position of a row has no label."""
     tokens_BT = random_tokens(rows, length, ids).numpy()
     labels_BT = tokens_BT.copy()
     labels_BT[:, :-1] = tokens_BT[:, 1:]

@@ -1,15 +1,15 @@
-"""What a disk may hold after the power went, made from the journal that `faults.c` wrote.
+"""Generate the possible contents of a disk after a power loss, from the journal that `faults.c` wrote.
 
-The model is POSIX at its weakest. Bytes of a file are on the disk once the file was synced, names in a
-folder once the folder was; of everything since then any part may be there, in any order. Renames are
-atomic. A crash state is taken after each operation, in several ways of losing what was not synced:
+The model is POSIX at its weakest. Bytes of a file are on the disk once the file was synced, names in a folder
+once the folder was; of everything since then any part may be present, in any order. Renames are atomic. A
+crash state is taken after each operation, in several ways of losing what was not synced:
 
     names   synced   the folder is as it was when it was last synced
-            all      creations, renames and removals are all there, ahead of everything else
-    bytes   synced   what was not synced is gone
-            all      it is there
-            torn     half of what was appended is there
-            hole     it has its length, and its first half is zeros: the pages came in the wrong order
+            all      creations, renames and removals are all present, ahead of everything else
+    bytes   synced   unsynced bytes are gone
+            all      unsynced bytes are present
+            torn     half of what was appended is present
+            hole     the length is complete and the first half zeros: the pages came in the wrong order
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Folder:
 
 
 class Disk:
-    """A folder that was empty, and every operation on it since."""
+    """A folder that was empty at first, and every operation on it since."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -103,7 +103,7 @@ class Disk:
         return place, name
 
     def _change(self, to: str, gone: str, made: _File | _Folder | None) -> None:
-        """A name that appears, one that goes, or a rename in one folder."""
+        """Apply a new name, a removal, or a rename within one folder."""
         if made is not None:
             to, made_of = to, made
             folder, name = self._at(to)
@@ -121,11 +121,11 @@ class Disk:
             folder.since.append((name, "", None))
 
     def state(self, names: str, bytes_: str) -> dict[str, bytes | None]:
-        """One crash state: the bytes of each file by its path, None for a folder."""
+        """Return one crash state: the bytes of each file by its path, None for a folder."""
         return self._tree(NAMES[names], BYTES[bytes_])
 
     def random_state(self, rng: random.Random) -> dict[str, bytes | None]:
-        """Any part of what was not synced, each file and each name for itself."""
+        """Return a random crash state: any part of what was not synced, independently for each file and name."""
 
         def names(folder: _Folder) -> dict[str, _File | _Folder]:
             found = dict(folder.synced)
@@ -200,9 +200,8 @@ def make(state: dict[str, bytes | None], folder: Path) -> None:
 def crash_states(
     journal: list[Operation], root: Path, rng: random.Random | None = None, tries: int = 1
 ) -> Iterator[tuple[str, list[int], dict[str, bytes | None]]]:
-    """(where and how, marks passed, state) after each operation, no state twice under the same
-    marks; with `rng`, `tries` random ones after each operation instead of the eight named ones.
-    """
+    """Yield (where and how, marks passed, state) after each operation, and no state twice under the same marks;
+    with `rng`, `tries` random states after each operation instead of the eight named ones."""
     disk, marks = Disk(root), []
     seen: set[int] = set()
     for index in range(len(journal) + 1):

@@ -1,10 +1,10 @@
-"""Stores of real teacher outputs for tests, made as `engine prepare` makes them.
+"""Make stores of real teacher outputs for tests, as `engine prepare` does.
 
-Run as a program, it kills prepares: `python -m tests.preparing SPEC OUT SHARD_BYTES PLACE...` prepares
-into OUT again and again, each time in a process that is killed (SIGKILL) before the PLACE-th operation
-on a file of that folder, and at last in one that is left alone. It counts operations with `faults.c`, with
-which it must be started, so that a place is the same on a machine of any speed. Processes are forked from
-one that has loaded everything, so that a kill costs no start.
+Run as a program, it kills `prepare` repeatedly: `python -m tests.support.preparing SPEC OUT SHARD_BYTES
+PLACE...` prepares into OUT again and again, each time in a process that is killed (SIGKILL) before the
+PLACE-th operation on a file of that folder, and finally in one that runs to its end. It counts operations
+with `faults.c`, which must be preloaded, so that a place is the same on a machine of any speed. The processes
+are forked from one that has already loaded everything, so that a kill costs no start-up time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.faults import KILL, Shim
 
 
 def make_store(spec: Path, out: Path, *sets: str, **wanted: Any) -> Any:
-    """The `Prepared` of a store in `out`; a `stop` among the keywords ends it early."""
+    """Return the `Prepared` of a store in `out`; a `stop` among the keywords ends it early."""
     from engine.train.prepare import Wanted, plan_job, prepare
     from engine.train.stopping import StopRequest
 
@@ -32,7 +32,8 @@ def make_store(spec: Path, out: Path, *sets: str, **wanted: Any) -> Any:
 
 
 def files_of(store: Path) -> dict[str, bytes]:
-    """Everything that a run reads of it, but the stamps of the teacher's files, which are of a machine."""
+    """Return everything that a run reads of the store, except the stamps of the teacher's files, which depend on
+    the machine."""
     return {f.name: f.read_bytes() for f in sorted(store.glob("shard-*"))}
 
 

@@ -1,4 +1,4 @@
-"""Random matrices in blocks for tests of products with few rows, and the error of a product."""
+"""Random quantised matrices for tests of matmuls with few rows, and the error of a matmul."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.quant.tensor import QuantTensor
 
 
 def random_matrix(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
-    """Blocks whose scales differ by a factor of 3, each with a minimum of its own."""
+    """Make blocks whose scales differ by a factor of 3, each with its own minimum."""
     generator = torch.Generator().manual_seed(seed)
     weight = random_blocks(BLOCK_TYPES[name], (rows, columns), generator)
     blocks = weight.blocks.view(-1, weight.type.block_bytes)
@@ -25,7 +25,7 @@ def random_matrix(name: str, rows: int, columns: int, seed: int = 0) -> QuantTen
 def error(y_MN: Tensor, x_MK: Tensor, weight: QuantTensor, bias_N: Tensor | None) -> float:
     w_NK = weight.dequantize().double()
     expected = x_MK.double() @ w_NK.t()
-    # Of the terms that are summed, not of their sum: a single one may come out near 0 by chance.
+    # Relative to the terms that are summed, not to the sum, which may be near 0 by chance.
     size = (x_MK.double().square() @ w_NK.square().t()).sqrt().norm()
     if bias_N is not None:
         expected += bias_N.double()

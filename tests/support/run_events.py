@@ -1,4 +1,4 @@
-"""Events and whole logs for tests of the run log: built by hand, by type, and at random."""
+"""Events and whole logs for tests of the run log: hand-made, by type, and random."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ JSON = st.recursive(
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of an annotated type in its range, NaN and infinities included where any number goes."""
+    """Draw any value of an annotated type in its range, including NaN and infinities for unbounded numbers."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return st.one_of([values_of(part) for part in arguments])
@@ -85,14 +85,14 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 @cache
 def events_of(kind: type[Event]) -> st.SearchStrategy[Any]:
-    """Any event of a kind."""
+    """Draw any event of a kind."""
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = {name: values_of(hint) for name, hint in hints.items() if name not in _ENVELOPE}
     return st.builds(kind, **fields)
 
 
 def example_of(kind: type[E], **changes: Any) -> E:
-    """One plain event of a kind: 1, 0.5, 'x' for a field without a default."""
+    """Return one plain event of a kind: 1, 0.5, 'x' for a field without a default."""
     plain: dict[Any, Any] = {int: 1, float: 0.5, str: "x", bool: False, dict[str, Any]: {"a": 1}}
     fields: dict[str, Any] = {}
     for field in required_fields(kind):
@@ -146,7 +146,7 @@ def finished(state: str, reason: str = "a reason") -> RunFinished:
 
 
 def numbered(events: Iterable[Event], every_s: float = 1.0) -> list[AnyEvent]:
-    """`events` as a reader returns them: `seq` counts all, `t_s` starts at 0 with each opening."""
+    """Return `events` as a reader does: `seq` counts all, `t_s` starts at 0 with each opening."""
     out: list[AnyEvent] = []
     t_s = 0.0
     for seq, event in enumerate(events):
@@ -163,7 +163,7 @@ def write_log(path: Path, events: Iterable[Event], every_s: float = 1.0) -> list
 
 
 def picture(view: RunView) -> dict[str, str]:
-    """A view as comparable text: NaN equals NaN, and a table is what is in it."""
+    """Return a view as comparable text: NaN equals NaN, and a table is compared by content."""
 
     def text(value: Any) -> str:
         if isinstance(value, Table):
@@ -177,18 +177,18 @@ def picture(view: RunView) -> dict[str, str]:
 
 # Random runs.
 
-# What a log holds: a measurement beyond 1e100 is written as infinite.
+# A log holds no measurement beyond 1e100: a larger one is written as infinite.
 _LOSS = st.none() | st.floats(-1e100, 1e100) | st.sampled_from([math.nan, math.inf, -math.inf])
 _TEXT = st.sampled_from(["", "x", "a longer text"])
 
 
 @st.composite
 def _trainer_session(draw: st.DrawFn, session: int, last: int) -> tuple[list[Event], int]:
-    """One session of the trainer: its events, and the last step it did."""
+    """Draw one session of the trainer: its events, and the last step it did."""
     begin = draw(st.integers(0, last)) if session else 0
     events: list[Event] = [opened(10_000.0 * session + 5)]
     if draw(st.integers(0, 9)) == 0:
-        return events, last  # it died before it could say what it would do
+        return events, last  # it died before it could log what it would do
     events.append(started(1000, begin if session and begin else None))
     number = begin
     for _ in range(draw(st.integers(0, 12))):
@@ -223,7 +223,7 @@ def _trainer_session(draw: st.DrawFn, session: int, last: int) -> tuple[list[Eve
 
 @st.composite
 def _supervisor_session(draw: st.DrawFn, session: int) -> tuple[list[Event], list[Event]]:
-    """One session of the supervisor: the events of the watch log and of the device log."""
+    """Draw one session of the supervisor: the events of the watch log and of the device log."""
     watch: list[Event] = [opened(10_000.0 * session)]
     device: list[Event] = [opened(10_000.0 * session + 1)]
     watch.append(TrainerStarted(trainer_pid=10 + session, supervisor_pid=9))
@@ -249,7 +249,7 @@ def _supervisor_session(draw: st.DrawFn, session: int) -> tuple[list[Event], lis
 
 @st.composite
 def runs(draw: st.DrawFn) -> dict[Source, list[AnyEvent]]:
-    """The three logs of a run that was resumed up to three times, as readers return them."""
+    """Draw the three logs of a run that was resumed up to three times, as readers return them."""
     logs: dict[Source, list[Event]] = {source: [] for source in SOURCES}
     last = 0
     for session in range(draw(st.integers(0, 4))):
@@ -266,7 +266,7 @@ def runs(draw: st.DrawFn) -> dict[Source, list[AnyEvent]]:
 def dealt(
     draw: st.DrawFn, logs: dict[Source, list[AnyEvent]]
 ) -> list[tuple[Source, Sequence[AnyEvent]]]:
-    """The logs in batches of any size, the logs taking turns in any way."""
+    """Split the logs into batches of any size, interleaved in any way."""
     left = dict(logs)
     batches: list[tuple[Source, Sequence[AnyEvent]]] = []
     while any(left.values()):

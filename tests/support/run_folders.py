@@ -37,7 +37,7 @@ class Unknown(Event, frozen=True, kw_only=True, tag="sampled_tea"):
 
 
 class Scene:
-    """A run being written: its folder, its clock, and the writers that are still open."""
+    """A run being written: its folder, its clock, and its open writers."""
 
     def __init__(self, path: Path, *, start_unix_s: float = START_UNIX_S) -> None:
         self.now_s, self.start_unix_s = 0.0, start_unix_s
@@ -76,13 +76,13 @@ class Scene:
         return self
 
     def close(self, *names: str) -> Scene:
-        """The named writers end, or all of them."""
+        """Close the named writers, or all of them."""
         for name in names or tuple(self.writers):
             self.writers.pop(name).close()
         return self
 
     def begin(self, total: int, *, resumed_from: int | None = None) -> Scene:
-        """Everything a run says before its first step."""
+        """Write everything that a run logs before its first step."""
         self.device(
             FactsRead(facts={"nvml_absent": "no NVIDIA driver is loaded"}),
             HostSample(
@@ -103,7 +103,7 @@ class Scene:
         )
 
     def steps(self, first: int, last: int, *, nan: Collection[int] = ()) -> Scene:
-        """Steps of a falling loss."""
+        """Write steps of a falling loss."""
         for number in range(first, last + 1):
             self.now_s += STEP_S
             loss = math.nan if number in nan else loss_at(number)
@@ -205,7 +205,7 @@ def gpu(util_pct: float) -> GpuSample:
 
 
 def running(path: Path, *, done: int = 30, total: int = 60) -> Scene:
-    """A run that is going on: its writers are open. Close it."""
+    """Make a run in progress, with open writers; the caller must close it."""
     return Scene(path).open().begin(total).steps(1, done)
 
 
@@ -241,12 +241,12 @@ def vanished(path: Path, *, done: int = 30) -> RunFolder:
 
 
 def empty(path: Path) -> RunFolder:
-    """A folder that was made, and no process ever wrote to it."""
+    """Make a folder to which no process ever wrote."""
     return Scene(path).run
 
 
 def torn(path: Path) -> RunFolder:
-    """A killed writer left half a line."""
+    """Make a run whose killed writer left half a line."""
     run = vanished(path)
     with run.events.open("ab") as file:
         file.write(b'{"v":1,"seq":99,"t_s":9.')
@@ -254,7 +254,7 @@ def torn(path: Path) -> RunFolder:
 
 
 def resumed(path: Path) -> RunFolder:
-    """Killed at step 30, continued from step 20, completed."""
+    """Make a run that was killed at step 30, continued from step 20, and completed."""
     run = killed(path)
     scene = Scene.__new__(Scene)
     scene.run, scene.now_s, scene.start_unix_s, scene.writers = run, 0.0, START_UNIX_S + 900, {}
@@ -267,7 +267,7 @@ def resumed(path: Path) -> RunFolder:
 
 
 def corrupt(path: Path) -> RunFolder:
-    """A completed run of whose events one line is gone."""
+    """Make a completed run with one line of its events missing."""
     run = completed(path)
     lines = run.events.read_bytes().splitlines(keepends=True)
     del lines[20]

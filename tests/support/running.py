@@ -1,4 +1,4 @@
-"""Starting real runs in tests and waiting for what their logs say, never for time to pass."""
+"""Start real runs in tests and wait for what their logs contain, never for time to pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 240.0
 
 
 def engine(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`engine ...` as a person would run it, to its end."""
+    """Run `engine ...` to its end, as a user would."""
     return subprocess.run(
         [sys.executable, "-m", "engine", *map(str, arguments)],
         capture_output=True,
@@ -33,7 +33,7 @@ def engine(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedP
 
 
 def engine_here(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """`engine ...` in this process, where another would only cost its start."""
+    """Run `engine ...` in this process, where another would only add its start-up time."""
     from engine.cli.main import main
 
     words = [*map(str, arguments)]
@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    """`engine ...` in the background, attached to us."""
+    """Start `engine ...` in the background, attached to us."""
     return subprocess.Popen(
         [sys.executable, "-m", "engine", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -63,9 +63,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def wait_for(run: Path, seen: Callable[[RunView], bool]) -> Follower:
-    """Follow a run until its view shows what is waited for; fails with the log when it ends or
-    time runs out first.
-    """
+    """Follow a run until `seen` accepts its view; fails with the log when the run ends or time runs out first."""
     follower = Follower(RunFolder(run))
     deadline = time.monotonic() + DEADLINE_S
     while True:

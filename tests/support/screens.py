@@ -19,21 +19,21 @@ NEVER_S = 3600.0
 
 
 def text_of(pilot: Pilot[None]) -> str:
-    """What is on the screen, line by line."""
+    """Return what is on the screen, line by line."""
     return "\n".join(strip.text for strip in pilot.app.screen._compositor.render_strips())
 
 
 def words_of(pilot: Pilot[None]) -> str:
-    """What is on the screen without borders and line breaks: a wrapped sentence is found."""
+    """Return what is on the screen without borders and line breaks, so that a wrapped sentence is found."""
     kept = "".join(" " if char in "│┃╭╮╰╯┏┓┗┛─━┤" else char for char in text_of(pilot))
     return " ".join(kept.split())
 
 
 async def until_still(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
-    """Wait until the event loop has nothing to do but wait for a thread, a timer or a file.
+    """Wait until the event loop only waits for a thread, a timer or a file.
 
-    Textual's own waiting, which has these arguments, looks at the processor every 20 ms instead: longer
-    than most keys take, and not long enough where other work keeps the process waiting.
+    Textual's own function with these arguments polls CPU time every 20 ms instead, which is longer than most
+    keys take, and not long enough when other work delays the process.
     """
     loop: Any = asyncio.get_running_loop()
     await asyncio.sleep(0)
@@ -42,14 +42,14 @@ async def until_still(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
 
 
 async def drawn(pilot: Pilot[None]) -> None:
-    """Wait until what workers have found is drawn."""
+    """Wait until the results of workers are drawn."""
     app = pilot.app
     await app.workers.wait_for_complete()
     await until_still()
     if app._resize_event is not None:
-        # It would come with a timer that gathers the events of a window that is being dragged.
+        # Otherwise it comes with the timer that collects the resize events of a window that is being dragged.
         app._check_resize()
-    # What is drawn the first time may ask to be laid out anew.
+    # The first drawing may request another layout.
     for _ in range(2):
         await until_still()
         app.screen._on_timer_update()
@@ -57,7 +57,7 @@ async def drawn(pilot: Pilot[None]) -> None:
 
 
 async def settle(pilot: Pilot[None]) -> None:
-    """Wait until what goes on in threads is drawn."""
+    """Wait until the results of running threads are drawn."""
     for thread in threading.enumerate():
         if thread.name.startswith("engine-"):
             thread.join(10.0)
@@ -65,7 +65,7 @@ async def settle(pilot: Pilot[None]) -> None:
 
 
 async def poll(pilot: Pilot[None]) -> None:
-    """Look at the run again now."""
+    """Poll the run again now."""
     screen = pilot.app.screen
     assert isinstance(screen, PollingScreen)
     screen.tick()
@@ -73,7 +73,7 @@ async def poll(pilot: Pilot[None]) -> None:
 
 
 async def shows(pilot: Pilot[None], words: str) -> bool:
-    """Whether words are on the screen, as soon as what is going on is drawn."""
+    """Whether words are on the screen, once running work is drawn."""
     for _ in range(2400):
         if words in words_of(pilot):
             return True
@@ -97,7 +97,7 @@ async def resize(pilot: Pilot[None], size: tuple[int, int]) -> None:
 async def at_sizes(
     pilot: Pilot[None], sizes: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], str]:
-    """The words on the screen at each size, and then the size that it had."""
+    """Return the words on the screen at each size, and restore the original size."""
     seen: dict[tuple[int, int], str] = {}
     before = pilot.app.size
     for size in sizes:
@@ -115,7 +115,7 @@ def on_screen(
     read_only: bool = False,
     ascii_only: bool = False,
 ) -> None:
-    """Run the app on `paths`; it looks once, and again when the script says so."""
+    """Run the app on `paths`; it polls once, and again when the script says so."""
 
     async def run() -> None:
         app = WorkbenchApp(paths, refresh_s=NEVER_S, read_only=read_only, ascii_only=ascii_only)
@@ -131,7 +131,7 @@ def on_screen(
 
 
 def texts_of(path: Path, size: tuple[int, int], *keys: str, **options: bool) -> list[str]:
-    """The words on the screen at first and after each key."""
+    """Return the words on the screen at first and after each key."""
     seen: list[str] = []
 
     async def script(pilot: Pilot[None]) -> None:

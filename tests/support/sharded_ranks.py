@@ -1,6 +1,5 @@
-"""Two ranks that hold the same teachers whole and in parts: `python sharded_ranks.py FOLDER PORT`. What each
-saw goes to FOLDER/<rank>.json; `test_sharded_teacher` asks it.
-"""
+"""Two ranks that hold the same teachers replicated and sharded: `python sharded_ranks.py FOLDER PORT`. Each
+writes its results to FOLDER/<rank>.json, which `test_sharded_teacher` reads."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from engine.teachers.sharded import ShardedLayers
 from tests.support.packed_models import make_batch, make_config
 
 LAYERS = {"dense": 5, "joined": 6, "blocks": 5, "fp8": 5}
-"""An odd number and an even one: the last layer's room is, or is not, the first one's."""
+"""Odd and even counts: the last layer does, or does not, share the first one's buffer."""
 PRECISION = {"dense": "fp32", "joined": "bf16", "blocks": "fp32", "fp8": "fp8"}
 CPU = torch.device("cpu")
 PROBE = make_batch(2, 16)
@@ -65,7 +64,7 @@ def storages(root: nn.Module) -> Iterator[torch.UntypedStorage]:
 
 
 def held_bytes(built: BuiltTeacher, shards: ShardedLayers) -> int:
-    """Of every storage that the teacher reaches; the scratch of blocks is asked for apart."""
+    """Bytes of every storage that the teacher references; the scratch of quantised blocks is counted apart."""
     found = {s.data_ptr(): s.nbytes() for s in storages(built.decoder)}
     found |= {p.data_ptr(): p.nbytes for p in shards.parts}
     return sum(found.values())
@@ -135,7 +134,8 @@ def look(folder: Path, kind: str, ranks: Ranks) -> dict[str, object]:
 def main() -> int:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    # Before anything has threads: what was imported is there twice for the price of once.
+    # Before any threads exist: the imported modules are then shared by both processes at the cost of one
+    # import.
     child = os.fork()
     rank = "0" if child else "1"
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")

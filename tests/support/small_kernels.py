@@ -1,4 +1,4 @@
-"""Kernels of a few lines, for tests of what compiles, keeps and launches kernels."""
+"""Kernels of a few lines, for tests of compiling, caching and launching kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _scaled(x_ptr, y_ptr, n, BLOCK: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _deaf(x_ptr, y_ptr, n, BLOCK: tl.constexpr, EPS: tl.constexpr):
-    """Takes an epsilon and computes with another: the key says one thing, the body does another."""
+    """Takes an epsilon but computes with another: the key and the body disagree."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < n)
     tl.store(y_ptr + place, x * 2 + 1e-5, mask=place < n)
@@ -27,7 +27,7 @@ def _deaf(x_ptr, y_ptr, n, BLOCK: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _crowded(x_ptr, y_ptr, n, SIDE: tl.constexpr):
-    """Keeps more numbers per thread than there are registers."""
+    """Keeps more values per thread than there are registers."""
     row = tl.arange(0, SIDE)
     place = row[:, None] * SIDE + row[None, :]
     x = tl.load(x_ptr + place)

@@ -1,4 +1,4 @@
-"""Logs of some lines that are treated as long ones, and the view that their lines give one by one."""
+"""Short logs that are treated as long ones, and the view that results from reading them line by line."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ EXTRA: list[Event] = [
 
 @st.composite
 def long_logs(draw: st.DrawFn) -> dict[Source, bytes]:
-    """The bytes of the logs of a run: with kinds of another version, NaN in any place, a clock that is set, and
-    a torn last line."""
+    """Draw the bytes of the logs of a run: with kinds of another version, NaN in any place, a clock that is set,
+    and a torn last line."""
     logs = {}
     for source, events in draw(runs()).items():
         rows: list[Any] = list(events)
-        # Only the trainer writes of its steps.
+        # Only the trainer logs its steps.
         some = EXTRA if source == "events" else EXTRA[:2]
         for extra in draw(st.lists(st.sampled_from(some), max_size=4)):
             rows.insert(draw(st.integers(1, len(rows))) if rows else 0, extra)
@@ -87,7 +87,7 @@ def followed(
     files: bool = False,
     keep: bool = False,
 ) -> RunView:
-    """`view` and what follows in a log, read as a Follower reads a long one."""
+    """Return `view` after what follows in a log, read as a Follower reads a long one."""
     segments = SegmentReader(reader, files=files, keep=keep)
     while True:
         found, left = segments.read(most)

@@ -1,4 +1,4 @@
-"""`apr-workbench` on a pseudo-terminal of its own."""
+"""Run `apr-workbench` on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 
 DEADLINE_S = 120.0
 STALE = {"COLUMNS": "71", "LINES": "17"}
-"""A size that no terminal of a test has, as a shell or a test runner exports that of a terminal before."""
+"""A size that no terminal of a test has, exported as a shell or a test runner exports an earlier terminal's."""
 ENTER_ALTERNATE, LEAVE_ALTERNATE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR, MOUSE_OFF = "\x1b[?25h", "\x1b[?1000l"
 
@@ -25,7 +25,7 @@ def set_size(fd: int, columns: int, rows: int) -> None:
 
 
 class Terminal:
-    """`python -m workbench`, or other `code`, on a pseudo-terminal of its own, with another size exported."""
+    """`python -m workbench`, or other `code`, on its own pseudo-terminal, with another size exported."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Terminal:
         self.deadline_s = time.monotonic() + DEADLINE_S
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            # Before the program begins, so that it never sees another size.
+            # Set before the program begins, so that it never sees another size.
             set_size(0, columns, rows)
             unset = ("LC_", "LANG", "NO_COLOR", "SSH_", "TMUX")
             kept = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
@@ -66,14 +66,14 @@ class Terminal:
         try:
             block = os.read(self.fd, 65536)
         except OSError:
-            # Linux reports the end of a terminal whose last process is gone as EIO.
+            # Linux reports EIO on the terminal once its last process is gone.
             return False
         self.bytes_read += len(block)
         self.output += block.decode("utf-8", errors="replace")
         return bool(block)
 
     def read_for(self, seconds: float) -> int:
-        """Read whatever comes within a time; the number of bytes."""
+        """Read whatever arrives within a time; returns the number of bytes."""
         before, until_s = self.bytes_read, time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
             if select.select([self.fd], [], [], left_s)[0] and not self._read():
@@ -82,14 +82,14 @@ class Terminal:
         return self.bytes_read - before
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size, of which the kernel tells the process by SIGWINCH."""
+        """Change the size, which the kernel reports to the process by SIGWINCH."""
         set_size(self.fd, columns, rows)
 
     def press(self, keys: str) -> None:
         os.write(self.fd, keys.encode())
 
     def wait(self) -> int:
-        """Read to the end; the exit code."""
+        """Read to the end; returns the exit code."""
         while self._read():
             pass
         _, status = os.waitpid(self.pid, 0)

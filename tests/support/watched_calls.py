@@ -1,4 +1,4 @@
-"""The calls that write a checkpoint, each of them watched."""
+"""The file calls that write a checkpoint, with a hook before each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPERATIONS = {name for name, _ in inspect.getmembers(FileCalls, inspect.isfuncti
 
 
 class Halves:
-    """A writer of two pieces, so that a failure can fall between them."""
+    """A writer that writes in two pieces, so that a failure can fall between them."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

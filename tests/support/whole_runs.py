@@ -1,13 +1,13 @@
-"""Whole runs of the real trainer, each in a forked child that has torch already: a quarter of a second
-for one, so that hundreds can be killed, starved of disk, or cut off from power. Most leave out what a
-run costs and writes nothing new for: the checks of the first minute; all, asking for a GPU once more.
+"""Whole runs of the real trainer, each in a forked child that has torch already: each takes a quarter of a
+second, so that hundreds can be killed, denied disk space, or cut off from power. Most skip steps that cost
+time but write nothing new: the first-minute checks, and in all runs a second query for a GPU.
 
     python whole_runs.py kills KIT FOLDER SEED COUNT        die at random, go on, and compare the end
     python whole_runs.py fail  KIT FOLDER CODE MODE FIRST STEP   every STEP-th operation fails
     python whole_runs.py power KIT FOLDER SEED N            every state that a power loss may leave
 
-In a process with `faults.c` preloaded. Progress goes to stderr; the last line of stdout is JSON with
-what was done and every broken promise.
+In a process with `faults.c` preloaded. Progress goes to stderr; the last line of stdout is JSON with what was
+done and every broken promise.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def new_run(
 
 
 def child(work: Callable[[], int], stderr: Path) -> int:
-    """Do `work` in a forked child; returns its pid."""
+    """Start `work` in a forked child; returns its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -77,12 +77,12 @@ def child(work: Callable[[], int], stderr: Path) -> int:
 
 
 def ended(pid: int) -> int:
-    """The exit code of a child, -n for signal n."""
+    """Return the exit code of a child, -n for signal n."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def train(run: Path) -> int:
-    """The trainer's own process, after what its supervisor does first."""
+    """Run the trainer's process, after the steps that its supervisor takes first."""
     try:
         repair(run / "events.jsonl")
         return trainer_module.run(
@@ -98,11 +98,11 @@ def events_of(run: Path) -> list[Any]:
 
 
 class Reference:
-    """The run that nothing disturbed: what every other must come to."""
+    """The undisturbed run, with which every other must agree at the end."""
 
     def __init__(self, kit: Kit, folder: Path, steps: int = STEPS, checks: bool = False) -> None:
         folder.mkdir()
-        # In this process, so that every child finds what is imported late imported already.
+        # In this process, so that late imports are done before any child is forked.
         train(new_run(kit, folder, "warm", steps, checks))
         run = new_run(kit, folder, "run", steps, checks)
         begun = time.monotonic()
@@ -116,7 +116,7 @@ class Reference:
         self.losses = [e.loss for e in events_of(run) if isinstance(e, StepDone)]
 
     def differs(self, run: Path) -> list[str]:
-        """What a run that came to its end has otherwise."""
+        """Return how the result of a completed run differs."""
         problems = []
         if files_of(run / "checkpoints" / self.last) != self.files:
             problems.append("another last checkpoint")
@@ -132,7 +132,7 @@ class Reference:
 
 
 def broken_promises(run: Path, before: bytes) -> list[str]:
-    """After a death: what was acknowledged and is not there. `before` is the log at an earlier one."""
+    """Return what was acknowledged and is missing after a death. `before` is the log at an earlier one."""
     problems = []
     log = run / "events.jsonl"
     raw = log.read_bytes() if log.exists() else b""
@@ -153,8 +153,8 @@ def broken_promises(run: Path, before: bytes) -> list[str]:
 
 
 def kills(kit: Kit, folder: Path, seed: int, wanted: int) -> dict[str, Any]:
-    """Kill runs until `wanted` processes have died; each run is resumed until it completes. With an
-    even seed the runs keep the checks of the first minute, and are killed within them too."""
+    """Kill runs until `wanted` processes have died; each run is resumed until it completes. With an even seed
+    the runs keep the first-minute checks, and are killed within them too."""
     checks = seed % 2 == 0
     rng, reference = random.Random(seed), Reference(kit, folder / "reference", checks=checks)
     problems: list[str] = []
@@ -169,7 +169,7 @@ def kills(kit: Kit, folder: Path, seed: int, wanted: int) -> dict[str, Any]:
             planned += 1
             at = rng.randrange(1, reference.calls) if rng.random() < 0.7 else 0
             wait_s = rng.random() * reference.seconds
-            # The run must come to its end some time, so a sixth session is left alone.
+            # The run must end some time, so a sixth session is not killed.
             at, alone = (0, True) if planned > 5 or killed >= wanted else (at, False)
             code = _session(run, place / "stderr", at, None if at or alone else wait_s)
             problems += [f"seed {seed}, run {runs}: {p}" for p in broken_promises(run, log)]
@@ -207,7 +207,7 @@ def _session(run: Path, stderr: Path, at: int, kill_after_s: float | None) -> in
 def fail(
     kit: Kit, folder: Path, code: int, persistent: bool, first: int, step: int
 ) -> dict[str, Any]:
-    """Let the trainer meet an error of the disk, at each of its operations in turn; then go on."""
+    """Let the trainer meet a disk error at each of its operations in turn; then continue."""
     reference = Reference(kit, folder / "reference")
     problems: list[str] = []
     points = 0
@@ -249,7 +249,7 @@ def fail(
 
 
 class MarkingKeeper(Keeper):
-    """Marks in the journal that a checkpoint has been acknowledged."""
+    """Marks in the journal that a checkpoint was acknowledged."""
 
     def save(self, *arguments: Any, **named: Any) -> Any:
         saved = yield from super().save(*arguments, **named)
@@ -258,8 +258,8 @@ class MarkingKeeper(Keeper):
 
 
 def power(kit: Kit, folder: Path, seed: int, resume_every: int) -> dict[str, Any]:
-    """Cut the power at every operation of a run, in every way that the model knows, or with a seed in
-    random ways; one state in `resume_every` is resumed to its end."""
+    """Cut the power at every operation of a run, in every way of the model, or with a seed in random ways; one
+    state in `resume_every` is resumed to its end."""
     steps = 2 * EVERY
     reference = Reference(kit, folder / "reference", steps)
     place, journal = folder / "place", folder / "journal"
