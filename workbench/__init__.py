@@ -1,1 +1,1 @@
-"""The workbench: what watches runs and starts them. It reads run folders and never loads torch."""
+"""The workbench watches runs and starts them. It reads run folders and never loads torch."""

@@ -1,8 +1,7 @@
 """`apr-workbench`: watch runs in the terminal, or start the demo and watch it.
 
-stdout carries results, stderr everything else. Nothing here is needed for a run: the demo is
-started as any run is, by `engine distill`, and without a terminal this process becomes that
-command.
+stdout carries results, stderr everything else. No run depends on this process: the demo is started like any
+other run, by `engine distill`, and without a terminal this process becomes that command.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def _list_themes() -> int:
 def _watch(options: argparse.Namespace) -> int:
     paths = options.runs or [DEFAULT_RUNS]
     for path in options.runs:
-        # A folder that holds no runs yet is a place to wait at; a name that does not exist is a
+        # An existing folder without runs is fine, as runs may appear in it; a name that does not exist is a
         # mistake.
         if not path.is_dir():
             open_run(path)
@@ -154,7 +153,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _check_theme(options: argparse.Namespace) -> None:
-    """Choose the theme before anything is started: a wrong name is a wrong command line."""
+    """Choose the theme before anything is started; an unknown name is a usage error."""
     from workbench.tui.themes import chosen_theme
 
     options.theme = chosen_theme(options.theme, os.environ)
@@ -165,7 +164,7 @@ def _has_terminal() -> bool:
 
 
 def demo_spec() -> Path:
-    """The packaged spec of the demo."""
+    """Return the packaged spec of the demo."""
     path = Path(str(importlib.resources.files("engine.demo") / "demo.toml"))
     if not path.is_file():
         raise InternalError(f"demo: {path} — expected the packaged spec, found nothing there")
@@ -188,9 +187,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def launch_environ() -> Mapping[str, str]:
-    """The environment as this process was given it.
+    """Return the environment as this process received it.
 
-    Python replaces a C locale by C.UTF-8 and says so in `os.environ`, which would hide that the
+    Python replaces a C locale by C.UTF-8 and changes `os.environ` accordingly, which would hide that the
     terminal is not UTF-8.
     """
     try:
@@ -202,14 +201,14 @@ def launch_environ() -> Mapping[str, str]:
 
 
 def believe_the_terminal(environ: MutableMapping[str, str]) -> None:
-    """Drops COLUMNS and LINES where stdout is a terminal that knows its size.
+    """Drop COLUMNS and LINES where stdout is a terminal that knows its size.
 
     A shell or a test runner exports them with the size of its own terminal, and Python, Textual and Rich
-    trust them before they ask the terminal: the screen would keep that size and ignore every resize.
-    A terminal without a size, such as a serial line, reports 0 x 0; then they are all there is.
+    prefer them to the terminal's size: the screen would keep that size and ignore every resize. A terminal
+    without a size, such as a serial line, reports 0 x 0; then the variables are all there is.
     """
     try:
-        # The file that Textual's driver asks.
+        # Textual's driver queries the same file.
         size = os.get_terminal_size(sys.__stdout__.fileno() if sys.__stdout__ else -1)
     except (OSError, ValueError):
         return
@@ -239,7 +238,7 @@ def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
 
 
 def farewell(snapshot: Snapshot) -> list[str]:
-    """The summary of a run printed when its screen is closed."""
+    """Return the summary of a run that is printed when its screen is closed."""
     path = snapshot.run.path
     lines = [snapshot.status, *result_lines(snapshot.view)]
     if snapshot.error is not None:

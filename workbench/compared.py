@@ -1,11 +1,11 @@
-"""Comparing several runs: the metrics, the x axes, and the texts.
+"""Compare several runs: the metrics, the x axes, and the texts.
 
-Each run has its own feed, and its columns are read in place, so a run of a million steps costs no
-more to draw than a short one. The x axis is one of:
+Each run has its own feed, and its columns are read in place, so a run of a million steps costs no more to
+draw than a short one. The x axis is one of:
 
     step     optimizer steps
     tokens   tokens that went through the model so far
-    time     seconds since the first line of the run's log, starting up included; a clock that was
+    time     seconds since the first line of the run's log, start-up included; a clock that was
              set back counts as stopped until it has caught up
 """
 
@@ -39,7 +39,7 @@ class Metric:
 
     name: str
     column: str
-    """In the table of steps; empty for the held-out loss."""
+    """Column of the table of steps; empty for the held-out loss."""
     text: Callable[[float | None], str] = format_value
 
 
@@ -56,7 +56,7 @@ METRICS = (
 
 
 def axis_text(axis: str, x: float) -> str:
-    """A value of an x axis as text."""
+    """Format a value of an x axis."""
     return {"step": lambda: f"{x:.0f}", "tokens": lambda: format_count(round(x))}.get(
         axis, lambda: format_seconds(x)
     )()
@@ -70,7 +70,7 @@ class Compared:
     """The index of its style."""
     snapshot: Snapshot
     tokens: array[float]
-    """Tokens up to and with each step; may be longer than the table of steps."""
+    """Tokens up to and including each step; may be longer than the table of steps."""
     settings: Mapping[str, str]
     """Every effective setting; for `auto`, with the value it resolved to."""
 
@@ -79,7 +79,7 @@ class Compared:
         return self.snapshot.view
 
     def _xs(self, axis: str) -> tuple[array[float], float]:
-        """The x of each step, and the origin to subtract."""
+        """Return the x of each step, and the origin to subtract."""
         if axis == "tokens":
             return self.tokens, 0.0
         if axis == "time":
@@ -87,8 +87,8 @@ class Compared:
         return self.view.steps.columns["step"], 0.0
 
     def _evaluations(self, axis: str) -> list[tuple[float, float | None]]:
-        """x and held-out loss of the student at each evaluation, the one before the first step
-        included; a loss that was not finite is kept."""
+        """Return x and held-out loss of the student at each evaluation, including the one before the first step;
+        non-finite losses are kept."""
         xs, origin = self._xs(axis)
         steps = self.view.steps
         points = []
@@ -101,7 +101,7 @@ class Compared:
         return points
 
     def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
-        """The lowest and the highest x; None before there is any."""
+        """Return the lowest and the highest x; None before there is any."""
         if not metric.column:
             places = [x for x, _ in self._evaluations(axis)]
             return (min(places), max(places)) if places else None
@@ -112,7 +112,7 @@ class Compared:
         return xs[0] - origin, xs[count - 1] - origin
 
     def trace(self, metric: Metric, axis: str, low: float, high: float, count: int) -> Trace:
-        """The metric in at most `count` buckets of equal width on [low, high]."""
+        """Return the metric in at most `count` buckets of equal width on [low, high]."""
         name = self.snapshot.run.name
         if not metric.column:
             points = self._evaluations(axis)
@@ -146,16 +146,16 @@ class Compared:
         return Trace(name=name, buckets=tuple(buckets), last=last, gap=self._gap(axis))
 
     def _gap(self, axis: str) -> float:
-        """The largest distance on x between two neighbours that are joined: a missing step, or a stretch
-        without steps, breaks the line."""
+        """Return the largest x distance at which two neighbours are joined: a missing step, or a stretch without
+        steps, breaks the line."""
         if axis == "step":
             return 1.5
         longest = self.view.steps.range("step_s").high or 0.0
         return UNTIMED_S + 2 * longest if axis == "time" else math.inf
 
     def value_at(self, metric: Metric, axis: str, x: float) -> float | None:
-        """The newest value at or before x; None where the run has none there: before its first step,
-        after its last, or absent."""
+        """Return the newest value at or before x; None before the run's first step, after its last, or where it
+        is absent."""
         if not metric.column:
             known = [(at, y) for at, y in self._evaluations(axis) if at <= x]
             return known[-1][1] if known else None
@@ -200,7 +200,7 @@ class _Followed:
         )
 
     def _effective(self) -> dict[str, Any]:
-        """effective.json, read again when a resume has changed it."""
+        """Return effective.json, read again when a resume has changed it."""
         try:
             found = self.run.effective.stat()
             key = (found.st_mtime_ns, found.st_size)
@@ -219,7 +219,7 @@ class Comparison:
     behind: bool
 
     def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
-        """The x that any of the runs has."""
+        """Return the x range that covers all runs."""
         found = [x for run in self.runs if (x := run.extent(metric, axis)) is not None]
         return (min(x[0] for x in found), max(x[1] for x in found)) if found else None
 
@@ -232,13 +232,14 @@ class CompareFeed:
         self._runs = [_Followed(run, slot, budget_s) for slot, run in sorted(chosen.items())]
 
     def poll(self) -> Comparison:
-        """The runs as they are now."""
+        """Return the runs as they are now."""
         runs = tuple(run.poll() for run in self._runs)
         return Comparison(runs=runs, behind=any(run.snapshot.behind for run in runs))
 
 
 def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str, str]:
-    """Every setting of a run as text, what `auto` resolved to, and which weights, device and versions ran."""
+    """Return every setting of a run as text, with what `auto` resolved to, and the weights, device and versions
+    that ran."""
     spec = effective.get("spec")
     found: dict[str, str] = {}
     for section, values in (spec if isinstance(spec, dict) else {}).items():
@@ -256,23 +257,23 @@ def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str,
     return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
 
 
-# In words
+# Texts.
 
 ABSENT = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A setting that is not the same in all runs."""
+    """A setting that differs between runs."""
 
     key: str
     values: tuple[tuple[tuple[int, ...], str], ...]
-    """Each value once, with the places of the runs that have it, in the order of the runs."""
+    """Each distinct value with the indices of the runs that have it, in the order of the runs."""
 
 
 def differences(runs: Sequence[Compared]) -> list[Difference]:
-    """The settings that differ, in the order of the first run; a run whose settings cannot be read
-    differs in none."""
+    """Return the settings that differ, in the order of the first run. A run whose settings cannot be read is
+    left out of the comparison."""
     known = [place for place, run in enumerate(runs) if _is_known(run)]
     found = []
     for key in dict.fromkeys(key for place in known for key in runs[place].settings):
@@ -291,7 +292,7 @@ def _is_known(run: Compared) -> bool:
 
 
 def settings_note(runs: Sequence[Compared], letters: Sequence[str]) -> str:
-    """The note below the settings that differ; empty where none is needed."""
+    """Return the note below the settings that differ; empty where none is needed."""
     unknown = [x for run, x in zip(runs, letters, strict=True) if not _is_known(run)]
     if unknown:
         return f"{', '.join(unknown)}: no settings on record, so not compared"
@@ -299,7 +300,7 @@ def settings_note(runs: Sequence[Compared], letters: Sequence[str]) -> str:
 
 
 def results_table(runs: Sequence[Compared]) -> list[list[str]]:
-    """A row for each result: its name, and its value in each run."""
+    """Return a row for each result: its name, and its value in each run."""
     columns = [_results(run) for run in runs]
     return [[name, *(column[name] for column in columns)] for name in columns[0]] if columns else []
 
@@ -336,7 +337,7 @@ def _results(run: Compared) -> dict[str, str]:
 
 
 def alerts_words(runs: Sequence[Compared], letters: Sequence[str]) -> list[str]:
-    """The active alerts of each run, and why a run cannot be read."""
+    """Return the active alerts of each run, and why a run cannot be read."""
     lines = []
     for run, letter in zip(runs, letters, strict=True):
         snapshot = run.snapshot

@@ -38,7 +38,7 @@ class ContractsFeed:
         self._statuses: tuple[Status, ...] = ()
 
     def statuses(self) -> tuple[Status, ...]:
-        """The current status of every contract. Raises BadInput where there is none."""
+        """Return the current status of every contract. Raises BadInput where there is none."""
         if self._seen is None or self._fingerprint() != self._seen:
             self._statuses = tuple(overview(root=self._root, receipts=self._receipts))
             found = [status.contract for status in self._statuses if status.contract is not None]
@@ -48,7 +48,7 @@ class ContractsFeed:
         return self._statuses
 
     def poll(self) -> Listing:
-        """The list of them."""
+        """Return the list of contracts."""
         try:
             statuses = self.statuses()
         except BadInput as problem:
@@ -56,7 +56,7 @@ class ContractsFeed:
         return listing_of(statuses)
 
     def _fingerprint(self) -> object:
-        """Modification time and size of every file that a status depends on."""
+        """Return modification time and size of every file that a status depends on."""
         folders = (self._root / "contracts", self._root / self._receipts)
         files = {file for folder in folders if folder.is_dir() for file in folder.iterdir()}
         found = []
@@ -70,7 +70,7 @@ class ContractsFeed:
 
 
 def listing_of(statuses: Sequence[Status]) -> Listing:
-    """Contracts as rows, and how many hold; a demoted one does not count."""
+    """Return contracts as rows, and how many hold; a demoted one does not count."""
     counted = [status.answer.verdict for status in statuses if status.counts]
     levels = [verdict.level for verdict in counted]
     counts = ", ".join(

@@ -20,7 +20,7 @@ REFUSAL = "engine doctor --json — expected one JSON value, found code {code}: 
 
 
 def ask(engine: Sequence[str] = ENGINE) -> dict[str, Any]:
-    """The diagnosis as JSON. Raises InternalError when there is none."""
+    """Run the doctor and return its diagnosis as JSON. Raises InternalError when there is none."""
     return ask_json(["doctor", "--json"], REFUSAL, dict[str, Any], engine)
 
 
@@ -35,11 +35,11 @@ class DoctorFeed:
         self._head = ""
 
     def forget(self) -> None:
-        """Run it again at the next poll."""
+        """Make the next poll run the doctor again."""
         self._rows = None
 
     def poll(self) -> Listing:
-        """Its report, and how old it is. Raises InternalError when there is none."""
+        """Return the doctor's report and its age. Raises InternalError when there is none."""
         if self._rows is None:
             begun_s = time.monotonic()
             fields = ask(self._engine)
@@ -53,7 +53,7 @@ class DoctorFeed:
 
 
 def rows_of(fields: Mapping[str, Any]) -> Iterator[Row]:
-    """The parts of a diagnosis, its verdict first."""
+    """Yield the parts of a diagnosis, its verdict first."""
     level = fields["verdict"]
     missing = [_missing(m) for m in fields["missing"] if m["counts"]]
     unneeded = [_missing(m) for m in fields["missing"] if not m["counts"]]
@@ -115,7 +115,7 @@ def _missing(missing: Mapping[str, Any]) -> list[str]:
 
 
 def _readings(fields: Mapping[str, Any], indent: str = "  ") -> Iterator[str]:
-    """Numbers with their sources; what is absent with the reason."""
+    """Yield numbers with their sources, and the reasons for absent ones."""
     for name, value in fields.items():
         if name.endswith(("_source", "_absent")) and name.rpartition("_")[0] in fields:
             continue

@@ -42,7 +42,7 @@ SPECS_FOUND = 200
 
 
 def allowed_text(option: Option) -> str:
-    """Which values a setting may have."""
+    """Describe the values that a setting may have."""
     if option.allowed:
         return f"one of {', '.join(option.allowed)}"
     if option.type_name == "bool":
@@ -65,15 +65,15 @@ def allowed_text(option: Option) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is typed after `--set KEY=`."""
+    """Return a value as it is typed after `--set KEY=`."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def assignment(option: Option, text: str) -> str:
-    """`KEY=VALUE` for `--set`. A text is quoted where it would otherwise be read as a number or a
-    truth value."""
+    """Return `KEY=VALUE` for `--set`. A text is quoted where it would otherwise be read as a number or a
+    boolean."""
     _, value = parse_set(f"{option.key}={text}")
     if option.type_name == "str" and not isinstance(value, str):
         text = json.dumps(text)
@@ -103,12 +103,12 @@ class Draft:
     text: str = ""
     tree: Mapping[str, Any] = field(default_factory=dict)
     environment: tuple[str, ...] = ()
-    """The settings that the environment gives, as `KEY=VALUE`; the engine reads them by itself."""
+    """Settings from the environment, as `KEY=VALUE`; the engine reads them by itself."""
     edits: Mapping[str, str] = field(default_factory=dict)
     """What was typed, by key."""
 
     def edited(self, key: str, text: str | None) -> Draft:
-        """With another value of a setting; None undoes what was typed."""
+        """Return the draft with another value of a setting; None undoes what was typed."""
         edits = {name: value for name, value in self.edits.items() if name != key}
         if text is not None:
             edits[key] = text
@@ -116,16 +116,16 @@ class Draft:
 
     @property
     def sets(self) -> list[str]:
-        """The arguments of `--set`."""
+        """Return the arguments of `--set`."""
         return [assignment(OPTIONS[key], text) for key, text in self.edits.items()]
 
     @property
     def command(self) -> str:
-        """The command that starts it."""
+        """Return the command that starts the run."""
         return command_text([*distill_arguments(self.file, self.sets, None), "--detach"])
 
     def build(self, *, check_paths: bool = True) -> tuple[RunSpec | None, tuple[str, ...]]:
-        """The run's settings, or every problem in them as the engine's messages. With `check_paths`, a
+        """Return the run's settings, or every problem in them as the engine's messages. With `check_paths`, a
         path that does not exist is a problem."""
         try:
             spec = build_spec(
@@ -141,7 +141,7 @@ class Draft:
         return spec, ()
 
     def settings(self, problems: Sequence[str] = ()) -> list[Setting]:
-        """Every setting with its value and where that comes from."""
+        """Return every setting with its value and the value's source."""
         given = dict(parse_set(argument) for argument in self.environment)
         lines = key_lines(self.text)
         found = []
@@ -161,7 +161,7 @@ class Draft:
         return found
 
     def save_as(self, path: Path) -> Draft:
-        """Write all settings as a new spec file; the draft of that file. Raises BadInput when it
+        """Write all settings as a new spec file, and return the draft of that file. Raises BadInput when it
         exists, or when a setting has a problem."""
         spec, problems = self.build()
         if spec is None:
@@ -175,16 +175,16 @@ class Draft:
 
 
 def open_draft(file: Path, environ: Mapping[str, str] = os.environ) -> Draft:
-    """The draft of a spec file. Raises BadInput when the file is no TOML."""
+    """Open the draft of a spec file. Raises BadInput when the file is not TOML."""
     tree, text = read_spec(file)
     return Draft(file=file, text=text, tree=tree, environment=tuple(sets_from_environment(environ)))
 
 
 def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft:
-    """A draft with the settings of a run, under a new name in the same folder.
+    """Make a draft with the settings of a run, under a new name in the same folder.
 
-    It is the run's spec file with its settings over it, or, where that was moved or changed, the copy
-    in the run folder. Raises BadInput when the settings of the run cannot be read.
+    It is the run's spec file with its settings applied, or the copy in the run folder if that file was moved
+    or changed. Raises BadInput when the settings of the run cannot be read.
     """
     try:
         effective = run.read_effective()
@@ -217,9 +217,9 @@ def _of(spec: RunSpec, key: str) -> Any:
 
 
 def free_name(folder: Path, name: str) -> str:
-    """`name-2`, or the first number that no folder has yet."""
+    """Return `name-2`, or the first number that no folder has yet."""
     stem, _, number = name.rpartition("-")
-    # A date is not a counter.
+    # A date in a name is not a counter.
     stem, first = (
         (stem, int(number)) if stem and number.isdigit() and len(number) < 4 else (name, 1)
     )
@@ -228,7 +228,7 @@ def free_name(folder: Path, name: str) -> str:
 
 
 def find_specs(folders: Sequence[Path]) -> list[Path]:
-    """The spec files in some folders and in the working folder, newest first; last the demo's."""
+    """Return the spec files in some folders and in the working folder, newest first, and the demo's last."""
     found: dict[str, Path] = {}
     for folder in (Path(), *folders):
         for path in _tomls(folder):

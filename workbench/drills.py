@@ -60,7 +60,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A result, and where it is."""
+    """A result and its location."""
 
     result: Result
     file: Path
@@ -69,19 +69,19 @@ class Found:
 
     @property
     def run(self) -> Path | None:
-        """The folder of its run, where that was kept."""
+        """Return the folder of its run, if that was kept."""
         folder = self.file.parent / self.result.drill
         return folder if is_run(folder) else None
 
 
 def known_drills(engine: Sequence[str] = ENGINE) -> tuple[Known, ...]:
-    """Every drill. Raises InternalError when the engine does not list them."""
+    """Return every drill. Raises InternalError when the engine does not list them."""
     return ask_json(["drill", "--list", "--json"], REFUSAL, tuple[Known, ...], engine)
 
 
 def results_in(*folders: Path) -> dict[str, Found]:
-    """The newest result of each drill in files *.json of some folders and of the folders in them. A
-    file that holds no results of drills is left out."""
+    """Return the newest result of each drill from the *.json files of some folders and their subfolders. A file
+    without results of drills is skipped."""
     newest: dict[str, Found] = {}
     for file in _files(folders):
         try:
@@ -101,7 +101,7 @@ def results_in(*folders: Path) -> dict[str, Found]:
 
 
 def _rank(found: Found) -> tuple[bool, float]:
-    """A result that could be judged outranks a newer one that could not."""
+    """Rank a result: one that could be judged outranks a newer one that could not."""
     return found.result.level != "unknown", found.at_unix_s or 0.0
 
 
@@ -125,7 +125,7 @@ class DrillsFeed:
         self.results: dict[str, Found] = {}
 
     def poll(self) -> Listing:
-        """The list of them. Raises InternalError when the engine does not list them."""
+        """Return the list of drills. Raises InternalError when the engine does not list them."""
         if self._known is None:
             self._known = known_drills(self._engine)
         self.results = results_in(*self._folders)
@@ -189,10 +189,10 @@ def _when(result: Result) -> str:
 
 
 def drill_arguments(id_: str, folder: Path) -> list[str]:
-    """The arguments that carry out one drill and keep its run in `folder`."""
+    """Return the arguments that carry out one drill and keep its run in `folder`."""
     return ["drill", id_, "--out", str(folder), "--keep"]
 
 
 def new_folder(id_: str, folder: Path = DRILLS) -> Path:
-    """Where the results of a drill that starts now go."""
+    """Return the folder for the results of a drill that starts now."""
     return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{id_}"

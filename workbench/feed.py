@@ -1,11 +1,11 @@
 """Frozen snapshots of one run for its screen. (`runs_feed` makes one row for each of many runs.)
 
-A feed is polled from one thread and hands out values that never change afterwards, so that a screen
-in another thread can draw them without locks. What walks a long column (pace, time left) is computed
-here, in the polling thread: the storage of a table goes on growing behind the snapshot.
+A feed is polled from one thread and returns values that never change afterwards, so that a screen in another
+thread can draw them without locks. Whatever iterates over a long column (pace, time left) is computed here,
+in the polling thread, because the storage of a table keeps growing behind the snapshot.
 
-A log that cannot be read never raises: its problem becomes the text of `error`, with the state
-`unreadable`, and the view keeps what was read before.
+A log that cannot be read never raises: its problem becomes the text of `error`, with the state `unreadable`,
+and the view keeps what was read before.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Snapshot:
     state: str
     """The state of the view; `unreadable` when there is an error, `reading` while `behind`."""
     status: str
-    """The status of the run in one line."""
+    """Status of the run in one line."""
     now_unix_s: float
     error: str | None
     behind: bool
-    """True while a long log is still being read: the next poll will know more without anything new
-    being written."""
+    """True while a long log is still being read: the next poll will know more without any new lines being
+    written."""
     log: Log
-    """Every line there is."""
+    """Every line of the logs."""
     share_read: float = 1.0
     """How much of the logs has been read, 0 to 1."""
 
@@ -65,7 +65,7 @@ class Snapshot:
 def catch_up(follower: Follower, until_s: float, monotonic: Callable[[], float]) -> bool:
     """Read what is new; False when the time ran out before the end.
 
-    Raises the fault of a log after all three have been read as far as possible.
+    Raises BrokenLog after all three logs have been read as far as possible.
     """
     fault: RunLogError | None = None
     while True:
@@ -116,7 +116,7 @@ class RunFeed:
         """Polls since the last one that reached the end; None before the first."""
 
     def poll(self) -> Snapshot:
-        """The run as it is now."""
+        """Return the run as it is now."""
         follower, error, caught_up = self._follower, None, True
         try:
             _check_exists(self.run)
@@ -130,7 +130,7 @@ class RunFeed:
         state, status = follower.state, status_text(view, alive)
         share_read = 1.0 if caught_up else follower.share_read
         if error is not None or not caught_up:
-            # The rest of the log may contradict the state that the view has so far.
+            # The rest of the log may contradict the state of the view so far.
             state = READING if error is None else UNREADABLE
             words = f"{state.upper()} {share_read:.0%}" if state == READING else state.upper()
             status = " | ".join([words, *status.split(" | ")[1:]])
@@ -148,7 +148,7 @@ class RunFeed:
         )
 
     def _budget(self) -> float:
-        """Seconds that this poll may read."""
+        """Return the seconds that this poll may spend on reading."""
         if self._behind is None:
             return min(self._budget_s, FIRST_BUDGET_S)
         return self._budget_s * min(2 << self._behind, LONGEST)

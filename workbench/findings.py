@@ -1,14 +1,14 @@
 """Findings as rows: the list of findings, and one finding as a tree.
 
-A finding has a row for each node of the chain, with its evidence and alternatives below it; the details
-of evidence are opened at its window. A node that answers two whys is expanded under the first and only
+A finding has a row for each node of the chain, with its evidence and alternatives below it; the details of
+evidence are opened at its window. A node that answers two whys is expanded under the first and only
 referenced under the second. The status of a row is shown as a word and as a sign:
 
     * observed    + supported    x refuted    ? unverified
     > evidence    ! evidence that was changed, or an alternative that holds    / excluded
     - withdrawn: struck through
 
-What may be done to one is in `engine.findings.changes`.
+The actions on a finding are in `engine.findings.changes`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from workbench.traces import Trace, buckets_of
 
 EVIDENCE = "evidence"
 NEW = "new"
-"""The choice that begins a new finding."""
+"""The choice that starts a new finding."""
 NONE = """\
 No finding in {folders} yet.
 
@@ -72,18 +72,18 @@ HEAD = "finding"
 """Key of the first row: the finding as a whole."""
 
 
-# The list
+# The list.
 
 
 class FindingsFeed:
-    """The findings in some folders; one is read again when its file has changed."""
+    """Reads the findings in some folders; one is read again when its file has changed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(folders)
         self._rows: dict[Path, tuple[object, Row]] = {}
 
     def poll(self) -> Listing:
-        """The list of them, newest first."""
+        """Return the list of findings, newest first."""
         rows = []
         for bundle in (bundle for folder in self.folders for bundle in find_bundles(folder)):
             stat = (bundle.path / FINDING).lstat()
@@ -126,7 +126,7 @@ def _row(bundle: Bundle) -> Row:
 
 
 def open_findings(folders: Sequence[Path]) -> dict[str, Path]:
-    """Name and folder of each readable finding, newest first."""
+    """Return name and folder of each readable finding, newest first."""
     found: dict[str, Path] = {}
     for bundle in (bundle for folder in folders for bundle in find_bundles(folder)):
         try:
@@ -140,9 +140,9 @@ def open_findings(folders: Sequence[Path]) -> dict[str, Path]:
 def keep_flip(
     flip: Path, folder: Path, *, finding: Path | None, name: str, claim: str, under: str, says: Says
 ) -> str:
-    """Add the verdict of a flip to a finding; returns where it is. Raises BadInput, RunLogError.
+    """Add the verdict of a flip to a finding; returns its location. Raises BadInput, RunLogError.
 
-    Without `finding` a new one of that `name` begins with the claim. Else `under` is a node (`n2`), or
+    Without `finding`, a new one called `name` starts with the claim. Otherwise `under` is a node (`n2`), or
     `of n1`: then the claim is added as an answer to why n1 is so, with the flip under it.
     """
 
@@ -157,11 +157,11 @@ def keep_flip(
     return f"{finding.name}: {changes.link(Bundle(finding), node, take, says=says, **where).said}"
 
 
-# One finding
+# One finding.
 
 
 class FindingFeed:
-    """One finding, checked again when one of its files has changed, or after `forget`."""
+    """Reads one finding; it is verified again when one of its files has changed, or after `forget`."""
 
     def __init__(self, path: Path, *, ascii_only: bool = False) -> None:
         self.path, self._ascii_only = path, ascii_only
@@ -171,11 +171,11 @@ class FindingFeed:
         """As of the last poll; None where it cannot be read."""
 
     def forget(self) -> None:
-        """Check every byte again at the next poll."""
+        """Verify every byte again at the next poll."""
         self._seen = None
 
     def poll(self) -> Listing:
-        """Its tree. Damage is shown in the tree, not raised."""
+        """Return its tree. Damage is shown in the tree, not raised."""
         seen = _fingerprint(self.path)
         if self._listing is None or seen != self._seen:
             checked = check_bundle(Bundle(self.path))
@@ -196,7 +196,7 @@ def _fingerprint(path: Path) -> object:
 
 
 def listing_of(checked: Checked, *, ascii_only: bool) -> Listing:
-    """A finding that was checked, as rows."""
+    """Return the rows of a verified finding."""
     verdict, finding = checked.verdict, checked.finding
     said = f"{verdict.level.name}: {one_line(verdict.reason)}"
     first = Row(
@@ -210,7 +210,7 @@ def listing_of(checked: Checked, *, ascii_only: bool) -> Listing:
 
 
 def _section(title: str, lines: Iterable[object]) -> list[str]:
-    """A heading with its lines; empty where there are no lines."""
+    """Return a heading with its lines; empty where there are no lines."""
     found = [f"  {one_line(str(line))}" for line in lines]
     return [title, *found] if found else []
 
@@ -376,7 +376,7 @@ def _alternative_row(node: Node, alternative: Alternative, depth: int) -> Row:
 
 
 def _attached_lines(piece: Piece) -> list[str]:
-    """The artifacts captured with it; stacks in full."""
+    """Return the artifacts captured with the evidence; stacks in full."""
     lines, stacks = [], []
     locator, own = piece.evidence.locator, set[str]()
     if isinstance(locator, CommandRun):
@@ -392,7 +392,7 @@ def _attached_lines(piece: Piece) -> list[str]:
 
 
 def _trace_of(piece: Piece) -> Trace | None:
-    """The metric over the seconds of its window, from 0."""
+    """Return the metric over the seconds of its window, from 0."""
     locator = piece.evidence.locator
     if not isinstance(locator, MetricWindow):
         return None
@@ -403,7 +403,7 @@ def _trace_of(piece: Piece) -> Trace | None:
 
 
 def node_of(finding: Finding, key: str) -> tuple[str, str]:
-    """The node of a row, and the alternative if the row is one."""
+    """Return the node of a row, and the alternative if the row is one."""
     for node in finding.nodes:
         if key.partition("@")[0] in {node.id, *(e.id for e in node.evidence)}:
             return node.id, ""
@@ -413,7 +413,8 @@ def node_of(finding: Finding, key: str) -> tuple[str, str]:
 
 
 def tested_id(finding: Finding, node: str, given: str) -> str:
-    """The alternative that evidence answers: the one given, or the cheapest untested. Raises BadInput."""
+    """Return the alternative that the evidence answers: the given one, or the cheapest untested one. Raises
+    BadInput."""
     named = [n for n in finding.nodes if n.id == node]
     untested = [a for n in named for a in n.alternatives if a.answer is None and is_active(a)]
     if not given and not untested:

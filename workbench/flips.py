@@ -58,13 +58,13 @@ class FlipSnapshot:
     verdict: dict[str, Any] | None
     """The fields of verdict.json; None before there is one."""
     error: str
-    """Why it was refused, or which file could not be read."""
+    """Why the flip was refused, or which file could not be read."""
     controls: tuple[str, ...] = ()
-    """One line for each control run with it: A against A (`same`), A slowed down on purpose (`slow`)."""
+    """One line for each control run: A against A (`same`), and A slowed down on purpose (`slow`)."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is a verdict, and no more will come."""
+        """Whether the verdict is final."""
         return self.plan is not None and self.verdict is not None and not self.going_on
 
     @property
@@ -77,7 +77,7 @@ class FlipSnapshot:
         return "it ended without a verdict" if self.plan else "refused"
 
     def lines(self) -> list[str]:
-        """The plan, a line for each pair, and one for each control."""
+        """Return the plan, a line for each pair, and one for each control."""
         if self.plan is None:
             return []
         table = [pair_heading(self.plan)] if self.pairs else []
@@ -88,18 +88,19 @@ class FlipSnapshot:
 
 
 class FlipFeed:
-    """Follows one flip; `started` is its process, where this program started it."""
+    """Follows one flip; `started` is its process, if this program started it."""
 
     def __init__(self, folder: Path, started: StartedFlip | None = None) -> None:
         self.folder = folder
         self._started = started
 
     def poll(self) -> FlipSnapshot:
-        """The flip as it is now."""
+        """Return the flip as it is now."""
         plan, verdict, error = None, None, ""
         pairs: tuple[Pair, ...] = ()
         controls: tuple[str, ...] = ()
-        # Checked first: a flip that ends while it is read is seen as ended at the next poll, with its verdict.
+        # Checked first: a flip that ends while it is read is reported as ended at the next poll, with its
+        # verdict.
         going_on = self._goes_on()
         try:
             if (self.folder / "pairs.jsonl").is_file():
@@ -149,7 +150,7 @@ class FlipFeed:
 
 
 def _controls(folder: Path) -> Iterator[str]:
-    """`control slow: 4 pairs, B/A 0.909 [0.900, 0.918]`."""
+    """Yield a line per control: `control slow: 4 pairs, B/A 0.909 [0.900, 0.918]`."""
     for path in sorted((folder / "controls").glob("*")):
         if (path / "pairs.jsonl").is_file():
             plan, pairs = read_plan_of(path), read_pairs(path)
@@ -183,7 +184,7 @@ class Wanted:
         return ""
 
     def plan(self, source: Path) -> list[str]:
-        """The plan that `engine flip` would register, as lines, for a form without a problem. Raises
+        """Return the plan that `engine flip` would register, as lines, for a form without a problem. Raises
         BadInput where no plan can be made."""
         plan = make_plan(
             source,
@@ -197,8 +198,8 @@ class Wanted:
         return _without_seed(plan_lines(plan))
 
     def check(self, source: Path, flips: Path) -> list[str]:
-        """The plan and its cost, from the engine, which checks the inputs of both arms. Raises BadInput
-        or UsageError for a flip that would be refused."""
+        """Return the plan and its cost from the engine, which checks the inputs of both arms. Raises BadInput or
+        UsageError for a flip that would be refused."""
         return _without_seed(check_flip(self.arguments(source, self.folder(flips))))
 
     def start(self, source: Path, folder: Path) -> StartedFlip:
@@ -206,12 +207,12 @@ class Wanted:
         return start_flip(self.arguments(source, folder), folder)
 
     def folder(self, flips: Path) -> Path:
-        """The folder of a flip that begins now."""
+        """Return the folder of a flip that begins now."""
         knob = self.assignment.partition("=")[0].replace(".", "-") or "flip"
         return (flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
 
     def arguments(self, source: Path, folder: Path) -> list[str]:
-        """The arguments of the engine that start it."""
+        """Return the engine arguments that start it."""
         named = ("hypothesis", "budget", "margin", "steps", "controls")
         values = [(f"--{name}", value) for name in named if (value := getattr(self, name))]
         asked = [("--set", self.assignment), ("--out", str(folder)), *values]
@@ -219,12 +220,12 @@ class Wanted:
 
 
 def _without_seed(lines: Sequence[str]) -> list[str]:
-    """A plan without its hash: the seed is drawn, and with it the hash made, when the flip starts."""
+    """Return a plan without its hash: the seed is drawn when the flip starts, and the hash depends on it."""
     return [line for line in lines if not line.startswith(("plan sha256", "source"))]
 
 
 def going_on(flips: Path, source: Path) -> Path | None:
-    """The running flip of a run, in a folder of flips."""
+    """Return the running flip of a run in a folder of flips; None when there is none."""
     for path in find_flips(flips):
         try:
             if Path(read_plan_of(path).source) == source.absolute() and writer_is_alive(
@@ -237,14 +238,14 @@ def going_on(flips: Path, source: Path) -> Path | None:
 
 
 class FlipsFeed:
-    """The flips in some folders, newest first; one that has ended is read again when it changed."""
+    """Reads the flips in some folders, newest first; one that has ended is read again when it changed."""
 
     def __init__(self, folders: Sequence[Path], *, ascii_only: bool = False) -> None:
         self.folders, self._ascii_only = tuple(folders), ascii_only
         self._rows: dict[Path, tuple[object, Row]] = {}
 
     def poll(self) -> Listing:
-        """The list of them."""
+        """Return the list of flips."""
         rows = [self._row(path) for folder in self.folders for path in find_flips(folder)]
         words = ", ".join(map(str, self.folders))
         count = f"{len(rows)} flip{'' if len(rows) == 1 else 's'}"
@@ -262,13 +263,13 @@ class FlipsFeed:
             return known[1]
         snapshot = FlipFeed(path).poll()
         row = row_of(snapshot, ascii_only=self._ascii_only)
-        # A running flip changes without these files: it is read again.
+        # A running flip changes without these files, so it is read again.
         self._rows[path] = (None if snapshot.going_on else seen, row)
         return row
 
 
 def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:
-    """A flip in a list."""
+    """Return a flip as a row of a list."""
     name = snapshot.folder.name
     if snapshot.error:
         text = f"{name}  cannot be read"
@@ -298,7 +299,7 @@ def _tone(snapshot: FlipSnapshot) -> Tone:
 
 
 def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[str]:
-    """All of a flip: its state, verdict with class and controls, plan and pairs."""
+    """Return all lines of a flip: its state, verdict with class and controls, plan and pairs."""
     drawn = ASCII if ascii_only else UNICODE
     lines = [f"{snapshot.folder.name}: {snapshot.state}"]
     if snapshot.verdict is not None:

@@ -1,8 +1,8 @@
 """Engine commands that a key starts and a screen follows, each in its own process.
 
-The output of a command goes to a file that is read again at each poll, so a screen that was left and
-opened again shows the same text. The process has its own session: closing the workbench or its terminal
-does not end it.
+The output of a command goes to a file that is read again at each poll, so a screen that was closed and opened
+again shows the same text. The process has its own session: closing the workbench or its terminal does not end
+it.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Job:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code; None while the command runs."""
         return self._process.poll()
 
     def stop(self) -> None:
-        """As Ctrl-C would, for the command and what it started in its session."""
+        """Interrupt the command and everything it started in its session, as Ctrl-C would."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGINT)
 
     def lines(self) -> tuple[str, ...]:
-        """The command, its state, and the end of its output."""
+        """Return the command, its state, and the end of its output."""
         alive = self.is_alive
         took = format_seconds((self._ended_s or time.monotonic()) - self._begun_s)
         state = f"running, {took}" if alive else f"{_ending(self.code)} after {took}"
@@ -76,13 +76,13 @@ def _ending(code: int | None) -> str:
 
 
 class Jobs:
-    """The commands that this workbench started: at most one of a name at a time."""
+    """The commands that this workbench started: at most one per name at a time."""
 
     def __init__(self) -> None:
         self._newest: dict[str, Job] = {}
 
     def of(self, name: str) -> Job | None:
-        """The newest command of a name."""
+        """Return the newest command of a name."""
         return self._newest.get(name)
 
     def start(self, name: str, arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> Job:

@@ -1,9 +1,9 @@
-"""Starting, stopping and resuming runs: exactly what a shell would run, in its own process.
+"""Start, stop and resume runs with the commands that a shell would run, each in its own process.
 
-Nothing here waits for training. `--detach` returns as soon as the run continues without its parent and
-prints the path of its folder as the only line on stdout; an exit code of the engine becomes the error of
-that code with the message that it printed. The child has its own session, so that closing the terminal
-of a screen cannot reach it.
+Nothing here waits for training. `--detach` returns as soon as the run continues without its parent and prints
+the path of its folder as the only line on stdout. An exit code of the engine becomes the error of that code
+with the message that it printed. The child has its own session, so that closing the terminal of a screen
+cannot reach it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def distill_arguments(spec: Path, sets: Sequence[str], out: Path | None) -> list[str]:
-    """The arguments of `engine distill` for a new run."""
+    """Return the arguments of `engine distill` for a new run."""
     arguments = ["distill", str(spec)]
     for assignment in sets:
         arguments += ["--set", assignment]
@@ -47,15 +47,15 @@ def start_run(
 def check_run(
     spec: Path, sets: Sequence[str], out: Path | None = None, *, engine: Sequence[str] = ENGINE
 ) -> str:
-    """The report of `engine distill --check` on a valid spec and its inputs; BadInput with everything
-    that is wrong otherwise. Nothing is started and nothing is written."""
+    """Return the report of `engine distill --check` on a valid spec and its inputs. Raises BadInput with
+    everything that is wrong otherwise. Nothing is started and nothing is written."""
     return _run([*distill_arguments(spec, sets, out), "--check"], engine).stderr.strip()
 
 
 def resume_arguments(
     run: RunFolder, *, allow_fallback: bool = False, allow_change: Sequence[str] = ()
 ) -> list[str]:
-    """The arguments of `engine distill` that continue a run."""
+    """Return the arguments of `engine distill` that continue a run."""
     arguments = ["distill", "--resume", str(run.path)]
     arguments += ["--allow-fallback"] if allow_fallback else []
     for key in allow_change:
@@ -80,12 +80,12 @@ def resume_run(
 
 
 def command_text(arguments: Sequence[str]) -> str:
-    """The command as it is typed in a shell."""
+    """Return the command as it is typed in a shell."""
     return shlex.join(["engine", *arguments])
 
 
 def stop_run(run: RunFolder, *, engine: Sequence[str] = ENGINE) -> str:
-    """Ask a run to stop; returns what the engine said."""
+    """Ask a run to stop; returns the engine's message."""
     return _run(["stop", str(run.path)], engine).stderr.strip()
 
 
@@ -100,7 +100,7 @@ class StartedFlip:
         return self._process.poll() is None
 
     def said(self) -> str:
-        """Why it ended without a verdict: the error that it printed, and the hint below it."""
+        """Return why it ended without a verdict: the error that it printed, and the hint below it."""
         lines = self._words.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if not lines:
             return f"engine flip ended with code {self._process.returncode}"
@@ -114,8 +114,8 @@ class StartedFlip:
 
 
 def check_flip(arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> list[str]:
-    """The report of `engine flip --dry-run` on a flip that can be started: its plan and its cost.
-    The inputs of both arms are checked and nothing is started. Raises BadInput for one that is refused."""
+    """Return the report of `engine flip --dry-run` on a flip that can be started: its plan and its cost. The
+    inputs of both arms are checked and nothing is started. Raises BadInput for one that is refused."""
     return _run([*arguments, "--dry-run"], engine).stderr.strip().splitlines()
 
 
@@ -137,7 +137,7 @@ def start_flip(arguments: Sequence[str], folder: Path) -> StartedFlip:
 def spawn(
     arguments: Sequence[str], output: BinaryIO, engine: Sequence[str] = ENGINE
 ) -> subprocess.Popen[bytes]:
-    """Start an engine command that outlives this program; all that it prints goes to `output`."""
+    """Start an engine command that outlives this program, with all its output going to `output`."""
     return subprocess.Popen(
         [*engine, *arguments],
         stdin=subprocess.DEVNULL,
@@ -150,8 +150,8 @@ def spawn(
 def ask_json(
     arguments: Sequence[str], refusal: str, type_: type[T], engine: Sequence[str] = ENGINE
 ) -> T:
-    """The JSON value that an engine command prints. Raises InternalError when there is none, in the words
-    of `refusal` with its exit `code` and what it `said`."""
+    """Return the JSON value that an engine command prints. Raises InternalError when there is none, with the
+    text `refusal` formatted with the exit `code` and with the output as `said`."""
     done = subprocess.run(
         [*engine, *arguments], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
@@ -173,8 +173,7 @@ def _detached(arguments: Sequence[str], engine: Sequence[str]) -> RunFolder:
 
 
 def _run(arguments: Sequence[str], engine: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """An engine command that succeeded; a failure is raised as the engine error that has its exit
-    code."""
+    """Run an engine command that has to succeed; a failure is raised as the engine error with its exit code."""
     done = subprocess.run(
         [*engine, *arguments],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Evidence from two typed lines: where it is, and which part of it is meant.
+"""Parse evidence from two typed lines: where it is, and which part of it is meant.
 
     where                          which part
     runs/kd-1                      metric loss | metric loss 3-9 | events 3-9 | device 3-9 | watch 3-9
@@ -8,7 +8,7 @@
     ! COMMAND                      (nothing) | exit 0 | text SOMETHING: what a reproduction must show
     : WHAT A PERSON SAYS           (nothing)
 
-It is the same as `engine why link` with its options.
+The result is that of `engine why link` with its options.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTS = "metric loss 3-9, events 3-9, device 3-9, watch 3-9, time 10-20, exit, o
 
 
 def captured(where: str, part: str = "") -> Capture:
-    """The evidence that is meant; runs the command if it is one. Raises BadInput or RunLogError."""
+    """Capture the evidence that is meant; runs the command if it is one. Raises BadInput or RunLogError."""
     where, words, redactor = where.strip(), part.split(), Redactor()
     if where.startswith("!"):
         return _command(where[1:].strip(), part.strip(), redactor)

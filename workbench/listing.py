@@ -26,20 +26,20 @@ class Row:
     """One line of a list, and its details."""
 
     key: str
-    """The same for the same thing from poll to poll."""
+    """Identifies the row from poll to poll."""
     text: str
     name: str = ""
-    """Drawn before the text in its own column, which is cut first: a narrow list loses the middle of names
-    before it loses a verdict."""
+    """Drawn before the text in a column of its own. That column is cut first, so that a narrow list shortens
+    names before it loses a verdict."""
     tone: Tone = "plain"
     sign: str = ""
-    """One character before the text; that of the tone where it is empty."""
+    """One character before the text; the sign of the tone when empty."""
     struck: bool = False
-    """Whether it was withdrawn: drawn struck through."""
+    """Whether the entry was withdrawn: drawn struck through."""
     lines: tuple[str, ...] = ()
     """Details. A line that does not begin with a space is a heading of those that do."""
     trace: Trace | None = None
-    """A plot over the details."""
+    """A plot above the details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,14 @@ class Listing:
     head: str
     rows: tuple[Row, ...] = ()
     empty: str = ""
-    """What to do to get a row, where there is none."""
+    """What to do to get a row, when there is none."""
     job: tuple[str, ...] = ()
     """The newest output of a command that a key started; empty without one."""
     job_runs: bool = False
 
 
 def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
-    """The folders called `name` to search: here, and beside and inside each of some folders."""
+    """Return the folders called `name` to search: here, and beside and inside each of some folders."""
     found = {Path(name).resolve(): Path(name)}
     for folder in folders:
         for place in (folder / name, folder.parent / name):
@@ -66,14 +66,14 @@ def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
 
 
 def with_job(listing: Listing, job: Job | None) -> Listing:
-    """A list with the newest output of a command below it."""
+    """Return the list with the newest output of a command below it."""
     if job is None:
         return listing
     return replace(listing, job=job.lines(), job_runs=job.is_alive)
 
 
 def age_text(age_s: float | None) -> str:
-    """How long ago something was: days and hours, or less; `never` where there is no time."""
+    """Format how long ago something was: days and hours, or less; `never` where there is no time."""
     if age_s is None:
         return "never"
     days, hours = divmod(int(max(0.0, age_s)) // 3600, 24)

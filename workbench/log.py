@@ -31,7 +31,7 @@ STEP_WORDS = (
 
 
 class Parts:
-    """The lines between two points of a log, decoded when asked for; the newest PARTS_KEPT are kept."""
+    """Decodes the lines between two points of a log on request; the newest PARTS_KEPT parts are kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class Parts:
         self._lock = Lock()
 
     def raw(self, begin: Point, end: Point) -> list[bytes]:
-        """The lines as bytes; fewer when the file was truncated meanwhile."""
+        """Return the lines as bytes; fewer when the file was truncated meanwhile."""
         try:
             with open_plain(self._path) as file:
                 file.seek(begin.offset)
@@ -49,7 +49,7 @@ class Parts:
         return block.split(b"\n")[: end.number - begin.number]
 
     def lines(self, begin: Point, end: Point) -> tuple[LogLine, ...]:
-        """The lines, decoded; a line that can no longer be read says so."""
+        """Return the decoded lines; a line that can no longer be read is replaced by a message."""
         key = begin.offset, end.offset
         with self._lock:
             if key in self._kept:
@@ -100,13 +100,13 @@ class Log:
     """Lines of the trainer's log."""
     asides: tuple[LogLine, ...] = ()
     places: tuple[int, ...] = ()
-    """The line of the trainer's log that each aside precedes."""
+    """For each aside, the line of the trainer's log that it precedes."""
 
     def __len__(self) -> int:
         return self.count + len(self.asides)
 
     def lines(self, start: int, stop: int) -> list[LogLine]:
-        """Rows [start, stop)."""
+        """Return rows [start, stop)."""
         found: list[LogLine] = []
         for stretch in self._stretches(start, stop):
             if isinstance(stretch, _Aside):
@@ -118,7 +118,7 @@ class Log:
         return found
 
     def _stretches(self, start: int, stop: int) -> Iterator[_Aside | _Stretch]:
-        """Rows [start, stop) as asides, and as stretches of the trainer's lines that are read together."""
+        """Yield rows [start, stop) as asides, and as stretches of the trainer's lines that are read together."""
         row, stop = max(0, start), min(stop, len(self))
         while row < stop:
             aside, number = self._at(row)
@@ -135,7 +135,7 @@ class Log:
             row += last - number
 
     def _at(self, row: int) -> tuple[int | None, int]:
-        """The aside at a row, or None; and the line of the trainer there, or that follows it."""
+        """Return the aside at a row, or None, and the trainer's line there or next after it."""
         low, high = 0, len(self.places)
         while low < high:
             middle = (low + high) // 2
@@ -148,20 +148,20 @@ class Log:
         return None, row - low
 
     def row_at(self, unix_s: float) -> int:
-        """The number of rows up to a time."""
+        """Return the number of rows up to a time."""
         asides = bisect_right([line.unix_s for line in self.asides], unix_s)
         number = _number_at(self.parts, self.points, self.count, unix_s)
         return number + asides
 
     def until(self, unix_s: float) -> Log:
-        """The log as it was at a time."""
+        """Return the log as it was at a time."""
         asides = bisect_right([line.unix_s for line in self.asides], unix_s)
         count = _number_at(self.parts, self.points, self.count, unix_s)
         places = tuple(min(place, count) for place in self.places[:asides])
         return Log(self.parts, self.points, count, self.asides[:asides], places)
 
     def matching(self, start: int, stop: int, pattern: str) -> list[int]:
-        """The rows in [start, stop) whose text a filter shows.
+        """Return the rows in [start, stop) whose text matches a filter.
 
         Steps, which are almost all lines, are decoded only where the filter could tell them apart.
         """
@@ -197,7 +197,7 @@ def _number(point: Point) -> int:
 
 
 def _number_at(parts: Parts, points: Sequence[Point], count: int, unix_s: float) -> int:
-    """The number of lines of the trainer's log up to a time."""
+    """Return the number of lines of the trainer's log up to a time."""
     index = bisect_right(points, unix_s, key=lambda point: point.unix_s)
     # Every line before points[index - 1] is early enough; those between the two points are checked.
     if index >= len(points):
@@ -225,14 +225,14 @@ class LogBook:
         self._newest: Log | None = None
 
     def log(self, asides: tuple[LogLine, ...]) -> Log:
-        """The log as far as it has been read; the same value as before when nothing is new."""
+        """Return the log as far as it has been read; the same value as before when nothing is new."""
         count, newest = self._reader.lines_read, self._newest
         if newest is not None and newest.count == count and newest.asides is asides:
             return newest
         points = self._reader.points
         known = 0
         if asides[: len(self._asides)] == self._asides and newest is not None:
-            # A place before a line is final; one after the last line is looked up again.
+            # The position of an aside before a line is final; after the last line it is looked up again.
             known = bisect_left(self._places, newest.count)
         places = self._places[:known]
         for line in asides[known:]:
@@ -244,8 +244,8 @@ class LogBook:
 
 
 def matches(text: str, pattern: str) -> bool:
-    """Whether a line is to be shown under a filter: words to look for, whatever their case; with `!` before
-    them, words to leave out."""
+    """Whether a line matches a filter: words to look for, ignoring case; with `!` before them, words to leave
+    out."""
     if pattern.startswith("!"):
         return len(pattern) == 1 or pattern[1:].casefold() not in text.casefold()
     return pattern.casefold() in text.casefold()

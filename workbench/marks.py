@@ -32,7 +32,7 @@ PRESSING: tuple[Kind, ...] = (
     "checkpoint",
     "compile",
 )
-"""Priority: of several marks in one column, the first of these is drawn."""
+"""By priority: of several marks in one column, the first of these is drawn."""
 FLIPS = Path("flips")
 LOOK_FOR_FLIPS_S = 5.0
 
@@ -43,14 +43,14 @@ class Happening:
 
     kind: Kind
     step: float
-    """The last step done when it happened; fractions are between two steps."""
+    """The last step done at the time; fractions are between two steps."""
     unix_s: float
     title: str
     lines: tuple[str, ...]
     """All details."""
     alert: AlertRaised | None = None
     folder: Path | None = None
-    """Of a flip."""
+    """The folder of a flip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class FlipLook:
         self._found: tuple[FlipSeen, ...] = ()
 
     def look(self) -> tuple[FlipSeen, ...]:
-        """The flips found; one whose folder cannot be read is left out."""
+        """Return the flips found, without those whose folder cannot be read."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_FOR_FLIPS_S:
             return self._found
@@ -100,7 +100,7 @@ class FlipLook:
 
 
 def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening, ...]:
-    """Every mark, ordered by step."""
+    """Return every mark, ordered by step."""
     steps = view.steps
 
     def step_at(unix_s: float) -> float:
@@ -183,7 +183,7 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
 
 
 def _stretches(faults: Sequence[NonFinite]) -> list[list[NonFinite]]:
-    """Faults of equal or consecutive steps grouped: a run that diverged has one at every step."""
+    """Group faults of equal or consecutive steps: a run that diverged has one at every step."""
     parts: list[list[NonFinite]] = []
     for fault in faults:
         if parts and fault.step - parts[-1][-1].step <= 1:

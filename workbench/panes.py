@@ -29,13 +29,13 @@ from workbench.feed import Snapshot
 
 
 def device_words(snapshot: Snapshot) -> list[str]:
-    """The newest readings, and where the newest step spent its time."""
+    """Return the newest readings, and the phases of the newest step."""
     ledger = ledger_line(snapshot.view)
     return [*machine_words(snapshot), *([ledger] if ledger else [])]
 
 
 def machine_words(snapshot: Snapshot) -> list[str]:
-    """The newest readings, with their age when they are not current."""
+    """Return the newest readings, with their age when they are not current."""
     view = snapshot.view
     newest = [view.hosts.last("unix_s"), *(t.last("unix_s") for t in view.gpu_tables.values())]
     times = [unix_s for unix_s in newest if unix_s is not None]
@@ -47,13 +47,13 @@ def machine_words(snapshot: Snapshot) -> list[str]:
 
 
 RECENT = 200
-"""The pace is taken from this many of the newest steps of the session."""
+"""Number of the session's newest steps from which the pace is taken."""
 PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer", "idle")
 """In the order of a step."""
 
 
 def ledger_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
-    """Pace, the phases of the newest step as bars, and the share of the device's peak."""
+    """Return the pace, the phases of the newest step as bars, and the share of the device's peak."""
     return [
         *_pace_lines(snapshot.view),
         *_bars(snapshot.view, width, ascii_only),
@@ -111,30 +111,30 @@ def _bound(view: RunView) -> list[str]:
 
 
 def decision_words(snapshot: Snapshot) -> list[str]:
-    """Every automatic choice with its reason, the rejected values, and how to override it."""
+    """Return every automatic choice with its reason, the rejected values, and how to override it."""
     if not snapshot.view.decisions:
         return ["no decision logged yet"]
     return [line for decision in snapshot.view.decisions for line in decision_lines(decision)]
 
 
 def check_words(snapshot: Snapshot) -> list[str]:
-    """The first-minute checks: failed, then unknown, then passed."""
+    """Return the first-minute checks: failed, then unknown, then passed."""
     return check_lines(snapshot.view)
 
 
 def kernel_words(snapshot: Snapshot) -> list[str]:
-    """The kernel caches: hits, misses, and each compile, newest first."""
+    """Return the kernel caches: hits, misses, and each compile, newest first."""
     return kernel_lines(snapshot.view)
 
 
 def alert_words(snapshot: Snapshot) -> list[str]:
-    """The active alerts."""
+    """Return the active alerts."""
     lines = [line for alert in snapshot.view.alerts.values() for line in alert_lines(alert)]
     return lines or ["no active alerts"]
 
 
 def result_words(snapshot: Snapshot) -> list[str]:
-    """How the run ended, its results, and its folder."""
+    """Return how the run ended, its results, and its folder."""
     view = snapshot.view
     lines = []
     if not snapshot.has_ended:
@@ -181,7 +181,7 @@ class Pane:
     id: str
     title: str
     words: Words | None = None
-    """None where the terminal has a special widget: the time line and the log."""
+    """None where the terminal has a special widget: the timeline and the log."""
     fitted: Callable[[Snapshot, int, bool], list[str]] | None = None
     """Instead of `words`: lines made for a width in cells, in ASCII only if asked."""
     label: str = ""
@@ -189,9 +189,10 @@ class Pane:
     help: str = ""
     """Markdown: a heading, and what the pane shows."""
     column: Literal["left", "right", "below"] = "right"
-    """Where it is on a large terminal."""
+    """Its position on a large terminal."""
     when: Literal["always", "ended", "alerts", "tall", "chosen"] = "chosen"
-    """When a large terminal shows it unchosen: at the end of the run, with an active alert, on many rows."""
+    """When a large terminal shows it without being chosen: at the end of the run, with an active alert, with
+    many rows."""
     page: int | None = LAST
     """Its rank on the notebook's page; None where the page does not show it."""
     page_words: Words | None = None
@@ -199,12 +200,12 @@ class Pane:
 
     @property
     def name(self) -> str:
-        """Its name in tabs and keys."""
+        """The name in tabs and keys."""
         return self.label or self.id
 
     @property
     def key(self) -> str:
-        """The key that chooses it: its place in the table as a digit, and F10 and so on after the ninth."""
+        """The key that chooses it: its position in the table as a digit, and F10 and so on after the ninth."""
         place = 1 + [pane.id for pane in PANES].index(self.id)
         return str(place) if place <= 9 else f"f{place}"
 
@@ -213,7 +214,7 @@ class Pane:
         return self.words is not None or self.fitted is not None
 
     def lines(self, snapshot: Snapshot, ascii_only: bool, width: int) -> list[str]:
-        """Its lines for a width in cells."""
+        """Return its lines for a width in cells."""
         if self.fitted is not None:
             return self.fitted(snapshot, max(width, LEAST_WIDTH), ascii_only)
         return [] if self.words is None else self.words(snapshot)
@@ -260,12 +261,12 @@ PANES: tuple[Pane, ...] = (
 
 
 def pane_of(id_: str) -> Pane:
-    """The pane of that id."""
+    """Return the pane with that id."""
     return next(pane for pane in PANES if pane.id == id_)
 
 
 def page_panes() -> dict[str, Words]:
-    """The panes of the notebook's page in order, each with the function that makes its lines."""
+    """Return the panes of the notebook's page in order, each with the function that makes its lines."""
     shown = sorted((p.page, n, p) for n, p in enumerate(PANES) if p.page is not None)
     found = {pane.id: pane.page_words or pane.words for _, _, pane in shown}
     return {id_: words for id_, words in found.items() if words is not None}

@@ -1,9 +1,9 @@
 """The workbench in a notebook: `from workbench.notebook import Live, Flip, Whys, Compare, Contracts, Doctor`.
 
-Each returns at once and shows a widget; what it shows comes from run folders through the same feed as the
-terminal's, polled in a thread of its own, so the kernel stays free and nothing here touches a GPU. No port
-is opened: pages get comm messages and nothing else. `close()` ends the thread and the comms; the run, or
-the flip, goes on.
+Each returns at once and shows a widget. The content comes from run folders through the same feeds as the
+terminal's, polled in a thread of its own, so the kernel stays free and nothing here touches a GPU. No port is
+opened: pages get comm messages and nothing else. `close()` ends the thread and the comms; the run, or the
+flip, continues.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compare: several runs in one figure, to keep.
+"""Compare: several runs in one figure that stays in the notebook.
 
-A plotly figure: static data, thinned, no comm; it zooms in a page and is part of the notebook. Beside it,
-for pages that have no plotly, the same losses as SVG and the runs as text.
+The figure is made by plotly: static data, thinned, no comm; it can be zoomed in a page and is part of the
+notebook. Beside it, for pages without plotly, are the same losses as SVG and the runs as text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLUMNS = ("loss", "step_s")
 
 
 class Compare:
-    """Runs side by side, as they are when it is made."""
+    """Runs side by side, as they were when it was made."""
 
     def __init__(self, runs: Sequence[str | Path]) -> None:
         if isinstance(runs, str | Path) or not runs:
@@ -38,7 +38,7 @@ class Compare:
         )
 
     def figure(self) -> Figure:
-        """Loss and step time over steps, a colour a run; needs plotly."""
+        """Return a figure of loss and step time over steps, one colour per run; needs plotly."""
         from plotly.subplots import make_subplots
 
         figure = make_subplots(rows=1, cols=2, subplot_titles=("loss, nats", "step time, s"))
@@ -47,10 +47,10 @@ class Compare:
                 rows = _rows(snapshot, name)
                 figure.add_scatter(
                     x=[x for x, _ in rows],
-                    # A gap and no bridge where a value is not finite.
+                    # A non-finite value leaves a gap in the line.
                     y=[y if y is not None and math.isfinite(y) else None for _, y in rows],
                     mode="lines",
-                    # A page reads some HTML in names.
+                    # Plotly interprets some HTML in names.
                     name=html.escape(printable(snapshot.run.name)),
                     legendgroup=snapshot.run.name,
                     showlegend=place == 1,
@@ -62,7 +62,7 @@ class Compare:
         return figure
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
-        """The tables of all runs one below the other; `run` says which."""
+        """Return the tables of all runs, one below the other; `run` says which."""
         frames = [frame_of(s.view, what).assign(run=s.run.name) for s in self.snapshots]
         import pandas
 

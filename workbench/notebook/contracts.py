@@ -1,7 +1,7 @@
 """Contracts: what the code promises, with equations, last result and age, as in `engine contracts list`.
 
-Evaluating receipts parses every contract and hashes the code it binds; it starts nothing and runs no test.
-No comm is opened: the cell shows the state when it ran; run it again for the current state.
+Evaluating receipts parses every contract and hashes the code it binds; it starts nothing and runs no test. No
+comm is opened: the cell shows the state when it ran; run it again for the current state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.notebook.outputs import show
 
 
 class Contracts:
-    """The contracts of the project in the folder `root`, or those of them that are named.
+    """The contracts of the project in the folder `root`, or the named ones among them.
 
         Contracts()                        every contract, each with its equations folded out by a click
         Contracts("kd-loss-v1").verdict    as a value
@@ -40,21 +40,21 @@ class Contracts:
 
     @property
     def verdict(self) -> Verdict:
-        """The lowest of those that count: one that was demoted does not."""
+        """The lowest verdict of the contracts that count; demoted ones do not."""
         return lowest(status.answer.verdict for status in self.statuses if status.counts)
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """One line each, and the equations below it."""
+        """Yield one line for each contract, with its equations below it."""
         for status in self.statuses:
             yield summary(status)
             for name, formula in status.contract.equations if status.contract else ():
                 yield f"    {name}: {one_line(formula)}"
 
     def page(self) -> str:
-        """The same as HTML; a click on a contract opens all of it."""
+        """Return the same as HTML; a click on a contract opens its details."""
         parts = []
         for status in self.statuses:
             rows = status.contract.equations if status.contract else ()

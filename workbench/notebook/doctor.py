@@ -44,7 +44,7 @@ class Doctor:
 
     @property
     def level(self) -> str:
-        """pass, fail or unknown; waits for the answer. Raises InternalError when there is none."""
+        """Return pass, fail or unknown; waits for the report. Raises InternalError when there is none."""
         self._thread.join()
         assert self._done is not None
         if self._done.returncode not in LEVELS:
@@ -55,7 +55,7 @@ class Doctor:
 
     @property
     def lines(self) -> list[str]:
-        """Its report so far."""
+        """Return the lines of its report so far."""
         if self._done is None:
             return ["engine doctor: asking"]
         return (self._done.stdout or self._done.stderr).splitlines()

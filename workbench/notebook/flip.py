@@ -1,13 +1,13 @@
-"""Flip: a suspicion tested by one click, from a cell.
+"""Flip: test a suspicion with one click in a cell.
 
     flip = Flip("runs/kd-1")                                       choose what to test
     flip = Flip("runs/kd-1", set="teacher.backend=quantized")      name it
     flip.wait(); flip.result
 
-The chooser has what the run itself suggests: a flip for each alert that names one, then each automatic choice
-that could have been made otherwise. The plan below the form is the one that would be registered. The
-flip is `engine flip` in its own process: closing the widget or the kernel does not end it, and
-`Flip(run, out=folder)` shows the same one again.
+The chooser offers what the run itself suggests: a flip for each alert that names one, then each automatic
+choice that could have been made otherwise. The plan below the form is the one that would be registered. The
+flip is `engine flip` in its own process: closing the widget or the kernel does not end it, and `Flip(run,
+out=folder)` shows the same one again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ REFRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipResult:
-    """The verdict of a flip, as verdict.json has it."""
+    """The verdict of a flip, as in verdict.json."""
 
     verdict: str
     grade: str
-    """measured, screen or exploratory."""
+    """Measured, screen or exploratory."""
     reason: str
     effect: float | None
-    """B over A; None where nothing could be compared."""
+    """Ratio B over A; None where nothing could be compared."""
     interval: tuple[float | None, float | None]
     n_pairs: int
     changes: tuple[str, ...]
@@ -140,7 +140,7 @@ class Flip(Panel):
         return feed.folder
 
     def stop(self) -> None:
-        """End the flip with what was measured; a verdict so far is written."""
+        """End the flip and keep its measurements; a verdict so far is written."""
         if self._started is not None:
             self._started.stop()
 
@@ -178,7 +178,7 @@ class Flip(Panel):
         if found:
             self._set.value, self._hypothesis.value = found
 
-    # What the thread does
+    # The polling thread.
 
     def tick(self) -> None:
         """Read the flip, or show the plan for the form."""
@@ -190,7 +190,7 @@ class Flip(Panel):
         was_over = self.is_over
         snapshot = feed.poll()
         if not snapshot.going_on and snapshot.verdict is None:
-            # It may have ended after its files were read and before its process was asked for.
+            # The flip may have ended after its files were read and before its process was checked.
             snapshot = feed.poll()
         self.snapshot = snapshot
         self._start_button.disabled = True

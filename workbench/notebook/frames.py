@@ -20,14 +20,15 @@ FRAMES = ("steps", "device", "compiles")
 
 
 def frame(run: str | Path, what: str = "steps") -> pandas.DataFrame:
-    """A table of a run by its folder; see `frame_of`. Raises RunLogError."""
+    """Return a table of the run in a folder; see `frame_of`. Raises RunLogError."""
     return frame_of(RunFeed(open_run(Path(run))).read_all().view, what)
 
 
 def frame_of(view: RunView, what: str = "steps") -> pandas.DataFrame:
-    """One row a step (`steps`), a reading (`device`: host and GPUs one below the other, `source` says which)
-    or a compile (`compiles`). Times are unix seconds, sizes bytes; absent values are NA, and NaN means
-    that NaN was logged. Raises UsageError for another word, and where pandas is not installed."""
+    """Return a table with one row per step (`steps`), per reading (`device`: host and GPUs one below the other,
+    `source` says which) or per compile (`compiles`). Times are unix seconds, sizes bytes; absent values are
+    NA, and NaN means that NaN was logged. Raises UsageError for another word, and where pandas is not
+    installed."""
     try:
         import pandas
     except ImportError as missing:
@@ -53,7 +54,7 @@ def _columns(table: Table) -> dict[str, pandas.Series]:
     for name in table.columns:
         values = table.values(name)
         if None in values:
-            # An object column keeps apart what pandas' own float would make one: NaN and absent.
+            # An object column distinguishes NaN from absent, which pandas' float columns cannot.
             found = [pandas.NA if value is None else value for value in values]
             columns[name] = pandas.Series(found, dtype="object")
         else:

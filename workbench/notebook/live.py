@@ -1,15 +1,15 @@
-"""Live: one run in a cell, started here, attached to, or read a year later.
+"""Live: one run in a cell. The cell starts it, attaches to it, or shows it long after it ended.
 
-    Live("runs/kd-1")                          a run of this machine: going on, or ended
+    Live("runs/kd-1")                          a run of this machine, active or ended
     Live("kd.toml", set=["train.steps=50"])    a run to be started, by its button or `start()`
-    Live("kd.toml", out="runs/first")          the same, and once runs/first exists it is attached to
+    Live("kd.toml", out="runs/first")          the same; if runs/first already exists, it attaches to that
 
 The last form is for notebooks that are run again: after a restart of the kernel the same cell shows the same
 run. A page requests the run when it is opened or reloaded (`ready`) and gets it thinned, then the additions.
 A kernel that is running a cell does not receive the request; so, from the display of the widget until the
-request arrives, the whole run is sent every PREVIEW_S, thinned further. `window` is the time span last selected
-with the mouse in a chart, in unix seconds; in a chart over steps it is when these steps were done. `Whys.link`
-takes it.
+request arrives, the whole run is sent every PREVIEW_S, thinned further. `window` is the time span last
+selected with the mouse in a chart, in unix seconds; in a chart over steps it is when these steps were done.
+`Whys.link` takes it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ STILL_LIMIT = 100
 
 
 def script(name: str) -> str:
-    """A file for the page from this package, as text: a widget that is given a path is never freed."""
+    """Return the content of a page file of this package: a widget that is given a path is never freed."""
     return (importlib.resources.files("workbench.notebook") / name).read_text(encoding="utf-8")
 
 
 class RunPlot(anywidget.AnyWidget):
-    """The page's half of Live. Its state is `key` alone: the rows go by messages."""
+    """The page's half of Live. Its only synced state is `key`; rows are sent as messages."""
 
     _esm = script("chart.js") + script("live.js")
     _css = script("live.css")
@@ -64,7 +64,7 @@ class Live(Panel):
     """One run, live."""
 
     selected: ClassVar[weakref.ref[Live] | None] = None
-    """The one in which a window was selected last."""
+    """The widget in which a window was selected last."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Live(Panel):
         """The run; None before it was started."""
         return None if self._feed is None else self._feed.run
 
-    # What a person does
+    # Actions of the user.
 
     def start(self) -> RunFolder:
         """Start the run of the spec, or return the one already started. Returns as soon as the run continues
@@ -129,7 +129,7 @@ class Live(Panel):
         return self._feed.run
 
     def stop(self) -> str:
-        """Ask the run to finish its step, save and stop; returns what the engine said."""
+        """Ask the run to finish its step, save and stop; returns the engine's message."""
         if self._feed is None:
             raise UsageError("Live: expected a run that was started, found none")
         return stop_run(self._feed.run)
@@ -141,7 +141,7 @@ class Live(Panel):
         return self._feed.run
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
-        """What was read so far as a pandas table: steps, device or compiles."""
+        """Return what was read so far as a pandas table: steps, device or compiles."""
         from workbench.notebook.frames import frame_of
 
         if self.snapshot is None:
@@ -168,7 +168,7 @@ class Live(Panel):
     def _attach(self, run: RunFolder) -> None:
         self._feed = RunFeed(run, keep=True)
 
-    # What the thread does
+    # The polling thread.
 
     def tick(self) -> None:
         """Read the run; send what is new to the page, if there is one."""
@@ -198,7 +198,7 @@ class Live(Panel):
             self._wake.set()
 
     def _preview(self, snapshot: Snapshot) -> None:
-        """The whole run, thinned, for a page whose request is not received while a cell runs."""
+        """Send the whole run, thinned, for a page whose request is not received while a cell runs."""
         now = time.monotonic()
         if now - self._previewed < PREVIEW_S or not self._previews_left:
             return
@@ -232,7 +232,7 @@ class Live(Panel):
         self._buttons["resume"].disabled = not ended or whole
 
     def _hear(self, _: Any, content: dict[str, Any], __: Any) -> None:
-        """A message of a page, on any thread."""
+        """Handle a message of a page, on any thread."""
         if content.get("kind") == "ready":
             self._asked.set()
             self._wake.set()
@@ -246,7 +246,7 @@ class Live(Panel):
 
 
 def window_of(view: RunView, selected: Mapping[str, Any]) -> tuple[float, float] | None:
-    """What was selected in a chart, in unix seconds; None where that is steps and none of them was done."""
+    """Return the selection in a chart in unix seconds; None for a selection of steps none of which was done."""
     begin, end = float(selected["from"]), float(selected["to"])
     if selected["x"] == "seconds":
         zero = view.first_unix_s or 0.0

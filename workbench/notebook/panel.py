@@ -1,12 +1,12 @@
 """The base of Live and Flip: a polling thread, a thread for commands, and two outputs in the cell.
 
-A cell gets two outputs. The first is the widget. The second is a still: SVG and text, redrawn when
-something ends and now and then before. JupyterLab shows an error in place of a widget whose kernel is
-gone, whatever else that output carries; so the still is a separate output, which the live widget hides
-while it has something to show.
+A cell gets two outputs. The first is the widget. The second is a still: SVG and text, redrawn when something
+ends and occasionally before. JupyterLab shows an error in place of a widget whose kernel is gone, whatever
+else that output contains; so the still is a separate output, which the live widget hides while it has
+something to show.
 
-Callbacks of a page may come on any thread: they set an event or start a thread, and return. `tick` alone
-reads and sends, on the polling thread. `close` may be called twice.
+Callbacks of a page may come on any thread: they set an event or start a thread, and return. Only `tick` reads
+and sends, on the polling thread. `close` may be called twice.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from workbench.notebook.outputs import replace, show
 
 STILL_EVERY_S = 60.0
 FIRST_LOOK_S = 0.5
-"""How long a cell waits at most for the first reading, so that its still contains it: programs that execute
-notebooks drop outputs that arrive after the end of the cell; a page does not."""
+"""Longest wait of a cell for the first reading, so that its still contains it: programs that execute notebooks
+drop outputs that arrive after the end of the cell; a page does not."""
 _FIGURE = "display:inline-block;width:48%;min-width:24em;max-width:620px"
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
-    """HTML without scripts: figures, then lines. The SVGs are embedded as images: in an untrusted notebook
-    JupyterLab removes inline drawings and keeps images."""
+    """Return HTML without scripts: figures, then lines. The SVGs are embedded as images: in an untrusted
+    notebook JupyterLab removes inline SVG and keeps images."""
     drawn = "".join(
         f'<img style="{_FIGURE}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
         for svg in figures
@@ -46,12 +46,12 @@ def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
 
 
 def hide_still(key: str) -> str:
-    """A style that hides the still while the live widget that contains the style is on the page."""
+    """Return a style that hides the still while the live widget that contains the style is on the page."""
     return f'<style>[data-apr-static="{html.escape(key)}"] {{ display: none; }}</style>'
 
 
 def close_tree(widget: ipywidgets.Widget) -> None:
-    """Close a widget, those inside it, and the layout and style that each has as widgets of their own."""
+    """Close a widget, its descendants, and the layout and style widgets of each."""
     for child in getattr(widget, "children", ()):
         close_tree(child)
     for name in ("layout", "style"):
@@ -88,7 +88,7 @@ class Panel(ABC):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether what is shown has ended: then `wait` returns."""
+        """Whether the run or flip shown has ended; then `wait` returns."""
 
     @property
     def is_current(self) -> bool:
@@ -97,14 +97,14 @@ class Panel(ABC):
 
     @abstractmethod
     def still(self) -> tuple[list[str], list[str]]:
-        """The current state as SVG figures and lines."""
+        """Return the current state as SVG figures and lines."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended; False on a timeout. The kernel is busy meanwhile:
-        for cells that need the result."""
+        """Wait until it has ended; False on a timeout. The kernel is busy meanwhile, so this is for cells that
+        need the result."""
         with self._ended:
             done = self._ended.wait_for(lambda: self.is_over or self.is_closed, timeout_s)
-        # Again, from the cell that waited: see FIRST_LOOK_S.
+        # Again from the cell that waited; see FIRST_LOOK_S.
         self._update_still()
         return done
 
@@ -113,7 +113,7 @@ class Panel(ABC):
         return self._closing.is_set()
 
     def close(self) -> None:
-        """End the thread and every comm; the run or flip itself continues."""
+        """End the thread and close every comm; the run or flip itself continues."""
         if self.is_closed:
             return
         self._closing.set()
@@ -132,7 +132,7 @@ class Panel(ABC):
             try:
                 self.tick()
             except (EngineError, OSError) as problem:
-                # A file that another process is creating or removing: the next tick sees more.
+                # Another process is creating or removing a file; the next tick will see it.
                 self._say(str(problem))
             with self._ended:
                 self._looked = True

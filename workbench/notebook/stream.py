@@ -1,16 +1,16 @@
-"""A run as messages to a page: what is new in each snapshot, as binary rows and changed text.
+"""Send a run as messages to a page: what is new in each snapshot, as binary rows and changed text.
 
     clear   {"kind": "clear", "series": [...] or None}    forget these series, or all
     rows    {"kind": "rows", "series": [names]}           and one buffer for each: float32, all x, then all y
     words   {"kind": "words", "panes": {name: text}}      only those that changed
 
-Its only state is how many rows of each table were sent. `reset` clears that, so that the next messages
-are the whole run again; a view that was opened or reloaded requests it. History is
-thinned to HISTORY shares of a series, what is added later to LIVE shares a tick, so that neither a long
-run nor a fast one floods the page: at most 6 KB a series to open and 600 bytes a tick later.
+Its only state is how many rows of each table were sent. `reset` clears that, so that the next messages are
+the whole run again; a view that was opened or reloaded requests it. History is thinned to HISTORY buckets per
+series, later additions to LIVE buckets per tick, so that neither a long run nor a fast one floods the page:
+at most 6 KB per series to open and 600 bytes per tick later.
 
-x is the step, or seconds since the run began. As float32 steps are exact to 16 million. A value that is
-absent is no row; NaN and infinity are sent as they are.
+x is the step, or seconds since the run began. As float32, steps are exact up to 16 million. An absent value
+is not sent; NaN and infinity are sent as they are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Message:
 
 @dataclass(slots=True)
 class _Sent:
-    """How far one table was sent: its storage, and rows of it."""
+    """What was sent of one table: its storage, and the number of rows."""
 
     storage: object
     rows: int = 0
@@ -80,7 +80,7 @@ class _Since(Sequence[float | None]):
 
 
 def _floats(values: tuple[float, ...]) -> array[float]:
-    """float32; values too large for it become infinite instead of raising."""
+    """Convert to float32; values too large for it become infinite instead of raising."""
     limit = 3.4028234e38
     inf = float("inf")
     return array(
@@ -96,7 +96,7 @@ class Stream:
         self.reset()
 
     def reset(self) -> None:
-        """The next messages are the whole run."""
+        """Make the next messages the whole run."""
         self._sent: dict[str, _Sent] = {}
         self._words: dict[str, str] = {}
         self._evals = 0
@@ -105,11 +105,11 @@ class Stream:
         self._is_new = True
 
     def messages(self, snapshot: Snapshot) -> Iterator[Message]:
-        """What is new for a page that has received all messages so far."""
+        """Yield what is new for a page that has received all messages so far."""
         if self._is_new:
             self._is_new = False
             yield Message(content={"kind": "clear", "series": None})
-        # While a long log is being read its rows come in parts; they are thinned once, together.
+        # The rows of a long log arrive in parts while it is being read; they are thinned once, together.
         if not snapshot.behind:
             batch = self._rows(snapshot)
             if batch.cleared:
@@ -173,7 +173,7 @@ class Stream:
         names: Mapping[str, str],
         begin: float,
     ) -> None:
-        """Rows of a table that were not sent; all of them when it was cut back, as a resume does."""
+        """Send the unsent rows of a table; all of them when it was cut back, as a resume does."""
         sent = self._sent.get(key)
         if sent is not None and (sent.storage is not table.columns or len(table) < sent.rows):
             batch.cleared += names
@@ -190,7 +190,7 @@ class Stream:
 
 
 def _cut(text: str) -> str:
-    """A text of bounded size without control characters; the log has the rest."""
+    """Truncate a text and drop its control characters; the log has the rest."""
     text = printable(text)
     if len(text) <= PANE_CHARACTERS:
         return text

@@ -89,7 +89,7 @@ class Whys(Panel):
     def __repr__(self) -> str:
         return f"Whys({self.bundle.path.name!r})"
 
-    # What a person does
+    # Actions of the user.
 
     def add(self, claim: str, *, why_of: Sequence[str], kind: str = "hypothesis") -> str:
         """Add an answer to why `why_of` is so; returns its id. Raises BadInput."""
@@ -97,7 +97,7 @@ class Whys(Panel):
         return self._wake_after(done).finding.nodes[-1].id
 
     def refute(self, node: str, reason: str) -> None:
-        """Say that a claim does not hold. Raises BadInput."""
+        """Record that a claim does not hold. Raises BadInput."""
         self._wake_after(changes.refute(self.bundle, node, reason))
 
     def link(
@@ -110,9 +110,9 @@ class Whys(Panel):
         check: str = "",
         says: str = "supports",
     ) -> str:
-        """Put evidence under a node; returns its id. Of a Live: `alert` with its readings, what a `check`
-        answered, or `metric` (as `loss`, `gpu0.gpu_util_pct`) over the window that is selected there, or all
-        events of that window; of a Flip: its verdict. Raises BadInput, UsageError."""
+        """Put evidence under a node; returns its id. From a Live: `alert` with its readings, the result of a
+        `check`, or `metric` (as `loss`, `gpu0.gpu_util_pct`) over the window selected there, or all events of
+        that window. From a Flip: its verdict. Raises BadInput, UsageError."""
         return self._link(node, lambda: _captured(source, metric, alert, check), says)
 
     def reproduce(
@@ -142,17 +142,17 @@ class Whys(Panel):
         return self._wake_after(done).finding.node(node).alternatives[-1].id
 
     def answer(self, alternative: str, outcome: str, text: str, *, evidence: str) -> None:
-        """What the test of another explanation showed: `excluded`, `holds` or `undecided`. Raises BadInput."""
+        """Record the result of testing another explanation: `excluded`, `holds` or `undecided`. Raises BadInput."""
         self._wake_after(changes.answer(self.bundle, alternative, outcome, text, evidence=evidence))
 
     def withdraw(self, entry: str, reason: str) -> None:
-        """Take back a node, evidence or an alternative: kept, struck out, it carries nothing any more.
+        """Withdraw a node, evidence or an alternative: it is kept, struck out, and supports nothing any more.
         Raises BadInput."""
         self._wake_after(changes.withdraw(self.bundle, entry, reason))
 
     def conclude(self, text: str = "", *, unresolved: str = "") -> None:
-        """End the finding with its root cause, or say why it stays without one. Raises CannotClose with the
-        rules that are open."""
+        """Close the finding with its root cause, or with the reason why it stays without one. Raises CannotClose
+        with the open rules."""
         self._wake_after(changes.close(self.bundle, unresolved=unresolved, text=text))
 
     def _link(self, node: str, take: Take, says: str) -> str:
@@ -164,7 +164,7 @@ class Whys(Panel):
         return check_bundle(self.bundle)
 
     def export(self) -> Path:
-        """Enter the finding into LOG.md beside it. Raises BadInput for one that is not sound."""
+        """Enter the finding into LOG.md beside it. Raises BadInput if it is not sound."""
         return changes.export(self.bundle).path
 
     def _wake_after(self, done: Done) -> Done:
@@ -193,10 +193,10 @@ class Whys(Panel):
     def _export(self) -> str:
         return f"exported {self.export()}"
 
-    # What the thread does
+    # The polling thread.
 
     def tick(self) -> None:
-        """Show the tree as it is on disk; a shell may have changed it."""
+        """Show the tree as it is on disk, where a shell may have changed it."""
         text = f"{hide_still(self.key)}{hanging(self.still()[1])}"
         if not self.is_closed and self._tree.value != text:
             self._tree.value = text
@@ -204,7 +204,7 @@ class Whys(Panel):
 
     @property
     def is_over(self) -> bool:
-        """A finding is never over."""
+        """Always False: a finding never ends."""
         return False
 
     def still(self) -> tuple[list[str], list[str]]:
@@ -219,7 +219,7 @@ class Whys(Panel):
 def _open(name: str, claim: str, folder: Path) -> Bundle:
     if not claim:
         return find_bundle(name, folder)
-    # The same cell, run again, continues the finding that it began.
+    # The same cell, run again, continues the finding that it started.
     for bundle in find_bundles(folder):
         if bundle.path.name[11:] == name:
             return bundle
