@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,14 +24,28 @@ DISK = (
 )
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, a flip and a finding with a claim and a why; each test has a copy."""
+    folder = tmp_path_factory.mktemp("begun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        hanging_run(folder / "runs" / "hang")
+        flip(folder / "flips" / "backend")
+        good("new", "hang", "--claim", "no step in 90 minutes")
+        good("link", "n1", "runs/hang", "--metric", "gpu0.gpu_util_pct")
+        good("add", "--why-of", "n1", "--kind", "mechanism", "--claim", "the backend is slow")
+    # Else a test of the copy would read the original.
+    assert not any(
+        str(folder).encode() in file.read_bytes() for file in folder.rglob("*") if file.is_file()
+    )
+    return folder
+
+
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(begun, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    hanging_run(tmp_path / "runs" / "hang")
-    flip(tmp_path / "flips" / "backend")
-    good("new", "hang", "--claim", "no step in 90 minutes")
-    good("link", "n1", "runs/hang", "--metric", "gpu0.gpu_util_pct")
-    good("add", "--why-of", "n1", "--kind", "mechanism", "--claim", "the backend is slow")
     return tmp_path
 
 
