@@ -74,14 +74,14 @@ class _Ahead:
             self.times.append(self._latest_s)
 
     def take(self, until_s: float) -> list[AnyEvent]:
-        """The lines read so far that are not later than a time."""
+        """Return the lines read so far that are not later than a time."""
         end = bisect_right(self.times, until_s, self.done)
         taken, self.done = self.events[self.done : end], end
         return taken
 
 
 class ReplayFeed:
-    """Snapshots of one run at any time. `read` advances through the logs; `at` answers for what was read.
+    """Gives snapshots of one run at any time. `read` advances through the logs; `at` uses what has been read.
 
     Used from one thread at a time.
     """
@@ -98,12 +98,12 @@ class ReplayFeed:
 
     @property
     def first_unix_s(self) -> float:
-        """When the run began, by its log."""
+        """Return when the run began, according to its log."""
         return self._view.first_unix_s or 0.0
 
     @property
     def last_unix_s(self) -> float:
-        """The latest time that was read."""
+        """Return the latest time that was read."""
         return max(self._view.last_unix_s or 0.0, self._kept[-1].unix_s, self.first_unix_s)
 
     def read(self, budget_s: float = BUDGET_S) -> bool:
@@ -129,12 +129,12 @@ class ReplayFeed:
             events = log.take(limit_s)
             self._view = fold(self._view, source, events)
             self._taken[source] += len(events)
-        # The lines of a view are complete events, which the log has as well.
+        # The lines of a view are complete events, which can be read from the log again.
         kept = replace(self._view, lines=())
         self._kept.append(_Kept(limit_s, kept, dict(self._taken)))
 
     def at(self, unix_s: float) -> Snapshot:
-        """The run as it was at a time, as far as it was read."""
+        """Return the run as it was at a time, as far as it was read."""
         index = bisect_right(self._kept, unix_s, key=lambda kept: kept.unix_s) - 1
         kept = self._kept[max(0, index)]
         view = kept.view
@@ -162,7 +162,7 @@ class ReplayFeed:
         )
 
     def _between(self, reader: LogReader, first: int, count: int, unix_s: float) -> list[AnyEvent]:
-        """`count` lines of a log from number `first` on, without those later than a time."""
+        """Return `count` lines of a log from number `first` on, without those later than a time."""
         if not count:
             return []
         index = bisect_right(reader.points, first, key=lambda point: point.number) - 1
@@ -188,7 +188,7 @@ class ReplayFeed:
 
 
 def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEvent]]) -> RunView:
-    """A view extended by the lines that follow it. `later` already has the rows of these lines, so no long column
+    """Extend a view by the lines that follow it. `later` already has the rows of these lines, so no long column
     is copied to add a few."""
     opens = any(
         type(event) in (LogOpened, RunStarted) for events in between.values() for event in events
@@ -231,7 +231,7 @@ def _goes_on(view: RunView, later: RunView) -> bool:
 
 
 def _alive(view: RunView) -> Liveness:
-    """Which processes existed, according to the logs so far."""
+    """Return which processes existed, according to the logs so far."""
     if not view.clocks:
         return NOBODY
     return BOTH if view.exit is None and view.finished is None else NOBODY

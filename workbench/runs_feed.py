@@ -33,7 +33,7 @@ class RunRow:
 
     path: Path
     name: str
-    """The name of its folder; with the parent folder where that is not the one given."""
+    """The name of its folder, with the parent folder where that is not the one given."""
     state: str
     last_step: int
     total_steps: int | None
@@ -41,8 +41,7 @@ class RunRow:
     heldout: float | None
     tokens_per_second: float | None
     age_s: float | None
-    """Seconds since the first line of its log, or since its folder was made when there is no line
-    yet."""
+    """Seconds since the first line of its log, or since its folder was created when there is no line yet."""
     error: str | None
     left_s: float | None = None
     """Seconds to its last step at the pace of this session; None for a run that has ended."""
@@ -66,7 +65,7 @@ class RunsSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A run as it was found; `made_ns` is when its settings were written."""
+    """A run in a folder; `made_ns` is when its settings were written."""
 
     run: RunFolder
     name: str
@@ -84,7 +83,7 @@ class _Ended:
 
 
 def _made_ns(folder: str) -> int | None:
-    """When the run in a folder was made; None when there is no run."""
+    """Return when the run in a folder was created; None when there is no run."""
     try:
         found = os.stat(f"{folder}/effective.json")
     except OSError:
@@ -109,10 +108,10 @@ def _newest_first(found: Iterable[_Found]) -> list[_Found]:
 def _runs_in(
     folder: str, known: Mapping[str, _Found], prefix: str = "", *, nested: bool = True
 ) -> list[_Found]:
-    """The runs in a folder, and in those of its folders that are no runs themselves, newest first.
+    """Return the runs in a folder, and in those of its folders that are not runs themselves, newest first.
 
-    A path in `known` is taken to be the same run as before. Raises OSError when the folder
-    cannot be listed; one inside it that cannot be is passed over.
+    A path in `known` is assumed to be the same run as before. Raises OSError when the folder cannot be
+    listed; an unreadable folder inside it is skipped.
     """
     found: list[_Found] = []
     inner: list[os.DirEntry[str]] = []
@@ -131,8 +130,8 @@ def _runs_in(
 
 
 def find_all(folder: Path, known: Mapping[str, _Found]) -> list[_Found]:
-    """Every run that `folder` stands for: itself, or those in it and one level below. Empty when
-    there is no such folder."""
+    """Return every run that `folder` stands for: itself, or those in it and one level below. Empty when there is
+    no such folder."""
     if is_run(folder):
         run = RunFolder(folder)
         return [_Found(run, run.name, _made_ns(str(folder)) or 0)]
@@ -158,7 +157,7 @@ class RunsFeed:
         self._turn = 0
 
     def poll(self) -> RunsSnapshot:
-        """A row for each run, in the order of the folders and newest first in each."""
+        """Return a row for each run, in the order of the folders and newest first in each."""
         now_unix_s, until_s = self._wall(), self._monotonic() + self._budget_s
         due = self._due()
         runs, error = self._find(due)
@@ -178,7 +177,7 @@ class RunsFeed:
         )
 
     def _due(self) -> set[str]:
-        """The ended runs to examine at this poll."""
+        """Return the ended runs to examine at this poll."""
         ended = list(self._ended)
         begin = self._turn if self._turn < len(ended) else 0
         self._turn = begin + LOOKS
@@ -240,7 +239,7 @@ class RunsFeed:
         return row
 
     def _read(self, follower: Follower, until_s: float) -> tuple[str, str | None]:
-        """State and error after reading what is new, as far as the time allows."""
+        """Return state and error after reading what is new, as far as the time allows."""
         if self._monotonic() >= until_s:
             return READING, None
         try:
@@ -276,6 +275,6 @@ def _row_of(
         error=error,
         left_s=None if has_ended(state) or state == UNREADABLE else view.eta_s(),
         alive=alive,
-        # The severities are `error` and `warning`: in the order of the alphabet, the worst is first.
+        # `error` sorts before `warning`, so alphabetical order puts the worst first.
         alerts=tuple(sorted(alerts)),
     )

@@ -1,8 +1,8 @@
 """What a flip could test about a run, most urgent first: one suspicion for each alert that names a flip, then
 one for each automatic choice that has an alternative.
 
-What cannot be tested on this run comes last, with the reason: a flip would refuse it, or would compare
-a run with itself. The reasons here follow from settings, decisions and device facts alone; before a start
+What cannot be tested on this run comes last, with the reason: a flip would refuse it, or would compare a run
+with itself. The reasons here are derived only from settings, decisions and device facts; before a start
 `engine flip --dry-run` decides.
 """
 
@@ -46,8 +46,8 @@ class Suspicion:
 
 
 def suspicions(view: RunView, settings: Mapping[str, Any] | None = None) -> tuple[Suspicion, ...]:
-    """Each assignment once, from the first source that names it; what cannot be tested comes last. `settings`
-    are those of the run by dotted key, where they could be read."""
+    """Return each assignment once, from the first source that names it; what cannot be tested comes last.
+    `settings` are those of the run by dotted key, if they could be read."""
     found: dict[str, Suspicion] = {}
     for suspicion in (*_of_alerts(view), *_of_decisions(view)):
         found.setdefault(suspicion.assignment, suspicion)
@@ -59,14 +59,14 @@ def suspicions(view: RunView, settings: Mapping[str, Any] | None = None) -> tupl
 
 
 def of_alert(alert: AlertRaised) -> Suspicion:
-    """The flip that an alert names."""
+    """Return the flip that an alert names."""
     assignment = alert.flip.removeprefix(_SET)
     words = f"{assignment} ends this: {alert.title}"
     return Suspicion(assignment, words, f"alert {alert.id}: {alert.title}")
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """The settings of a run after defaults, by dotted key; none where they cannot be read."""
+    """Return the settings of a run after defaults, by dotted key; empty if they cannot be read."""
     try:
         tree = run.read_effective()["spec"]
         return {f"{s}.{key}": value for s, part in tree.items() for key, value in part.items()}
@@ -75,7 +75,7 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 
 
 def why_impossible(one: Suspicion, view: RunView, settings: Mapping[str, Any]) -> str:
-    """Why a flip of this cannot say anything about this run; empty where it can."""
+    """Return why a flip of this cannot show anything about this run; empty if it can."""
     if one.knob not in KEYS or not one.value:
         return f"{one.knob} is not a setting"
     if one.knob in settings and as_choice(settings[one.knob]) == one.value:

@@ -1,11 +1,11 @@
-"""Columns of a run reduced to as many points as can be drawn: buckets with the lowest and highest value of
+"""Reduce columns of a run to as many points as can be drawn: buckets with the lowest and highest value of
 consecutive rows, so that a spike of one step in a million is still drawn.
 
 `WindowTraces` makes them from the columns of a table between two ends; `buckets_of` from a few rows that are
-in no table.
+not in a table.
 
-A bucket that contains NaN or infinity is flagged (`non_finite`), and its low and high are those of the
-finite values. Absent entries (None) are ignored; a bucket of absent entries alone has no low and no high.
+A bucket that contains NaN or infinity is flagged (`non_finite`), and its low and high are those of the finite
+values. Absent entries (None) are ignored; a bucket with only absent entries has no low and no high.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Trace:
     """Points further apart than this on x are not joined: nothing is known between them."""
 
     x_name: str = "step"
-    """What x counts."""
+    """The unit of x."""
 
     @property
     def is_empty(self) -> bool:
@@ -69,7 +69,7 @@ def _bucket_of(xs: Sequence[float], ys: Sequence[float | None]) -> Bucket:
 def buckets_of(
     xs: Sequence[float], ys: Sequence[float | None], limit: int = LIMIT
 ) -> tuple[Bucket, ...]:
-    """All rows in at most `limit` buckets of as many rows each."""
+    """Return all rows in at most `limit` buckets of equal row counts."""
     stride = max(1, -(-len(ys) // limit))
     return tuple(
         _bucket_of(xs[start : start + stride], ys[start : start + stride])
@@ -81,8 +81,8 @@ class WindowTraces:
     """Columns of a table over the rows whose x is in a window, recomputed at each poll.
 
     Every bucket holds the extremes of all its rows, which costs hardly more for a million rows than for a
-    thousand. The width of buckets is a round number, so that in an active run only the newest bucket
-    changes from one poll to the next, and the others are cached.
+    thousand. The width of buckets is a round number, so that in an active run only the newest bucket changes
+    from one poll to the next, and the others are cached.
     """
 
     def __init__(self) -> None:
@@ -100,8 +100,8 @@ class WindowTraces:
         x: str = "step",
         gap: float = math.inf,
     ) -> tuple[Trace, ...]:
-        """Each named column over [low, high], in at most `count` buckets; `x` names a column that never
-        decreases."""
+        """Return each named column over [low, high], in at most `count` buckets; `x` names a non-decreasing
+        column."""
         if table.columns is not self._storage:
             self._storage, self._kept = table.columns, {}
         edges = _edges(table, low, high, count, x)
@@ -130,7 +130,7 @@ class WindowTraces:
 
 
 def _edges(table: Table, low: float, high: float, count: int, x: str) -> Sequence[int]:
-    """The rows where buckets begin, and the row after the last."""
+    """Return the rows where buckets begin, and the row after the last."""
     begin, end = table.find(x, low), table.find(x, math.nextafter(high, math.inf))
     if end - begin <= count:
         return range(begin, end + 1)
@@ -140,6 +140,6 @@ def _edges(table: Table, low: float, high: float, count: int, x: str) -> Sequenc
 
 
 def _round_width(width: float) -> float:
-    """The next of eight widths in each doubling: never more than an eighth wider."""
+    """Round up to the next of eight widths per doubling: never more than an eighth wider."""
     share, exponent = math.frexp(width)
     return math.ldexp(math.ceil(share * 16) / 16, exponent)

@@ -1,7 +1,6 @@
-"""An axis: the position of a value, and which round values to label.
+"""An axis: the position of a value, and the round values to label.
 
-Positions are computed from halves, because the difference of two large finite floats need not be
-finite.
+Positions are computed from halves, because the difference of two large finite floats may overflow.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Axis:
     is_log: bool = False
 
     def dot(self, value: float) -> int | None:
-        """The dot of a value, clipped to the axis; None for a value at or below 0 on a logarithmic
-        axis."""
+        """Return the dot of a value, clipped to the axis; None for a value at or below 0 on a logarithmic axis."""
         if self.is_log:
             if value <= 0:
                 return None
@@ -42,7 +40,7 @@ class Axis:
         return self.dots_of((value,))[0]
 
     def dots_of(self, places: Iterable[float]) -> list[int]:
-        """The dot of each place on the axis, clipped to it; on a logarithmic axis a place is a logarithm."""
+        """Return the dot of each place, clipped to the axis; on a logarithmic axis a place is a logarithm."""
         low, half_span, last = self.low / 2, self.high / 2 - self.low / 2, self.dots - 1
         if not half_span > 0:
             return [round(0.5 * last) for _ in places]
@@ -53,7 +51,7 @@ class Axis:
         ]
 
     def heights(self, values: Sequence[float | None]) -> list[int | None]:
-        """`dot` of many values; None of an absent one."""
+        """Return `dot` of many values; None for an absent one."""
         known = [y if y is not None and (y > 0 or not self.is_log) else None for y in values]
         places = (y for y in known if y is not None)
         dots = iter(self.dots_of(map(math.log10, places) if self.is_log else places))
@@ -64,8 +62,7 @@ class Axis:
         return (math.log10(value) if self.is_log and value > 0 else value) > self.high
 
     def ticks(self, count: int) -> list[Tick]:
-        """About `count` round values, at least two where possible; otherwise the ends of the
-        axis."""
+        """Return about `count` round values, at least two where possible; otherwise the ends of the axis."""
         low, high = self.low, self.high
         if self.is_log:
             digits = [
@@ -82,8 +79,8 @@ class Axis:
 
 
 def _round_ticks(low: float, high: float, count: int) -> list[Tick]:
-    """Multiples of 1, 2 or 5 times a power of ten in [low, high]; none where floats are too coarse
-    or too large for that."""
+    """Return multiples of 1, 2 or 5 times a power of ten in [low, high]; empty where floats are too coarse or
+    too large for that."""
     span = high - low
     if not (1e-300 < span < 1e300 and span > 1e-12 * max(abs(low), abs(high))):
         return []
@@ -100,7 +97,7 @@ def _round_ticks(low: float, high: float, count: int) -> list[Tick]:
 
 
 def _tick_text(value: float, power: int, largest: float) -> str:
-    """A multiple of 10^power, with just enough digits to tell it from its neighbours."""
+    """Format a multiple of 10^power with just enough digits to distinguish it from its neighbours."""
     if value == 0:
         return "0"
     if largest >= 1e12 or largest < 1e-3:

@@ -85,8 +85,7 @@ ASCII = Glyphs(
 
 
 class Canvas:
-    """`columns` x `rows` cells. Dots count from the bottom left corner, cells from the top left
-    one."""
+    """A grid of `columns` x `rows` cells. Dots count from the bottom left corner, cells from the top left one."""
 
     def __init__(self, columns: int, rows: int, *, ascii_only: bool) -> None:
         self.columns, self.rows = columns, rows
@@ -106,12 +105,11 @@ class Canvas:
         return self.rows * self.dots_per_row
 
     def cell(self, x: int, y: int) -> tuple[int, int]:
-        """Column and row of the cell that holds a dot."""
+        """Return column and row of the cell that holds a dot."""
         return x // self.dots_per_column, self.rows - 1 - y // self.dots_per_row
 
     def dot(self, x: int, y: int, char: str, role: str) -> None:
-        """Set one dot, in ASCII the whole cell to `char`. A cell has the role of the last thing drawn
-        in it."""
+        """Set one dot; in ASCII set the whole cell to `char`. A cell has the role of the last thing drawn in it."""
         self.run(x, y, y, char, role)
 
     def run(self, x: int, low: int, high: int, char: str, role: str) -> None:
@@ -136,11 +134,11 @@ class Canvas:
         self._chars[at], self._bits[at], self._roles[at] = char, 0, role
 
     def role(self, column: int, row: int) -> str | None:
-        """The role of what is in a cell, None when it is empty."""
+        """Return the role of what is in a cell, None when it is empty."""
         return self._roles[row * self.columns + column]
 
     def text(self, row: int) -> list[Span]:
-        """One row of cells, from the top."""
+        """Return one row of cells, counted from the top."""
         begin = row * self.columns
         end = begin + self.columns
         # Dots drawn over a character replace it.
@@ -157,12 +155,12 @@ class Canvas:
 
 
 def plain(rows: Sequence[Row]) -> list[str]:
-    """Rows without their roles."""
+    """Return rows without their roles."""
     return ["".join(span.text for span in row) for row in rows]
 
 
 def fit(spans: Sequence[Span], width: int) -> Row:
-    """Spans cut or padded to a width. Every character is one cell wide."""
+    """Cut or pad spans to a width. Every character is one cell wide."""
     row: list[Span] = []
     left = width
     for span in spans:
@@ -173,13 +171,13 @@ def fit(spans: Sequence[Span], width: int) -> Row:
 
 
 def centred(text: str, width: int, height: int) -> list[Row]:
-    """One line of words in the middle of an empty area."""
+    """Return one line of text in the middle of an empty area."""
     line = Span(f"{text[:width]:^{width}}", "axis")
     return [fit([line] if y == (height - 1) // 2 else [], width) for y in range(height)]
 
 
 def name_places(placed: Iterable[tuple[int, str]], columns: int) -> tuple[str, list[int]]:
-    """A row of labels centred at their columns, earlier ones first, and the columns of those that fit."""
+    """Return a row of labels centred at their columns, earlier ones first, and the columns of those that fit."""
     words, named = [" "] * columns, []
     for column, text in placed:
         start = min(max(0, column - len(text) // 2), columns - len(text))
@@ -192,7 +190,8 @@ def name_places(placed: Iterable[tuple[int, str]], columns: int) -> tuple[str, l
 
 
 def flow(lengths: Sequence[int], width: int, gap: int) -> list[range]:
-    """Which items go on which line, each line as full as possible; an item that is too long gets its own line."""
+    """Return which items go on which line, each line as full as possible; an item that is too long gets its own
+    line."""
     lines, start, used = [], 0, 0
     for index, length in enumerate(lengths):
         if index > start and used + gap + length > width:

@@ -45,8 +45,8 @@ from workbench.traces import Bucket, Trace
 MIN_WIDTH, MIN_HEIGHT = 24, 4
 """Below this size no curve fits: the newest values are written instead."""
 LOW = 9
-"""On fewer rows the signs are drawn on the x axis, and the values under the cursor replace the legend,
-so that the curve keeps its rows."""
+"""With fewer rows, the signs are drawn on the x axis and the values under the cursor replace the legend, so that
+the curve keeps its rows."""
 TALL = 12
 """From this many rows on, the values under the cursor take two rows."""
 WITH_BELOW = 13
@@ -57,7 +57,7 @@ FEW = 8
 APART = 20
 """Cells between two letters on one line."""
 GAP, MORE = "  ", ".."
-"""Between two items of a legend, and in place of those that do not fit."""
+"""The gap between two items of a legend, and the text in place of those that do not fit."""
 FORMS = (
     "################",
     "#####   #####   ",
@@ -100,7 +100,7 @@ class Level:
     name: str
 
     def height(self, log_y: bool) -> float:
-        """Its position on an axis; a logarithmic axis has no level at or below 0."""
+        """Return its position on an axis; a logarithmic axis has no level at or below 0."""
         return math.log10(self.y) if log_y else self.y
 
 
@@ -114,7 +114,7 @@ class Sign:
 
 
 def number_text(x: float) -> str:
-    """A value of x with as many digits as needed."""
+    """Format an x with as many digits as needed."""
     return f"{x:.0f}" if x % 1 == 0 or x > 1000 else f"{x:.3g}"
 
 
@@ -132,7 +132,7 @@ class Chart:
     points_name: str = "held-out"
     levels: tuple[Level, ...] = ()
     signs: tuple[Sign, ...] | None = None
-    """Of several in one column the last is drawn; None for a chart without marks."""
+    """Of several signs in one column the last is drawn; None for a chart without marks."""
     fault: str = ""
     """Which x are not finite, as text; if empty, it is derived from the lines."""
     cursor: float | None = None
@@ -147,7 +147,7 @@ class Chart:
 
 
 def chart_of(traces: Sequence[Trace]) -> Chart:
-    """Whole traces over each other."""
+    """Return a chart of whole traces over each other."""
     xs = [x for trace in traces for b in trace.buckets for x in (b.x_first, b.x_last)]
     return Chart(
         low=min(xs, default=0.0),
@@ -158,22 +158,22 @@ def chart_of(traces: Sequence[Trace]) -> Chart:
 
 
 def margin_of(width: int) -> int:
-    """Cells left of the plot, enough for any axis label."""
+    """Return the number of cells left of the plot, enough for any axis label."""
     return 7 if width >= 50 else 6
 
 
 def columns_of(width: int) -> int:
-    """Cells of the plot itself."""
+    """Return the number of cells of the plot itself."""
     return max(1, width - margin_of(width) - 2)
 
 
 def dots_of(width: int, *, ascii_only: bool) -> int:
-    """Dot columns of a chart of a width: the number of buckets it can show."""
+    """Return the dot columns of a chart of a width: the number of buckets it can show."""
     return columns_of(width) * (1 if ascii_only else 2)
 
 
 def render_chart(chart: Chart, width: int, height: int, *, ascii_only: bool) -> list[Row]:
-    """`height` rows of `width` cells; a line without a value is left out."""
+    """Draw `height` rows of `width` cells; a line without a value is left out."""
     if width <= 0 or height <= 0:
         return []
     return _Drawing(chart, width, height, ASCII if ascii_only else UNICODE).rows()
@@ -230,10 +230,10 @@ class _Drawing:
         found += [edge, *([labels] if has_labels else []), *readout]
         return [fit(row, width) for row in found]
 
-    # The legend
+    # The legend.
 
     def legend(self, *, values: bool = True) -> list[tuple[Span, Span]]:
-        """The legend's items, each as form and text; non-finite values come first."""
+        """Return the legend's items, each as form and text; non-finite values come first."""
         chart, glyphs = self.chart, self.glyphs
         items = [(Span(glyphs.cross, "cross"), Span(x, "cross")) for x in self.faults()]
         for line in chart.lines if any(line.letter for line in chart.lines) else self.lines:
@@ -257,7 +257,7 @@ class _Drawing:
         return items
 
     def faults(self) -> list[str]:
-        """Where lines are not finite."""
+        """Return where lines are not finite."""
         if self.chart.fault:
             return [f" {self.chart.fault}"]
         found: dict[str, set[float]] = {}
@@ -271,10 +271,10 @@ class _Drawing:
             if places
         ]
 
-    # Areas
+    # Areas.
 
     def upper(self, rows: int) -> list[Row]:
-        """The lines, points and levels."""
+        """Draw the lines, points and levels."""
         chart, glyphs, span = self.chart, self.glyphs, self.span
         if span is None:
             words = "no finite value above 0" if chart.log_y else "no finite value"
@@ -301,7 +301,7 @@ class _Drawing:
             elif y is not None:
                 canvas.char(column, canvas.cell(0, y)[1], glyphs.mark, "mark")
         self.crosses(canvas, self.lines)
-        # Before the names of levels, so that none of their letters is covered.
+        # Drawn before the names of levels, so that it covers none of their letters.
         self.draw_cursor(canvas)
         name_levels(canvas, levels)
         ticks = Axis(*span, rows, chart.log_y)
@@ -310,7 +310,7 @@ class _Drawing:
         return self.framed(canvas, labels)
 
     def lower(self, trace: Trace, rows: int) -> list[Row]:
-        """The lower line; its lowest and highest value are labelled."""
+        """Draw the lower line; its lowest and highest value are labelled."""
         span = span_of([trace], (), (), False, clip=True)
         if span is None:
             return centred("no step time was measured", self.width, rows)
@@ -323,7 +323,7 @@ class _Drawing:
         return self.framed(canvas, labels)
 
     def framed(self, canvas: Canvas, labels: dict[int, str], *, is_tick: bool = True) -> list[Row]:
-        """A canvas with the y axis at its left, and the cursor in the empty cells."""
+        """Return a canvas with the y axis at its left, and the cursor in the empty cells."""
         self.draw_cursor(canvas)
         rows = []
         for row in range(canvas.rows):
@@ -333,7 +333,7 @@ class _Drawing:
         return rows
 
     def draw_cursor(self, canvas: Canvas) -> None:
-        """The cursor in every empty cell of its column."""
+        """Draw the cursor in every empty cell of its column."""
         cursor = self.chart.cursor
         if cursor is not None and self.chart.low <= cursor <= self.chart.high:
             column = self.column(cursor)
@@ -342,7 +342,7 @@ class _Drawing:
                     canvas.char(column, row, ":" if self.glyphs is ASCII else "┊", "cursor")
 
     def column(self, x: float) -> int:
-        """The column of cells of an x; the x axis is linear, so there always is one."""
+        """Return the column of cells of an x; the x axis is linear, so there always is one."""
         return (self.x_axis.dot(x) or 0) // (1 if self.glyphs is ASCII else 2)
 
     def letters(self, canvas: Canvas, line: Line, y_axis: Axis) -> None:
@@ -363,7 +363,7 @@ class _Drawing:
                 last = column
 
     def crosses(self, canvas: Canvas, lines: Sequence[Line]) -> None:
-        """A cross at the top for each non-finite value, and below it the letter of its line."""
+        """Draw a cross at the top for each non-finite value, and below it the letter of its line."""
         taken: dict[int, int] = {}
         for line in lines:
             for bucket in line.trace.buckets:
@@ -376,7 +376,7 @@ class _Drawing:
                     canvas.char(column, row, line.letter, f"trace{line.slot}")
 
     def signs(self, under: str) -> Canvas:
-        """The signs on one row, drawn over `under`."""
+        """Draw the signs on one row, over `under`."""
         canvas = Canvas(len(under), 1, ascii_only=self.glyphs is ASCII)
         for column, char in enumerate(under):
             if char != " ":
@@ -387,7 +387,7 @@ class _Drawing:
         return canvas
 
     def x_rows(self) -> tuple[Row, Row]:
-        """The x axis and its labels; both ends are always labelled."""
+        """Draw the x axis and its labels; both ends are always labelled."""
         chart, axis, glyphs = self.chart, self.x_axis, self.glyphs
         count = max(2, self.columns // 14)
         if chart.ticks is not None:
@@ -416,7 +416,7 @@ class _Drawing:
 def legend_rows(
     items: Sequence[tuple[Span, Span]], width: int, height: int, *, pad: bool = False
 ) -> list[Row]:
-    """A legend on at most `height` rows; items that do not fit are dropped whole, and MORE replaces them."""
+    """Draw a legend on at most `height` rows; items that do not fit are dropped whole, and MORE replaces them."""
     lengths = [sum(len(span.text) for span in item) for item in items]
     lines = flow(lengths, width, len(GAP))
     is_cut = len(lines) > height
@@ -436,7 +436,7 @@ def legend_rows(
 
 
 def needs_rows(items: Sequence[tuple[Span, Span]], width: int) -> int:
-    """How many rows the complete legend takes."""
+    """Return how many rows the complete legend takes."""
     return len(legend_rows(items, width, len(items) or 1))
 
 
@@ -448,7 +448,7 @@ def span_of(
     *,
     clip: bool = False,
 ) -> tuple[float, float] | None:
-    """Lowest and highest y to show: every finite value except clipped ones, and each level that is
+    """Return the lowest and highest y to show: every finite value except clipped ones, and each level that is
     close enough to them."""
     values = [y for t in traces for b in t.buckets for y in (b.low, b.high) if y is not None]
     values += [point.y for point in points if math.isfinite(point.y)]
@@ -506,7 +506,7 @@ def draw_line(
 
 
 def _joined(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int, int]]:
-    """A straight line as runs of dots: the column of dots, and its lowest and highest dot."""
+    """Return a straight line as runs of dots: the column of dots, and its lowest and highest dot."""
     count = max(x1 - x0, abs(y1 - y0), 1)
     runs: dict[int, tuple[int, int]] = {}
     for i in range(count + 1):

@@ -6,9 +6,9 @@
      3 BA         ┊  x├─●─┤│      ┊            0.957 [0.941, 0.973]
 
 A row is a pair, with its arms in the order in which they ran; `x` is the ratio B/A of that pair alone, the
-bar the interval of all pairs so far, valid however often one looks. The two dotted lines are the margin: an
-interval outside it decides, one inside it shows that the arms are equal. The axis is logarithmic; values
-beyond it are an arrow at its end.
+bar the interval of all pairs so far, which is valid however often one looks. The two dotted lines are the
+margin: an interval outside it decides, one inside it shows that the arms are equal. The axis is logarithmic;
+values beyond it are drawn as an arrow at its end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Axis:
 def render_forest(
     plan: Plan, pairs: Sequence[Pair], width: int, height: int, *, ascii_only: bool
 ) -> list[Row]:
-    """At most `height` rows of `width` cells: the axis, then the newest pairs that fit.
+    """Draw at most `height` rows of `width` cells: the axis, then the newest pairs that fit.
 
     The roles are those of a chart: the interval is `trace0`, the margin `trace1`, a pair's own ratio `mark`.
     """
@@ -59,7 +59,7 @@ def render_forest(
 
 
 def _reach(plan: Plan, pairs: Sequence[Pair], intervals: Sequence[Interval | None]) -> float:
-    """Half the width of the axis, as a logarithm: twice the margin, or more where a value needs it."""
+    """Return half the width of the axis, as a logarithm: twice the margin, or more where a value needs it."""
     known = [p.difference for p in pairs if p.complete and p.difference is not None]
     newest = intervals[-1]
     if newest is not None:

@@ -1,9 +1,9 @@
-"""Styles that tell runs in one figure apart: by letter, by marker, and last by colour.
+"""Styles that distinguish runs in one figure: by letter, by marker, and last by colour.
 
-A run keeps its style for as long as it is chosen, whatever other runs are chosen. The colours are
-those of Okabe and Ito, which people with any form of colour blindness can tell apart; orange, sky blue
-and purple are darker than in the original, so that each of the six has a contrast of 3:1 to a dark
-ground and to a light one.
+A run keeps its style for as long as it is chosen, whatever other runs are chosen. The colours are those of
+Okabe and Ito, which people with any form of colour blindness can distinguish; orange, sky blue and purple are
+darker than in the original, so that each of the six has a contrast of 3:1 to a dark ground and to a light
+one.
 
 Source: M. Okabe, K. Ito, "Color Universal Design", 2002.
 """
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SeriesStyle:
-    """One of `SERIES`; each part is different in each of them."""
+    """One style of `SERIES`; any two styles differ in every field."""
 
     letter: str
-    """Names the run in ASCII, in legends and in tables."""
+    """The name of the run in ASCII, in legends and in tables."""
     marker: str
-    """One cell wide, one shape each."""
+    """A shape, one cell wide."""
     colour: str
     """`#RRGGBB`, for dark and light grounds."""
 
     def sign(self, *, ascii_only: bool) -> str:
-        """The marker, or the letter where only ASCII can be drawn."""
+        """Return the marker, or the letter where only ASCII can be drawn."""
         return self.letter if ascii_only else self.marker
 
 
@@ -40,7 +40,7 @@ SERIES = (
 
 
 def series_style(index: int) -> SeriesStyle:
-    """The style of the index-th run, from 0; there are six."""
+    """Return the style of the index-th run, from 0; there are six."""
     if not 0 <= index < len(SERIES):
         raise IndexError(f"series {index}: expected 0 to {len(SERIES) - 1}")
     return SERIES[index]

@@ -1,4 +1,4 @@
-"""The part of a run that a time line shows: a window on x, and a cursor in it. Pure values.
+"""The part of a run that a timeline shows: a window on x, and a cursor in it. Pure values.
 
 x is the step, or the time. A window without an end follows the newest row; zooming keeps the cursor (or,
 without one, the end) where it is on the screen.
@@ -14,7 +14,7 @@ SMALLEST = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The visible part; `span` None is everything."""
+    """The visible part; when `span` is None, the whole run."""
 
     span: float | None = None
     end: float | None = None
@@ -22,14 +22,14 @@ class Window:
     cursor: float | None = None
 
     def bounds(self, first: float, last: float) -> tuple[float, float]:
-        """Lowest and highest x on the screen, of a run from `first` to `last`."""
+        """Return the lowest and highest x on the screen, for a run from `first` to `last`."""
         if self.span is None or self.span >= last - first:
             return first, last
         end = last if self.end is None else min(max(self.end, first + self.span), last)
         return end - self.span, end
 
     def zoomed(self, factor: float, first: float, last: float) -> Window:
-        """A window of `factor` times this one's width."""
+        """Return a window of `factor` times this one's width."""
         low, high = self.bounds(first, last)
         width = (high - low) * factor
         if width >= last - first:
@@ -40,7 +40,7 @@ class Window:
         return self._ending(fixed + width * (1 - share), width, last)
 
     def panned(self, share: float, first: float, last: float) -> Window:
-        """Moved by a share of its width."""
+        """Return the window moved by a share of its width."""
         low, high = self.bounds(first, last)
         if self.span is None:
             return self
@@ -48,7 +48,7 @@ class Window:
         return self._ending(end, self.span, last)
 
     def moved(self, to: float, first: float, last: float) -> Window:
-        """With the cursor at `to`; the window follows."""
+        """Return the window with the cursor at `to`, moved if necessary to show it."""
         to = min(max(to, first), last)
         low, high = self.bounds(first, last)
         if self.span is not None and not low <= to <= high:

@@ -52,12 +52,12 @@ def _palette_commands() -> type[Provider]:
 
 
 def refresh_seconds(environ: Mapping[str, str]) -> float:
-    """Seconds between two polls: twice as long where each frame goes through ssh or tmux."""
+    """Return the seconds between two polls: twice as long where each frame goes through ssh or tmux."""
     return 2.0 if environ.get("SSH_CONNECTION") or environ.get("TMUX") else 1.0
 
 
 class WorkbenchApp(App[None]):
-    """Shows one run when exactly one run folder was named, else the list of runs."""
+    """Shows one run when exactly one run folder was named, otherwise the list of runs."""
 
     TITLE = "apr-workbench"
     CSS = """
@@ -111,7 +111,7 @@ class WorkbenchApp(App[None]):
         for own in OWN:
             self.register_theme(own)
         self.theme = theme
-        # A key changes the screen at once: animation frames arrive late over ssh.
+        # A key changes the screen at once, because animation frames arrive late over ssh.
         self.animation_level = "none"
         self.context = Context(tuple(paths), refresh_s, read_only, ascii_only)
 
@@ -139,11 +139,11 @@ class WorkbenchApp(App[None]):
 
     @on(RunsScreen.Opened)
     def open_run(self, message: RunsScreen.Opened) -> None:
-        """Put the screen of a run over the list."""
+        """Open the screen of a run over the list."""
         self.open_folder(message.run)
 
     def open_folder(self, run: RunFolder) -> None:
-        """Put the screen of a run over the current one."""
+        """Open the screen of a run over the current one."""
         self.push_screen(RunScreen(self.context, run))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
@@ -154,7 +154,7 @@ class WorkbenchApp(App[None]):
         terminated = partial(self.exit, return_code=EXIT_TERMINATED)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated)
 
-    # Read-only mode
+    # Read-only mode.
 
     async def run_action(
         self,
@@ -170,11 +170,11 @@ class WorkbenchApp(App[None]):
         return await super().run_action(action, node, namespaces)
 
     def action_command_palette(self) -> None:
-        # A question has to be answered first.
+        # An open question has to be answered first.
         if not self.screen.is_modal:
             super().action_command_palette()
 
-    # Help, themes
+    # Help and themes.
 
     def action_help(self) -> None:
         screen = self.screen
@@ -183,7 +183,7 @@ class WorkbenchApp(App[None]):
         self.push_screen(HelpScreen(f"help: {title}", bindings_of(screen), notes))
 
     def choose_theme(self, name: str) -> None:
-        """Switch the theme, and tell how to keep it."""
+        """Switch the theme, and say how to keep it."""
         self.theme = name
         self.notify(f"theme {name}; {THEME_VARIABLES[0]}={name} keeps it", markup=False)
 
@@ -192,7 +192,7 @@ class WorkbenchApp(App[None]):
         place = OWN_NAMES.index(self.theme) if self.theme in OWN_NAMES else -1
         self.choose_theme(OWN_NAMES[(place + 1) % len(OWN_NAMES)])
 
-    # Copying and saving
+    # Copying and saving.
 
     def action_copy(self, whole: bool = False) -> None:
         """Copy the selection, else the focused pane, else the screen."""
@@ -242,6 +242,6 @@ class WorkbenchApp(App[None]):
 
 
 def _shown(path: Path) -> str:
-    """A path as it would be typed from here."""
+    """Return a path as it would be typed from here."""
     here = Path.cwd()
     return f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path)

@@ -1,7 +1,7 @@
-"""A pane or a screen as text and as a picture, and the folder they are saved in.
+"""A pane or a screen as text and as an image, and the folder they are saved in.
 
-Text has no colours and no control characters. A `Copyable` pane that scrolls and a table are copied whole;
-of any other widget the visible part is taken.
+Text has no colours and no control characters. A `Copyable` pane that scrolls and a table are copied whole; of
+any other widget the visible part is taken.
 
 Files are written to the user's working folder, never inside a run folder: captures belong to the viewer,
 which is why read-only mode allows them.
@@ -40,7 +40,7 @@ class Copyable(Protocol):
     """A widget that holds more than it shows."""
 
     def whole_text(self) -> str:
-        """Its whole text, as lines."""
+        """Return its whole text, as lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Capture:
 
 
 def pane_of(screen: Screen[Any]) -> Widget | None:
-    """The pane that has the focus: the widget of class `pane` around the focused one, else that
-    one itself; None when nothing has the focus."""
+    """Return the pane that has the focus: the widget of class `pane` around the focused one, else that one
+    itself; None when nothing has the focus."""
     if screen.focused is None:
         return None
     around = [node for node in screen.focused.ancestors_with_self if isinstance(node, Widget)]
@@ -62,12 +62,12 @@ def pane_of(screen: Screen[Any]) -> Widget | None:
 
 
 def name_of(widget: Widget) -> str:
-    """The name of its files: its id, else its class in lower case."""
+    """Return the name for a widget's files: its id, else its class in lower case."""
     return widget.id or re.sub(r"(Screen|Pane)$", "", type(widget).__name__).lower()
 
 
 def capture(screen: Screen[Any], widget: Widget | None = None) -> Capture:
-    """A widget of a screen, or the whole screen."""
+    """Capture a widget of a screen, or the whole screen."""
     target = screen if widget is None else widget
     strips = _strips(screen, target.region)
     text = _lines(strips) if widget is None else pane_text(screen, widget)
@@ -75,7 +75,7 @@ def capture(screen: Screen[Any], widget: Widget | None = None) -> Capture:
 
 
 def pane_text(screen: Screen[Any], widget: Widget) -> str:
-    """The title and the text of a pane."""
+    """Return the title and the text of a pane."""
     inner = screen.focused if screen.focused in widget.walk_children(with_self=True) else None
     text = next(
         (found for node in (inner, widget) if node is not None and (found := _whole_text(node))),
@@ -95,7 +95,7 @@ def _whole_text(widget: Widget) -> str | None:
 
 
 def _table_text(table: DataTable[Any]) -> str:
-    """All rows of a table, in columns."""
+    """Return all rows of a table, in columns."""
     rows = [[str(column.label) for column in table.ordered_columns]]
     rows += [[str(cell) for cell in table.get_row(row.key)] for row in table.ordered_rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -106,7 +106,7 @@ def _table_text(table: DataTable[Any]) -> str:
 
 
 def _strips(screen: Screen[Any], region: Region) -> list[Strip]:
-    """The rows of a part of the screen, as the terminal was given them."""
+    """Return the rows of a part of the screen, as they were sent to the terminal."""
     shown = region.intersection(screen.region)
     rows = screen._compositor.render_strips()[shown.y : shown.bottom]
     return [strip.crop(shown.x, shown.right) for strip in rows]
@@ -132,8 +132,8 @@ def _svg(strips: Sequence[Strip], title: str) -> str:
 
 
 def captures_folder(cwd: Path, environ: Mapping[str, str]) -> Path:
-    """The folder of captures: `$APR_WORKBENCH_CAPTURES`, else one in the working folder; started inside a run
-    folder, the user's state folder (XDG Base Directory Specification 0.8)."""
+    """Return the folder of captures: `$APR_WORKBENCH_CAPTURES`, else one in the working folder. If started
+    inside a run folder, it is the user's state folder (XDG Base Directory Specification 0.8)."""
     if named := environ.get(FOLDER_VARIABLE):
         return Path(named).expanduser()
     if not any(is_run(folder) for folder in (cwd, *cwd.parents)):
@@ -144,8 +144,8 @@ def captures_folder(cwd: Path, environ: Mapping[str, str]) -> Path:
 
 
 def save(folder: Path, run: str | None, captures: Sequence[Capture]) -> list[Path]:
-    """Write each capture as text and as SVG; returns the files. Raises BadInput or DiskFull when a
-    file cannot be written; files are never overwritten."""
+    """Write each capture as text and as SVG; returns the files. Raises BadInput or DiskFull when a file cannot
+    be written; files are never overwritten."""
     stem = time.strftime("%Y%m%d-%H%M%S")
     if run is not None:
         stem += "-" + re.sub(r"[^A-Za-z0-9._]+", "-", run).strip("-.")[:NAME_LENGTH]

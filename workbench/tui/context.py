@@ -1,4 +1,4 @@
-"""What every screen is given: the folders to watch, the refresh interval, and what it may do."""
+"""The context of every screen: the folders to watch, the refresh interval, and what it may do."""
 
 from __future__ import annotations
 

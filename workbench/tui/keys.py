@@ -1,9 +1,8 @@
-"""Which keys do something now: computed from the tables that dispatch keys, for the key bar, the help and
-the palette.
+"""Which keys do something now: computed from the tables that dispatch keys, for the key bar, the help and the
+palette.
 
-A screen lists in `ACTING` the names of its actions that start, stop or change a run, a flip or
-evidence. In read-only mode they are not offered, and the application refuses to run them
-(`WorkbenchApp.run_action`).
+A screen lists in `ACTING` the names of its actions that start, stop or change a run, a flip or evidence. In
+read-only mode they are not offered, and the application refuses to run them (`WorkbenchApp.run_action`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def acts(node: object, name: str) -> bool:
 
 
 def resolved(app: App[None], node: DOMNode, action: str) -> tuple[DOMNode, str, tuple[object, ...]]:
-    """The owner of the action that a binding of `node` names, the action's name and its parameters."""
+    """Return the owner of the action that a binding of `node` names, the action's name and its parameters."""
     destination, name, parameters = parse(action)
     screen = node.screen if isinstance(node, Widget) else app.screen
     return {"app": app, "screen": screen}.get(destination, node), name, parameters
@@ -54,7 +53,7 @@ class Keys:
 
 
 def active_keys(screen: Screen[Any]) -> list[Keys]:
-    """The keys that do something now, by owner: first the focused widget, last the app.
+    """Return the keys that do something now, by owner: first the focused widget, last the app.
 
     Keys of one action are one binding. Bindings without a description are internal and left out.
     """

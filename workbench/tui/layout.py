@@ -1,9 +1,8 @@
-"""Which panes are on a screen of a given size: a pure function, so that it can be tested at every
-size.
+"""Which panes are on a screen of a given size: a pure function, so that it can be tested at every size.
 
     status   below 40 x 10      the status line and nothing else
     single   below 18 rows      one pane, chosen by its key
-    tabs     below 100 x 36     the time line and one pane, chosen by its key
+    tabs     below 100 x 36     the timeline and one pane, chosen by its key
     grid     from  100 x 36     the main panes; the result when there is one, or when it is chosen;
                                 alerts while one is active; other panes replace decisions and result
                                 when they are chosen; checks and kernels as well from 52 rows
@@ -41,7 +40,7 @@ def is_low(width: int, height: int) -> bool:
 def arrange(
     width: int, height: int, *, chosen: str, zoomed: bool, ended: bool, alerts: bool = False
 ) -> Layout:
-    """The mode and the visible panes."""
+    """Return the mode and the visible panes."""
     shown_when = pane_of(chosen).when
     if is_tiny(width, height):
         return Layout("status", frozenset())

@@ -1,4 +1,4 @@
-"""Names of runs in narrow columns: cut in the middle, and still distinguishable."""
+"""Shorten names of runs for narrow columns: cut in the middle, and still distinguishable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CUT = "…"
 
 
 def shortened(text: str, width: int) -> str:
-    """Text cut in the middle, because the beginning and the end of a run's name are both informative."""
+    """Cut a text in the middle, because the beginning and the end of a run's name are both informative."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -18,10 +18,10 @@ def shortened(text: str, width: int) -> str:
 
 @lru_cache(maxsize=16)
 def told_apart(names: tuple[str, ...], width: int) -> tuple[str, ...]:
-    """Each name in at most `width` cells; different names stay different where possible.
+    """Return each name in at most `width` cells; different names stay different where possible.
 
-    Names that would look alike are all cut at the same other places, so that their difference stays
-    visible: in 9 cells `sweep-lr1-seed0` and `sweep-lr2-seed0` are `…eep-lr1…` and `…eep-lr2…`.
+    Names that would look alike are all cut at the same other places, so that their difference stays visible:
+    in 9 cells `sweep-lr1-seed0` and `sweep-lr2-seed0` are `…eep-lr1…` and `…eep-lr2…`.
     """
     short = [shortened(name, width) for name in names]
     shown: dict[str, str] = {}
@@ -32,8 +32,8 @@ def told_apart(names: tuple[str, ...], width: int) -> tuple[str, ...]:
 
 
 def _windows(names: Sequence[str], width: int) -> list[str]:
-    """The same window of each name: the first that distinguishes most of them, counted from the beginning and
-    then from the end."""
+    """Return the same window of each name: the first that distinguishes most of them, counted from the beginning
+    and then from the end."""
     room = width - 2
     best = [shortened(name, width) for name in names]
     if room < 1 or len(names) < 2:
@@ -47,7 +47,7 @@ def _windows(names: Sequence[str], width: int) -> list[str]:
 
 
 def _window(name: str, begin: int, room: int) -> str:
-    """`room` characters of a name from `begin` on, with a sign where something is left out."""
+    """Return `room` characters of a name from `begin` on, with a sign where something is left out."""
     first = max(0, min(begin if begin >= 0 else len(name) + begin, len(name) - room))
     left, right = first > 0, first + room < len(name)
     return f"{CUT if left else ''}{name[first : first + room]}{CUT if right else ''}"

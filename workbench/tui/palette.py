@@ -1,6 +1,6 @@
 """The command palette: every place, every key that does something now, runs and themes, by name.
 
-It is made from the tables of keys, so it can do nothing that a key could not do.
+It is built from the key tables, so it can do nothing that a key could not do.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Command:
 
 
 def runs_to_open(context: Context) -> list[RunFolder]:
-    """The runs of the folders that were named; beside a run that was named, its neighbours."""
+    """Return the runs of the folders that were named; for a run that was named, also its neighbours."""
     found: dict[str, RunFolder] = {}
     for folder in context.folders:
         for run in find_runs(folder.absolute().parent if is_run(folder) else folder):
@@ -84,7 +84,7 @@ def runs_to_open(context: Context) -> list[RunFolder]:
 
 
 class WorkbenchCommands(Provider):
-    """Every command of the screen below."""
+    """Provides every command of the screen below."""
 
     _runs: Sequence[RunFolder] = ()
 
@@ -121,16 +121,16 @@ class WorkbenchCommands(Provider):
                 yield Hit(score, shown, command.run, command.name, _help(command.words))
 
     def _commands(self) -> Iterator[Command]:
-        """Each name once: the screen's own `quit` is more specific than the app's."""
+        """Yield each name once: the screen's own `quit` is more specific than the app's."""
         names: set[str] = set()
         for command in self._all_commands():
-            # Runs of one name in two folders are two runs.
+            # Two runs with the same name in different folders are both listed.
             if command.name not in names or command.name.startswith("run "):
                 names.add(command.name)
                 yield command
 
     def _all_commands(self) -> Iterator[Command]:
-        """The most used commands first; keys of the focused widget, and digits, come last."""
+        """Yield the most used commands first; keys of the focused widget, and digits, come last."""
         app, nodes = self.workbench, active_keys(self.screen)
         later: list[Command] = []
         for keys in reversed(nodes):
@@ -161,7 +161,7 @@ class WorkbenchCommands(Provider):
             yield Command(f"theme {theme}", words, partial(app.choose_theme, theme))
 
     def _of_key(self, keys: Keys, binding: Binding) -> Command | None:
-        """The command of a key; None for one that only navigates."""
+        """Return the command of a key; None for one that only navigates."""
         app = self.workbench
         _, action, arguments = resolved(app, keys.node, binding.action)
         if action.startswith(UNNAMED):
@@ -177,7 +177,7 @@ class WorkbenchCommands(Provider):
         return Command(name, f"{words} (key {key_text(binding)})", run, ALSO.get(topic, ""))
 
     def _elsewhere(self, offered: set[str]) -> Iterator[Command]:
-        """Commands that cannot be used here; choosing one tells where they can."""
+        """Yield commands that cannot be used here; choosing one says where they can."""
         for name, where in ELSEWHERE:
             if name not in offered:
                 said = partial(self.app.notify, where, title=f"{name}: not here", markup=False)
@@ -185,5 +185,5 @@ class WorkbenchCommands(Provider):
 
 
 def _help(words: str) -> str:
-    """Escaped for the palette, which would read brackets as markup."""
+    """Escape a text for the palette, which would read brackets as markup."""
     return words.replace("[", "\\[")

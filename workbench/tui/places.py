@@ -1,7 +1,8 @@
-"""The screens that can be opened from everywhere: one row each, from which the keys, the help and the
-command palette are made.
+"""The screens that can be opened from everywhere: one row each, from which the keys, the help and the command
+palette are built.
 
-A screen is imported when it is built: the first paint needs none of them."""
+A screen is imported when it is opened: the first paint needs none of them.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ class Place:
     screen: str
     """`module.Class` in `workbench.tui.screens`."""
     takes: str = ""
-    """The parameter that is given the run on screen now, if the screen has one."""
+    """The parameter that receives the run on screen now, if the screen has one."""
     acts: bool = False
-    """Whether it exists to start something: read-only mode does not open it."""
+    """Whether its purpose is to start something: read-only mode does not open it."""
 
     def build(self, context: Context, run: RunFolder | None) -> Screen[Any]:
-        """Makes the screen; `run` is the run on screen now, if any."""
-        # There is no flip without a run: the list of flips has those that can be opened.
+        """Build the screen; `run` is the run on screen now, if any."""
+        # A flip needs a run. Without one, the list of flips is opened instead.
         screen_of = FLIPS if self.name == "flip" and run is None else self.screen
         module, _, name = screen_of.partition(".")
         made = getattr(import_module(f"workbench.tui.screens.{module}"), name)
@@ -60,5 +61,5 @@ PLACES: tuple[Place, ...] = (
 
 
 def place(name: str) -> Place:
-    """The place of that name."""
+    """Return the place of that name."""
     return next(place for place in PLACES if place.name == name)

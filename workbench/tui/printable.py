@@ -37,7 +37,7 @@ REPLACEMENTS = {
 
 @lru_cache(4096)
 def drawable(text: str, *, ascii_only: bool) -> str:
-    """`text` without control characters, and in ASCII when asked."""
+    """Return `text` without control characters, and in ASCII if requested."""
     kept = "".join(char for char in text if char.isprintable() or char.isspace())
     kept = "".join(" " if char.isspace() else char for char in kept)
     if not ascii_only or kept.isascii():
@@ -48,8 +48,8 @@ def drawable(text: str, *, ascii_only: bool) -> str:
 
 
 def as_title(text: str) -> Any:
-    """A widget title that shows `text` literally: in a plain string, brackets would be read as markup. (The
-    widget's property is typed as a string, hence `Any`.)"""
+    """Return a widget title that shows `text` literally: in a plain string, brackets would be read as markup.
+    (The widget's property is typed as a string, hence `Any`.)"""
     return Content(drawable(text, ascii_only=False))
 
 

@@ -1,5 +1,5 @@
-"""Several runs as text: a heading, their results, settings that differ; pure functions of a width that never drop
-a run.
+"""Several runs as text: a heading, their results and the settings that differ. The functions are pure, fit any
+width, and never drop a run.
 
 Wide enough: a column per run.              Otherwise: a row per run, results in blocks.
 
@@ -22,11 +22,11 @@ from workbench.plot.series import series_style
 from workbench.tui.names import shortened, told_apart
 
 GAPS = ("  ", " ")
-"""Between two columns; the narrow one where the wide one does not fit."""
+"""The space between two columns; the narrow one where the wide one does not fit."""
 NAME_CELLS = 8
-"""A name has at least this many cells, or none."""
+"""Least width of a name that is shown at all."""
 NAMES_TO = 28
-"""And at most this many."""
+"""Greatest width of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ Line = tuple[Piece, ...]
 def result_lines(
     slots: Sequence[int], names: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> list[Line]:
-    """Rows of a label and one cell for each run, as lines of at most `width` cells."""
+    """Return rows of a label and one cell for each run, as lines of at most `width` cells."""
     for gap in GAPS:
         shown = _fitting_names(names, rows, width, len(gap))
         if shown is not None:
@@ -53,7 +53,7 @@ def result_lines(
 
 
 def wanted_width(names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """The width at which every run is a column with a readable name."""
+    """Return the width at which every run is a column with a readable name."""
     cells = _cell_widths(rows)
     return _label_width(rows) + sum(
         len(GAPS[0]) + max(cell, min(len(name), 2 * NAME_CELLS))
@@ -72,7 +72,7 @@ def _cell_widths(rows: Sequence[Sequence[str]]) -> list[int]:
 def _fitting_names(
     names: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int
 ) -> tuple[str, ...] | None:
-    """The longest names with which every run still has its column; None where none fit."""
+    """Return the longest names with which every run still has its column; None where none fit."""
     cells = _cell_widths(rows)
     room = width - _label_width(rows) - gap * len(names)
     for most in range(NAMES_TO, NAME_CELLS - 1, -1):
@@ -103,7 +103,7 @@ def _as_columns(
 def _as_rows(
     slots: Sequence[int], names: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> Iterator[Line]:
-    """Blocks of results, each with a row for every run."""
+    """Yield blocks of results, each with a row for every run."""
     gap = GAPS[0]
     widths = [max(map(len, row)) for row in rows]
     shown = told_apart(tuple(names), min(NAMES_TO, max(NAME_CELLS, width // 4)))
@@ -126,8 +126,8 @@ def setting_lines(
     settings: Sequence[tuple[str, Sequence[tuple[Sequence[int], str]]]],
     width: int,
 ) -> list[Line]:
-    """A setting and which runs have which value: `loss.alpha  AC 0.1  B 0.5`; on several lines where one
-    is too short. Places of runs are indices of `slots`."""
+    """Return a setting and which runs have which value: `loss.alpha  AC 0.1  B 0.5`; on several lines where one
+    is too short. The runs are indices into `slots`."""
     lines: list[Line] = []
     longest = min(max((len(key) for key, _ in settings), default=0), width // 2)
     for key, values in settings:
@@ -155,7 +155,7 @@ def setting_lines(
 
 
 LONGEST, SHORTEST = 40, 6
-"""Cells of a name."""
+"""Greatest and least width of a name, in cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,8 @@ class Headed:
 def heading_lines(
     runs: Sequence[Headed], width: int, *, first: Sequence[str], rows: int, ascii_only: bool
 ) -> list[Line]:
-    """At most `rows` lines of `width` cells; `first` is text before the runs, dropped where it would cost a line
-    or the names."""
+    """Return at most `rows` lines of `width` cells; `first` is text before the runs, dropped where it would cost
+    a line or the names."""
     names = tuple(run.name for run in runs)
     named = [told_apart(names, most) for most in range(LONGEST, SHORTEST - 1, -1)]
     unnamed = tuple("" for _ in runs)
@@ -193,7 +193,7 @@ def _filled(
     *,
     ascii_only: bool,
 ) -> list[Line]:
-    """Lines, each as full as possible."""
+    """Return lines, each as full as possible."""
     items: list[Line] = [(Piece(words, bold=True),) for words in first]
     for run, name in zip(runs, names, strict=True):
         style = series_style(run.slot)

@@ -1,11 +1,11 @@
 """The themes, and which one to start with.
 
-Four are the workbench's own: `dark` and `light`, and one of each in the colours of Okabe and Ito,
-which people with any form of colour blindness can tell apart. In all of them the text colours have a
-contrast of at least 4.5:1 to the background (WCAG 2.2, success criterion 1.4.3). Textual's themes can be
-chosen as well. The choice is not remembered between two starts; an environment variable sets it.
+Four are the workbench's own: `dark` and `light`, and one of each in the colours of Okabe and Ito, which
+people with any form of colour blindness can distinguish. In all of them the text colours have a contrast of
+at least 4.5:1 to the background (WCAG 2.2, success criterion 1.4.3). Textual's themes can be chosen as well.
+The choice is not remembered between two starts; an environment variable sets it.
 
-Source of the colours: M. Okabe, K. Ito, "Color Universal Design", 2002; on a light ground darker.
+Source of the colours: M. Okabe, K. Ito, "Color Universal Design", 2002; darker on a light background.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _theme(
     error: str,
     accent: str,
 ) -> Theme:
-    """A theme whose coloured text has exactly these colours: Textual would blend them with the
-    colour of plain text, which makes them more alike."""
+    """Return a theme whose coloured text has exactly these colours: Textual would blend them with the colour of
+    plain text, which makes them more alike."""
     background, surface, panel = ground
     foreground, muted = text
     written = {
@@ -118,14 +118,14 @@ OWN_NAMES = tuple(theme.name for theme in OWN)
 
 
 def theme_names() -> list[str]:
-    """Every theme: the workbench's own first, then Textual's in alphabetical order."""
+    """Return every theme name: the workbench's own first, then Textual's in alphabetical order."""
     return [*OWN_NAMES, *sorted(name for name in BUILTIN_THEMES if name not in OWN_NAMES)]
 
 
 def chosen_theme(option: str | None, environ: Mapping[str, str]) -> str:
-    """The theme to start with: `--theme`, the environment, or one for the background of the terminal.
+    """Return the theme to start with: `--theme`, the environment, or one for the background of the terminal.
 
-    Few terminals report their background (in `COLORFGBG`); the others are taken to be dark. Raises
+    Few terminals report their background (in `COLORFGBG`); the others are assumed to be dark. Raises
     UsageError for an unknown name.
     """
     asked = [("--theme", option), *((name, environ.get(name)) for name in THEME_VARIABLES)]

@@ -1,1 +1,1 @@
-"""Screens: they poll a feed in a thread, pass its snapshots to widgets, and act on keys."""
+"""The screens. They poll a feed in a thread, pass its snapshots to widgets, and act on keys."""

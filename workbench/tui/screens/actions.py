@@ -45,7 +45,7 @@ class Target:
 
 
 def changes_to_allow(problem: Problem) -> list[str]:
-    """The settings that a refused resume would be allowed to change, by the hint of the refusal."""
+    """Return the settings that a refused resume would be allowed to change, from the hint of the refusal."""
     return re.findall(r"--allow-change (\S+)", getattr(problem, "hint", None) or "")
 
 

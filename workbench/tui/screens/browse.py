@@ -44,7 +44,7 @@ JOB_LINES = 7
 
 
 def shape_of(width: int, height: int) -> str:
-    """The arrangement of list and details at a screen size."""
+    """Return the arrangement of list and details at a screen size."""
     if height < 18:
         return "single"
     return "wide" if width >= 100 else "stacked"
@@ -79,7 +79,7 @@ screen.
         yield WordsView()
 
     def whole_text(self) -> str:
-        """The details of the row."""
+        """Return the details of the row."""
         return "\n".join(self.row.lines) if self.row is not None else ""
 
     def watch_row(self, before: Row | None, row: Row | None) -> None:
@@ -96,10 +96,10 @@ screen.
 
 
 class Feed(Protocol):
-    """Makes listings."""
+    """A source of listings."""
 
     def poll(self) -> Listing:
-        """The list as it is now; called in a thread. May raise EngineError or OSError."""
+        """Return the list as it is now; called in a thread. May raise EngineError or OSError."""
 
 
 F = TypeVar("F", bound=Feed)
@@ -112,7 +112,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
     NOTES: ClassVar[Sequence[str]] = ()
     """The notes in the help below the keys."""
     JOB: ClassVar[str] = ""
-    """The name of the engine's commands that keys start in the background, one at a time."""
+    """The name of the engine commands that keys start in the background, one at a time."""
     DEFAULT_CSS = """
     BrowseScreen {
         #head {
@@ -165,7 +165,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
         yield Static(id="job", markup=False)
         yield KeyBar()
 
-    # What it shows
+    # The list and its details.
 
     def poll(self) -> Polled:
         try:
@@ -206,11 +206,11 @@ class BrowseScreen(PollingScreen, Generic[F]):
 
     @property
     def selected(self) -> Row | None:
-        """The row under the cursor."""
+        """Return the row under the cursor."""
         return self.query_one(RowList).selected
 
     def goto(self, key: str) -> None:
-        """Put the cursor on the row of that key as soon as there is one."""
+        """Put the cursor on the row with that key as soon as it exists."""
         self._goto = key
         self.tick()
 
@@ -221,7 +221,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
         for name in ("wide", "stacked", "single"):
             self.set_class(name == shape, f"-{name}")
 
-    # Keys
+    # Keys.
 
     @on(OptionList.OptionSelected)
     def choose(self, event: OptionList.OptionSelected) -> None:
@@ -243,11 +243,11 @@ class BrowseScreen(PollingScreen, Generic[F]):
         elif len(self.app.screen_stack) > 2:
             self.app.pop_screen()
 
-    # A command in the background
+    # A command in the background.
 
     @property
     def job(self) -> Job | None:
-        """The newest command; None before the first."""
+        """Return the newest command; None before the first."""
         return self.context.jobs.of(self.JOB)
 
     @property
@@ -269,5 +269,5 @@ class BrowseScreen(PollingScreen, Generic[F]):
 
 
 def own_keys(*bindings: Binding) -> list[BindingType]:
-    """The table of keys of a list: its own, then the common ones."""
+    """Return the table of keys of a list: its own, then the common ones."""
     return [*bindings, *COMMON]

@@ -1,5 +1,5 @@
-"""Two to six runs compared: one metric over one x axis, their results side by side, the settings that
-differ, and the alerts of each."""
+"""Two to six runs compared: one metric over one x axis, their results side by side, the settings that differ,
+and the alerts of each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ from workbench.tui.widgets.words_view import wrapped
 PANES = ("plot", "results", "settings", "alerts")
 PANE_KEYS = Binding.Group("pane")
 GRID, SINGLE = (100, 30), 18
-"""From this size all panes are shown; below this many rows only one; otherwise the plot and one more."""
+"""From the first size on, all panes are shown; with fewer rows than the second number only one; otherwise the
+plot and one more."""
 FRAME = 5
 """Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
@@ -192,7 +193,7 @@ class CompareScreen(PollingScreen):
         self.query_one("#head", Static).update(self._heading(comparison))
 
     def _chart(self, comparison: Comparison, dots: int) -> Chart:
-        """The metric of every run over the axis; with a cursor, the legend shows the values there."""
+        """Return the metric of every run over the axis; with a cursor, the legend shows the values there."""
         metric, axis = METRICS[self._metric], AXES[self._axis]
         low, high = comparison.extent(metric, axis) or (0.0, 1.0)
         lines = (
@@ -216,7 +217,7 @@ class CompareScreen(PollingScreen):
         )
 
     def _value(self, run: Compared) -> float | None:
-        """The metric at the cursor, or the newest."""
+        """Return the metric at the cursor, or the newest value."""
         metric, axis = METRICS[self._metric], AXES[self._axis]
         if self._cursor is None:
             return run.trace(metric, axis, 0.0, 0.0, 1).last
@@ -243,7 +244,7 @@ class CompareScreen(PollingScreen):
         )
         return Content("\n").join(Content("").join(map(drawn, line)) for line in lines)
 
-    # Layout
+    # Layout.
 
     @on(Resize)
     def lay_out(self) -> None:
@@ -284,7 +285,7 @@ class CompareScreen(PollingScreen):
             self._pane = event.widget.id
             self.lay_out()
 
-    # Keys
+    # Keys.
 
     def action_metric(self, by: int) -> None:
         self._metric = (self._metric + by) % len(METRICS)
@@ -307,7 +308,7 @@ class CompareScreen(PollingScreen):
         low, high = self._comparison.extent(METRICS[self._metric], axis) or (0.0, 0.0)
         width = (high - low) / max(1, self.query_one("#plot", ChartView).dots - 1)
         if axis == "step":
-            # At least one step: there is nothing between two steps.
+            # At least one step, because there is nothing between two steps.
             width = max(1.0, width)
         before = self._cursor
         if before is None:

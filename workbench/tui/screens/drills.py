@@ -39,7 +39,7 @@ class DrillsScreen(BrowseScreen[DrillsFeed]):
         super().__init__(context, "drills", DrillsFeed())
 
     def _run(self) -> Path | None:
-        """The run of the selected drill: its active run, else that of its last result."""
+        """Return the run of the selected drill: its active run, else that of its last result."""
         if not self.is_mounted or (row := self.selected) is None:
             return None
         if self.job is not None and self.job_runs and self.job.arguments[1] == row.key:

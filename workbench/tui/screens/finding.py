@@ -74,7 +74,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         return self._feed.finding is not None if action in self.ACTING else True
 
     def _place(self) -> tuple[str, str]:
-        """The node under the cursor, and the alternative, if it is one."""
+        """Return the node under the cursor, and the alternative, if it is one."""
         finding = self._feed.finding
         assert finding is not None, "actions are offered once it was read"
         return node_of(finding, self.selected.key if self.selected is not None else "")
@@ -95,7 +95,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
 
         self.app.push_screen(FormScreen(title, fields, sent, note=note), done)
 
-    # Keys
+    # Keys.
 
     def action_add(self) -> None:
         def send(v: Values) -> Done:

@@ -22,7 +22,8 @@ KEEP_NOTE = (
 
 
 def finding_form(run: RunFolder, view: RunView) -> FormScreen:
-    """A form for a new finding whose first evidence is a part of the run; the most important part comes first."""
+    """Return a form for a new finding whose first evidence is a part of the run; the most important part comes
+    first."""
     said = _parts(view)
     folder: Path = beside([run.path.parent], EVIDENCE)[0]
 
@@ -43,7 +44,7 @@ def finding_form(run: RunFolder, view: RunView) -> FormScreen:
 
 
 def _parts(view: RunView) -> dict[str, str]:
-    """Parts of a run worth a finding, with their texts: alerts (errors first), then the exit."""
+    """Return the parts of a run worth a finding, with their texts: alerts (errors first), then the exit."""
     alerts = sorted(view.alerts.values(), key=lambda a: (a.severity != "error", -a.to_unix_s))
     found = {f"alert {alert.id}": alert.title for alert in alerts}
     if view.exit is not None:
@@ -52,7 +53,7 @@ def _parts(view: RunView) -> dict[str, str]:
 
 
 def keep_form(snapshot: FlipSnapshot) -> FormScreen:
-    """For a flip with a verdict."""
+    """Return a form for a flip with a verdict."""
     assert snapshot.verdict is not None and snapshot.plan is not None, "a flip that has ended"
     folders = beside([snapshot.folder.parent.parent], EVIDENCE)
     known = open_findings(folders)

@@ -33,7 +33,7 @@ from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.words_view import WordsView
 
 SHORT = 18
-"""Below this many rows nothing has a border."""
+"""With fewer rows nothing has a border."""
 
 
 class Suggested(Message):
@@ -98,7 +98,7 @@ class FlipScreen(PollingScreen):
         *,
         folder: Path | None = None,
     ) -> None:
-        """`found` is what the run suggests, read from it where it is None."""
+        """`found` are the run's suggestions; None reads them from the run."""
         super().__init__(context)
         assert run is not None or folder is not None, "a run to flip, or a flip"
         self._run, self._found, self._flips = run, found, Path(FLIPS)
@@ -120,7 +120,7 @@ class FlipScreen(PollingScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        # Textual calls the handlers of every class: PollingScreen has its own.
+        # Textual calls the handlers of every class, including PollingScreen's own.
         if self._feed is None and self._found is not None:
             self.query_one(FlipForm).found = self._found
 
@@ -138,7 +138,7 @@ class FlipScreen(PollingScreen):
                 self.post_message(Suggested(suspicions(view, settings_of(self._run))))
         return Polled(None if self._feed is None else self._feed.poll())
 
-    # Before it starts
+    # Before the flip starts.
 
     @on(Suggested)
     def suggest(self, message: Suggested) -> None:
@@ -151,7 +151,7 @@ class FlipScreen(PollingScreen):
 
     @on(FlipForm.Sent)
     async def start_by_enter(self) -> None:
-        # Not the method itself: read-only mode refuses the action.
+        # Through `run_action`, so that read-only mode can refuse it.
         await self.run_action("start")
 
     def action_start(self) -> None:
@@ -172,7 +172,7 @@ class FlipScreen(PollingScreen):
         self._feed = FlipFeed(folder, self._started)
         self.tick()
 
-    # From then on
+    # After the flip has started.
 
     @on(Polled)
     def show(self, message: Polled) -> None:

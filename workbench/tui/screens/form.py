@@ -1,7 +1,7 @@
 """Dialogs over a screen: a question with several answers, or a form with several fields.
 
-The form stays until its command succeeds or it is cancelled; a refusal is shown below the fields, which
-keep their values.
+The form stays until its command succeeds or it is cancelled; a refusal is shown below the fields, which keep
+their values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Values = Mapping[str, str]
 
 
 class FormScreen(ModalScreen[str | None]):
-    """Asks; the result is the message of the engine, None when it was cancelled."""
+    """Shows a form; the result is the message of the engine, None when it was cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "cancel", show=False),
@@ -107,7 +107,7 @@ class FormScreen(ModalScreen[str | None]):
 
     @property
     def values(self) -> dict[str, str]:
-        """The current values of the fields."""
+        """Return the current values of the fields."""
         found = {}
         for field in self._fields:
             widget = self.query_one(f"#field-{field.name}")
@@ -147,7 +147,7 @@ NO = "n"
 
 
 class ChooseScreen(ModalScreen[str]):
-    """Asks; the result is the key of an answer. Escape, q and enter give the safe answer, n."""
+    """Asks a question; the result is the key of an answer. Escape, q and enter give the safe answer, n."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,enter", f"answer('{NO}')", "no", tooltip="change nothing"),
@@ -162,7 +162,7 @@ class ChooseScreen(ModalScreen[str]):
     """
 
     def __init__(self, title: str, question: str, answers: Sequence[tuple[str, str]]) -> None:
-        """`answers` are keys with what each does; `n` is always one of them."""
+        """`answers` maps keys to what each does; `n` is always one of them."""
         super().__init__()
         assert NO in dict(answers), answers
         self._title, self._question, self._answers = title, question, tuple(answers)

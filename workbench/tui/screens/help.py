@@ -25,14 +25,14 @@ from workbench.tui.widgets.key_bar import grouped
 
 WIDTH = 80
 AROUND = 10
-"""Cells of a row that border, padding and scroll bar take."""
+"""Cells of a row taken by border, padding and scroll bar."""
 KEY_CELLS = 13
 """Width of the column of keys."""
 READ_ONLY = "Read-only: no key starts, stops or changes a run, a flip or evidence."
 
 
 def key_lines(bindings: Sequence[Binding], note: str = "") -> list[str]:
-    """One line for each key, or range of keys."""
+    """Return one line for each key, or range of keys."""
     return [
         f"  {keys:<{KEY_CELLS}} {members[0].tooltip or words}{note}"
         for keys, words, members in grouped(bindings)
@@ -40,7 +40,7 @@ def key_lines(bindings: Sequence[Binding], note: str = "") -> list[str]:
 
 
 def help_of(widget: Widget | None) -> tuple[str, list[str]] | None:
-    """Name and paragraphs of the innermost widget around `widget` that has help."""
+    """Return name and paragraphs of the innermost widget around `widget` that has help."""
     around = [] if widget is None else widget.ancestors_with_self
     for node in around:
         text = node.HELP if isinstance(node, Widget) else None
@@ -83,7 +83,7 @@ class HelpScreen(ModalScreen[None]):
             yield Static(Content("\n").join([*lines, *map(Content, self._notes)]), markup=False)
 
     def _sections(self, below: Screen[Any]) -> Iterator[tuple[str, list[str]]]:
-        """Heading and lines of each part, from the focused widget outwards."""
+        """Yield heading and lines of each part, from the focused widget outwards."""
         active = {keys.node: keys.bindings for keys in active_keys(below)}
         inner: list[DOMNode] = [node for node in active if node not in (below, self.app)]
         own = [binding for node in inner for binding in active[node]]
@@ -109,7 +109,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 def _wrapped(lines: Sequence[str], width: int) -> Iterator[str]:
-    """Lines of a width: text is indented, and the description of a key wraps below itself."""
+    """Wrap lines to a width: text is indented, and the description of a key wraps below itself."""
     for line in lines:
         if not line:
             yield ""

@@ -1,4 +1,4 @@
-"""Details of a mark on the time line, and for an alert the flip that would test it."""
+"""Details of a mark on the timeline, and for an alert the flip that would test it."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 
 LOW = 18
-"""On fewer rows, the description and the command shrink in favour of the settings."""
+"""With fewer rows, the description and the command shrink in favour of the settings."""
 NARROW = 60
 
 
 def shown_path(path: Path) -> str:
-    """A path as it would be typed from here."""
+    """Return a path as it would be typed from here."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -55,7 +55,7 @@ def shown_path(path: Path) -> str:
 
 
 class PickSpecScreen(ModalScreen[Path | None]):
-    """Asks; the result is the path of a spec file, None when it was cancelled."""
+    """Asks for a spec file; the result is its path, None when it was cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "leave", tooltip="choose none"),
@@ -248,7 +248,7 @@ class NewRunScreen(Screen[None]):
         ]
         self.query_one(KeyBar).draw(bindings)
 
-    # The spec file
+    # The spec file.
 
     def action_open(self) -> None:
         """Ask for a spec file; without one the form closes."""
@@ -270,7 +270,8 @@ class NewRunScreen(Screen[None]):
         self._take(self._beside_the_others(draft))
 
     def _beside_the_others(self, draft: Draft) -> Draft:
-        """With `run.out` set to the folder being watched, unless the file sets it or it is the default."""
+        """Return the draft with `run.out` set to the folder being watched, unless the file sets it or it is the
+        default."""
         folders = self._given.folders
         if not folders or "out" in draft.tree.get("run", {}):
             return draft
@@ -280,7 +281,7 @@ class NewRunScreen(Screen[None]):
             return draft
         return draft.edited("run.out", str(folder))
 
-    # The input line: a value, a path or a filter
+    # The input line: a value, a path or a filter.
 
     def _ask(self, what: str, value: str, hint: str) -> None:
         line = self.query_one("#line", Input)
@@ -325,7 +326,7 @@ class NewRunScreen(Screen[None]):
         else:
             self.app.pop_screen()
 
-    # Settings
+    # Settings.
 
     def _setting(self, key: str) -> Setting:
         return self._settings[key]
@@ -410,7 +411,7 @@ class NewRunScreen(Screen[None]):
     def action_filter(self) -> None:
         self._ask("filter", self._pattern, "words of a setting's name")
 
-    # Keeping it
+    # Saving and copying.
 
     def action_save(self) -> None:
         if self._draft is not None:
@@ -436,7 +437,7 @@ class NewRunScreen(Screen[None]):
         said.update(words)
         said.display = bool(words)
 
-    # What the engine does
+    # Engine commands.
 
     def action_check(self) -> None:
         draft = self._draft

@@ -93,8 +93,8 @@ class PollingScreen(Screen[None]):
         """On a terminal too small for panes, show only the first line of the screen, wrapped over as many
         rows as it needs."""
         self.set_class(is_tiny(*self.size), "-tiny")
-        # A screen that lays itself out sends itself its current size. Where the terminal's next size is
-        # queued just before that, Textual takes the later event for the newer one.
+        # A screen that lays itself out posts its current size to itself. If the terminal's next size was
+        # queued just before, Textual would take that later event for the newer one.
         if event.size != self.app.size:
             _resize(self, self.app.size)
 
@@ -169,5 +169,5 @@ class PollingScreen(Screen[None]):
 
 
 def _resize(screen: Screen[Any], size: Size) -> None:
-    """Lay a screen out again: requesting only a layout would reuse its old size."""
+    """Lay a screen out again; requesting only a layout would reuse its old size."""
     screen.post_message(Resize(size, size))

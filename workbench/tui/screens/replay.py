@@ -18,7 +18,7 @@ from workbench.replay import ReplayFeed
 
 SPEEDS = (1, 10, 60, 600, 3600)
 TICK_S = 0.25
-"""Between two frames of a playing replay; more would overload a terminal."""
+"""Seconds between two frames of a playing replay; a higher rate would overload a terminal."""
 
 
 class Replayed(Message):
@@ -41,7 +41,7 @@ class Replay:
         self._asked = threading.Condition()
         self._wanted: float | None = unix_s
         self._is_over = False
-        # A daemon: quitting must not wait for a long log.
+        # A daemon thread: quitting must not wait for a long log.
         threading.Thread(target=self._answer, name="replay", daemon=True).start()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Replay:
         self.speed = SPEEDS[(SPEEDS.index(self.speed) + 1) % len(SPEEDS)]
 
     def words(self, first_unix_s: float, last_unix_s: float) -> str:
-        """The position, for the status line."""
+        """Return the position as text for the status line."""
         at, whole = self.unix_s - first_unix_s, last_unix_s - first_unix_s
         how = f"playing {self.speed}x" if self.is_playing else f"paused, space plays {self.speed}x"
         far = "" if self._feed.is_read else ", reading the log"
@@ -97,7 +97,7 @@ class Replay:
 
 
 def clock(seconds: float) -> str:
-    """12:03, or 1:12:03 from an hour on; days are hours."""
+    """Format as 12:03, or 1:12:03 from an hour on; days are hours."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     whole = int(seconds)

@@ -181,12 +181,12 @@ class RunScreen(PollingScreen):
 
     @property
     def shown(self) -> Snapshot | None:
-        """The snapshot that the panes show: now, or the replay's."""
+        """Return the snapshot that the panes show: the live one, or the replay's."""
         return self._snapshot if self._replay is None else self._past
 
     def poll(self) -> Polled:
         snapshot = self._feed.poll()
-        # Walks long lists and reads other folders: not in the thread that draws.
+        # Walks long lists and reads other folders, so it stays out of the drawing thread.
         self._flips = self._flip_look.look()
         self._marks = happenings(snapshot.view, self._flips)
         return Polled(snapshot)
@@ -218,7 +218,7 @@ class RunScreen(PollingScreen):
                     self.query_one(f"#{pane.id}", TextPane).show(lines_for)
             self._tell_replay()
 
-    # Layout
+    # Layout.
 
     @property
     def _has_ended(self) -> bool:
@@ -238,7 +238,7 @@ class RunScreen(PollingScreen):
         """Show the panes that belong on a screen of this size."""
         layout = self._layout()
         classes = {f"-{mode}": layout.mode == mode for mode in ("grid", "tabs", "single", "status")}
-        # At once: each change of classes makes Textual style every widget of the screen anew.
+        # In one update: each change of classes makes Textual restyle every widget of the screen.
         self.update_classes({**classes, "-zoomed": self._zoomed})
         columns = {pane.column for pane in PANES if pane.id in layout.panes}
         for pane in PANES:
@@ -261,7 +261,7 @@ class RunScreen(PollingScreen):
 
     @on(DescendantFocus)
     def choose_focused(self, event: DescendantFocus) -> None:
-        """A pane that gets the focus, by tab or by mouse, is the chosen one."""
+        """Choose the pane that gets the focus by tab or by mouse."""
         for widget in event.widget.ancestors_with_self:
             if widget.has_class("pane") and widget.id not in (None, self._chosen):
                 self._chosen = str(widget.id)
@@ -279,7 +279,7 @@ class RunScreen(PollingScreen):
         elif len(self.app.screen_stack) > 2:
             self.app.pop_screen()
 
-    # Keys of panes
+    # Keys of panes.
 
     def action_log_y(self) -> None:
         plot = self.query_one(TimelinePane)
@@ -306,7 +306,7 @@ class RunScreen(PollingScreen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "scrub":
-            # The time line binds these keys itself, and typing a filter needs them.
+            # The timeline binds these keys itself, and typing a filter needs them.
             return self._replay is not None and not isinstance(self.focused, TimelinePane | Input)
         if action == "speed":
             return self._replay is not None
@@ -316,10 +316,10 @@ class RunScreen(PollingScreen):
             return (target := self.target()) is not None and target.can(action)
         return True
 
-    # Replay
+    # Replay.
 
     def draw_keys(self) -> None:
-        """While a replay is shown: the keys of the replay."""
+        """Show the keys of the replay while one is shown."""
         replay = self._replay
         if replay is None:
             super().draw_keys()
@@ -388,7 +388,7 @@ class RunScreen(PollingScreen):
 
     @on(TimelinePane.Moved)
     def seek(self, message: TimelinePane.Moved) -> None:
-        """In a replay the cursor is the time that is shown."""
+        """Move the replay to the time of the cursor."""
         replay, live = self._replay, self._snapshot
         if replay is not None and live is not None:
             last = live.view.steps.last("clock_s")
@@ -406,7 +406,7 @@ class RunScreen(PollingScreen):
             self._tell_replay()
             self.draw_keys()
 
-    # Keys that act on the run, or ask why
+    # Keys that act on the run, or ask why.
 
     def target(self) -> Target | None:
         snapshot = self._snapshot
@@ -431,7 +431,7 @@ class RunScreen(PollingScreen):
     def _flip_of(self, mark: Happening | None) -> None:
         """Open the flip of a mark: an existing one, or the form filled with the flip that its alert names."""
         if mark is not None and mark.folder is not None:
-            # It exists already: opening it starts nothing.
+            # It exists already, so opening it starts nothing.
             self._push_flip(folder=mark.folder)
         elif mark is not None:
             self._ask_for_flip(mark)
@@ -470,10 +470,10 @@ class RunScreen(PollingScreen):
 
 
 def _needs(snapshot: Snapshot | None) -> object:
-    """What the visible panes and keys depend on."""
+    """Return what the visible panes and keys depend on."""
     return snapshot and (snapshot.state, snapshot.alive, bool(snapshot.view.alerts))
 
 
 def _until(marks: tuple[Happening, ...], snapshot: Snapshot) -> tuple[Happening, ...]:
-    """The marks that existed at the time of a past snapshot."""
+    """Return the marks that existed at the time of a past snapshot."""
     return tuple(mark for mark in marks if mark.unix_s <= snapshot.now_unix_s)

@@ -143,8 +143,8 @@ class RunsScreen(PollingScreen):
             self.call_after_refresh(self.query_one(RunsTable).focus)
 
     def _heading(self, snapshot: RunsSnapshot, count: int) -> str:
-        """The first line, at most as wide as the screen where possible; `count` is the number of runs that
-        match the filter."""
+        """Return the first line, at most as wide as the screen where possible; `count` is the number of runs
+        that match the filter."""
         every = len(snapshot.rows)
         counted = f"{every}" if not self._pattern else f"{count} of {every}"
         parts = []
@@ -168,7 +168,7 @@ class RunsScreen(PollingScreen):
         row = self.query_one(RunsTable).selected
         lines = [] if row is None else told(row)
         if is_low(*self.size):
-            # Keep the row of the keys: one line each, with the beginning and the end of a path.
+            # Leave the key row visible: one line each, with the beginning and the end of a path.
             lines = [shortened(line, max(1, self.size.width - 2)) for line in lines[:2]]
         self.query_one("#detail", Static).update("\n".join(lines))
         self.draw_keys()
@@ -195,7 +195,7 @@ class RunsScreen(PollingScreen):
     def action_sort(self, index: int) -> None:
         self.query_one(RunsTable).sort_by(index)
 
-    # Marks
+    # Marks.
 
     def action_mark(self) -> None:
         """Mark the run under the cursor with the first free style, and move to the next."""
@@ -227,7 +227,7 @@ class RunsScreen(PollingScreen):
         chosen = {slot: RunFolder(path) for path, slot in self._marked.items()}
         self.app.push_screen(CompareScreen(self.context, chosen))
 
-    # Keys that start, stop and resume
+    # Keys that start, stop and resume.
 
     def target(self) -> Target | None:
         row = self.query_one(RunsTable).selected
@@ -260,7 +260,7 @@ class RunsScreen(PollingScreen):
         if row is not None:
             self.app.push_screen(NewRunScreen(self.context, like=RunFolder(row.path)))
 
-    # Filter
+    # Filter.
 
     def action_filter(self) -> None:
         self.query_one(FilterLine).begin()
@@ -281,7 +281,7 @@ class RunsScreen(PollingScreen):
 
 
 def nothing(snapshot: RunsSnapshot, pattern: str) -> str:
-    """The text where no run is shown."""
+    """Return the text for an empty list."""
     if not snapshot.rows:
         return NO_RUNS.format(folders=_folders(snapshot))
     return f"None of the {len(snapshot.rows)} runs matches {pattern!r}."
@@ -292,7 +292,7 @@ def _folders(snapshot: RunsSnapshot) -> str:
 
 
 def told(row: RunRow) -> list[str]:
-    """The details of a run: its folder, its progress, its alerts."""
+    """Return the details of a run: its folder, its progress, its alerts."""
     lines = [str(row.path)]
     if row.total_steps is not None:
         words = [f"step {row.last_step}/{row.total_steps}"]

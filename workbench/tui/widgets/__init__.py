@@ -1,1 +1,1 @@
-"""Widgets: each takes one frozen value and draws it."""
+"""The widgets: each receives one frozen value and draws it."""

@@ -25,7 +25,7 @@ class CellTable(DataTable[Text]):
 
     @property
     def key(self) -> str | None:
-        """The key of the row under the cursor."""
+        """Return the key of the row under the cursor."""
         return self._keys[self.cursor_row] if self.is_valid_row_index(self.cursor_row) else None
 
     def fill(
@@ -35,7 +35,7 @@ class CellTable(DataTable[Text]):
         texts: Texts,
         cells: Callable[[str, Sequence[str]], list[Text]],
     ) -> None:
-        """Draw other rows; `cells` renders the texts of one row and has to depend on them alone."""
+        """Draw other rows; `cells` renders the texts of one row and must depend on them alone."""
         before = self.key
         widths = [
             max([1, title.cell_len, *(cell_len(row[place]) for row in texts.values())])

@@ -22,7 +22,7 @@ class ChartView(Widget):
     """Draws one chart. Lines with letters have the colours of their runs, others those of the theme."""
 
     class Resized(Message):
-        """Its width has changed, so the chart has to be computed again."""
+        """The width has changed, so the chart has to be computed again."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         "plot--trace0",
@@ -62,19 +62,19 @@ class ChartView(Widget):
 
     @property
     def dots(self) -> int:
-        """The number of buckets it can show."""
+        """Return the number of buckets it can show."""
         return dots_of(self.size.width, ascii_only=self._ascii_only)
 
     def charted(self) -> tuple[object, ...]:
-        """Everything the chart depends on; it is redrawn only when one of these changes."""
+        """Return everything the chart depends on; it is redrawn only when one of these changes."""
         return (self.chart,)
 
     def made(self) -> Chart:
-        """The chart for the current size."""
+        """Return the chart for the current size."""
         return self.chart
 
     def rows(self) -> list[Row]:
-        """The drawn rows."""
+        """Return the drawn rows."""
         return render_chart(self.made(), *self.size, ascii_only=self._ascii_only)
 
     def render_lines(self, crop: Region) -> list[Strip]:
@@ -99,5 +99,5 @@ class ChartView(Widget):
 
 
 def _differ(a: object, b: object) -> bool:
-    """Views and charts are long, so they are compared by identity."""
+    """Compare by identity, because views and charts are long."""
     return a is not b and (isinstance(a, RunView | Chart) or a != b)

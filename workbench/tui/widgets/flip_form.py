@@ -106,7 +106,7 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
 
     @property
     def wanted(self) -> Wanted:
-        """The flip that the form describes."""
+        """Return the flip that the form describes."""
         values = {name: self.query_one(f"#{name}", Input).value.strip() for name, *_ in LINES}
         return Wanted(**values, controls=self.query_one("#controls", Choice).value)
 
@@ -187,7 +187,7 @@ class FlipPlan(VerticalScroll, can_focus=False):
         self.set_class(refused, "-refused")
 
     def _check(self, wanted: Wanted) -> None:
-        """Ask the engine, in a thread, whether both arms can run."""
+        """Let the engine check, in a thread, whether both arms can run."""
         run = self._run
         if run is None:
             return

@@ -28,21 +28,21 @@ NAMES = {
     "less_than_sign": "<",
     "greater_than_sign": ">",
 }
-"""Keys whose name is not what is written on them."""
+"""Keys whose Textual name differs from their label."""
 
 
 def key_text(binding: Binding) -> str:
-    """A key as it is written on a keyboard; all of them when there are several."""
+    """Return a key as it is written on a keyboard; all of them when there are several."""
     return " ".join(NAMES.get(key, key) for key in binding.key.split(","))
 
 
 def bindings_of(screen: Screen[Any]) -> list[Binding]:
-    """The keys of a screen, in the order of its table."""
+    """Return the keys of a screen, in the order of its table."""
     return [binding for binding in screen.BINDINGS if isinstance(binding, Binding)]
 
 
 def grouped(bindings: Sequence[Binding]) -> list[tuple[str, str, list[Binding]]]:
-    """Keys, short words and members of each binding, or of each group of them."""
+    """Return keys, short words and members of each binding, or of each group of them."""
     groups = []
     for group, members in groupby(bindings, key=lambda binding: binding.group or binding.key):
         first, *rest = members

@@ -44,7 +44,7 @@ FILTER_ROWS = 4000
 
 
 def role_of(line: LogLine) -> str:
-    """The style of a line; its text carries the same meaning."""
+    """Return the style of a line; its text carries the same meaning."""
     match line.event:
         case NonFinite() | AlertRaised():
             return "log--bad"
@@ -60,8 +60,7 @@ def role_of(line: LogLine) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """A line as rows of a width; rows after the first are indented to where the text of the first
-    begins."""
+    """Wrap a line to rows of a width; rows after the first are indented to where the text of the first begins."""
     if len(text) <= width:
         return [text]
     return textwrap.wrap(text, max(width, 12), subsequent_indent="         ") or [""]
@@ -116,21 +115,21 @@ class LogView(ScrollView, can_focus=True):
 
     @property
     def shown(self) -> int:
-        """The number of matching lines found so far."""
+        """Return the number of matching lines found so far."""
         if not self.pattern:
             return 0 if self.book is None else len(self.book)
         return len(self._earlier) + len(self._later)
 
     @property
     def share_filtered(self) -> float:
-        """The share of the log that the filter has searched."""
+        """Return the share of the log that the filter has searched."""
         total = 0 if self.book is None else len(self.book)
         return (self._sought[1] - self._sought[0]) / total if self.pattern and total else 1.0
 
     def watch_book(self, before: Log | None, log: Log | None) -> None:
         if before is not None and log is not None and self.pattern:
             if len(log) < self._sought[1] or log.asides[: len(before.asides)] != before.asides:
-                # Lines have moved: the matches in the old rows are not valid for the new ones.
+                # Lines have moved, so matches in the old rows are not valid for the new ones.
                 self._filter_again()
             else:
                 self._filter(log, self.pattern)
@@ -186,7 +185,7 @@ class LogView(ScrollView, can_focus=True):
         self._lay_out()
 
     def _row(self, index: int) -> int:
-        """The row of the log at an index of the visible rows."""
+        """Return the row of the log at an index of the visible rows."""
         if not self.pattern:
             return index
         older = len(self._earlier)

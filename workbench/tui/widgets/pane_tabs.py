@@ -18,7 +18,7 @@ class PaneTabs(Static):
     chosen: reactive[str] = reactive("")
 
     def __init__(self, panes: Mapping[str, tuple[str, str]]) -> None:
-        """`panes` gives the id of each its key and its name."""
+        """`panes` maps the id of each pane to its key and its name."""
         super().__init__(markup=False)
         self._panes = panes
         self.set_reactive(PaneTabs.chosen, next(iter(panes)))

@@ -31,7 +31,7 @@ NAME_CELLS, TEXT_CELLS = 12, 18
 
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:
-    """The rows without their signs; names in a column, cut in the middle where it is narrow."""
+    """Return the rows without their signs; names in a column, cut in the middle where it is narrow."""
     names = tuple(row.name for row in rows)
     longest = max(map(len, names), default=0)
     cells = min(longest, max(NAME_CELLS, width - TEXT_CELLS))
@@ -43,7 +43,7 @@ def lines_of(rows: Sequence[Row], width: int) -> list[str]:
 
 
 def prompt_of(row: Row, line: str) -> Content:
-    """A row as it is drawn: its sign, and its line."""
+    """Return a row as it is drawn: its sign, and its line."""
     style = STYLES[row.tone]
     sign = Content.styled(f"{row.sign or SIGNS[row.tone]} ", style)
     plain = style if row.tone == "quiet" else ""
@@ -81,18 +81,18 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
         self._prompts: list[Content] = []
 
     def whole_text(self) -> str:
-        """Every row, as lines."""
+        """Return every row, as lines."""
         lines = lines_of(self.rows, WHOLE)
         return "\n".join(prompt_of(*one).plain for one in zip(self.rows, lines, strict=True))
 
     @property
     def selected(self) -> Row | None:
-        """The row under the cursor."""
+        """Return the row under the cursor."""
         index = self.highlighted
         return self.rows[index] if index is not None and index < len(self.rows) else None
 
     def select(self, key: str) -> bool:
-        """Put the cursor on a row; False where there is none of that key."""
+        """Put the cursor on a row; False if no row has that key."""
         keys = [row.key for row in self.rows]
         if key in keys:
             self.highlighted = keys.index(key)

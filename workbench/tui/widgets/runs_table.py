@@ -33,7 +33,7 @@ def _share(row: RunRow) -> float | None:
 
 
 def alerts_text(row: RunRow) -> str:
-    """The worst severity, and how many alerts are active: `error 3` is three, at least one an error."""
+    """Format the worst severity and the number of active alerts: `error 3` is three, at least one of them an error."""
     if not row.alerts:
         return ABSENT
     return f"{'error' if row.alerts[0][0] == 'error' else 'warn'} {len(row.alerts)}"
@@ -49,7 +49,7 @@ class Column:
     text: Callable[[RunRow], str]
     value: Callable[[RunRow], float | str | tuple[int, int] | None]
     least_width: int
-    """Shown in a table of at least this width."""
+    """Least width of the table in which the column is shown."""
     right: bool = True
     largest_first: bool = False
 
@@ -87,7 +87,7 @@ STEP = [column.name for column in COLUMNS].index("step")
 
 
 def in_order(rows: Sequence[RunRow], index: int, *, backwards: bool) -> list[RunRow]:
-    """Rows sorted by a column; a missing value or NaN comes last in both orders."""
+    """Return rows sorted by a column; a missing value or NaN comes last in both orders."""
     value = COLUMNS[index].value
     known: list[RunRow] = []
     unknown: list[RunRow] = []
@@ -99,7 +99,7 @@ def in_order(rows: Sequence[RunRow], index: int, *, backwards: bool) -> list[Run
 
 
 def matching(rows: Sequence[RunRow], pattern: str) -> list[RunRow]:
-    """Rows whose name, state or alerts contain every word of a filter."""
+    """Return rows whose name, state or alerts contain every word of a filter."""
     words = pattern.casefold().split()
     return [row for row in rows if all(word in _words_of(row) for word in words)]
 
@@ -115,8 +115,8 @@ def _is_as_before(before: RunRow, row: RunRow) -> bool:
 
 
 class RunsTable(CellTable):
-    """Draws rows; `sorted_by` is the index of a column, `backwards` turns its order around, and
-    `marked` gives marked runs the index of their style."""
+    """Draws rows; `sorted_by` is the index of a column, `backwards` reverses its order, and `marked` maps marked
+    runs to the index of their style."""
 
     rows_shown: reactive[tuple[RunRow, ...]] = reactive((), init=False)
     sorted_by: reactive[int] = reactive(AGE, init=False)
@@ -137,7 +137,7 @@ class RunsTable(CellTable):
     watch_sorted_by = watch_backwards = watch_marked = on_resize
 
     def sort_by(self, index: int) -> None:
-        """Sort by a column; once more turns the order around."""
+        """Sort by a column; the same column again reverses the order."""
         if index == self.sorted_by:
             self.backwards = not self.backwards
         else:
@@ -146,7 +146,7 @@ class RunsTable(CellTable):
 
     @property
     def selected(self) -> RunRow | None:
-        """The row under the cursor."""
+        """Return the row under the cursor."""
         return self._by_key.get(self.key or "")
 
     def watch_rows_shown(self) -> None:
@@ -172,7 +172,7 @@ class RunsTable(CellTable):
         return self._gap + text
 
     def _all_texts(self, rows: Iterable[RunRow]) -> dict[str, list[str]]:
-        """The cell texts of each row; names get the width that the other columns leave."""
+        """Return the cell texts of each row; names get the width that the other columns leave."""
         texts = {str(row.path): self._words(row) for row in rows}
         others = [
             max([self._title(index).cell_len, *(len(row[place]) for row in texts.values())])
@@ -187,7 +187,7 @@ class RunsTable(CellTable):
         }
 
     def _words(self, row: RunRow) -> list[str]:
-        """The cell texts of a row after its name; for an unchanged run only the age is recomputed."""
+        """Return the cell texts of a row after its name; for an unchanged run only the age is recomputed."""
         known = self._known.get(str(row.path))
         if known is None or known[0] != self._shown or not _is_as_before(known[1], row):
             known = (self._shown, row, [self._text(row, index) for index in self._shown[1:]])

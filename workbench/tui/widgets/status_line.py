@@ -19,7 +19,7 @@ WIDE, NARROW = 100, 60
 
 
 def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
-    """Progress as a bar and a percentage."""
+    """Return progress as a bar and a percentage."""
     share = min(1.0, done / total) if total > 0 else 0.0
     filled = int(share * cells)
     full, rest = ("#", ".") if ascii_only else ("━", "╌")
@@ -27,7 +27,7 @@ def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
 
 
 def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> tuple[str, list[str]]:
-    """The progress beside the name of the run, and the flags after it."""
+    """Return the progress beside the name of the run, and the flags after it."""
     view = snapshot.view
     share, parts = "", []
     if view.total_steps is not None:
@@ -54,9 +54,10 @@ NAME_CELLS = 8
 
 
 def compact(name: str, flags: Sequence[str], share: str, status: str, width: int) -> list[str]:
-    """Name and status in two rows where possible; `flags` and the state are never dropped.
+    """Return name and status in two rows where possible; `flags` and the state are never dropped.
 
-    `share` is the progress in percent; the state is the beginning of the second line."""
+    `share` is the progress in percent; the state is the beginning of the second line.
+    """
     first = [*flags, *([share] if share else [])]
     second: list[str] = []
     details: list[str] = []
@@ -126,6 +127,6 @@ class StatusLine(Static):
 
 
 def _bold_to(line: str, end: str, style: str) -> Content:
-    """A line whose words before `end` have a style."""
+    """Return a line whose words before `end` have a style."""
     first, sign, rest = line.partition(end)
     return Content.assemble((first, style), f"{sign}{rest}")

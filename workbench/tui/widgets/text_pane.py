@@ -15,17 +15,17 @@ from workbench.tui.printable import as_title
 from workbench.tui.run_lines import Line, Piece
 
 LinesFor = Callable[[int], Sequence[str | Line]]
-"""The lines at a width."""
+"""Returns the lines for a width."""
 
 
 def drawn(piece: Piece) -> Content:
-    """A piece with its style."""
+    """Return a piece with its style."""
     colour = "" if piece.slot is None else series_style(piece.slot).colour
     return Content.styled(piece.text, " ".join(x for x in ("bold" * piece.bold, colour) if x))
 
 
 def text_of(line: str | Line) -> str:
-    """A line without its colours."""
+    """Return a line without its colours."""
     return line if isinstance(line, str) else "".join(piece.text for piece in line).rstrip()
 
 
@@ -45,7 +45,7 @@ class TextPane(VerticalScroll, can_focus=True):
         yield Static(markup=False)
 
     def whole_text(self) -> str:
-        """Every line, including those scrolled out of view."""
+        """Return every line, including those scrolled out of view."""
         return "\n".join(map(text_of, self._lines))
 
     def on_resize(self) -> None:
@@ -72,7 +72,7 @@ class TextPane(VerticalScroll, can_focus=True):
 
 
 def _contents(lines: Sequence[str | Line]) -> list[Content]:
-    """Styled lines. A plain line without leading space is a heading of the indented lines below it."""
+    """Return styled lines. A plain line without leading space is a heading of the indented lines below it."""
     has_parts = any(isinstance(line, str) and line.startswith(" ") for line in lines)
     return [
         Content.styled(line, "bold" if has_parts and not line.startswith(" ") else "")

@@ -1,4 +1,4 @@
-"""The time line of a run: loss, marks and step time over one x axis, with a cursor and its keys.
+"""The timeline of a run: loss, marks and step time over one x axis, with a cursor and its keys.
 
 The x axis is the step or the time; its ends are those of the whole run, even while a replay shows an earlier
 state.
@@ -50,7 +50,7 @@ SIGNS: dict[Kind, tuple[str, str]] = {
 
 
 class TimelinePane(ChartView, can_focus=True):
-    """Draws the time line of a snapshot, with a window on the run and a cursor in it."""
+    """Draws the timeline of a snapshot, with a window on the run and a cursor in it."""
 
     HELP = """# Time line
 
@@ -82,14 +82,14 @@ class TimelinePane(ChartView, can_focus=True):
     ]
 
     class Moved(Message):
-        """The cursor is at another time."""
+        """The cursor moved to another time."""
 
         def __init__(self, unix_s: float) -> None:
             super().__init__()
             self.unix_s = unix_s
 
     class Opened(Message):
-        """Marks under the cursor are asked for."""
+        """The user wants the marks under the cursor."""
 
         def __init__(self, marks: list[Happening]) -> None:
             super().__init__()
@@ -125,7 +125,7 @@ class TimelinePane(ChartView, can_focus=True):
         words += ["zoomed, 0 shows all" if self.window.span is not None else ""]
         self.border_title = ", ".join(word for word in words if word)
 
-    # Drawing
+    # Drawing.
 
     def charted(self) -> tuple[object, ...]:
         views = _view_of(self.snapshot), _view_of(self.whole)
@@ -180,7 +180,7 @@ class TimelinePane(ChartView, can_focus=True):
             return (words, marks) if marks else tuple(textwrap.wrap(words, self.size.width)[:2])
         return (f"{marks} | {words}" if marks else words,)
 
-    # What is where
+    # Positions.
 
     @property
     def _x(self) -> str:
@@ -206,7 +206,7 @@ class TimelinePane(ChartView, can_focus=True):
 
     @property
     def cursor_unix_s(self) -> float | None:
-        """The time under the cursor; None without one."""
+        """Return the time under the cursor; None without one."""
         if self.window.cursor is None or not len(self._table):
             return None
         return self._table.value("clock_s", self._row_of(self.window.cursor))
@@ -217,7 +217,7 @@ class TimelinePane(ChartView, can_focus=True):
             row = min(self._table.find("clock_s", unix_s), len(self._table) - 1)
             self.window = self.window.moved(self._table.value(self._x, row) or 0.0, *self._ends())
 
-    # Keys
+    # Keys.
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "drop":
@@ -262,7 +262,7 @@ class TimelinePane(ChartView, can_focus=True):
             self._move_to(beyond[0] if side > 0 else beyond[-1])
 
     def _under(self) -> list[Happening]:
-        """The marks in the column of the cursor."""
+        """Return the marks in the column of the cursor."""
         if self.window.cursor is None:
             return []
         low, high = self.window.bounds(*self._ends())
@@ -305,7 +305,7 @@ class TimelinePane(ChartView, can_focus=True):
 
 
 def signs_of(placed: Sequence[tuple[float, Happening]], *, ascii_only: bool) -> tuple[Sign, ...]:
-    """Marks with their x as signs, the most urgent last."""
+    """Return marks with their x as signs, the most urgent last."""
     order = sorted(placed, key=lambda item: PRESSING.index(item[1].kind), reverse=True)
     return tuple(
         Sign(
@@ -320,7 +320,7 @@ def signs_of(placed: Sequence[tuple[float, Happening]], *, ascii_only: bool) -> 
 def marks_near(
     marks: Sequence[tuple[float, Happening]], x: float, within: float
 ) -> list[Happening]:
-    """The marks at most `within` from x, nearest first; of equally near ones the most urgent first."""
+    """Return the marks at most `within` from x, nearest first; of equally near ones the most urgent first."""
     near = [(abs(place - x), PRESSING.index(mark.kind), mark) for place, mark in marks]
     return [m for d, _, m in sorted(near, key=lambda item: item[:2]) if d <= within]
 
@@ -329,7 +329,7 @@ ROUND_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 
 
 
 def clock_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` unix times in [low, high] that are round on a local clock."""
+    """Return about `count` unix times in [low, high] that are round on a local clock."""
     wanted = (high - low) / max(1, count)
     every = next((s for s in ROUND_SECONDS if s >= wanted), None)
     if every is None:
@@ -340,7 +340,7 @@ def clock_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def heldout_points(view: RunView, low: float, high: float, *, by_time: bool) -> tuple[Point, ...]:
-    """Held-out losses of the student in a window, each at its step or its time."""
+    """Return the held-out losses of the student in a window, each at its step or its time."""
     points = []
     for done in view.evals:
         if done.subject in ("student", "untrained") and done.loss is not None:
@@ -356,8 +356,8 @@ def heldout_points(view: RunView, low: float, high: float, *, by_time: bool) -> 
 
 
 def levels_of(view: RunView) -> tuple[Level, ...]:
-    """Reference losses: of a uniform guess over V tokens (ln V), CE's share of it in the objective, and the
-    teacher's own."""
+    """Return the reference losses: of a uniform guess over V tokens (ln V), CE's share of it in the objective,
+    and the teacher's own."""
     levels = []
     student, teacher = view.models.get("student"), view.eval_of("teacher")
     if student is not None and student.vocab_size > 1:
@@ -372,7 +372,7 @@ def levels_of(view: RunView) -> tuple[Level, ...]:
 
 
 def fault_words(view: RunView) -> str:
-    """Which steps are not finite."""
+    """Describe which steps are not finite."""
     if not view.non_finite:
         return ""
     first, others = view.non_finite[0].step, len({fault.step for fault in view.non_finite}) - 1
@@ -380,7 +380,7 @@ def fault_words(view: RunView) -> str:
 
 
 def step_words(steps: Table, row: int) -> str:
-    """All numbers of one step."""
+    """Render all numbers of one step."""
 
     def text(name: str, digits: int = 4) -> str:
         return format_value(steps.value(name, row), digits)

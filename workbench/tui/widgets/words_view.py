@@ -13,7 +13,7 @@ MIN_WIDTH = 16
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """A line as rows of a width; rows after the first are indented by two more cells."""
+    """Wrap a line to rows of a width; rows after the first are indented by two more cells."""
     if len(line) <= width:
         return [line]
     indent = " " * min(len(line) - len(line.lstrip()) + 2, width // 2)
@@ -27,7 +27,7 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def worded(lines: Sequence[str], width: int) -> Content:
-    """Styled lines. A line without leading space is a heading of the indented lines below it."""
+    """Return styled lines. A line without leading space is a heading of the indented lines below it."""
     has_parts = any(line.startswith(" ") for line in lines)
     return Content("\n").join(
         Content.styled(row, "bold" if has_parts and not line.startswith(" ") else "")
