@@ -98,7 +98,15 @@ def random(rows: int, vocabulary: int, seed: int = 0) -> tuple[Tensor, Tensor, T
 
 
 CASES = [
-    *itertools.product([(5, 7), (3, 1101)], [1.0, 2.0, 4.0, 3.0, 0.7], [0.3]),
+    *itertools.product([(5, 7)], [1.0, 2.0, 4.0, 3.0, 0.7], [0.3]),
+    # Rows of several segments; the short ones above go through every temperature.
+    *(
+        pytest.param((3, 1101), temperature, 0.3, marks=marks)
+        for temperature, marks in [
+            *((each, pytest.mark.soak) for each in (1.0, 2.0, 4.0)),
+            *((each, ()) for each in (3.0, 0.7)),
+        ]
+    ),
     *itertools.product([(1, 512), (2, 1024)], [2.0], [0.0, 0.3, 1.0]),
 ]
 """Rows and vocabulary, T, alpha."""
