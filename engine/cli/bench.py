@@ -1,15 +1,15 @@
-"""Measure this machine's kernels beside its roofline: every arm in one run, arms in turns.
+"""Measure this machine's kernels against its roofline: all arms in one run, interleaved.
 
-engine bench linear             a stack of linear layers: bf16, and from blocks, by number of rows
-engine bench teacher            a whole teacher: dense, in blocks and in fp8, compiled and not
-engine bench few                one matrix at a time with 1 to 64 rows, as when text is generated (GPU)
-engine bench decode             generating text: one token of 1 and 8 sequences, dense and in blocks
-engine bench loss               the loss head: ours, the plain form, and the matmuls alone
+engine bench linear             a stack of linear layers: bf16 and quantised, by number of rows
+engine bench teacher            a whole teacher: dense, block-quantised and fp8, compiled and eager
+engine bench few                one matmul at a time with 1 to 64 rows, as in text generation (GPU)
+engine bench decode             one decode step of 1 and 8 sequences, dense and quantised
+engine bench loss               the loss head: ours, the eager form, and the matmuls alone
 engine bench kd --against trl,liger,transformers
-                                whole distillation steps: ours, and those of the rivals that are installed
+                                whole distillation steps: ours, and those of the installed rivals
 engine bench teacher --json     as one JSON value; --out FILE keeps it
 
-On a CPU only ratios mean anything; `--shape tiny` ends in seconds there.
+On a CPU only ratios are meaningful; `--shape tiny` takes seconds there.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ def add_checks_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checks(arguments: argparse.Namespace) -> int:
-    """Show what the first-minute checks are, or what they found in a run.
+    """List the first-minute checks, or show what they found in a run.
 
-    engine checks --list       every check: what it asks, what a failure means, what to do
-    engine checks RUN          the answers of a run's newest session, with what each cost
+    engine checks --list       every check: its question, what a failure means, what to do
+    engine checks RUN          the results of a run's newest session, with their cost
     ... --json                 the same as one JSON value
 
-    A check that was skipped, broke or has not answered is unknown, never passed. Exit code of a run: the
+    A check that was skipped, broke or has no result yet is unknown, never passed. Exit code of a run: the
     lowest answer, 0 pass, 1 fail, 2 unknown.
     """
     if arguments.list == (arguments.run is not None):
@@ -123,12 +123,12 @@ def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def diagnose(arguments: argparse.Namespace) -> int:
-    """Say what is wrong with a run, from its logs: what the supervisor would have said while it went on.
+    """Diagnose a run from its logs: the alerts that the supervisor would have raised while it went on.
 
     engine diagnose RUN           alerts, each with its numbers and the flip that would test it
-    engine diagnose RUN --all     and the rules that saw nothing, and those that could not judge, and why
+    engine diagnose RUN --all     also the rules that saw nothing, and those that could not judge, with reasons
     engine diagnose RUN --json    one JSON value
-    engine diagnose --list        every rule: what it asks, what it reads, when it speaks
+    engine diagnose --list        every rule: its question, what it reads, when it raises an alert
 
     Exit codes: 0 nothing found, 1 alerts, 2 no rule could judge.
     """

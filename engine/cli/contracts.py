@@ -1,13 +1,13 @@
-"""Check contracts, run what they promise, and show what each has reached.
+"""Check contracts, run their tests and proofs, and show the level each has reached.
 
     engine contracts validate [FILES]    check each file; list every problem at once, with line and column
     engine contracts run [IDS]           run tests and proofs, then plant each bug and see it caught
     engine contracts status              the level each has reached, from its receipts alone
     engine contracts list                each with its equations, last result and age
-    engine contracts show ID             all of one
+    engine contracts show ID             one in full
 
 Exit codes of validate: 0 no errors (warnings are allowed), 1 errors. Of run and status: 0 all pass, 1
-one fails, 2 something is unknown: skipped, stale, not run, or its tool is not here.
+one fails, 2 something is unknown: skipped, stale, not run, or its tool is not installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Distil a student as a spec says, or continue a run.
+"""Distil a student according to a spec, or continue a run.
 
     engine distill kd.toml                          start, follow, and print the result
     engine distill kd.toml --set loss.alpha=0.5     with one setting changed
@@ -8,11 +8,11 @@
     engine distill kd.toml --gpus 4                 on four GPUs of this machine, with torchrun
     engine distill kd.toml --detach                 start and return; prints the run folder
 
-The run belongs to a supervisor in a session of its own: closing the terminal does not end it,
+The run belongs to a supervisor in its own session: closing the terminal does not end it,
 Ctrl-C asks it to finish its step, save and stop, and a second Ctrl-C ends it at once.
 
 MANAGED_MEMORY=1|0 and APR_DISTILL_TEACHER_BACKEND=auto|cudatrainer|realizar-q4k are read from the
-environment as settings of memory.allocator and teacher.backend; --set goes before them.
+environment as settings of memory.allocator and teacher.backend; --set has priority over them.
 """
 
 from __future__ import annotations

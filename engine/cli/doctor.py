@@ -1,10 +1,10 @@
-"""Say what this machine is, what a run can use and measure on it, and what cannot be measured.
+"""Report what this machine is, what a run can use and measure on it, and what cannot be measured.
 
 engine doctor            for people: every number with its source, then what is missing and what
                          that rules out
 engine doctor --json     the same as one JSON value
 
-No torch is loaded and no CUDA context is made. The CUDA driver and NVML are asked everything once,
+No torch is loaded and no CUDA context is made. The CUDA driver and NVML are queried once for everything,
 which takes some seconds on a machine with many GPUs.
 
 Exit code: 0 the machine can be used and everything that a run reads can be read (a machine without

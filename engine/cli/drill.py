@@ -3,13 +3,13 @@
     engine drill --list                     every drill: the defect, where it happened, what must name it
     engine drill rotary_neighbours deadlock
     engine drill --all --json
-    engine drill --all --out drills         keep the table there, and the runs that did not pass
-    engine drill --healthy --seeds 20       runs without a defect: nothing may be said of any
+    engine drill --all --out drills         keep the table there, and the runs of failed drills
+    engine drill --healthy --seeds 20       runs without a defect: none may be diagnosed
 
-Each drill is a supervised run in a process and a folder of its own, a few seconds long; those that need a
-GPU, or a control group with a limit of memory, answer UNKNOWN where there is none.
+Each drill is a supervised run of a few seconds in its own process and folder; drills that need a
+GPU, or a cgroup with a memory limit, report UNKNOWN where there is none.
 
-Exit codes: 0 every defect was named as it must be, 1 one was not, 2 one could not be tried.
+Exit codes: 0 every defect was named correctly, 1 one was not, 2 one could not be tried.
 """
 
 from __future__ import annotations

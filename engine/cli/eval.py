@@ -1,16 +1,16 @@
-"""Evaluate a model: perplexity on held-out text, programming problems solved.
+"""Evaluate a model: perplexity on held-out text, or programming problems solved.
 
 engine eval ppl MODEL --data texts/                      held-out loss and perplexity, file by file
 engine eval ppl STUDENT --data texts/ --against TEACHER  both, their difference, KL, top-1 agreement
 engine eval humaneval MODEL --data HumanEval.jsonl.gz    pass@1, greedy
 engine eval mbpp MODEL --data mbpp.jsonl --samples 20 --temperature 0.8
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against TEACHER      both, McNemar's exact test
-engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      the teacher's results are there
+engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      with the teacher's stored results
 
-Programs are run in a sandbox (bubblewrap), which is tried first with programs that mean harm; without one
-nothing is run. Each result is a line of --results as it is judged: the same command again goes on where it
-was stopped. Exit 2 where nothing is known about the model: no sandbox, a harness that fails its self-test,
-logits that are not finite.
+Programs run in a sandbox (bubblewrap), which is first tested with malicious programs; without a sandbox
+nothing is run. Each result is appended to --results as soon as it is judged, so repeating the command continues
+where it stopped. Exit 2 when nothing is known about the model: no sandbox, a harness that fails its self-test,
+or non-finite logits.
 """
 
 from __future__ import annotations
@@ -140,13 +140,13 @@ def _perplexity(arguments: argparse.Namespace) -> int:
 
 
 def _problems(arguments: argparse.Namespace) -> int:
-    """HumanEval's and MBPP's problems. What is asked is refused before anything slow begins:
+    """Evaluate on HumanEval's and MBPP's problems. Invalid requests are refused before anything slow begins:
 
     problems, results to compare with     read
     sandbox                               opened
-    model, prompts, file of results       opened, and held against what is asked
-    self-test                             of the sandbox and the problems: those unfit are left out
-    programs                              generated and judged, a line each
+    model, prompts, file of results       opened, and compared with the request
+    self-test                             of the sandbox and the problems: unfit problems are left out
+    programs                              generated and judged, one line each
     """
     from engine.evaluate.sandbox import open_sandbox
 

@@ -1,14 +1,14 @@
 """List findings, check that nothing in them was changed, read receipts and earlier records.
 
     engine evidence list [DIR]            the findings in ./evidence, newest first
-    engine evidence verify [DIR]          re-hash every file, look at every piece of evidence again
+    engine evidence verify [DIR]          re-hash every file, check every piece of evidence again
     engine evidence receipt RUN           what a run really did, compared with what lies beside it
     engine evidence import findings.json  a finding of the prior system, all of it unverified
 
-Exit codes of verify: 0 everything as it was and nothing closed against the rules, 1 something was changed or
-a finding was closed against a rule (the entry and the rule are named), 2 nothing to check, 65 a
-finding could not be read (named), so that it was not checked. Of receipt: 0 it agrees with its run, 1 it
-does not, 2 the run has none.
+Exit codes of verify: 0 everything is unchanged and nothing was closed against the rules, 1 something was
+changed or a finding was closed against a rule (the entry and the rule are named), 2 there was nothing to
+check, 65 a finding could not be read (it is named) and was not checked. Of receipt: 0 it agrees with its
+run, 1 it does not, 2 the run has none.
 """
 
 from __future__ import annotations

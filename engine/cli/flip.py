@@ -1,12 +1,12 @@
-"""Test a suspicion: run a spec twice in turn, with one setting changed, until it is clear which is
+"""Test a suspicion: run two arms of a spec alternately, with one setting changed, until it is clear which is
 better.
 
     engine flip runs/kd-1 --set teacher.backend=quantized     a run's spec against the changed one
-    engine flip kd.toml --set compute.threads=1 --budget 3m   what it costs at most
+    engine flip kd.toml --set compute.threads=1 --budget 3m   with a limit on its cost
     engine flip kd.toml --set compute.threads=1 --controls run   with both controls: a measured verdict
     engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
 
-The plan is written and hashed before the first run. Ctrl-C keeps what was measured and says what it
+The plan is written and hashed before the first run. Ctrl-C keeps what was measured and prints what it
 shows so far. Exit codes: 0 decided, 1 the arms compute different things, 2 invalid or inconclusive,
 130 interrupted.
 """

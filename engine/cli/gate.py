@@ -1,18 +1,18 @@
-"""The gates of a distillation: what has to hold before the next phase is paid for.
+"""Check the gates of a distillation: what has to hold before the next phase is worth its cost.
 
     engine gate kd.toml                                     smoke, teacher, cache: before the run
     engine gate runs/kd --eval runs/kd-humaneval.jsonl      and of the finished run: heldout, eval
     engine gate runs/kd --set gate.heldout_loss=3.0 --set gate.pass_at_1=0.15 --only heldout,eval
 
-smoke    one batch of the run's rows, trained on some steps: its loss has to fall (gate.smoke_steps)
+smoke    train on one batch of the run's rows for some steps: its loss has to fall (gate.smoke_steps)
 teacher  a quantized teacher within the noise of 4-bit weights of its reference (gate.teacher_*)
 cache    each token of stored rows at a cosine of 0.999 or more from the teacher (gate.cache_*)
 heldout  the student's held-out loss, or its share of the way to the teacher's (gate.heldout_*)
 eval     the lower end of the interval of pass@1 (gate.pass_at_1)
 
-Thresholds are settings of the spec's section [gate]; --set changes one for this call. They are no part of
-the experiment: two specs that differ in them alone are one. A gate that has nothing to judge does not apply
-(n/a), and says why; one that was not measured is unknown.
+Thresholds are settings of the spec's section [gate]; --set changes one for this call. They are not part of
+the experiment: two specs that differ only in them count as the same. A gate with nothing to judge does not
+apply (n/a), with the reason; one that was not measured is unknown.
 
 Exit codes: 0 every gate that applies holds, 1 one does not, 2 one is unknown.
 """

@@ -1,4 +1,4 @@
-"""Continue a text, as it comes.
+"""Continue a text, printing tokens as they are generated.
 
 engine generate models/qwen --prompt "def add(a, b):"           greedy
 engine generate runs/demo --prompt "Once" --temperature 0.8 --seed 3

@@ -1,14 +1,14 @@
-"""Run the teacher once over the rows of a spec and store what it says.
+"""Run the teacher once over the rows of a spec and store its outputs.
 
     engine prepare kd.toml --out kd-teacher             hidden states: exact, for any loss
     engine prepare kd.toml --form top_k --top-k 64      a sixteenth of that, for one temperature
     engine prepare kd.toml --dry-run                    rows, bytes per token and disk; nothing is written
 
-A run whose teacher.cache is the folder reads it in the place of a forward pass, and asks the teacher
-for what is not there. The rows are those that the run trains on, each once, and are known by their
-content: another order, batch or seed of the same rows reads the same store.
+A run whose teacher.cache is the folder reads it instead of running a forward pass, and runs the teacher
+for rows that are not stored. The rows are those that the run trains on, each once, and are identified by
+their content: the same rows in another order, batch or seed read the same store.
 
-Give the same command again after a kill, a full disk or Ctrl-C: finished shards are compared and kept.
+After a kill, a full disk or Ctrl-C, give the same command again: finished shards are verified and kept.
 Ctrl-C finishes the shard and stops (130); a second one ends at once.
 """
 

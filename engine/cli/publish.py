@@ -4,17 +4,19 @@ engine publish runs/kd out/my-student            Hugging Face folder, GGUF in Q4
 engine publish runs/kd out/my-student --eval runs/kd-humaneval.jsonl --eval ppl.json
 engine publish --verify out/my-student           load it three ways and compare
 
-A card shows what was measured, with its source: the run's receipt, and evaluations of these very weights
-(--eval: the results of `engine eval humaneval`, or what `engine eval ppl --json` printed). Without a receipt
-or an evaluation it is refused, with the command that makes what is missing; --unevaluated publishes it
-anyway, and the card says so at its head. What contradicts (changed files, another receipt) is always refused.
+A card shows what was measured, with its source: the run's receipt, and evaluations of exactly these weights
+(--eval: the results of `engine eval humaneval`, or the output of `engine eval ppl --json`). Without a receipt
+or an evaluation the command refuses to publish, and names the command that makes what is missing; --unevaluated
+publishes anyway, and the card says so at its head. Contradictions (changed files, another receipt) are always
+refused.
 
-The folder appears whole, after it was verified. The same command again changes nothing. receipt.json,
-spec.toml and effective.json are copied as they are, with the names of folders in them.
+The folder appears complete, after it was verified. Repeating the command changes nothing. receipt.json,
+spec.toml and effective.json are copied unchanged, including the folder names in them.
 
-Verification: this engine, transformers, and llama.cpp where llama-cpp-python is installed (`pip install
-'apr-workbench[peers]'`): the same 50 greedy tokens in float, logits within the noise of the block type in
-blocks. Exit codes of --verify: 0 all ways agree, 1 one does not, 2 one is not installed or not sure.
+Verification compares this engine, transformers, and llama.cpp if llama-cpp-python is installed (`pip install
+'apr-workbench[peers]'`): float weights must give the same 50 greedy tokens, block-quantised weights logits
+within the noise of the block type. Exit codes of --verify: 0 all agree, 1 one does not, 2 one is not installed
+or inconclusive.
 """
 
 from __future__ import annotations

@@ -105,12 +105,12 @@ def add_tail_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tail(arguments: argparse.Namespace) -> int:
-    """Print what a run says about itself: state, losses, alerts, decisions, device, log.
+    """Print what a run has logged: state, losses, alerts, decisions, device, log.
 
-    engine tail RUN            what there is now
-    engine tail -f RUN         and what comes, until the run ends
+    engine tail RUN            the current state
+    engine tail -f RUN         and what follows, until the run ends
     engine tail --json RUN     the same as one JSON value
-    engine tail -f --json RUN  one JSON value a line: the run, each line of its logs as it comes, the run at its end
+    engine tail -f --json RUN  one JSON value per line: the run, each new log line, the run at its end
 
     A log that cannot be read to its end is printed as far as it can be, as JSON too, where `fault` says what is
     wrong; then the exit code is 65.

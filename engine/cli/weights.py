@@ -85,14 +85,14 @@ class Reporter:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Write a model in another weight format, or with other types of weights.
+    """Write a model in another weight format, or with other weight types.
 
     engine convert models/qwen qwen.gguf --quant q4_k_m    as llama.cpp would quantize it
     engine convert qwen.gguf qwen.apr --quant q4_k_m       blocks that fit move byte for byte
     engine convert qwen.gguf models/new --quant bf16       a Hugging Face folder
 
-    The suffix of DST says the format (.gguf, .apr; a folder is safetensors), or --format does. Nothing
-    is overwritten, and DST appears when all of it is on the disk.
+    The suffix of DST selects the format (.gguf, .apr; a folder is safetensors), or --format does. Nothing
+    is overwritten, and DST appears only when it is complete on disk.
     """
     prepare_threads()
 

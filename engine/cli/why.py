@@ -12,15 +12,15 @@
     engine why withdraw e2 --reason "of another run"           kept, struck out, supports nothing
     engine why show | verify | close --text "..." | export
 
-A command speaks of the only open finding in ./evidence, or of the one that --finding names. A cause
-counts as supported by a flip or a reproduction alone; else it is printed "unverified". A reproduction starts
-a run; an alternative is excluded by the test it names: that command, a flip of that setting, a run of that
-spec. A command that ended with 64, 65, 70, 126, 127 or by a signal supports nothing. `engine evidence`
-lists and checks what is there.
+A command acts on the only open finding in ./evidence, or on the one that --finding names. Only a flip or a
+reproduction can support a cause; otherwise it is printed "unverified". A reproduction starts a run. An
+alternative is excluded by the test it names: that command, a flip of that setting, or a run of that spec.
+A command that ended with 64, 65, 70, 126, 127 or by a signal supports nothing. `engine evidence`
+lists and checks the findings.
 
-What is linked of a run is one thing: --events, --metric, --alert, --check, --exit, or a time; of a flip its
-verdict, its plan and every pair; of a file all of it, or --lines. It is written down as it is now, without
-secrets (`engine.findings.redact`), so it can be checked when its source is gone.
+A link to a run captures one thing: --events, --metric, --alert, --check, --exit, or a time; a link to a flip its
+verdict, its plan and every pair; a link to a file all of it, or --lines. The content is copied as it is now,
+without secrets (`engine.findings.redact`), so it can be checked when its source is gone.
 
 Exit codes of verify: 0 sound and closed, 1 something was changed or a rule is broken, 2 sound and open.
 """

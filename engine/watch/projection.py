@@ -109,7 +109,7 @@ def _points(steps: int, *every: int) -> int:
 
 
 def projection_lines(projection: Projection) -> list[str]:
-    """In words, for a person who asks whether to start the whole run."""
+    """Describe the projection for a user who decides whether to start the whole run."""
     p = projection
     if p.step_s is None or p.total_s is None:
         return [
