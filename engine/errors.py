@@ -9,9 +9,9 @@
     │   ├── CorpusError        the text to train on
     │   ├── CheckpointError    a checkpoint that does not verify
     │   ├── RunLogError        a run folder or a log in it
-    │   └── DiskFull           no room for what has to be written
+    │   └── DiskFull           no disk space for what has to be written
     ├── TrainingFailed     1   the run itself cannot go on: NaN, infinity
-    ├── NoAnswer           2   what was asked could not be found out: a model without finite logits
+    ├── NoAnswer           2   the question could not be answered: a model without finite logits
     └── InternalError     70   our mistake
 
 Each message reads "what: where — expected X, found Y", then `hint:` when there is one thing to try.

@@ -4,7 +4,7 @@ engine bench linear             a stack of linear layers: bf16 and quantised, by
 engine bench teacher            a whole teacher: dense, block-quantised and fp8, compiled and eager
 engine bench few                one matmul at a time with 1 to 64 rows, as in text generation (GPU)
 engine bench decode             one decode step of 1 and 8 sequences, dense and quantised
-engine bench loss               the loss head: ours, the eager form, and the matmuls alone
+engine bench loss               the loss head: ours, plain PyTorch, and the matmuls alone
 engine bench kd --against trl,liger,transformers
                                 whole distillation steps: ours, and those of the installed rivals
 engine bench teacher --json     as one JSON value; --out FILE keeps it

@@ -2,7 +2,7 @@
 better.
 
     engine flip runs/kd-1 --set teacher.backend=quantized     a run's spec against the changed one
-    engine flip kd.toml --set compute.threads=1 --budget 3m   with a limit on its cost
+    engine flip kd.toml --set compute.threads=1 --budget 3m   at most 3 minutes for all pairs
     engine flip kd.toml --set compute.threads=1 --controls run   with both controls: a measured verdict
     engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
 

@@ -1,1 +1,1 @@
-"""The run log: the only link between an engine and what looks at it. Loads without torch."""
+"""The run log: the only link between an engine and the tools that watch it. Loads without torch."""

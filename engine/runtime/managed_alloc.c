@@ -1,24 +1,25 @@
 /* Managed (unified) memory behind torch's caching allocator.
  *
- * torch asks managed_alloc for a segment of a few MiB or more, cuts tensors out of it and gives it
- * back to managed_free. Both come from the driver, libcuda, found at run time: neither a CUDA
+ * torch allocates segments of a few MiB or more with managed_alloc, places tensors in them, and frees
+ * them with managed_free. Both use the driver library, libcuda, found at run time: neither a CUDA
  * toolkit nor libcudart is needed to build or load this file.
  *
- * The one rule: never ask the driver for more managed memory than is free. The driver itself
- * refuses nothing: it promises more pages than there are, and on a machine whose GPU shares the
+ * The one rule: never allocate more managed memory than is free. The driver itself
+ * refuses nothing: it promises more pages than exist, and on a machine whose GPU shares the
  * host's memory the whole host then hangs. So each request is compared with what is free now, less
- * a reserve, and with a limit on everything held here. A refusal returns NULL, is counted and leaves
- * a sentence; the driver has not been asked.
+ * a reserve, and with a limit on everything held here. A refused request returns NULL, is counted
+ * and sets managed_last_error; nothing is requested from the driver.
  *
- *   discrete GPU     free is cuMemGetInfo's.
- *   integrated GPU   free is MemAvailable of /proc/meminfo. cuMemGetInfo gives MemFree there, which
- *                    calls the page cache used.
+ *   discrete GPU     free memory is cuMemGetInfo's.
+ *   integrated GPU   free memory is MemAvailable of /proc/meminfo. cuMemGetInfo gives MemFree there,
+ *                    which counts the page cache as used.
  *
- * Pages of managed memory come at their first touch, so free would not fall with what was promised.
- * Each segment is therefore moved to the device before it is handed out: what is free afterwards is
- * free. A driver that cannot move pages (no concurrent access) gives them all at once.
+ * Pages of managed memory are allocated at the first touch, so the free memory would not fall with an
+ * allocation. Each segment is therefore prefetched to the device before it is returned, so that the
+ * free memory is up to date. A driver that cannot migrate pages (no concurrent access) allocates them
+ * all at once.
  *
- * Not covered: a limit of a control group, which does not see CUDA memory. Not for use while a
+ * Not covered: cgroup limits, which do not see CUDA memory. Not for use while a
  * stream is captured.
  */
 
@@ -36,7 +37,7 @@ typedef void *CUcontext;
 typedef void *CUstream;
 typedef unsigned long long CUdeviceptr;
 
-/* Numbers of cuda.h: part of the driver's ABI. */
+/* Constants of cuda.h: part of the driver's ABI. */
 enum {
     DEINITIALIZED = 4,
     ATTRIBUTE_INTEGRATED = 18,
@@ -63,7 +64,7 @@ static struct {
     CUresult (*prefetch)(CUdeviceptr, size_t, CUdevice, CUstream);
 } cu;
 
-/* In the order of the fields above. The names without _v2 are those whose first form is used. */
+/* In the order of the fields above. A name without _v2 is the first version of its function. */
 static const char *const SYMBOLS[] = {
     "cuInit",           "cuGetErrorName",       "cuDeviceGet",
     "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2",
@@ -75,10 +76,10 @@ enum { SYMBOL_COUNT = sizeof SYMBOLS / sizeof *SYMBOLS };
 _Static_assert(sizeof cu == SYMBOL_COUNT * sizeof(void *), "one symbol for each field");
 
 struct managed_stats {
-    uint64_t held_bytes;  /* now, in segments */
+    uint64_t held_bytes;  /* held now, in segments */
     uint64_t peak_bytes;  /* most ever held */
-    uint64_t asked;       /* times the driver was asked for memory */
-    uint64_t refused;     /* times it was not, or did not give */
+    uint64_t asked;       /* allocations requested from the driver */
+    uint64_t refused;     /* requests refused, here or by the driver */
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -137,7 +138,7 @@ done:
     return result;
 }
 
-/* `limit` bounds all that is held at once; `reserve` of what is free is never taken. */
+/* `limit` bounds the bytes held at once; `reserve` bytes of the free memory are never taken. */
 void managed_limits(uint64_t limit, uint64_t reserve) {
     pthread_mutex_lock(&mutex);
     limit_bytes = limit;
@@ -197,7 +198,7 @@ static void leave(void) {
     cu.pop(&popped);
 }
 
-/* NULL with last_error, or a segment whose pages are on the device. */
+/* Returns a segment whose pages are on the device, or NULL with last_error. */
 static void *take(size_t size, CUdevice device, CUstream stream) {
     int integrated = 0, concurrent = 0;
     if (failed("cuDeviceGetAttribute", cu.attribute(&integrated, ATTRIBUTE_INTEGRATED, device))
@@ -243,7 +244,7 @@ static void *take(size_t size, CUdevice device, CUstream stream) {
     return (void *)(uintptr_t)pointer;
 }
 
-/* The form that torch.cuda.memory.CUDAPluggableAllocator calls. NULL is out of memory to torch. */
+/* The signature that torch.cuda.memory.CUDAPluggableAllocator calls. torch treats NULL as out of memory. */
 void *managed_alloc(ssize_t size, int ordinal, CUstream stream) {
     void *pointer = NULL;
     CUdevice device;
@@ -269,7 +270,7 @@ void *managed_alloc(ssize_t size, int ordinal, CUstream stream) {
 
 void managed_free(void *pointer, ssize_t size, int ordinal, CUstream stream) {
     CUdevice device;
-    (void)stream; /* work on any stream may still read the segment: all of it is waited for */
+    (void)stream; /* work on any stream may still read the segment, so all streams are waited for */
     if (pointer == NULL)
         return;
     pthread_mutex_lock(&mutex);
@@ -277,7 +278,7 @@ void managed_free(void *pointer, ssize_t size, int ordinal, CUstream stream) {
         CUresult result = cu.synchronize();
         if (result == 0)
             result = cu.free((CUdeviceptr)(uintptr_t)pointer);
-        /* At the end of a process the driver may be gone already, and the memory with it. */
+        /* At process exit the driver may already be unloaded, and the memory freed with it. */
         if (result == DEINITIALIZED || !failed("cuMemFree", result))
             stats.held_bytes -= (uint64_t)size;
         leave();

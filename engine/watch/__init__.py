@@ -1,1 +1,1 @@
-"""Watching a trainer from outside its process. Loads without torch."""
+"""Watch a trainer from outside its process. Loads without torch."""

@@ -1,18 +1,18 @@
-/* Preloaded into a process, it sees every call that changes files below one folder.
+/* Preloaded into a process, this library intercepts every call that changes files below one folder.
  *
  *   faults_arm(root, at, code, how)         the at-th call fails with errno `code` (how 0), and every
  *                                           one after it too (1); a write takes half of its bytes and
  *                                           the next call fails (2); code -1 is SIGKILL instead,
  *                                           before the call
- *   faults_journal(path)                    calls that succeed are written down, with their bytes
+ *   faults_journal(path)                    calls that succeed are recorded, with their bytes
  *   faults_mark(n)                          an entry of the caller's own in that journal
  *   faults_calls(), faults_hits()           calls seen, and made to fail, since faults_arm
  *   faults_names()                          a letter for each kind of call that was seen
  *   faults_disarm()
  *
- * In such a process fsync does nothing: whether bytes reach a disk is decided from the journal.
- * What it looks at are the functions of the C library, not system calls: code that enters the kernel
- * by itself is not seen. `test_the_journal_alone_makes_the_folder_again` would find that.
+ * In such a process fsync does nothing: the journal decides which bytes reach the disk.
+ * It intercepts functions of the C library, not system calls, so code that makes its own system calls
+ * is missed. `test_the_journal_alone_makes_the_folder_again` would find that.
  *
  * Journal entries, little-endian: u8 kind, u64 inode, u64 number, u32 length, u32 length, two strings.
  */
@@ -197,7 +197,7 @@ static ssize_t do_pwrite(int fd, const void *data, size_t n, off_t offset, const
 ssize_t pwrite(int fd, const void *data, size_t n, off_t offset) { return do_pwrite(fd, data, n, offset, "pwrite"); }
 ssize_t pwrite64(int fd, const void *data, size_t n, off64_t offset) { return do_pwrite(fd, data, n, offset, "pwrite64"); }
 
-/* Bytes that went into `fd` without passing through here. */
+/* Record bytes that were written to `fd` by other means. */
 static void wrote_inside(int fd, uint64_t inode, off_t offset, ssize_t n) {
     if (n <= 0 || journal < 0) return;
     char link[64];

@@ -1,4 +1,4 @@
-/* A CUDA driver library without a GPU: the driver API with answers from the environment, so that the
+/* A CUDA driver library without a GPU: the driver API with results from the environment, so that the
  * real ctypes calls run. Two GPUs of different names; STUB_ATTRIBUTES is `18=1,83=0`, others are 7. */
 #include <signal.h>
 #include <stdio.h>

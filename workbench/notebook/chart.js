@@ -1,9 +1,9 @@
 // Four small charts of one run: what they show, the rows they hold, and how they are drawn.
 //
-// Each series is a bounded buffer of shares, lowest and highest of `stride` rows: when it is full, neighbours
+// Each series is a bounded buffer of buckets, the lowest and highest of `stride` rows: when it is full, neighbours
 // are merged, so a spike of one step in a million stays and memory does not grow. A value that is not finite
 // breaks the line and is marked with a cross. Charts with the same x share its range.
-// The text of live.js stands below this one's in the page, as one module.
+// In the page this text is followed by that of live.js, as one module.
 
 const CAPACITY = 2048;
 const CHARTS = [
@@ -60,7 +60,7 @@ class Series {
   }
 }
 
-// Names for a legend, as the figures that are kept have them.
+// Names for a legend, the same as in the stills.
 function called(name) {
   const words = { host_available_bytes: "available", trainer_rss_bytes: "trainer", gpu_util_pct: "utilisation" };
   const [, gpu, of] = /^(gpu\d+)\.(.*)$/.exec(name) || [null, "", name];
@@ -192,7 +192,7 @@ function drawChart(canvas, chart, all, span, chosen) {
     pen.setLineDash([]);
     const label = `${marks ? (name === "compile" ? "▴" : "◆") : "–"} ${called(name)}`;
     const after = legend + pen.measureText(label).width + 14;
-    // What has no room is counted: of many GPUs the names would run out of the chart.
+    // Names that do not fit are counted: with many GPUs they would run out of the chart.
     if (legend < box.right) {
       const room = number + 1 === names.length ? box.right + 14 : box.right - 24;
       pen.fillText(after <= room ? label : `+${names.length - number}`, legend, 26);

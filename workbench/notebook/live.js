@@ -1,6 +1,6 @@
-// The page's half of Live: the charts of chart.js, whose text stands above this one's, and the text panes of one run.
+// The page's half of Live: the charts of chart.js, whose text precedes this one, and the text panes of one run.
 //
-// The kernel answers `ready` with the whole run, thinned, and then sends what is added: rows of each series
+// The kernel replies to `ready` with the whole run, thinned, and then sends what is added: rows of each series
 // as one buffer of float32, first all x, then all y, and text that changed. Nothing is kept in the state
 // of the widget. A drag over a chart selects a window of it, which is shaded and goes to the kernel as `window`.
 
@@ -35,7 +35,7 @@ function render({ model, el }) {
   root.append(status, charts, panes);
   el.append(root);
 
-  // The figure that is kept in the notebook stands below for whoever has no kernel; not beside the live one.
+  // The still is for pages without a kernel; it is hidden while the live widget is shown.
   const hidden = document.createElement("style");
   const key = model.get("key");
   let waiting = 0;
@@ -49,7 +49,7 @@ function render({ model, el }) {
   function soon() {
     if (!waiting) waiting = requestAnimationFrame(draw);
   }
-  // Which panes there are, and their order, is the kernel's table: a pane is made when its first words come.
+  // The kernel's table determines the panes and their order: a pane is created when its first text arrives.
   function paneOf(name) {
     const find = () => root.querySelector(`[data-pane="${CSS.escape(name)}"]`);
     if (!find()) panes.append(makePane(name));
