@@ -265,7 +265,7 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     position: Count
     """Rows consumed since the start of training: where the data loader would resume."""
     lowest_kl: Number | None = None
-    """The smallest per-row KL divergence from the teacher, in nats; below 0 only by rounding."""
+    """The smallest divergence of a row from its teacher, in nats; below 0 only by rounding."""
     largest_dz_sum: Number | None = None
     """The largest absolute sum over a row of the gradients of its logits; 0 but for rounding."""
     phases: dict[str, Number] = {}

@@ -49,7 +49,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    """Index among the processes of this machine, and of its GPU."""
+    """Index of this process, and of its GPU, on this machine."""
 
     @property
     def many(self) -> bool:

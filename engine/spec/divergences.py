@@ -21,8 +21,7 @@ class Divergence:
     fused: bool = False
     """Whether our kernel implements it (`engine/kernels/kd_loss.py`)."""
     sparse: bool = False
-    """Whether it can be computed from a subset of each position's vocabulary, as a teacher store with top-k
-    outputs has it."""
+    """Whether it can be computed from a part of the vocabulary at each position, such as a store's top-k outputs."""
 
 
 DIVERGENCES = {
