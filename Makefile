@@ -23,7 +23,7 @@ test: .venv/.dev
 	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/unit/kernels/interpreted $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/unit/kernels/interpreted
 
-# The tests that start no process.
+# The tests that start no process, in about a minute.
 unit: .venv/.dev
 	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" tests/unit --ignore tests/unit/kernels/interpreted $(ARGS)
 

@@ -1,4 +1,5 @@
-"""Tests of this folder start no process: one that does is a test of the system and lies there.
+"""Tests of this folder start no process. One that does, that compiles models, or that goes through whole runs is a
+test of the system and belongs there.
 
 Those marked `gpu` may: Triton and torch start compilers for a kernel that is not in their caches.
 """
