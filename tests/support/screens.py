@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from textual.pilot import Pilot
+from textual.screen import Screen
 
 from workbench.tui.app import WorkbenchApp
 from workbench.tui.screens.polling import PollingScreen
@@ -41,6 +42,18 @@ async def until_still(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
         await asyncio.sleep(0)
 
 
+def _awaits_drawing(screen: Screen[Any]) -> bool:
+    """Whether the next tick of a screen's update timer has something to do."""
+    return bool(
+        screen._layout_required
+        or screen._scroll_required
+        or screen._repaint_required
+        or screen._recompose_required
+        or screen._dirty_widgets
+        or screen._callbacks
+    )
+
+
 async def drawn(pilot: Pilot[None]) -> None:
     """Wait until the results of workers are drawn."""
     app = pilot.app
@@ -49,11 +62,15 @@ async def drawn(pilot: Pilot[None]) -> None:
     if app._resize_event is not None:
         # Otherwise it comes with the timer that collects the resize events of a window that is being dragged.
         app._check_resize()
-    # The first drawing may request another layout.
-    for _ in range(2):
+    # A drawing may request another layout, and that another one: a scroll bar that appears takes a column.
+    # Screens below have timers of their own.
+    for _ in range(20):
         await until_still()
-        app.screen._on_timer_update()
-    await until_still()
+        late = [one for one in app.screen_stack if one.is_current and _awaits_drawing(one)]
+        if not late:
+            break
+        for screen in late:
+            screen._on_timer_update()
 
 
 async def settle(pilot: Pilot[None]) -> None:
