@@ -130,6 +130,7 @@ def test_the_installed_demo_runs_headless_from_an_empty_folder(
     assert str(run) in done.stdout + done.stderr
 
 
+@pytest.mark.soak
 def test_the_installed_engine_distils_a_spec_from_an_empty_folder(
     installed: Path, tmp_path: Path
 ) -> None:

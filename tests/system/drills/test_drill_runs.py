@@ -19,6 +19,7 @@ from tests.support.bounded_soak import soak_count
 from tests.support.running import engine, engine_here, environment
 
 
+@pytest.mark.soak
 def test_planted_defects_are_named_through_the_command(tmp_path: Path) -> None:
     out = tmp_path / "drills"
     done = engine("drill", "rotary_neighbours", "loader_stalls", "--json", "--out", out, "--keep")

@@ -57,6 +57,7 @@ def without_evaluations(run: RunFolder) -> None:
 
 
 # The demo's student is made by the same commands from the same kind of run.
+@pytest.mark.soak
 def test_a_published_student_loads_in_transformers_and_gives_the_same_text(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -228,6 +228,7 @@ def wait_for_pair(process: subprocess.Popen[str], folder: Path, arm: str) -> Non
         time.sleep(0.02)
 
 
+@pytest.mark.soak
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_with_the_same_plan(
     kit: Kit, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def between() -> dict[str, Variant]:
     return {each.name: each for each in wanted}
 
 
+@pytest.mark.soak
 def test_nothing_is_written_before_the_wait_and_the_next_may_begin_only_after_it() -> None:
     assert set(between()) == {"norm", "attend", "join", "gate"}
     for variant in [*products(), *between().values()]:

@@ -66,7 +66,9 @@ def batch(rows: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
     return tokens_BT, documents_BT
 
 
-@pytest.mark.parametrize("kind", ["dense", "blocks", "fp8"])
+@pytest.mark.parametrize(
+    "kind", ["dense", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("blocks", "fp8"))]
+)
 def test_one_compilation_serves_all_layers_and_any_number_of_rows(
     kind: str, tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_signal_while_a_model_is_converted_leaves_no_part_of_a_file(
     assert not list(out.iterdir())
 
 
+@pytest.mark.soak
 def test_a_signal_while_a_teacher_is_loaded_ends_prepare(kit: Kit, tmp_path: Path) -> None:
     store = tmp_path / "store"
     where = "engine.train.prepare:_load_teacher"

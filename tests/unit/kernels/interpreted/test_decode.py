@@ -71,7 +71,7 @@ def test_steps_give_the_logits_of_the_decoder(family: str, blocks: str, tmp_path
         assert row[-1] == int((logits_V == logits_V.max()).nonzero()[0])
 
 
-@pytest.mark.parametrize("blocks", ["", "Q4_K"])
+@pytest.mark.parametrize("blocks", ["", pytest.param("Q4_K", marks=pytest.mark.soak)])
 def test_a_row_is_the_same_bits_whatever_is_beside_it(blocks: str, tmp_path: Path) -> None:
     decoder = model("qwen2", blocks, tmp_path)
     tokens, logits_MV = steps_of(decoder, PROMPTS, 1)

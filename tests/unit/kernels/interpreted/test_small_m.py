@@ -82,7 +82,10 @@ def test_sums_may_be_split_between_programs(
     assert error(y_MN, x_MK, weight, bias_N) < 1e-5
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak) if name == "Q5_K" else name for name in TYPES],
+)
 def test_each_value_of_a_block_meets_its_own_input(name: str) -> None:
     weight = random_matrix(name, 4, 256)
     # As many as become integers, and as many as tiles take.
