@@ -15,7 +15,9 @@ from tests.support.kit import Kit, make_kit
 pytest_plugins = ["tests.support.bounded_soak"]
 
 # A busy machine is not a fault of what is tested; hangs are pytest-timeout's business.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "suite", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 
 # Runs started by tests are tiny: one thread each leaves the other core to the other worker, and

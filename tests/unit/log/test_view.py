@@ -143,7 +143,7 @@ def test_a_row_that_is_no_number_changes_nothing() -> None:
 
 
 @given(data=st.data(), logs=runs())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_batches_and_turns_change_nothing(
     data: st.DataObject, logs: dict[Source, list[AnyEvent]]
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_view_never_changes_after_it_was_made(
 
 
 @given(logs=runs())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_resume_drops_what_it_repeats_and_nothing_else(
     logs: dict[Source, list[AnyEvent]],
 ) -> None:
