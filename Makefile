@@ -81,7 +81,7 @@ soak: .venv/.dev
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak $(INTERPRETED)
 
 # Some of it each time, in an order that is drawn; what did not fit is skipped by that reason. `make drills` runs the drills.
-SOAK_MINUTES ?= 15
+SOAK_MINUTES ?= 20
 BOUNDED = env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -v --maxschedchunk 1 --timeout=600
 bounded-soak: .venv/.dev
 	$(BOUNDED) --soak-minutes $(SOAK_MINUTES) $(BESIDE) --deselect tests/system/drills/test_drill_runs.py::test_every_drill_is_named_or_says_why_it_cannot_be_tried $(ARGS)
