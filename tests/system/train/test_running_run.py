@@ -10,7 +10,6 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.train.step import PHASES
-from tests.support.finished_runs import finish
 from tests.support.kit import Kit
 from tests.support.running import engine
 
@@ -46,8 +45,7 @@ def test_a_compiled_run_says_so_and_trains_as_one_that_is_not(kit: Kit, tmp_path
 
 
 def test_the_log_says_where_the_time_of_each_step_went(kit: Kit, tmp_path: Path) -> None:
-    changes = dict(eval__every=5, checkpoint__every=5, checkpoint__at_end=False)
-    view = Follower(finish(kit, tmp_path, train__steps=12, **changes)).read_all()
+    view = run(kit, tmp_path / "plain")
     steps = [line.event for line in view.lines if type(line.event).__name__ == "StepDone"]
     assert len(steps) == 12
     for step in steps:

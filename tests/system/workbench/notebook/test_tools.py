@@ -16,10 +16,10 @@ from engine.findings.bundle import find_bundles
 from engine.findings.whys import CannotClose
 from engine.flips.record import read_verdict
 from tests.support.findings import starting
-from tests.support.finished_runs import finish
 from tests.support.kit import Kit
 from tests.support.notebook_pages import drawn, until
 from tests.support.run_folders import completed, killed
+from tests.support.running import engine
 from workbench.notebook import Compare, Doctor, Flip, Live, Whys
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -36,7 +36,10 @@ def own_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def run(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools")
-    return finish(kit, folder, train__steps=2).path
+    spec = kit.spec(folder, train__steps=2, eval__every=0, checkpoint__every=0)
+    done = engine("distill", spec, "--out", folder / "run")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
 
 
 def test_choosing_a_suspicion_fills_the_form_and_shows_its_plan(run: Path, tmp_path: Path) -> None:
@@ -63,7 +66,7 @@ def test_choosing_a_suspicion_fills_the_form_and_shows_its_plan(run: Path, tmp_p
 def flip(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flip]:
     """A flip that was started by a click and has ended."""
     out = tmp_path_factory.mktemp("flips") / "slow"
-    flip = Flip(run, set="compute.slow_by=3", hypothesis="<b>", budget="10s", out=out)
+    flip = Flip(run, set="compute.slow_by=3", hypothesis="<b>", budget="24s", out=out)
     flip._start_button.click()
     until(lambda: flip._feed is not None)
     assert flip.wait(120) and flip.result is not None, flip._progress.value

@@ -18,10 +18,10 @@ from engine.log.events import AlertRaised, DecisionMade, Event, FactsRead
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from tests.support.findings import NONE, SAME, flip
-from tests.support.finished_runs import finish
 from tests.support.flip_pairs import plan, timed
 from tests.support.kit import Kit
 from tests.support.run_folders import Scene, completed
+from tests.support.running import engine
 from tests.support.screens import on_screen, poll, press, settle, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.flips import FlipFeed, FlipsFeed, Wanted, going_on
@@ -77,7 +77,10 @@ def test_what_is_no_setting_is_not_suggested_and_nothing_twice(tmp_path: Path) -
 @pytest.fixture(scope="module")
 def run(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flip")
-    return finish(kit, folder, train__steps=2).path
+    spec = kit.spec(folder, train__steps=2, eval__every=0, checkpoint__every=0)
+    done = engine("distill", spec, "--out", folder / "run")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
 
 
 def test_the_key_opens_the_plan_that_would_be_registered(
