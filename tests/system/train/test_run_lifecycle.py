@@ -23,6 +23,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train import run as trainer_module
+from engine.train.checkpoint.manifest import published
 from tests.support.finished_runs import carried_out, finish, resumed_here
 from tests.support.kit import Kit
 from tests.support.running import (
@@ -305,7 +306,8 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_
     shutil.copytree(killed, run)
     if Follower(RunFolder(run)).read_all().finished is not None:
         pytest.skip("the run was done before the signal arrived")
-    newest = max((run / "checkpoints").iterdir())
+    # A kill may leave a folder that was being written, which is no checkpoint.
+    newest = next(published(run / "checkpoints"))
     weights = newest / "student.safetensors"
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
