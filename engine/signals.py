@@ -32,7 +32,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -208,11 +208,15 @@ def _unwind(number: int, frame: FrameType | None) -> None:
     raise_stopped(number, frame)
 
 
-def raise_stopped(number: int, frame: FrameType | None) -> None:
-    """Unwind the main thread from its handler. During an import the process exits at once instead: an exception
-    out of native code that is being loaded would end it by SIGABRT."""
+def raise_stopped(
+    number: int, frame: FrameType | None, before_exit: Callable[[], None] = lambda: None
+) -> None:
+    """Unwind the main thread from its handler. During an import, which any line of a library may begin, the
+    process calls `before_exit` and exits at once instead: an exception out of native code that is being loaded
+    would end it by SIGABRT."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            before_exit()
             os._exit(128 + number)
         frame = frame.f_back
     raise Stopped(number)

@@ -12,6 +12,7 @@ hashes from the tensors.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,8 @@ from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
 
 _T = TypeVar("_T")
+LAST_LINE_S = 0.2
+"""Seconds that the log's last line may take in a process that is about to exit."""
 
 
 def run(
@@ -82,12 +85,13 @@ def run(
                 keep_alive_fd, lambda text: log.write(Note(level="error", text=text))
             )
         job = _Job(spec, folder, log, stop, before, ranks)
+        stop.before_exit = job.log_stopped
         try:
             if ranks.first:
                 folder.keep_reserve()
             finished = job.carry_out(allow_fallback=allow_fallback, allow_restart=allow_restart)
-        except Stopped as stopped:
-            finished = job.stopped(stop.reason or stopped.name, stopped.exit_code)
+        except Stopped:
+            finished = job.stopped()
         except EngineError as error:
             if isinstance(error, DiskFull) and ranks.first:
                 folder.free_reserve()
@@ -146,15 +150,27 @@ class _Job:
         step = before if self.session is None else self.session.step
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
 
-    def stopped(self, reason: str, exit_code: int) -> RunFinished:
+    def stopped(self) -> RunFinished:
         """Return the end of a session before its first step: only what earlier sessions saved remains."""
         step = self.before.last_step if self.before is not None else 0
         return RunFinished(
             state="stopped",
-            reason=f"{reason} before the first step",
-            exit_code=exit_code,
+            reason=f"{self.stop.reason} before the first step",
+            exit_code=self.stop.exit_code,
             step=step,
         )
+
+    def log_stopped(self) -> None:
+        """Write the end of a session whose process exits in a signal handler. The handler may have interrupted
+        a write, whose lock it must not wait for: a thread does that, for as long as there is time."""
+
+        def write() -> None:
+            with contextlib.suppress(EngineError):
+                self.log.write(self.stopped())
+
+        thread = threading.Thread(target=write, name="last line", daemon=True)
+        thread.start()
+        thread.join(LAST_LINE_S)
 
     def carry_out(self, *, allow_fallback: bool, allow_restart: bool) -> RunFinished:
         spec, log, ranks = self.spec, self.log, self.ranks

@@ -32,6 +32,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.exit_code = EXIT_TERMINATED
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called where the process exits before the first step without unwinding: there the log's last line is
+        written."""
         self._answered = threading.Event()
         self._has_steps = True
         self._watches = False
@@ -67,7 +70,7 @@ class StopRequest:
             EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED,
         )
         if not self._has_steps:
-            raise_stopped(number, frame)
+            raise_stopped(number, frame, self.before_exit)
 
     def watch_supervisor(self, keep_alive_fd: int, write_note: Callable[[str], None]) -> None:
         """Request a stop when the other end of `keep_alive_fd` closes; `write_note` writes a line to the log."""
@@ -82,6 +85,7 @@ class StopRequest:
             if self._watches and not self._has_steps:
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._answered.wait(UNWIND_S) and not self._has_steps:
+                    self.before_exit()
                     os._exit(EXIT_TERMINATED)
             if not self._answered.wait(GRACE_S):
                 write_note(

@@ -2,7 +2,8 @@
 the function named in HOLD (`module:name` or `module:Class.name`).
 
 It signals this by creating the file HELD, with its process id. HOLD_IN is `sleep`, which a signal interrupts,
-or `lock`: native code that holds the GIL, so that no thread can run Python.
+or `lock`: native code that holds the GIL, so that no thread can run Python, or `import`: a module that is being
+imported, which a signal must not interrupt by an exception.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ REACHED = "HELD"
 
 
 def hold(*_: object, **__: object) -> None:
+    if os.environ["HOLD_IN"] == "import":
+        importlib.import_module("tests.support.holding_import")
+    stand_still()
+
+
+def stand_still() -> None:
     child = subprocess.Popen(["sleep", "1000"])
     partial = Path(os.environ[REACHED]).with_suffix(".new")
     partial.write_text(f"{os.getpid()} {child.pid}")
