@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -56,3 +57,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     return make_kit(tmp_path_factory.mktemp("kit"))
+
+
+@pytest.fixture(scope="session")
+def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps through the command that nothing disturbed, to be looked at or copied; its processes
+    say what they import, and what the command printed is in result.json beside it."""
+    from tests.support.running import engine
+
+    folder = tmp_path_factory.mktemp("whole")
+    run = folder / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        asked = ("--set", "compute.thread_wait=active", "--json")
+        done = engine("distill", kit.spec(folder), "--out", run, *asked)
+    assert done.returncode == 0, done.stderr
+    (folder / "result.json").write_text(done.stdout)
+    return run

@@ -19,30 +19,24 @@ from engine.log.events import Event
 from engine.log.folder import RunFolder
 from engine.spec import spec_from_dict
 from tests.support.findings import ask, hanging_run
-from tests.support.kit import Kit
 from tests.support.paths import ROOT
 from tests.support.run_folders import Scene, checkpoint, completed, killed, started
-from tests.support.running import engine
 
 IDENTITY = (
     *("tool", "config", "seeds", "data", "weights", "device_facts", "environment", "times"),
     "outcome",
 )
-STEPS, ROWS = 6, 4
-
-
-@pytest.fixture(scope="module")
-def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    folder = tmp_path_factory.mktemp("receipt")
-    spec = kit.spec(folder, train__steps=STEPS, checkpoint__every=3, eval__every=0)
-    done = engine("distill", spec, "--out", folder / "run", "--set", "train.lr=0.001")
-    assert done.returncode == 0, done.stderr
-    return RunFolder(folder / "run")
+STEPS, ROWS = 20, 4
 
 
 @pytest.fixture
-def run(whole: RunFolder, tmp_path: Path) -> RunFolder:
-    return RunFolder(Path(shutil.copytree(whole.path, tmp_path / "run")))
+def finished(whole: Path) -> RunFolder:
+    return RunFolder(whole)
+
+
+@pytest.fixture
+def run(finished: RunFolder, tmp_path: Path) -> RunFolder:
+    return RunFolder(Path(shutil.copytree(finished.path, tmp_path / "run")))
 
 
 def receipt_of(run: RunFolder) -> dict[str, Any]:
@@ -51,8 +45,8 @@ def receipt_of(run: RunFolder) -> dict[str, Any]:
     return receipt
 
 
-def test_what_identifies_a_run_comes_first_and_none_of_it_is_empty(whole: RunFolder) -> None:
-    receipt = receipt_of(whole)
+def test_what_identifies_a_run_comes_first_and_none_of_it_is_empty(finished: RunFolder) -> None:
+    receipt = receipt_of(finished)
     assert tuple(receipt)[2:11] == IDENTITY and all(receipt[name] for name in IDENTITY)
     assert receipt["outcome"] == "completed"
     assert receipt["config"]["recorded"] == receipt["config"]["found"] == receipt["spec_sha256"]
@@ -66,16 +60,16 @@ def test_what_identifies_a_run_comes_first_and_none_of_it_is_empty(whole: RunFol
     assert receipt["environment"]["variables"]["OMP_NUM_THREADS"] == "1"
 
 
-def test_the_tool_is_named_by_commit_and_by_what_differs_from_it(whole: RunFolder) -> None:
-    tool = receipt_of(whole)["tool"]
+def test_the_tool_is_named_by_commit_and_by_what_differs_from_it(finished: RunFolder) -> None:
+    tool = receipt_of(finished)["tool"]
     # None where the suite runs from a copy without git; `checkout_state` has tests of its own.
     assert tool["commit"] == checkout_state(ROOT, only="engine")["commit"]
     assert (tool["dirty_files"] == 0) == (tool["dirty_sha256"] is None)
     assert isinstance(tool["changed_since_start"], list)
 
 
-def test_the_order_hash_is_of_the_rows_that_training_met(whole: RunFolder) -> None:
-    receipt = receipt_of(whole)
+def test_the_order_hash_is_of_the_rows_that_training_met(finished: RunFolder) -> None:
+    receipt = receipt_of(finished)
     rows = receipt["data"]["epoch_rows"]
     seed = receipt["seeds"]["train.seed"]
     epochs = [epoch_order(rows, seed, epoch) for epoch in range(STEPS * ROWS // rows + 1)]
@@ -83,47 +77,48 @@ def test_the_order_hash_is_of_the_rows_that_training_met(whole: RunFolder) -> No
     assert receipt["data"]["order_sha256"] == hashlib.sha256(order.tobytes()).hexdigest()
 
 
-def test_decisions_are_those_that_were_taken(whole: RunFolder) -> None:
-    taken = {d["knob"]: d["choice"] for d in receipt_of(whole)["decisions"]}
-    logged = {d.knob: d.choice for d in view_of(whole).decisions}
+def test_decisions_are_those_that_were_taken(finished: RunFolder) -> None:
+    taken = {d["knob"]: d["choice"] for d in receipt_of(finished)["decisions"]}
+    logged = {d.knob: d.choice for d in view_of(finished).decisions}
     assert taken == logged and taken["teacher.backend"] == "dequantized"
 
 
-def test_what_was_asked_for_and_done_otherwise_is_shown(whole: RunFolder) -> None:
-    found = {d["key"]: d for d in receipt_of(whole)["differences"]}
+def test_what_was_asked_for_and_done_otherwise_is_shown(finished: RunFolder) -> None:
+    found = {d["key"]: d for d in receipt_of(finished)["differences"]}
     backend = found["teacher.backend"]
     assert (backend["requested"], backend["effective"]) == ("auto", "dequantized")
     assert backend["why"]
     assert not set(found) & {"train.steps", "steps done", "train.lr", "rows per step", "loss.alpha"}
 
 
-def test_the_lineage_chains_the_checkpoints_by_their_manifests(whole: RunFolder) -> None:
-    first, last = receipt_of(whole)["lineage"]
-    assert (first["step"], last["step"]) == (3, STEPS)
-    assert first["parent_manifest_sha256"] is None
-    assert last["parent_manifest_sha256"] == first["manifest_sha256"]
-    manifest = whole.checkpoints / f"step-{STEPS:08d}" / "MANIFEST.json"
+def test_the_lineage_chains_the_checkpoints_by_their_manifests(finished: RunFolder) -> None:
+    lineage = receipt_of(finished)["lineage"]
+    assert [one["step"] for one in lineage] == [5, 10, 15, STEPS]
+    parents = [None, *(one["manifest_sha256"] for one in lineage[:-1])]
+    assert [one["parent_manifest_sha256"] for one in lineage] == parents
+    last = lineage[-1]
+    manifest = finished.checkpoints / f"step-{STEPS:08d}" / "MANIFEST.json"
     assert last["manifest_sha256"] == hashlib.sha256(manifest.read_bytes()).hexdigest()
 
 
-def test_rows_are_counted_from_the_log(whole: RunFolder) -> None:
-    receipt = receipt_of(whole)
+def test_rows_are_counted_from_the_log(finished: RunFolder) -> None:
+    receipt = receipt_of(finished)
     assert receipt["rows"]["rows_seen"] == receipt["rows"]["rows_trained"] == STEPS * ROWS
     assert receipt["rows_trained"] == STEPS * ROWS == receipt["rows"]["position"]
     assert receipt["tokens_trained"] == STEPS * ROWS * 32
 
 
-def test_a_receipt_agrees_with_its_run(whole: RunFolder) -> None:
-    ran = ask("evidence", "receipt", whole.path)
+def test_a_receipt_agrees_with_its_run(finished: RunFolder) -> None:
+    ran = ask("evidence", "receipt", finished.path)
     assert ran.code == 0 and "FAIL" not in ran.out, ran.out
     for text in (
         "sha256 of model.safetensors",
         "bytes of events.jsonl",
-        "manifest of step 6",
+        f"manifest of step {STEPS}",
         "auto",
     ):
         assert text in ran.out, text
-    value = ask("evidence", "receipt", whole.path, "--json").json
+    value = ask("evidence", "receipt", finished.path, "--json").json
     assert value["level"] == "pass" and value["is_receipt"]
 
 
@@ -134,7 +129,7 @@ def test_a_receipt_agrees_with_its_run(whole: RunFolder) -> None:
         ("student/config.json", "sha256 of config.json"),
         ("events.jsonl", "bytes of events.jsonl"),
         ("device.jsonl", "bytes of device.jsonl"),
-        ("checkpoints/step-00000006/MANIFEST.json", "manifest of step 6"),
+        (f"checkpoints/step-{STEPS:08d}/MANIFEST.json", f"manifest of step {STEPS}"),
     ],
 )
 def test_a_changed_byte_of_what_a_run_left_is_found(run: RunFolder, name: str, said: str) -> None:
@@ -157,8 +152,12 @@ def test_a_changed_byte_of_what_a_run_left_is_found(run: RunFolder, name: str, s
         ("heldout_loss_nats", {"student": 0.1}, "heldout_loss_nats, as the logs say"),
         ("differences", [], "differences, as the logs say"),
         ("lineage", [], "lineage, as the logs say"),
-        ("rows", {"rows_seen": 24, "rows_trained": 25}, "rows, as the logs say"),
-        ("steps", 7, "steps, as the logs say"),
+        (
+            "rows",
+            {"rows_seen": STEPS * ROWS, "rows_trained": STEPS * ROWS + 1},
+            "rows, as the logs say",
+        ),
+        ("steps", STEPS + 1, "steps, as the logs say"),
         ("device_facts", {"machine": "another"}, "device, as the logs say"),
     ],
 )
@@ -213,10 +212,10 @@ def test_a_step_that_was_not_applied_is_seen_and_not_trained(tmp_path: Path) -> 
 
 
 def test_a_run_that_was_killed_shows_the_steps_it_did_not_do(
-    whole: RunFolder, tmp_path: Path
+    finished: RunFolder, tmp_path: Path
 ) -> None:
     run = killed(tmp_path / "run", done=30, total=60)
-    effective = json.loads(whole.effective.read_text())
+    effective = json.loads(finished.effective.read_text())
     effective["spec"]["train"]["steps"] = 60
     run.effective.write_text(json.dumps(effective))
     found = {d.key: d for d in differences(run, view_of(run))}
@@ -224,8 +223,8 @@ def test_a_run_that_was_killed_shows_the_steps_it_did_not_do(
     assert "rows per step" in found, "the log says 16, the settings 4"
 
 
-def test_a_setting_of_the_command_line_is_what_was_asked_for(whole: RunFolder) -> None:
-    effective = json.loads(whole.effective.read_text())
-    assert effective["sets"] == ["train.lr=0.001"]
-    assert spec_from_dict(effective["spec"]).train.lr == 0.001
-    assert "train.lr" not in {d.key for d in differences(whole, view_of(whole))}
+def test_a_setting_of_the_command_line_is_what_was_asked_for(finished: RunFolder) -> None:
+    effective = json.loads(finished.effective.read_text())
+    assert effective["sets"] == ["compute.thread_wait=active"]
+    assert spec_from_dict(effective["spec"]).compute.thread_wait == "active"
+    assert "compute.thread_wait" not in {d.key for d in differences(finished, view_of(finished))}

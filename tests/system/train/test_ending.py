@@ -83,13 +83,17 @@ def is_running(pid: int) -> bool:
         ),
         ("engine.train.build:Builder.teacher", "lock", signal.SIGTERM),
         ("engine.train.session:Session.check", "import", signal.SIGTERM),
+        pytest.param(
+            "engine.train.build:Builder.student", "sleep", signal.SIGTERM, marks=pytest.mark.soak
+        ),
     ],
 )
-def test_a_run_is_ended_before_its_first_step_wherever_its_trainer_is(
+def test_a_run_is_ended_before_its_first_step_wherever_its_trainer_is_and_can_be_resumed(
     kit: Kit, tmp_path: Path, where: str, how: str, number: int
 ) -> None:
     run = tmp_path / "run"
-    held = Held(tmp_path, where, how, "distill", kit.spec(tmp_path), "--out", run, trainer=True)
+    spec = kit.spec(tmp_path, train__steps=2)
+    held = Held(tmp_path, where, how, "distill", spec, "--out", run, trainer=True)
     held.end(number)
     ended = Follower(RunFolder(run))
     ended.read_all()
@@ -100,6 +104,8 @@ def test_a_run_is_ended_before_its_first_step_wherever_its_trainer_is(
         assert ended.view.finished is not None
         assert ended.view.finished.reason == f"{name} before the first step"
     assert ended.view.last_step == 0 and not list(run.glob("checkpoints/*"))
+    again = resumed_here(run)
+    assert again.returncode == 0, again.stderr
 
 
 def test_what_it_took_to_end_a_run_that_was_asked_to_end_is_not_its_exit_code(
@@ -109,19 +115,6 @@ def test_what_it_took_to_end_a_run_that_was_asked_to_end_is_not_its_exit_code(
     assert exit_code(view, 128 + signal.SIGTERM) == 143
     assert exit_code(view, 128 + signal.SIGKILL) == 137
     assert exit_code(view, -signal.SIGKILL) == 137, "the supervisor was killed too"
-
-
-def test_a_run_that_was_ended_before_its_first_step_can_be_resumed(
-    kit: Kit, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    spec = kit.spec(tmp_path, train__steps=2)
-    where = "engine.train.build:Builder.student"
-    Held(tmp_path, where, "sleep", "distill", spec, "--out", run, trainer=True).end(signal.SIGTERM)
-    ended = Follower(RunFolder(run)).read_all().finished
-    assert ended is not None and ended.reason == "SIGTERM before the first step"
-    again = resumed_here(run)
-    assert again.returncode == 0, again.stderr
 
 
 def test_a_signal_while_inputs_are_read_leaves_no_run_folder(kit: Kit, tmp_path: Path) -> None:
@@ -160,6 +153,7 @@ def test_a_signal_while_a_teacher_is_loaded_ends_prepare(kit: Kit, tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.soak  # that a trainer notices it is a test of test_run_lifecycle, of one that trains
 def test_a_killed_supervisor_ends_a_trainer_that_has_not_begun(kit: Kit, tmp_path: Path) -> None:
     run = tmp_path / "run"
     spec = kit.spec(tmp_path)

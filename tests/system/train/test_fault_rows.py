@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from engine.errors import RunLogError
 from engine.flips.arms import sum_up
 from engine.flips.proof import equal
 from engine.log import write as write_module
-from engine.log.events import Note, StopForwarded
+from engine.log.events import LauncherGone, Note
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader
@@ -60,6 +61,7 @@ from tests.support.kit import Kit, tiny_config
 from tests.support.packed_models import lively, make_config, write
 from tests.support.run_folders import Scene, started
 from tests.support.running import (
+    DEADLINE_S,
     engine,
     engine_here,
     environment,
@@ -214,65 +216,11 @@ def test_a_gpu_without_room_is_an_allocation_that_failed(
     assert "the device allocator refused" in view.finished.reason
 
 
-# Row 9: crashes.
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGSEGV,
-        pytest.param(signal.SIGBUS, marks=pytest.mark.soak),
-        pytest.param(signal.SIGABRT, marks=pytest.mark.soak),
-    ],
-)
-def test_a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr(
-    kit: Kit, tmp_path: Path, number: signal.Signals
-) -> None:
-    run = tmp_path / "run"
-    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
-    view = wait_for(run, lambda view: "events" in view.clocks).view
-    os.kill(view.clocks["events"].pid, number)
-    _, stderr = launched.communicate(timeout=240)
-    ended = wait_until_ended(run)
-    assert ended.state == "crashed" and ended.view.exit is not None
-    assert ended.view.exit.signal == number.name
-    assert launched.returncode == 128 + number and number.name in stderr
-    for command in (("runs", tmp_path), ("diagnose", run)):
-        assert f"crashed with {number.name}" in engine_here(*command).stdout
-    assert "Fatal Python error" in (run / "stderr.txt").read_text()
-
-
-# Row 27: the second signal.
-
-
-def test_a_second_signal_ends_a_run_whose_step_does_not_end(kit: Kit, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    spec = kit.spec(tmp_path, train__accumulation=1_000_000)
-    launched = start("distill", spec, "--out", run)
-    wait_for(run, lambda view: view.phase is not None and view.phase.name == "training")
-
-    def forwarded(view: RunView) -> int:
-        return sum(isinstance(line.event, StopForwarded) for line in view.lines)
-
-    try:
-        launched.send_signal(signal.SIGTERM)
-        wait_for(run, lambda view: forwarded(view) == 1)
-        launched.send_signal(signal.SIGTERM)
-        launched.communicate(timeout=240)
-        ended = wait_until_ended(run)
-    finally:
-        if launched.poll() is None:
-            # Its one step has no end: left alone it would keep a core for ever.
-            engine("stop", run, "--now")
-    assert launched.returncode == 143 and ended.state == "terminated"
-    assert ended.view.exit is not None and "stop requested: SIGTERM" in ended.view.exit.sentence
-
-
 # Rows 19, 29, 30, 40: what a run that goes on does not depend on.
 
 
 class Going:
-    """A run that goes on, with a teacher of its own."""
+    """A run that goes on, with a teacher of its own, and whose terminal was lost."""
 
     def __init__(self, kit: Kit, folder: Path) -> None:
         self.teacher = Path(shutil.copytree(kit.teacher, folder / "teacher"))
@@ -280,11 +228,13 @@ class Going:
         spec = kit.spec(
             folder, teacher__path=str(self.teacher), train__steps=10**6, checkpoint__every=0
         )
-        done = engine("distill", spec, "--out", self.path, "--detach")
-        assert done.returncode == 0, done.stderr
+        launched = start("distill", spec, "--out", self.path)
         pid = wait_for(self.path, lambda view: view.last_step >= 2).view.trainer_pid
         assert pid is not None
         self.pid = pid
+        launched.send_signal(signal.SIGHUP)
+        launched.communicate(timeout=DEADLINE_S)
+        self.left = wait_for(self.path, lambda view: view.launcher_gone is not None).view.last_step
 
     def goes_on(self, steps: int = 30) -> RunView:
         """Wait for so many more steps."""
@@ -297,8 +247,10 @@ def resting(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Goin
     run = Going(kit, tmp_path_factory.mktemp("going"))
     os.kill(run.pid, signal.SIGSTOP)
     yield run
-    engine_here("stop", run.path, "--now")
-    wait_until_ended(run.path)
+    os.kill(run.pid, signal.SIGCONT)
+    stopped = engine_here("stop", run.path)
+    assert stopped.returncode == 0, stopped.stderr
+    assert wait_until_ended(run.path).state == "stopped"
 
 
 @pytest.fixture
@@ -307,6 +259,17 @@ def going(resting: Going) -> Iterator[Going]:
     os.kill(resting.pid, signal.SIGCONT)
     yield resting
     os.kill(resting.pid, signal.SIGSTOP)
+
+
+def test_a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was(going: Going) -> None:
+    view = going.goes_on(5)
+    assert view.last_step >= going.left + 5 and view.launcher_gone == "hangup"
+    assert [e.event.how for e in view.lines if isinstance(e.event, LauncherGone)] == ["hangup"]
+
+
+def test_a_running_run_cannot_be_started_twice(going: Going) -> None:
+    again = engine_here("distill", "--resume", going.path)
+    assert again.returncode == 65 and "found one that is" in again.stderr
 
 
 def test_a_trainer_has_no_worker_to_lose_and_no_shared_memory_to_fill(going: Going) -> None:
@@ -378,23 +341,38 @@ def test_a_teacher_in_blocks_keeps_no_mapping_of_its_file(tmp_path: Path) -> Non
 # Rows 36, 37, 40: what may have changed when a run is resumed.
 
 
+@dataclass
+class Stopped:
+    """A run of 200 steps with a teacher and a text of its own, which Ctrl-C ended after its first checkpoint."""
+
+    folder: Path
+    code: int | None
+    """Of its launcher."""
+
+
 @pytest.fixture(scope="module")
-def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 20 steps that was stopped after its first checkpoint; to be copied."""
+def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     folder = tmp_path_factory.mktemp("stopped")
     teacher = shutil.copytree(kit.teacher, folder / "teacher")
-    spec = kit.spec(folder, teacher__path=str(teacher), train__steps=200)
-    launched = start("distill", spec, "--out", folder / "run")
+    corpus = shutil.copytree(kit.corpus, folder / "corpus")
+    own = {"teacher__path": str(teacher), "data__corpus": str(corpus)}
+    launched = start("distill", kit.spec(folder, train__steps=200, **own), "--out", folder / "run")
     wait_for(folder / "run", lambda view: bool(view.checkpoints))
-    launched.terminate()
-    launched.communicate(timeout=240)
-    assert wait_until_ended(folder / "run").state == "stopped"
-    return folder
+    launched.send_signal(signal.SIGINT)
+    launched.communicate(timeout=DEADLINE_S)
+    wait_until_ended(folder / "run")
+    return Stopped(folder, launched.returncode)
 
 
 @pytest.fixture
-def run(stopped: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(stopped / "run", tmp_path / "run"))
+def run(stopped: Stopped, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped.folder / "run", tmp_path / "run"))
+
+
+def test_ctrl_c_exits_130(stopped: Stopped) -> None:
+    follower = Follower(RunFolder(stopped.folder / "run"))
+    follower.read_all()
+    assert stopped.code == 130 and follower.state == "stopped"
 
 
 def test_a_setting_changed_on_resume_is_refused_with_both_values(
@@ -440,9 +418,9 @@ def test_versions_that_are_the_same_are_not_worth_a_word() -> None:
 
 
 def test_a_teacher_replaced_between_two_sessions_is_refused(
-    kit: Kit, stopped: Path, run: Path
+    kit: Kit, stopped: Stopped, run: Path
 ) -> None:
-    kept, teacher = stopped / "kept", stopped / "teacher"
+    kept, teacher = stopped.folder / "kept", stopped.folder / "teacher"
     teacher.rename(kept)
     try:
         config = ModelConfig.from_dict(tiny_config(hidden_size=48), "other")
@@ -455,6 +433,19 @@ def test_a_teacher_replaced_between_two_sessions_is_refused(
     assert asked.returncode == 65, asked.stderr
     assert "expected the weights this run began with" in asked.stderr
     assert str(teacher) in asked.stderr
+
+
+def test_changed_training_text_is_refused_on_resume(stopped: Stopped, run: Path) -> None:
+    corpus, kept = stopped.folder / "corpus", stopped.folder / "kept"
+    shutil.copytree(corpus, kept)
+    try:
+        for file in corpus.iterdir():
+            file.write_text(file.read_text().replace("return", "yield "))
+        refused = resumed_here(run)
+    finally:
+        shutil.rmtree(corpus)
+        kept.rename(corpus)
+    assert refused.returncode == 65 and "expected the tokens this run began with" in refused.stderr
 
 
 def test_a_run_whose_output_cannot_be_kept_is_refused_in_words(tmp_path: Path) -> None:

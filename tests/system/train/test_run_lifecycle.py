@@ -9,12 +9,9 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from engine.errors import RunLogError
 from engine.log.events import LauncherGone, LogOpened, Note
@@ -39,17 +36,8 @@ from tests.support.running import (
 LAST = "step-00000020"
 
 
-@pytest.fixture(scope="module")
-def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 20 steps that nothing disturbed; its processes say what they import."""
-    folder = tmp_path_factory.mktemp("whole")
-    run = folder / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-        done = engine("distill", kit.spec(folder), "--out", run, "--json")
-    assert done.returncode == 0, done.stderr
-    (folder / "result.json").write_text(done.stdout)
-    return run
+ACTIVE = {"compute__thread_wait": "active"}
+"""As `whole` is: a checkpoint names the settings that it was made with."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +50,7 @@ def killed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kill_at(kit: Kit, folder: Path, seen: int) -> Path:
     """A run whose trainer is killed when step `seen` is in its log, and what was said of it."""
     run = folder / "run"
-    launched = start("distill", kit.spec(folder), "--out", run)
+    launched = start("distill", kit.spec(folder, **ACTIVE), "--out", run)
     follower = wait_for(run, lambda view: view.last_step >= seen)
     assert follower.view.trainer_pid is not None
     os.kill(follower.view.trainer_pid, signal.SIGKILL)
@@ -76,32 +64,9 @@ def kill_at(kit: Kit, folder: Path, seen: int) -> Path:
     return run
 
 
-@dataclass
-class Interrupted:
-    run: Path
-    corpus: Path
-    again: subprocess.CompletedProcess[str]
-    """Going on with the run while it was running."""
-    code: int | None
-    """Of its launcher, after Ctrl-C."""
-
-
-@pytest.fixture(scope="module")
-def interrupted(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
-    """A run on a text of its own, ended by Ctrl-C."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    corpus, run = folder / "corpus", folder / "run"
-    shutil.copytree(kit.corpus, corpus)
-    spec = kit.spec(folder, data__corpus=str(corpus), train__steps=100000)
-    launched = start("distill", spec, "--out", run)
-    wait_for(run, lambda view: view.last_step >= 2)
-    again = engine_here("distill", "--resume", run)
-    launched.send_signal(signal.SIGINT)
-    launched.communicate(timeout=DEADLINE_S)
-    return Interrupted(run, corpus, again, launched.returncode)
-
-
 def test_a_run_ends_with_a_student_a_receipt_and_one_json_result(whole: Path) -> None:
+    from transformers import AutoModelForCausalLM  # seconds, which only this test needs
+
     result = json.loads((whole.parent / "result.json").read_text())
     follower = Follower(RunFolder(whole))
     view = follower.read_all()
@@ -172,7 +137,7 @@ def test_twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit(
     else:
         kill_at(kit, tmp_path, seen)
     if Follower(RunFolder(run)).read_all().finished is None:
-        resumed = engine("distill", "--resume", run)
+        resumed = resumed_here(run)
         assert resumed.returncode == 0, resumed.stderr
     view = Follower(RunFolder(run)).read_all()
     assert view.steps.values("step") == [float(i) for i in range(1, 21)]
@@ -187,7 +152,8 @@ def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
     kit: Kit, whole: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    launched = start("distill", kit.spec(tmp_path, checkpoint__every=0), "--out", run)
+    spec = kit.spec(tmp_path, checkpoint__every=0, **ACTIVE)
+    launched = start("distill", spec, "--out", run)
     wait_for(run, lambda view: view.last_step >= 2)
     launched.terminate()
     launched.communicate(timeout=DEADLINE_S)
@@ -202,25 +168,6 @@ def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
         files_of(run / "checkpoints" / LAST)[weights]
         == files_of(whole / "checkpoints" / LAST)[weights]
     )
-
-
-def test_ctrl_c_exits_130(interrupted: Interrupted) -> None:
-    assert interrupted.code == 130
-    assert wait_until_ended(interrupted.run).state == "stopped"
-
-
-def test_a_running_run_cannot_be_started_twice(interrupted: Interrupted) -> None:
-    again = interrupted.again
-    assert again.returncode == 65 and "found one that is" in again.stderr
-
-
-def test_changed_training_text_is_refused_on_resume(
-    interrupted: Interrupted, tmp_path: Path
-) -> None:
-    for file in interrupted.corpus.iterdir():
-        file.write_text(file.read_text().replace("return", "yield "))
-    refused = resumed_here(interrupted.run)
-    assert refused.returncode == 65 and "expected the tokens this run began with" in refused.stderr
 
 
 def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
@@ -239,28 +186,23 @@ def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
     assert launched.returncode == 143
 
 
-@pytest.mark.parametrize(
-    ("number", "how", "flags", "state"),
-    [
-        (signal.SIGHUP, "hangup", [], "stopped"),
-        pytest.param(signal.SIGKILL, "killed", ["--now"], "killed", marks=pytest.mark.soak),
-    ],
-)
-def test_a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was(
-    kit: Kit, tmp_path: Path, number: signal.Signals, how: str, flags: list[str], state: str
+@pytest.mark.soak  # a lost terminal, which is told in another byte, is a test of test_fault_rows
+def test_a_killed_launcher_leaves_the_run_going_and_the_log_says_so(
+    kit: Kit, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
     wait_for(run, lambda view: view.last_step >= 2)
-    launched.send_signal(number)
+    launched.kill()
     launched.communicate(timeout=DEADLINE_S)
     step = wait_for(run, lambda view: view.launcher_gone is not None).view.last_step
     follower = wait_for(run, lambda view: view.last_step > step + 5)
-    assert follower.view.launcher_gone == how
-    assert [e.event.how for e in follower.view.lines if isinstance(e.event, LauncherGone)] == [how]
-    stopped = engine_here("stop", run, *flags)
+    assert follower.view.launcher_gone == "killed"
+    gone = [e.event.how for e in follower.view.lines if isinstance(e.event, LauncherGone)]
+    assert gone == ["killed"]
+    stopped = engine_here("stop", run, "--now")
     assert stopped.returncode == 0, stopped.stderr
-    assert wait_until_ended(run).state.startswith(state)
+    assert wait_until_ended(run).state.startswith("killed")
 
 
 def test_an_end_that_did_not_reach_the_disk_is_none_in_the_log_either(
@@ -314,7 +256,7 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_
     weights.write_bytes(damaged)
     refused = resumed_here(run)
     assert refused.returncode == 65 and "student.safetensors" in refused.stderr
-    resumed = engine("distill", "--resume", run, "--allow-fallback")
+    resumed = resumed_here(run, allow_fallback=True)
     assert resumed.returncode == 0, resumed.stderr
     notes = [n.text for n in Follower(RunFolder(run)).read_all().notes if isinstance(n, Note)]
     assert any(newest.name in text for text in notes)

@@ -1,56 +1,63 @@
-"""Real runs with a planted stall: the alert names the line, and the run lives."""
+"""Real runs with a planted stall or crash: the alert names the line, the run lives, and its end has its cause."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from engine.log.folder import RunFolder
+from engine.log.events import StopForwarded
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from tests.support.kit import Kit
-from tests.support.running import engine, engine_here, start, wait_for, wait_until_ended
+from tests.support.running import DEADLINE_S, engine_here, start, wait_for, wait_until_ended
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a run, which is ended after the test."""
-    path = tmp_path / "run"
-    yield path
-    if path.exists() and Follower(RunFolder(path)).run.liveness().supervisor:
-        engine_here("stop", path, "--now")
-        wait_until_ended(path)
-
-
-def test_a_step_that_never_ends_is_named_with_its_line_and_goes_on(
-    kit: Kit, tmp_path: Path, run: Path
+def test_a_step_that_never_ends_is_named_with_its_line_goes_on_and_is_ended_by_a_second_signal(
+    kit: Kit, tmp_path: Path
 ) -> None:
+    run = tmp_path / "run"
     # One optimizer step of a million forward passes.
     spec = kit.spec(tmp_path, train__accumulation=1_000_000, watch__stall_seconds=1)
-    assert engine("distill", spec, "--out", run, "--detach").returncode == 0
+    launched = start("distill", spec, "--out", run)
 
     def named(view: RunView) -> bool:
         alert = view.alerts.get("stalled_at_start")
         return alert is not None and "in training" in alert.title
 
-    follower = wait_for(run, named)
-    view = follower.view
-    alert, dump = view.alerts["stalled_at_start"], view.stack_dump
-    assert dump is not None and dump.state == "computing"
-    assert "engine/train/trainer.py" in " ".join(dump.python_stack)
-    assert dump.python_frame and dump.python_frame in alert.title
-    assert dump.python_frame in (run / dump.path).read_text()
-    assert follower.alive.trainer, "a stall is reported, not ended"
-    done = engine_here("diagnose", run, "--json")
-    assert done.returncode == 1, done.stderr
-    assert "stalled_at_start" in {a["id"] for a in json.loads(done.stdout)["alerts"]}
-    assert "1 alert: stalled_at_start" in engine_here("tail", run).stdout
+    def forwarded(view: RunView) -> int:
+        return sum(isinstance(line.event, StopForwarded) for line in view.lines)
+
+    try:
+        follower = wait_for(run, named)
+        view = follower.view
+        alert, dump = view.alerts["stalled_at_start"], view.stack_dump
+        assert dump is not None and dump.state == "computing"
+        assert "engine/train/trainer.py" in " ".join(dump.python_stack)
+        assert dump.python_frame and dump.python_frame in alert.title
+        assert dump.python_frame in (run / dump.path).read_text()
+        assert follower.alive.trainer, "a stall is reported, not ended"
+        done = engine_here("diagnose", run, "--json")
+        assert done.returncode == 1, done.stderr
+        assert "stalled_at_start" in {a["id"] for a in json.loads(done.stdout)["alerts"]}
+        assert "1 alert: stalled_at_start" in engine_here("tail", run).stdout
+
+        launched.send_signal(signal.SIGTERM)
+        wait_for(run, lambda view: forwarded(view) == 1)
+        launched.send_signal(signal.SIGTERM)
+        launched.communicate(timeout=DEADLINE_S)
+        ended = wait_until_ended(run)
+    finally:
+        if launched.poll() is None:
+            # Its one step has no end: left alone it would keep a core for ever.
+            engine_here("stop", run, "--now")
+            launched.communicate(timeout=DEADLINE_S)
+    assert launched.returncode == 143 and ended.state == "terminated"
+    assert ended.view.exit is not None and "stop requested: SIGTERM" in ended.view.exit.sentence
 
 
 @dataclass
@@ -59,11 +66,16 @@ class Stopped:
     trainer: int
     stalled: RunView
     """While its trainer was stopped by a signal; it went on after that."""
+    ended: Follower
+    """After it crashed with SIGSEGV."""
+    code: int
+    """Of its launcher, which said `stderr`."""
+    stderr: str
 
 
 @pytest.fixture(scope="module")
 def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    """A run without readings of the machine, whose trainer was stopped and went on, and that was ended."""
+    """A run without readings of the machine, whose trainer was stopped and went on, and then crashed."""
     folder = tmp_path_factory.mktemp("stopped")
     spec = kit.spec(folder, train__steps=100_000, watch__stall_seconds=1, watch__sample_seconds=0)
     launched = start("distill", spec, "--out", folder / "run")
@@ -73,10 +85,10 @@ def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     view = wait_for(folder / "run", lambda view: "stalled" in view.alerts).view
     os.kill(pid, signal.SIGCONT)
     wait_for(folder / "run", lambda later: later.last_step > view.last_step)
-    launched.terminate()
-    launched.communicate(timeout=240)
-    wait_until_ended(folder / "run")
-    return Stopped(folder / "run", pid, view)
+    os.kill(pid, signal.SIGSEGV)
+    _, stderr = launched.communicate(timeout=DEADLINE_S)
+    ended = wait_until_ended(folder / "run")
+    return Stopped(folder / "run", pid, view, ended, launched.returncode, stderr)
 
 
 def test_a_stopped_trainer_is_told_from_a_busy_one(stopped: Stopped) -> None:
@@ -88,6 +100,34 @@ def test_a_stopped_trainer_is_told_from_a_busy_one(stopped: Stopped) -> None:
 
 
 def test_a_run_that_asks_for_no_readings_has_none_and_trains(stopped: Stopped) -> None:
-    view = Follower(RunFolder(stopped.path)).read_all()
+    view = stopped.ended.view
     assert view.last_step > stopped.stalled.last_step >= 2 and view.facts
     assert len(view.hosts) == 0 and not view.gpu_tables
+
+
+def has_crashed_with(
+    number: signal.Signals, run: Path, ended: Follower, code: int, stderr: str
+) -> None:
+    assert ended.state == "crashed" and ended.view.exit is not None
+    assert ended.view.exit.signal == number.name
+    assert code == 128 + number and number.name in stderr
+    for command in (("runs", run.parent), ("diagnose", run)):
+        assert f"crashed with {number.name}" in engine_here(*command).stdout
+    assert "Fatal Python error" in (run / "stderr.txt").read_text()
+
+
+def test_a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr(stopped: Stopped) -> None:
+    has_crashed_with(signal.SIGSEGV, stopped.path, stopped.ended, stopped.code, stopped.stderr)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGBUS, signal.SIGABRT])
+def test_a_trainer_that_crashes_otherwise_is_told_the_same_way(
+    kit: Kit, tmp_path: Path, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
+    view = wait_for(run, lambda view: "events" in view.clocks).view
+    os.kill(view.clocks["events"].pid, number)
+    _, stderr = launched.communicate(timeout=DEADLINE_S)
+    has_crashed_with(number, run, wait_until_ended(run), launched.returncode, stderr)
