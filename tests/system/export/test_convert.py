@@ -14,7 +14,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -151,6 +150,8 @@ def test_blocks_move_byte_for_byte(family: str, width: int, kit: Kit, tmp_path: 
 def test_logits_are_those_of_the_dequantised_weights_everywhere(
     family: str, quant: str, kit: Kit, tmp_path: Path
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     source = save(kit, tmp_path / "source", make_config(family))
     packed = convert(source, tmp_path / "model.gguf", quant)
     plain = convert(packed.target, tmp_path / "plain", "f32")
@@ -159,7 +160,7 @@ def test_logits_are_those_of_the_dequantised_weights_everywhere(
     if quant != "q8_0":
         apr = convert(packed.target, tmp_path / "model.apr", quant)
         assert torch.equal(logits(apr.target), expected_BTV)
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    load: Any = AutoModelForCausalLM.from_pretrained
     with torch.no_grad():
         theirs_BTV = load(plain.target, dtype=torch.float32)(TOKENS_BT).logits
     torch.testing.assert_close(expected_BTV, theirs_BTV, rtol=0, atol=1e-4)
@@ -176,6 +177,7 @@ def test_logits_are_those_of_the_dequantised_weights_everywhere(
 def test_transformers_reads_the_same_model_from_our_gguf(
     family: str, tied: bool, kit: Kit, tmp_path: Path
 ) -> None:
+    import transformers
     from transformers import modeling_gguf_pytorch_utils
 
     # Its loader does not know `rope_freqs.weight`, so without a scaling.
@@ -377,6 +379,8 @@ def test_a_tied_head_that_is_another_matrix_is_refused(kit: Kit, tmp_path: Path)
 def test_a_large_folder_is_written_in_shards(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     source = save(kit, tmp_path / "source", make_config())
     monkeypatch.setattr(folder_module, "SHARD_BYTES", 1_000_000)
     done = convert(source, tmp_path / "sharded", "f32")
@@ -384,7 +388,7 @@ def test_a_large_folder_is_written_in_shards(
     assert len(parts) > 3
     assert parts[0].name == f"model-00001-of-{len(parts):05}.safetensors"
     assert held(done.target) == held(source)
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    load: Any = AutoModelForCausalLM.from_pretrained
     theirs, report = load(done.target, output_loading_info=True)
     assert not any(report.values()), report
     assert theirs.config.model_type == "qwen2"

@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.errors import DiskFull, InternalError, WeightsError
 from engine.formats.open import open_weights
@@ -62,6 +60,8 @@ def make_decoder(tied: bool = False) -> Decoder:
 
 
 def make_reference(tied: bool) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     theirs: Any = Qwen2ForCausalLM(Qwen2Config.from_dict(make_config(tied).to_hf_dict()))
     theirs.eval()
     with torch.no_grad():
@@ -106,6 +106,8 @@ def refusal(folder: Path, dtype: torch.dtype = torch.float32) -> str:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_saved_decoder_is_a_transformers_model(tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     decoder = make_decoder(tied)
     save_decoder(decoder, tmp_path / "model", torch.float32)
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -366,9 +368,11 @@ class MemoryFile:
 def test_every_family_is_exchanged_with_transformers(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
+    import transformers
+
     decoder = lively(family_config(family, tied))
     save_decoder(decoder, tmp_path / "ours", torch.float32)
-    load: Any = AutoModelForCausalLM.from_pretrained
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
     theirs, report = load(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     assert type(theirs) is getattr(transformers, f"{family.capitalize()}ForCausalLM")

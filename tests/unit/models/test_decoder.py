@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from engine.errors import InternalError
@@ -86,6 +85,8 @@ def lively(config: ModelConfig, seed: int = 0) -> Decoder:
 
 
 def reference(decoder: Decoder) -> Any:
+    import transformers
+
     raw: Any = decoder.config.to_hf_dict()
     config = transformers.AutoConfig.for_model(**raw)
     theirs: Any = getattr(transformers, raw["architectures"][0])(config)

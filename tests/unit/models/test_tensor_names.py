@@ -11,7 +11,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-import transformers
 
 from engine.errors import WeightsError
 from engine.models.config import ModelConfig, count_parameters
@@ -69,6 +68,8 @@ def refusal(config: ModelConfig, weights: Weights, convention: str = "hf") -> st
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_and_shapes_are_those_of_transformers(tied: bool, family: str) -> None:
+    import transformers
+
     config = make_config(tied, family=family)
     raw: Any = config.to_hf_dict()
     with torch.device("meta"):

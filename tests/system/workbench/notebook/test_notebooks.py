@@ -6,9 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.support.kit import Kit
 from tests.support.notebook_pages import drawn
@@ -40,6 +38,9 @@ def place(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def executed(name: str, place: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
     for key, value in place.items():
         monkeypatch.setenv(key, value)
+    import nbformat
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(NOTEBOOKS / name, 4)
     folder = Path(place["APR_NOTEBOOK_RUNS"]).parent
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
@@ -129,6 +130,8 @@ def test_the_notebook_of_a_big_gpu_makes_and_runs_what_it_shows(
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_committed_notebook_has_prose_and_no_outputs(name: str) -> None:
+    import nbformat
+
     notebook = nbformat.read(NOTEBOOKS / name, 4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

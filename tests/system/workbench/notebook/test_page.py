@@ -10,10 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbconvert import HTMLExporter
 
 from engine.findings.report import report
 from tests.support import notebook_lab
@@ -94,6 +91,10 @@ def test_a_notebook_from_elsewhere_and_an_exported_one_show_the_result(
     shoot: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+    from nbconvert import HTMLExporter
+
     monkeypatch.setenv("APR_NOTEBOOK_EVIDENCE", str(NOTEBOOKS.parent / "evidence"))
     notebook = nbformat.read(NOTEBOOKS / "05_a_7b_teacher_on_one_gpu.ipynb", 4)
     NotebookClient(notebook, timeout=DEADLINE_S).execute()
@@ -130,6 +131,8 @@ def test_a_notebook_from_elsewhere_and_an_exported_one_show_the_result(
 def test_eight_widgets_stay_responsive_a_drag_becomes_evidence_and_nothing_is_left(
     page: sync_api.Page, lab: str, folder: Path, shoot: Callable[..., Path]
 ) -> None:
+    import nbformat
+
     notebook = nbformat.read(NOTEBOOKS / "01_first_run.ipynb", 4)
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in EIGHT]
     nbformat.write(notebook, folder / "08_widgets.ipynb")
@@ -199,6 +202,8 @@ ACTED = """() => [
 def test_hostile_logs_make_no_element_and_run_no_script(
     page: sync_api.Page, lab: str, folder: Path
 ) -> None:
+    import nbformat
+
     for seed in range(12):
         run = hostile_run(folder / "runs" / "hostile", seed)
         if seed == 1:
