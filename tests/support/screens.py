@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from textual._compositor import Compositor
 from textual.pilot import Pilot
 from textual.screen import Screen
 
@@ -43,8 +44,11 @@ async def until_still(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
 
 
 def _awaits_drawing(screen: Screen[Any]) -> bool:
-    """Whether the next tick of a screen's update timer has something to do."""
-    return bool(
+    """Whether the next tick of a screen's update timer comes, and has something to do.
+
+    A screen below notes after each of its drawings that it is to be drawn again, but asks for no tick.
+    """
+    return (screen is screen.app.screen or screen._update_timer._active.is_set()) and bool(
         screen._layout_required
         or screen._scroll_required
         or screen._repaint_required
@@ -52,6 +56,25 @@ def _awaits_drawing(screen: Screen[Any]) -> bool:
         or screen._dirty_widgets
         or screen._callbacks
     )
+
+
+_render = Compositor.render_update
+
+
+def undrawn(compositor: Compositor, **how: Any) -> None:
+    """Leave what changed on the screen for `drawn`, which draws once after all that a key changes.
+
+    The application draws after each of the changes. Without a terminal it drops every one of these drawings,
+    and starting it makes a dozen.
+    """
+
+
+def _draw(screen: Screen[Any]) -> bool:
+    """Draw what changed on the screen; whether anything did."""
+    changed = bool(screen._compositor._dirty_regions)
+    if changed:
+        _render(screen._compositor, screen_stack=screen.app._background_screens)
+    return changed
 
 
 async def drawn(pilot: Pilot[None]) -> None:
@@ -67,7 +90,7 @@ async def drawn(pilot: Pilot[None]) -> None:
     for _ in range(20):
         await until_still()
         late = [one for one in app.screen_stack if one.is_current and _awaits_drawing(one)]
-        if not late:
+        if not late and not _draw(app.screen):
             break
         for screen in late:
             screen._on_timer_update()
@@ -143,6 +166,7 @@ def on_screen(
     with (
         patch("textual.app.wait_for_idle", until_still),
         patch("textual.pilot.wait_for_idle", until_still),
+        patch.object(Compositor, "render_update", undrawn),
     ):
         asyncio.run(run())
 
