@@ -413,8 +413,9 @@ def fail_each(
 def main() -> None:
     name, folder, *codes = sys.argv[1:]
     shim, points, problems = Shim(), 0, []
-    for code in codes:
-        for how in WAYS:
+    for asked in codes:
+        code, _, way = asked.partition("/")
+        for how in [way] if way else WAYS:
             if code == "EINTR" and how == "persistent":
                 continue  # Python retries EINTR for ever, and no kernel returns it for ever
             done, found = fail_each(SCENARIOS[name], shim, Path(folder), CODES[code], how)

@@ -56,7 +56,9 @@ def asked(run: Kept) -> list[tuple[int, str]]:
     return [(step, id) for step, id, _ in run.said if id in AGAIN]
 
 
-@pytest.mark.parametrize("name", ["rows_dropped_later", "gradient_scaled_later"])
+@pytest.mark.parametrize(
+    "name", ["rows_dropped_later", pytest.param("gradient_scaled_later", marks=pytest.mark.soak)]
+)
 def test_a_defect_that_begins_at_step_24_is_named(world: World, name: str) -> None:
     late = planted(name)
     run = kept(world, checks__every=10, train__steps=40)

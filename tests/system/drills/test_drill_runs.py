@@ -50,6 +50,7 @@ def test_a_drill_without_its_defect_fails(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.soak  # `make drills` carries out every drill
 def test_a_plan_that_cannot_fit_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
     refused = carry_out(drill("plan_that_cannot_fit"), tmp_path)
     assert refused.verdict.level == Level.PASS, refused.verdict

@@ -140,7 +140,7 @@ def test_other_metrics_are_asked_together() -> None:
 # The whole judge under the noise of a real host
 
 
-@pytest.mark.parametrize("drift", ["ramp", "walk"])
+@pytest.mark.parametrize("drift", ["ramp", pytest.param("walk", marks=pytest.mark.soak)])
 def test_equal_arms_are_called_different_in_at_most_two_percent_of_experiments(drift: str) -> None:
     said = [experiment(seed, 1.0, drift)[0] for seed in range(500)]
     assert sum(s in ("B_FASTER", "B_SLOWER") for s in said) <= 10
@@ -148,15 +148,15 @@ def test_equal_arms_are_called_different_in_at_most_two_percent_of_experiments(d
     assert said.count("INVALID") <= 15
 
 
-@pytest.mark.parametrize("drift", ["ramp", "walk"])
-@pytest.mark.parametrize("ratio", [0.5, 0.8, 1.25])
+@pytest.mark.parametrize("drift", ["ramp", pytest.param("walk", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ratio", [pytest.param(0.5, marks=pytest.mark.soak), 0.8, 1.25])
 def test_large_effects_are_decided_in_four_to_eight_pairs(drift: str, ratio: float) -> None:
     found = [experiment(seed, ratio, drift) for seed in range(200)]
     expected = "B_FASTER" if ratio < 1 else "B_SLOWER"
     assert sum(s == expected and n <= 8 for s, n in found) >= 190
 
 
-@pytest.mark.parametrize("ratio", [0.9, 1.1])
+@pytest.mark.parametrize("ratio", [0.9, pytest.param(1.1, marks=pytest.mark.soak)])
 def test_an_effect_of_ten_percent_is_decided_in_eight_pairs_and_never_wrongly(ratio: float) -> None:
     expected = "B_FASTER" if ratio < 1 else "B_SLOWER"
     found = [experiment(seed, ratio, "ramp") for seed in range(400)]

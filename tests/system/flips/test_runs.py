@@ -138,6 +138,7 @@ def test_an_arm_that_answers_nothing_is_killed_at_the_limit_and_keeps_its_log(hu
     assert view.exit is not None and view.exit.signal == "SIGKILL"
 
 
+@pytest.mark.soak  # an arm at its limit is ended in the same way
 def test_a_step_that_never_ends_is_stopped_when_the_flip_is(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_setting_that_auto_had_chosen_already_is_not_flipped(kit: Kit, tmp_pat
     assert verdict.next == [f"look: engine tail {tmp_path / 'flip' / 'arms' / '01-b'}"]
 
 
+@pytest.mark.soak  # two whole arms; what parity is and what it ends are tests of test_proof and test_judge
 def test_an_arm_that_computes_otherwise_fails_parity_however_fast(kit: Kit, tmp_path: Path) -> None:
     plan = small_plan(kit, tmp_path, "student.precision=bf16", parity=1e-7, pairs_max=8)
     verdict = run_flip(plan, tmp_path / "flip")

@@ -823,7 +823,7 @@ def test_what_proves_something_reads_the_lines(tmp_path: Path, small: None) -> N
     "mode",
     [
         "KILL",
-        "EIO",
+        pytest.param("EIO", marks=pytest.mark.soak),
         pytest.param("ENOSPC", marks=pytest.mark.soak),
         pytest.param("EROFS", marks=pytest.mark.soak),
     ],

@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_while_training_ends_the_run_with_its_last_checkpoi
         pytest.skip(f"a small file system cannot be mounted here: {made.stderr.decode().strip()}")
     try:
         run = small / "run"
-        spec = kit.spec(tmp_path, train__steps=100000, eval__every=0, checkpoint__every=200)
+        spec = kit.spec(tmp_path, train__steps=100000, eval__every=0, checkpoint__every=20)
         launched = subprocess.Popen(
             [sys.executable, "-m", "engine", "distill", str(spec), "--out", str(run)],
             stderr=subprocess.PIPE,

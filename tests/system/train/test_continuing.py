@@ -23,6 +23,7 @@ from engine.log.follow import Follower
 from engine.plan.inputs import check_inputs
 from engine.spec import load_spec
 from engine.train import run as trainer_module
+from engine.train.checkpoint.manifest import published
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
 from tests.support.finished_runs import carried_out
@@ -128,7 +129,7 @@ def copied(saved: RunFolder, folder: Path) -> RunFolder:
 
 
 def steps_saved(run: RunFolder) -> list[int]:
-    return [int(path.name[5:]) for path in sorted(run.checkpoints.glob("step-*"))]
+    return [int(path.name[5:]) for path in published(run.checkpoints)][::-1]
 
 
 def go_on(run: RunFolder, *, allow_restart: bool = False) -> int:
@@ -174,21 +175,6 @@ def test_what_a_resumed_run_prints_goes_into_a_file_of_its_own(
     assert elsewhere.read_text() == "mine\n"
 
 
-def test_a_newest_checkpoint_that_is_gone_is_told(
-    saved: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copied(saved, tmp_path)
-    shutil.rmtree(run.checkpoints / "step-00000006")
-    (run.checkpoints / "step-00000006").with_suffix(".mine").mkdir()
-    resumed = engine("distill", "--resume", run.path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "a checkpoint of step 6 was safe" in resumed.stderr
-    view = Follower(run).read_all()
-    notes = [note.text for note in view.notes if "step 6 was safe" in note.text]
-    assert len(notes) == 1 and "going on from step 4" in notes[0]
-    assert view.steps.values("step") == [float(step) for step in range(1, 9)]
-
-
 def test_an_untouched_run_is_told_nothing_of_missing_checkpoints(
     saved: RunFolder, tmp_path: Path
 ) -> None:
@@ -209,7 +195,7 @@ def test_a_damaged_newest_checkpoint_names_the_option_that_goes_on(
 
 def moved_in_the_data(run: RunFolder, rows: int) -> None:
     """The newest checkpoint as one that verifies and would go on elsewhere in the data."""
-    newest = max(run.checkpoints.iterdir())
+    newest = next(published(run.checkpoints))
     state = json.loads((newest / "state.json").read_text())
     state["position"]["rows"] += rows
     text = json.dumps(state).encode()
@@ -222,28 +208,36 @@ def moved_in_the_data(run: RunFolder, rows: int) -> None:
     (newest / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
-def test_a_resume_that_a_check_stops_says_the_command_that_goes_on_and_it_works(
+def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stops_says_what_goes_on(
     saved: RunFolder, tmp_path: Path
 ) -> None:
     run = copied(saved, tmp_path)
+    shutil.rmtree(run.checkpoints / "step-00000006")
     moved_in_the_data(run, 4)
+    (run.checkpoints / "step-00000006").with_suffix(".mine").mkdir()
+    kept = steps_saved(run)
     stopped = engine("distill", "--resume", run.path)
+    assert "a checkpoint of step 6 was safe" in stopped.stderr
+    view = Follower(run).read_all()
+    notes = [note.text for note in view.notes if "step 6 was safe" in note.text]
+    assert len(notes) == 1 and "going on from step 4" in notes[0]
+
     assert stopped.returncode == 1 and "check resume_continues" in stopped.stderr
     assert "The risk: " in stopped.stderr
-    ended = Follower(run).read_all().finished
-    assert ended is not None and ended.step == 6
+    ended = view.finished
+    assert ended is not None and ended.step == 4
     advice = [line for line in stopped.stderr.splitlines() if line.startswith("continue")]
     assert len(advice) == 1 and advice[0] in stopped.stderr.splitlines()
     words = shlex.split(advice[0].split(": ", 1)[1])
     assert words[0] == "engine"
     assert " ".join(words) in ended.reason
-    assert steps_saved(run) == steps_saved(saved)
+    assert steps_saved(run) == kept
     again = engine(*words[1:])
     assert again.returncode == 0, again.stderr
     view = Follower(run).read_all()
     assert view.checks["resume_continues"].level == "fail"
-    assert view.last_step == 8 and view.finished is not None
-    assert view.finished.state == "completed"
+    assert view.steps.values("step") == [float(step) for step in range(1, 9)]
+    assert view.finished is not None and view.finished.state == "completed"
 
 
 # Room on the disk

@@ -119,6 +119,7 @@ def test_the_other_ranks_write_no_line_into_the_runs_log(pair: Path) -> None:
     assert [beat.step for beat in read_beats(RunFolder(pair))] == [STEPS, STEPS]
 
 
+@pytest.mark.soak  # ten seconds; what is said of a rank that is lost is told in test_ranks_hang
 def test_a_rank_that_is_killed_ends_the_run_with_its_name(kit: Kit, tmp_path: Path) -> None:
     run, launched = _long_run(kit, tmp_path)
     victim = read_beats(RunFolder(run))[1]

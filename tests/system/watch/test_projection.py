@@ -97,6 +97,7 @@ def test_the_schedule_of_smoke_is_that_of_the_whole_run(
     assert rates[5] is not None and rates[5] > 2.8e-4
 
 
+@pytest.mark.soak  # as any run whose steps are changed, which is a test of test_fault_rows
 def test_a_smoke_run_can_be_continued_to_its_end(smoke: tuple[Path, dict[str, object]]) -> None:
     key = "train.stop_after"
     done = engine("distill", "--resume", smoke[0], "--set", f"{key}=0", "--allow-change", key)
