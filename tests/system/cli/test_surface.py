@@ -18,6 +18,7 @@ import pytest
 
 from engine.cli.main import EPILOG, build_parser
 from engine.export import verify
+from engine.export.peers import Absent
 from tests.support.finished_runs import finish
 from tests.support.kit import Kit
 from tests.support.running import engine_here
@@ -130,11 +131,14 @@ def test_commands_options_and_exit_codes_are_those_recorded() -> None:
 
 
 def asked_once(patch: pytest.MonkeyPatch) -> None:
-    """A published folder is verified by each of two commands: what one asked, the other is told again."""
+    """A published folder is verified by each of two commands: what one asked, the other is told again. The
+    libraries of others are as if not installed, which changes no key."""
     answers: dict[str, Any] = {}
     ask = verify.ask
 
     def told(kind: str, path: Path, scratch: Path, **question: Any) -> Any:
+        if kind != "engine":
+            return Absent("left out")
         key = json.dumps([kind, question])
         if key not in answers:
             answers[key] = ask(kind, path, scratch, **question)

@@ -392,7 +392,7 @@ def test_a_model_that_knows_the_answers_passes_and_no_other_does(
     assert compared == (0, 3, 0, 1, mcnemar(3, 0))
 
 
-@pytest.mark.parametrize("benchmark", ["humaneval", "mbpp"])
+@pytest.mark.parametrize("benchmark", ["humaneval", pytest.param("mbpp", marks=pytest.mark.soak)])
 def test_a_random_model_scores_below_one_percent(
     benchmark: str, ignorant: Path, sandbox: Sandbox, tmp_path: Path
 ) -> None:

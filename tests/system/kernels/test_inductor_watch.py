@@ -1,5 +1,5 @@
-"""torch.compile compiles for real, in processes of its own: its counters begin at 0 there, and a
-second process finds the first one's caches. The graphs are products alone, which need no C++.
+"""torch.compile compiles for real, in two processes of its own: its counters begin at 0 there, and the
+second finds the first one's caches. The graphs are products alone, which need no C++.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import pytest
 from tests.support.paths import ROOT
 
 PROGRAM = """
-import dataclasses, json, sys, torch
+import dataclasses, json, os, sys, torch
+# What a compilation imports takes longer than the compilation, and is imported once for both processes.
+import torch._inductor.compile_fx, torch._inductor.fx_passes.joint_graph, torch._inductor.graph
 from engine.kernels.inductor import CompileWatch
-from tests.support.paths import ROOT
 
 def cubed(x):
     return x @ x @ x
@@ -26,6 +27,15 @@ def broken(x):
     y = x @ x
     torch._dynamo.graph_break()
     return y @ x
+
+for stages in (["many"], []):
+    child = os.fork()
+    if child == 0:
+        break
+    if os.waitpid(child, 0)[1]:
+        sys.exit("it failed")
+else:
+    sys.exit()
 
 out = {}
 watch = CompileWatch()
@@ -52,7 +62,7 @@ compiled(torch.ones(5, 5, requires_grad=True)).sum().backward()
 stage("late")
 torch.compile(broken, dynamic=False)(torch.ones(4, 4))
 stage("broken")
-if "many" in sys.argv:
+if "many" in stages:
     # More than torch remembers (64, and here 6), by a backend that keeps nothing on disk.
     torch._dynamo.utils.set_compilation_metrics_limit(6)
     torch._dynamo.config.recompile_limit = 100
@@ -65,7 +75,7 @@ watch.close()
 torch._dynamo.reset()
 torch.compile(cubed, backend="eager")(x)
 out["closed"] = torch._dynamo.callback.callback_handler.end_callbacks == []
-print(json.dumps(out))
+print(json.dumps(out), flush=True)
 """
 
 
@@ -73,19 +83,15 @@ print(json.dumps(out))
 def stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a first and a second process saw; only the first compiles `many`."""
     cache = tmp_path_factory.mktemp("inductor")
-    cold, warm = (
-        json.loads(
-            subprocess.run(
-                [sys.executable, "-c", PROGRAM, *stages],
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
-            ).stdout
-        )
-        for stages in (["many"], [])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
     )
+    cold, warm = map(json.loads, done.stdout.splitlines())
     return cold, warm
 
 

@@ -84,21 +84,18 @@ def test_the_crossover_is_within_what_the_kernels_take(arch: int) -> None:
 @pytest.mark.parametrize(
     ("arch", "dtype", "m"),
     [
+        (80, torch.bfloat16, 1),
         (89, torch.float16, 4),
-        *(
-            pytest.param(arch, dtype, m, marks=pytest.mark.soak)
-            for arch, dtype, m in (
-                (80, torch.bfloat16, 1),
-                (90, torch.bfloat16, 64),
-                (90, torch.float32, 1),
-                (90, torch.float32, 16),
-                (100, torch.bfloat16, 32),
-                (120, torch.bfloat16, 64),
-                (121, torch.bfloat16, 2),
-            )
-        ),
+        (90, torch.bfloat16, 64),
+        (90, torch.float32, 1),
+        (90, torch.float32, 16),
+        (100, torch.bfloat16, 32),
+        (120, torch.bfloat16, 64),
+        (121, torch.bfloat16, 2),
     ],
 )
+# One of them compiles with every other kernel in `test_aot`.
+@pytest.mark.soak
 def test_variants_compile_for_every_architecture(arch: int, dtype: torch.dtype, m: int) -> None:
     pytest.importorskip("triton")
     from engine.kernels.registry import compile_for

@@ -20,6 +20,7 @@ from engine.models.generate import StopText, generate, next_token
 from engine.models.load import load_decoder, load_packed_decoder, save_decoder
 from tests.support.packed_models import lively, make_config, write
 
+DRAWN = Sampling(temperature=1.3, top_k=40, top_p=0.95)
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8], [9, 7, 9, 3, 2], [7] * 20]
 
 
@@ -90,8 +91,15 @@ def test_packed_weights_generate_as_their_dense_values(tmp_path: Path) -> None:
     assert tokens_of(load_packed_decoder(path), PROMPTS) == dense
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.3, top_k=40, top_p=0.95)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sampling", "dtype"),
+    [
+        (GREEDY, torch.float32),
+        (DRAWN, torch.bfloat16),
+        pytest.param(GREEDY, torch.bfloat16, marks=pytest.mark.soak),
+        pytest.param(DRAWN, torch.float32, marks=pytest.mark.soak),
+    ],
+)
 def test_the_number_of_rows_changes_no_token(sampling: Sampling, dtype: torch.dtype) -> None:
     decoder = lively(make_config()).to(dtype)
     prompts = [[1 + i, 2 * i + 1, 5] * (1 + i % 4) for i in range(11)]
