@@ -40,12 +40,11 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("m", "rows", "columns", "name"),
+    # Each case with one of the types, in turn; the others in the soak.
     [
-        pytest.param(
-            *case, name, marks=pytest.mark.soak if (case[2] == 3584 and name != "Q6_K") else ()
-        )
-        for case in CASES
-        for name in TYPES
+        pytest.param(*case, name, marks=pytest.mark.soak if (place + turn) % 3 else ())
+        for place, case in enumerate(CASES)
+        for turn, name in enumerate(TYPES)
     ],
 )
 def test_few_rows_times_packed_weights(name: str, m: int, rows: int, columns: int) -> None:
@@ -60,11 +59,9 @@ def test_few_rows_times_packed_weights(name: str, m: int, rows: int, columns: in
 @pytest.mark.parametrize(
     ("m", "splits", "name"),
     [
-        pytest.param(
-            *case, name, marks=pytest.mark.soak if (case[1] % 2 and name != "Q4_K") else ()
-        )
-        for case in [(1, 2), (1, 5), (4, 3), (20, 8)]
-        for name in TYPES
+        pytest.param(*case, name, marks=pytest.mark.soak if (place + turn) % 3 else ())
+        for place, case in enumerate([(1, 2), (1, 5), (4, 3), (20, 8)])
+        for turn, name in enumerate(TYPES)
     ],
 )
 def test_sums_may_be_split_between_programs(
