@@ -86,10 +86,11 @@ def test_a_flip_is_run_to_its_verdict(
     assert "pair" in stills(notebook)[-1] and "<svg" in drawn(stills(notebook)[-1])
 
 
-def test_a_past_run_is_read(place: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not Path(place["APR_NOTEBOOK_RUNS"], "first").exists():
-        executed("01_first_run.ipynb", place, monkeypatch)
-    notebook = executed("04_reading_a_past_run.ipynb", place, monkeypatch)
+def test_a_past_run_is_read(
+    ended_run: Path, place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = place | {"APR_NOTEBOOK_RUNS": str(ended_run.parent)}
+    notebook = executed("04_reading_a_past_run.ipynb", past, monkeypatch)
     assert "COMPLETED" in said(notebook)
     (figure,) = [d for d in outputs(notebook) if "application/vnd.plotly.v1+json" in d]
     assert "<svg" in drawn(figure["text/html"])

@@ -16,10 +16,8 @@ from engine.findings.bundle import find_bundles
 from engine.findings.whys import CannotClose
 from engine.flips.record import read_verdict
 from tests.support.findings import starting
-from tests.support.kit import Kit
 from tests.support.notebook_pages import drawn, until
 from tests.support.run_folders import completed, killed
-from tests.support.running import engine
 from workbench.notebook import Compare, Doctor, Flip, Live, Whys
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -33,17 +31,10 @@ def own_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def run(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tools")
-    spec = kit.spec(folder, train__steps=2, eval__every=0, checkpoint__every=0)
-    done = engine("distill", spec, "--out", folder / "run")
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
-
-
-def test_choosing_a_suspicion_fills_the_form_and_shows_its_plan(run: Path, tmp_path: Path) -> None:
-    flip = Flip(run, flips=tmp_path / "flips", refresh_s=0.05)
+def test_choosing_a_suspicion_fills_the_form_and_shows_its_plan(
+    ended_run: Path, tmp_path: Path
+) -> None:
+    flip = Flip(ended_run, flips=tmp_path / "flips", refresh_s=0.05)
     until(lambda: len(flip._choice.options) > 1)
     label, value = flip._choice.options[1]
     flip._choice.value = value
@@ -62,47 +53,45 @@ def test_choosing_a_suspicion_fills_the_form_and_shows_its_plan(run: Path, tmp_p
     flip.close()
 
 
-@pytest.fixture(scope="module")
-def flip(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flip]:
-    """A flip that was started by a click and has ended."""
-    out = tmp_path_factory.mktemp("flips") / "slow"
-    flip = Flip(run, set="compute.slow_by=3", hypothesis="<b>", budget="24s", out=out)
+def test_a_click_runs_the_flip_whose_verdict_is_an_object_and_evidence(
+    ended_run: Path, tmp_path: Path
+) -> None:
+    # Long enough for a pair, too short for two or three.
+    flip = Flip(
+        ended_run,
+        set="compute.slow_by=3",
+        hypothesis="<b>",
+        budget="14s",
+        out=tmp_path / "flips" / "slow",
+        refresh_s=0.05,
+    )
     flip._start_button.click()
     until(lambda: flip._feed is not None)
     assert flip.wait(120) and flip.result is not None, flip._progress.value
-    yield flip
-    flip.close()
-
-
-def test_a_click_runs_the_flip_and_its_verdict_is_an_object(flip: Flip, run: Path) -> None:
     result = flip.result
-    assert result is not None, flip._progress.value
     assert result.fields == read_verdict(result.folder)
     assert result.verdict in str(result) and result.changes == ("compute.slow_by: 0.0 -> 3.0",)
     assert result.verdict in flip._progress.value and "<svg" in flip._progress.value
     # What a person wrote is text, not markup.
     assert "<b>" not in flip._progress.value and "&lt;b&gt;" in flip._progress.value
     # The cell, run again in another kernel, shows the same flip and starts none.
-    again = Flip(run, out=result.folder)
+    again = Flip(ended_run, out=result.folder)
     assert again.wait(30) and again.result == result
     assert again.start() == result.folder and again._started is None
     again.close()
-
-
-def test_a_flip_is_evidence(flip: Flip, run: Path, tmp_path: Path) -> None:
     whys = Whys("slow", claim="steps are slow", folder=tmp_path / "evidence")
     whys.link(flip, "n1")
     (evidence,) = whys.bundle.load().node("n1").evidence
-    assert flip.result is not None and evidence.locator.verdict == flip.result.verdict  # type: ignore[union-attr]
-    other = Flip(run, flips=tmp_path / "flips")
+    assert evidence.locator.verdict == result.verdict  # type: ignore[union-attr]
+    other = Flip(ended_run, flips=tmp_path / "other")
     with pytest.raises(UsageError, match="a verdict"):
         whys.link(other, "n1")
-    other.close()
-    whys.close()
+    for shown in (flip, other, whys):
+        shown.close()
 
 
-def test_a_refused_flip_says_why_and_may_be_tried_again(run: Path, tmp_path: Path) -> None:
-    flip = Flip(run, set="compute.threads=1", out=tmp_path / "flips" / "x", refresh_s=0.05)
+def test_a_refused_flip_says_why_and_may_be_tried_again(ended_run: Path, tmp_path: Path) -> None:
+    flip = Flip(ended_run, set="compute.threads=1", out=tmp_path / "flips" / "x", refresh_s=0.05)
     flip.start()
     assert flip.wait(60) and flip.result is None
     assert "refused" in "\n".join(flip.still()[1])

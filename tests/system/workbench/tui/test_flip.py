@@ -19,9 +19,7 @@ from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from tests.support.findings import NONE, SAME, flip
 from tests.support.flip_pairs import plan, timed
-from tests.support.kit import Kit
 from tests.support.run_folders import Scene, completed
-from tests.support.running import engine
 from tests.support.screens import on_screen, poll, press, settle, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.flips import FlipFeed, FlipsFeed, Wanted, going_on
@@ -74,17 +72,8 @@ def test_what_is_no_setting_is_not_suggested_and_nothing_twice(tmp_path: Path) -
     assert found[0].source.startswith("alert")
 
 
-@pytest.fixture(scope="module")
-def run(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("flip")
-    spec = kit.spec(folder, train__steps=2, eval__every=0, checkpoint__every=0)
-    done = engine("distill", spec, "--out", folder / "run")
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
-
-
 def test_the_key_opens_the_plan_that_would_be_registered(
-    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ended_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -109,19 +98,19 @@ def test_the_key_opens_the_plan_that_would_be_registered(
         assert not isinstance(pilot.app.screen, FlipScreen)
         assert not (tmp_path / "flips").exists()
 
-    on_screen([run], (120, 40), script)
+    on_screen([ended_run], (120, 40), script)
 
 
-def test_a_read_only_screen_starts_no_flip(run: Path) -> None:
+def test_a_read_only_screen_starts_no_flip(ended_run: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "F")
         assert not isinstance(pilot.app.screen, FlipScreen)
 
-    on_screen([run], (120, 40), script, read_only=True)
+    on_screen([ended_run], (120, 40), script, read_only=True)
 
 
 def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
-    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ended_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -133,8 +122,8 @@ def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
         assert isinstance(screen, FlipScreen)
         screen.query_one("#assignment", Input).value = "compute.slow_by=3"
         screen.query_one("#hypothesis", Input).value = "waiting makes steps longer"
-        # A pair or two: enough for a verdict to be written, whatever it says.
-        screen.query_one("#budget", Input).value = "10s"
+        # One pair, cut short where the machine is slow: a verdict is written, whatever it says.
+        screen.query_one("#budget", Input).value = "6s"
         screen.query_one("#budget", Input).focus()
         await press(pilot, "enter")
         started = screen._started
@@ -146,15 +135,18 @@ def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
         shown.append(words)
         assert "waiting makes steps longer" in words
 
-    on_screen([run], (120, 40), script)
+    on_screen([ended_run], (120, 40), script)
     (folder,) = find_flips(tmp_path / "flips")
     verdict = read_verdict(folder)
     assert verdict is not None and f"{verdict['verdict']} ({verdict['class']})" in shown[0]
-    assert FlipFeed(folder).poll().verdict == verdict and going_on(tmp_path / "flips", run) is None
+    assert (
+        FlipFeed(folder).poll().verdict == verdict
+        and going_on(tmp_path / "flips", ended_run) is None
+    )
 
 
-def test_a_refused_flip_says_why(run: Path, tmp_path: Path) -> None:
-    started = Wanted(assignment="compute.threads=1").start(run, tmp_path / "flips" / "x")
+def test_a_refused_flip_says_why(ended_run: Path, tmp_path: Path) -> None:
+    started = Wanted(assignment="compute.threads=1").start(ended_run, tmp_path / "flips" / "x")
     started._process.wait(timeout=240)
     snapshot = FlipFeed(tmp_path / "flips" / "x", started).poll()
     # The kit's spec has one thread already.
@@ -169,14 +161,14 @@ def test_a_folder_of_no_flip_is_a_text_and_no_exception(tmp_path: Path) -> None:
     assert snapshot.error and not snapshot.going_on
 
 
-def test_checks_and_kernels_have_panes_of_their_own(run: Path, tmp_path: Path) -> None:
+def test_checks_and_kernels_have_panes_of_their_own(ended_run: Path, tmp_path: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "7")
         assert "+ pass vocabulary_by_bytes" in words_of(pilot)
         await press(pilot, "8")
         assert "nothing compiled" in words_of(pilot)
 
-    on_screen([run], (120, 40), script)
+    on_screen([ended_run], (120, 40), script)
     plain: RunFolder = completed(tmp_path / "plain")
 
     async def without(pilot: Pilot[None]) -> None:
@@ -232,8 +224,8 @@ def test_a_choice_that_the_run_made_by_itself_is_no_alternative(tmp_path: Path) 
     ]
 
 
-def test_the_impossible_is_shown_and_cannot_be_chosen(run: Path) -> None:
-    assert settings_of(RunFolder(run))["compute.threads"] == 1
+def test_the_impossible_is_shown_and_cannot_be_chosen(ended_run: Path) -> None:
+    assert settings_of(RunFolder(ended_run))["compute.threads"] == 1
 
     async def script(pilot: Pilot[None]) -> None:
         # As the command palette does it; F of the run's screen is tested above.
@@ -251,7 +243,7 @@ def test_the_impossible_is_shown_and_cannot_be_chosen(run: Path) -> None:
         await settle(pilot)
         assert screen.query_one("#assignment", Input).value + " " not in "".join(refused)
 
-    on_screen([run], (160, 45), script)
+    on_screen([ended_run], (160, 45), script)
 
 
 def _forest(pairs: list[Pair], width: int, *, ascii_only: bool = False) -> list[str]:
