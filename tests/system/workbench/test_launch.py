@@ -84,6 +84,8 @@ def test_a_path_without_a_run_is_refused(tmp_path: Path) -> None:
         start_run(Path("kd.toml"), [], None, engine=engine(tmp_path, "print('/nothing')"))
 
 
+# The form of a new run starts one, too, and a notebook starts, stops and resumes one.
+@pytest.mark.soak
 def test_the_real_engine_runs_what_was_started_here(kit: Kit, tmp_path: Path) -> None:
     run = start_run(kit.spec(tmp_path), ["train.steps=6"], tmp_path / "run")
     feed = RunFeed(run)

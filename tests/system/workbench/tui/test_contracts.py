@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from engine.contracts.contract import checked_contracts
-from engine.contracts.run import Runner
 from engine.errors import BadInput
 from tests.support.contract_files import make_project
 from tests.support.paths import ROOT
@@ -25,14 +23,44 @@ SIZES = [
 ]
 
 
+class Sound:
+    """A project whose contract holds, and was run with a key of the screen."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = make_project(folder / "p")
+        self.arguments: tuple[str, ...] = ()
+        self.words = ""
+        on_screen([folder], (120, 40), self.run)
+
+    async def run(self, pilot: Pilot[None]) -> None:
+        await press(pilot, "C")
+        screen = pilot.app.screen
+        assert isinstance(screen, ContractsScreen)
+        await press(pilot, "n")
+        job = screen.context.jobs.of("contracts")
+        assert job is not None
+        self.arguments = job.arguments
+        await press(pilot, "escape", "C")
+        again = pilot.app.screen
+        assert isinstance(again, ContractsScreen) and again is not screen
+        job._process.wait(timeout=240)
+        await poll(pilot)
+        self.words = words_of(pilot)
+
+
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose contract holds, and was run."""
-    root = make_project(tmp_path_factory.mktemp("project"))
-    contracts = [one.contract for one in checked_contracts((), root)]
-    runner = Runner(root, root / RECEIPTS, lambda text: None)
-    runner.run([contract for contract in contracts if contract is not None])
-    return root
+def run_by_key(tmp_path_factory: pytest.TempPathFactory) -> Sound:
+    folder = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        (folder / "p").mkdir()
+        patch.chdir(folder / "p")
+        return Sound(folder)
+
+
+@pytest.fixture
+def sound(run_by_key: Sound) -> Path:
+    return run_by_key.root
 
 
 def copied(sound: Path, folder: Path) -> Path:
@@ -121,31 +149,10 @@ def test_the_screen_shows_level_verdict_and_age_at_every_size(
     on_screen([tmp_path], size, script, ascii_only=size[0] == 80)
 
 
-def test_a_contract_is_run_in_the_background_and_its_words_are_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = make_project(tmp_path / "p")
-    monkeypatch.chdir(root)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "C")
-        screen = pilot.app.screen
-        assert isinstance(screen, ContractsScreen)
-        await press(pilot, "n")
-        job = screen.context.jobs.of("contracts")
-        assert job is not None and job.arguments == ("contracts", "run", "thing-v1")
-        await press(pilot, "escape", "C")
-        again = pilot.app.screen
-        assert isinstance(again, ContractsScreen) and again is not screen
-        job._process.wait(timeout=240)
-        await poll(pilot)
-        assert "engine contracts run thing-v1: ended with code 0" in words_of(pilot), words_of(
-            pilot
-        )
-        assert "+ thing-v1 PASS" in words_of(pilot)
-
-    on_screen([tmp_path], (120, 40), script)
+def test_a_contract_is_run_in_the_background_and_its_words_are_followed(run_by_key: Sound) -> None:
+    assert run_by_key.arguments == ("contracts", "run", "thing-v1")
+    assert "engine contracts run thing-v1: ended with code 0" in run_by_key.words, run_by_key.words
+    assert "+ thing-v1 PASS" in run_by_key.words
 
 
 def test_read_only_runs_nothing(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
