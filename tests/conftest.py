@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Reports of internal errors that tests provoke stay out of the home of whoever runs them."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_parser() -> Iterator[None]:
+    """Commands that are run in this process share a parser: making it, of all commands and options, takes
+    longer than most of them."""
+    import engine.cli.main as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "build_parser", cache(module.build_parser))
+        yield
 
 
 # What test files import stays: looking through it for garbage, while they are imported and ever after,

@@ -45,7 +45,9 @@ def healthy(world: World, seed: int, folder: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))]
+)
 def test_a_healthy_run_raises_nothing(world: World, seed: int, tmp_path: Path) -> None:
     run = healthy(world, seed, tmp_path)
     assert run.failures() == {}
@@ -64,12 +66,12 @@ def test_twenty_healthy_runs_raise_nothing(world: World, seed: int, tmp_path: Pa
 @pytest.mark.parametrize(
     "changes",
     [
-        {"loss__alpha": 1.0},
+        pytest.param({"loss__alpha": 1.0}, marks=pytest.mark.soak),
         {"loss__alpha": 0.0},
-        {"loss__temperature": 1.0},
+        pytest.param({"loss__temperature": 1.0}, marks=pytest.mark.soak),
         {"train__accumulation": 2, "train__rows": 2},
         {"train__warmup_steps": 0, "train__lr": 1e-2},
-        {"train__clip_norm": 0.0},
+        pytest.param({"train__clip_norm": 0.0}, marks=pytest.mark.soak),
         {"train__schedule": "constant", "train__weight_decay": 0.0},
     ],
     ids=str,

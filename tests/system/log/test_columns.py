@@ -117,7 +117,7 @@ def cut(path: Path, end: int) -> None:
 # The same view.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(logs=long_logs(), most=st.sampled_from([300, 2000, 1 << 20]))
 def test_a_run_read_as_columns_is_the_same_view(logs: dict[Source, bytes], most: int) -> None:
     wanted, found = RunView(), RunView()
@@ -315,7 +315,7 @@ def line_ends(data: bytes) -> list[int]:
     return [at + 1 for at, byte in enumerate(data) if byte == 10]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(logs=long_logs(), later=long_logs(), data=st.data())
 def test_with_the_files_and_without_them_the_same_is_shown(
     logs: dict[Source, bytes], later: dict[Source, bytes], data: st.DataObject

@@ -154,11 +154,12 @@ class LiveBytes(TorchDispatchMode):
             None,
             dict(train__rows=1, data__seq_len=16, eval__rows=1, loss__chunk_rows=16),
         ),
-        (
+        pytest.param(
             "last gradients",
             config(vocabulary=20000),
             config(),
             dict(train__rows=1, train__accumulation=2, data__seq_len=16, eval__rows=1),
+            marks=pytest.mark.soak,
         ),
         (
             "evaluation",
@@ -166,11 +167,12 @@ class LiveBytes(TorchDispatchMode):
             config(96, 200, 2),
             dict(train__rows=1, data__seq_len=32, eval__rows=40),
         ),
-        (
+        pytest.param(
             "teacher evaluation",
             config(32, 48, 1, vocabulary=300),
             config(256, 2000, 4, tied=False),
             dict(train__rows=1, data__seq_len=64, eval__rows=32),
+            marks=pytest.mark.soak,
         ),
         (
             "teacher forward",

@@ -62,7 +62,7 @@ def test_every_operation_may_fail_in_every_way(
 @pytest.mark.parametrize(
     ("code", "mode", "first", "step"),
     [
-        ("ENOSPC", "once", 5, 167),
+        ("ENOSPC", "once", 5, 300),
         pytest.param("EIO", "persistent", 11, 193, marks=pytest.mark.soak),
         *(
             pytest.param(code, mode, *soak_stride(first, 5), marks=pytest.mark.soak)

@@ -555,7 +555,7 @@ def test_many_events_of_a_rare_kind_do_not_take_quadratic_time() -> None:
         return time.process_time() - begin
 
     # Ten times as many take ten times as long, a hundred if each is copied; the best of some tries.
-    assert min(seconds(30_000) / seconds(3_000) for _ in range(5)) < 40
+    assert any(seconds(30_000) / seconds(3_000) < 40 for _ in range(5))
 
 
 def test_alerts_stand_until_they_are_cleared_or_a_new_watcher_comes() -> None:
