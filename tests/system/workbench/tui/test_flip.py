@@ -276,7 +276,14 @@ def _past_flips(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("size", [(160, 45), (120, 40), (80, 24), (40, 12)])
+@pytest.mark.parametrize(
+    "size",
+    [
+        (160, 45),
+        (40, 12),
+        *(pytest.param(size, marks=pytest.mark.soak) for size in ((120, 40), (80, 24))),
+    ],
+)
 def test_past_flips_are_listed_with_verdicts_and_opened(
     size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

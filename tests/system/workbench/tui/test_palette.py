@@ -195,17 +195,19 @@ def test_a_question_is_not_left_by_the_palette(here: Path) -> None:
 
 def test_help_begins_with_the_pane_that_has_the_focus(here: Path) -> None:
     completed(here / "runs" / "kd")
-    _, log = texts_of(here / "runs" / "kd", (120, 60), "5", "question_mark")[1:]
-    _, loss = texts_of(here / "runs" / "kd", (120, 60), "1", "question_mark")[1:]
+    keys = ("5", "question_mark", "escape", "1", "question_mark")
+    _, _, log, _, _, loss = texts_of(here / "runs" / "kd", (120, 60), *keys)
     assert log.index("Log") < log.index("On this screen") < log.index("Everywhere")
     assert loss[: loss.index("On this screen")] != log[: log.index("On this screen")]
 
 
-def test_help_lists_what_works_everywhere_and_what_does_not_now(here: Path) -> None:
+def test_help_lists_each_key_what_works_everywhere_and_what_does_not_now(here: Path) -> None:
     completed(here / "runs" / "kd")
-    _, words = texts_of(here / "runs" / "kd", (120, 90), "question_mark")
+    _, words, after = texts_of(here / "runs" / "kd", (120, 90), "question_mark", "escape")
+    assert "COMPLETED" in after
     assert "stop the run, after confirmation; not now" in words
     for expected in (
+        *("1-9", "stop the run", "continue a run", "logarithmic", "this help"),
         "copy the pane as text",
         "find a command",
         *(p.tooltip for p in PLACES if p.key),

@@ -24,7 +24,7 @@ def words(snapshot):
 
 panes.PANES = (*panes.PANES, panes.Pane(id="toys", title="all its toys", words=words))
 
-from tests.support.screens import on_screen, press, shows, words_of
+from tests.support.screens import on_screen, press, resize, shows, words_of
 from workbench.notebook.stream import Stream
 from workbench.feed import RunFeed
 from engine.log.folder import RunFolder
@@ -42,14 +42,14 @@ async def script(pilot):
     await press(pilot, "enter")
     assert await shows(pilot, "kd-small has 60 toys"), words_of(pilot)
 
-async def tabs(pilot):
+    await resize(pilot, (110, 24))
+    await press(pilot, "1")
     assert "toys" in words_of(pilot), words_of(pilot)
     await press(pilot, "f10")
     assert "[f10 toys]" in words_of(pilot) or "[f10]" in words_of(pilot), words_of(pilot)
     assert "kd-small has 60 toys" in words_of(pilot)
 
 on_screen([path], (120, 40), script)
-on_screen([path], (110, 24), tabs)
 messages = list(Stream().messages(RunFeed(RunFolder(path)).read_all()))
 words = [m.content["panes"] for m in messages if m.content["kind"] == "words"]
 assert "kd-small has 60 toys" in words[0]["toys"], words

@@ -123,10 +123,3 @@ def test_read_only_disables_both(tmp_path: Path, commands: list[str]) -> None:
     assert "engine stop" not in after
     texts_of(killed(tmp_path / "killed").path, (120, 40), "R", read_only=True)
     assert commands == []
-
-
-def test_help_lists_every_key_of_the_screen(tmp_path: Path) -> None:
-    seen = texts_of(completed(tmp_path / "run").path, (120, 90), "question_mark", "escape")
-    for words in ("1-9", "stop the run", "continue a run", "logarithmic", "this help"):
-        assert words in seen[1]
-    assert "COMPLETED" in seen[2]
