@@ -62,6 +62,8 @@ def stills(notebook: Any) -> list[str]:
     ]
 
 
+# Tests of Live start a run, too, and two other notebooks are run in a kernel.
+@pytest.mark.soak
 def test_the_first_run_is_started_watched_and_read(
     place: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
