@@ -102,7 +102,7 @@ ROWS = (
         9,
         "segmentation fault, bus error, abort",
         (
-            "train/fault_rows::a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr",
+            "watch/watched_run::a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr",
             "watch/attribution::a_child_that_reads_address_zero_crashed",
         ),
     ),
@@ -119,7 +119,7 @@ ROWS = (
         15,
         "hang at step 0, CPU-bound",
         (
-            "watch/watched_run::a_step_that_never_ends_is_named_with_its_line_and_goes_on",
+            "watch/watched_run::a_step_that_never_ends_is_named_with_its_line_goes_on_and_is_ended_by_a_second_signal",
             "watch/stacks::a_spinning_process_computes_and_its_line_is_named",
             "watch/stall::before_the_first_step_the_phase_is_named",
         ),
@@ -181,7 +181,7 @@ ROWS = (
         25,
         "two writers of one run",
         (
-            "train/run_lifecycle::a_running_run_cannot_be_started_twice",
+            "train/fault_rows::a_running_run_cannot_be_started_twice",
             "log/write::a_second_writer_is_refused_with_words_and_the_first_goes_on",
             "log/write::a_writer_that_is_killed_leaves_the_log_free",
             "train/fault_rows::a_folder_left_by_a_dead_process_is_swept_though_its_pid_lives_again",
@@ -197,23 +197,21 @@ ROWS = (
         "Ctrl-C, SIGTERM, the second signal",
         (
             "train/run_lifecycle::sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact",
-            "train/run_lifecycle::ctrl_c_exits_130",
-            "train/fault_rows::a_second_signal_ends_a_run_whose_step_does_not_end",
+            "train/fault_rows::ctrl_c_exits_130",
+            "watch/watched_run::a_step_that_never_ends_is_named_with_its_line_goes_on_and_is_ended_by_a_second_signal",
         ),
     ),
     Row(
         28,
         "terminal closed, connection dropped",
-        (
-            "train/run_lifecycle::a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was",
-        ),
+        ("train/fault_rows::a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was",),
     ),
     Row(
         29,
         "crash of the screen",
         (
             "train/fault_rows::a_screen_that_is_killed_leaves_the_run_alone_and_the_next_shows_all_of_it",
-            "train/run_lifecycle::a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was",
+            "train/fault_rows::a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was",
         ),
     ),
     Row(
@@ -246,7 +244,7 @@ ROWS = (
         (
             "train/fault_rows::a_setting_changed_on_resume_is_refused_with_both_values",
             "train/fault_rows::a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions",
-            "train/run_lifecycle::changed_training_text_is_refused_on_resume",
+            "train/fault_rows::changed_training_text_is_refused_on_resume",
         ),
     ),
     Row(
@@ -272,8 +270,8 @@ ROWS = (
         (
             "workbench/tui/characters::ascii_screens_hold_nothing_but_ascii",
             "workbench/tui/characters::no_colour_means_no_colour",
-            "workbench/terminal::a_resized_terminal_is_drawn_again_and_ctrl_c_quits",
-            "workbench/terminal::a_terminal_without_utf8_gets_ascii",
+            "workbench/terminal::a_resized_terminal_is_drawn_again_and_ctrl_c_quits_from_under_a_question",
+            "workbench/terminal::without_utf8_a_list_opens_shows_its_run_and_quits_in_ascii",
             "workbench/tui/run_screen::extreme_sizes_do_not_crash",
         ),
     ),
