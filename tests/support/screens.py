@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ from unittest.mock import patch
 from textual._compositor import Compositor
 from textual.pilot import Pilot
 from textual.screen import Screen
+from textual.worker import WorkerCancelled
 
 from workbench.tui.app import WorkbenchApp
 from workbench.tui.screens.polling import PollingScreen
@@ -80,7 +82,10 @@ def _draw(screen: Screen[Any]) -> bool:
 async def drawn(pilot: Pilot[None]) -> None:
     """Wait until the results of workers are drawn."""
     app = pilot.app
-    await app.workers.wait_for_complete()
+    for worker in [*app.workers]:
+        # A screen that is left cancels what it began.
+        with suppress(WorkerCancelled):
+            await worker.wait()
     await until_still()
     if app._resize_event is not None:
         # Otherwise it comes with the timer that collects the resize events of a window that is being dragged.
