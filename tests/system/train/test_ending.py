@@ -83,9 +83,7 @@ def is_running(pid: int) -> bool:
         ),
         ("engine.train.build:Builder.teacher", "lock", signal.SIGTERM),
         ("engine.train.session:Session.check", "import", signal.SIGTERM),
-        pytest.param(
-            "engine.train.build:Builder.student", "sleep", signal.SIGTERM, marks=pytest.mark.soak
-        ),
+        ("engine.train.build:Builder.student", "sleep", signal.SIGTERM),
     ],
 )
 def test_a_run_is_ended_before_its_first_step_wherever_its_trainer_is_and_can_be_resumed(
