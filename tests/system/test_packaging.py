@@ -115,6 +115,7 @@ SHORT = [
 SHORT += ["--set", "data.max_bytes=300000", "--set", "compute.threads=1"]
 
 
+@pytest.mark.soak
 def test_the_installed_demo_runs_headless_from_an_empty_folder(
     installed: Path, tmp_path: Path
 ) -> None:

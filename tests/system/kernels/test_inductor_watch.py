@@ -14,6 +14,10 @@ import pytest
 
 from tests.support.paths import ROOT
 
+# Two real compilations and what they import take fifteen seconds; compilations in a trainer's own process are
+# counted in `teachers/test_compiled`.
+pytestmark = pytest.mark.soak
+
 PROGRAM = """
 import dataclasses, json, os, sys, torch
 # What a compilation imports takes longer than the compilation, and is imported once for both processes.

@@ -173,6 +173,8 @@ def test_too_little_room_is_refused_before_anything_is_written(
         check_inputs(load_spec(kit.spec(tmp_path))[0], tmp_path / "run")
 
 
+# Ten seconds: `test_fault_files` fails every operation of a run for want of room.
+@pytest.mark.soak
 def test_a_disk_that_fills_up_while_training_ends_the_run_with_its_last_checkpoint_whole(
     kit: Kit, tmp_path: Path
 ) -> None:

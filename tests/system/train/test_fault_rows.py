@@ -279,6 +279,8 @@ def test_a_trainer_has_no_worker_to_lose_and_no_shared_memory_to_fill(going: Goi
     assert "/dev/shm" not in Path(f"/proc/{going.pid}/maps").read_text()
 
 
+# Two screens of a real terminal, and thirty steps; a lost terminal leaves the run alone above.
+@pytest.mark.soak
 def test_a_screen_that_is_killed_leaves_the_run_alone_and_the_next_shows_all_of_it(
     going: Going,
 ) -> None:

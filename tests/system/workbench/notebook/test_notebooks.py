@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,15 @@ ALL = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 
 # What Jupyter's own libraries warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_grammar() -> Iterator[None]:
+    """Notebooks hold no internationalised addresses, and the package that jsonschema checks them with takes seven
+    seconds to import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "rfc3987_syntax", None)
+        yield
 
 
 @pytest.fixture(scope="module")
