@@ -10,7 +10,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo ci test unit docs current-docs check contracts drills format soak bounded-soak attack notebooks fuzz gpu peers wheel clean
+.PHONY: demo ci test suite interpreted unit docs current-docs check contracts drills format soak bounded-soak attack notebooks fuzz gpu peers wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -18,10 +18,16 @@ demo: .venv/.installed
 # Files of tests lie in memory where 4 GiB of it are free for that: many wait for a disk at each line.
 IN_MEMORY = $(shell test "$$(df --output=avail -B 1M /dev/shm 2>/dev/null | tail -1)" -ge 4096 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-# Without bytecode each of hundreds of processes compiles the engine anew, and each worker the tests.
+# Kernels are interpreted in the time in which the other tests wait for something.
 test: .venv/.dev
-	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/unit/kernels/interpreted $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/unit/kernels/interpreted
+	@$(MAKE) --no-print-directory -j 2 suite interpreted
+
+# Without bytecode each of hundreds of processes compiles the engine anew, and each worker the tests.
+suite: .venv/.dev
+	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore $(INTERPRETED) $(ARGS)
+
+interpreted: .venv/.dev
+	TRITON_INTERPRET=1 nice $(BIN)/python -m pytest -q -m "not soak" $(INTERPRETED)
 
 # The tests that start no process, in about a minute.
 unit: .venv/.dev

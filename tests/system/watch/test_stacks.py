@@ -161,6 +161,7 @@ def test_a_deadlock_waits_for_a_lock_and_its_line_is_named(play: Callable[..., P
     assert one.process.poll() is None
 
 
+@pytest.mark.soak
 def test_stacks_are_taken_of_a_process_in_which_llvm_took_its_signals(
     play: Callable[..., Play], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

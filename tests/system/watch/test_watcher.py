@@ -285,6 +285,8 @@ def test_readings_of_a_week_are_not_kept() -> None:
     assert len(small.hosts) == len(small.gpu_tables[0]) == TAIL_ROWS
 
 
+# Folding so many steps takes five seconds; the budget of opening and following long runs is a soak test too.
+@pytest.mark.soak
 def test_watching_a_run_of_100_000_steps_costs_little(watched: Watched) -> None:
     scene = watched.scene.begin(200_000).events(Phase(name="training"))
     for number in range(1, 100_001):

@@ -61,7 +61,7 @@ def test_a_click_runs_the_flip_whose_verdict_is_an_object_and_evidence(
         ended_run,
         set="compute.slow_by=3",
         hypothesis="<b>",
-        budget="14s",
+        budget="9s",
         out=tmp_path / "flips" / "slow",
         refresh_s=0.05,
     )

@@ -87,6 +87,8 @@ def test_drills_and_doctor_have_a_form_for_every_size(
     assert "doctor: " in doctor and "verdict" in doctor
 
 
+# `make drills` carries every drill out, and a contract is run from its screen in each run of the tests.
+@pytest.mark.soak
 def test_a_drill_is_carried_out_and_its_run_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_logits_that_are_not_finite_are_counted(tmp_path: Path) -> None:
         assert steps.step().wait() == [-decoder.config.vocab_size]
 
 
+@pytest.mark.soak
 @torch.inference_mode()
 def test_what_is_warmed_up_is_what_is_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

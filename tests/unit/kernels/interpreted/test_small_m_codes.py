@@ -58,7 +58,8 @@ def test_products_are_right_and_the_same_bits_for_any_number_of_rows(name: str) 
         assert torch.equal(y_MN[0], first), padded
 
 
-@pytest.mark.parametrize("name", ["Q4_K", pytest.param("Q6_K", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
 def test_every_row_of_tiles_of_any_height_is_written_and_has_the_bits_of_larger_programs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
