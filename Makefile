@@ -27,7 +27,7 @@ suite: .venv/.dev
 	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore $(INTERPRETED) $(ARGS)
 
 interpreted: .venv/.dev
-	TRITON_INTERPRET=1 nice $(BIN)/python -m pytest -q -m "not soak" $(INTERPRETED)
+	TRITON_INTERPRET=1 nice -n 19 $(BIN)/python -m pytest -q -m "not soak" $(INTERPRETED)
 
 # The tests that start no process, in about a minute.
 unit: .venv/.dev

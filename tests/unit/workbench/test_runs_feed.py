@@ -24,10 +24,12 @@ from workbench import runs_feed
 from workbench.runs_feed import RunRow, RunsFeed
 
 NOW_UNIX_S = START_UNIX_S + 3600
+UNHURRIED_S = 60.0
+"""Reads all there is on a busy machine too."""
 
 
 def row_of(run: RunFolder) -> RunRow:
-    (row,) = RunsFeed([run.path], wall=lambda: NOW_UNIX_S).poll().rows
+    (row,) = RunsFeed([run.path], wall=lambda: NOW_UNIX_S, budget_s=UNHURRIED_S).poll().rows
     return row
 
 
@@ -50,7 +52,7 @@ def test_all_runs_of_a_folder_are_rows(tmp_path: Path) -> None:
     killed(tmp_path / "b")
     scene = running(tmp_path / "c", done=10)
     (tmp_path / "not-a-run").mkdir()
-    snapshot = RunsFeed([tmp_path], wall=lambda: NOW_UNIX_S).poll()
+    snapshot = RunsFeed([tmp_path], wall=lambda: NOW_UNIX_S, budget_s=UNHURRIED_S).poll()
     scene.close()
     rows = {row.name: row for row in snapshot.rows}
     assert {name: row.state for name, row in rows.items()} == {
@@ -68,7 +70,7 @@ def test_all_runs_of_a_folder_are_rows(tmp_path: Path) -> None:
 def test_an_ended_run_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
     completed(tmp_path / "ended")
     scene = running(tmp_path / "going", done=3)
-    feed = RunsFeed([tmp_path])
+    feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S)
     feed.poll()
     reads.clear()
     feed.poll()
@@ -78,7 +80,7 @@ def test_an_ended_run_is_not_read_again(tmp_path: Path, reads: list[str]) -> Non
 
 def test_an_ended_run_whose_log_grows_is_read_again(tmp_path: Path) -> None:
     run = killed(tmp_path / "run")
-    feed = RunsFeed([tmp_path])
+    feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S)
     assert feed.poll().rows[0].state == "killed"
     scene = Scene.__new__(Scene)
     scene.run, scene.now_s, scene.start_unix_s, scene.writers = run, 0.0, START_UNIX_S + 900, {}
@@ -91,7 +93,7 @@ def test_an_ended_run_whose_log_grows_is_read_again(tmp_path: Path) -> None:
 def test_age_goes_on_without_reading(tmp_path: Path) -> None:
     completed(tmp_path / "run")
     now = [NOW_UNIX_S]
-    feed = RunsFeed([tmp_path], wall=lambda: now[0])
+    feed = RunsFeed([tmp_path], wall=lambda: now[0], budget_s=UNHURRIED_S)
     feed.poll()
     now[0] += 60
     assert feed.poll().rows[0].age_s == pytest.approx(3660.0)
@@ -100,12 +102,12 @@ def test_age_goes_on_without_reading(tmp_path: Path) -> None:
 def test_a_run_named_twice_is_one_row(tmp_path: Path) -> None:
     run = completed(tmp_path / "runs" / "a")
     completed(tmp_path / "more" / "b")
-    feed = RunsFeed([tmp_path / "runs", run.path, tmp_path / "more"])
+    feed = RunsFeed([tmp_path / "runs", run.path, tmp_path / "more"], budget_s=UNHURRIED_S)
     assert [row.name for row in feed.poll().rows] == ["a", "b"]
 
 
 def test_a_folder_that_does_not_exist_has_no_runs(tmp_path: Path) -> None:
-    snapshot = RunsFeed([tmp_path / "nothing"]).poll()
+    snapshot = RunsFeed([tmp_path / "nothing"], budget_s=UNHURRIED_S).poll()
     assert (snapshot.rows, snapshot.error) == ((), None)
 
 
@@ -139,14 +141,14 @@ def test_runs_one_level_below_are_found_with_their_folder(tmp_path: Path) -> Non
     completed(tmp_path / "sweep" / "lr-1")
     completed(tmp_path / "sweep" / "deeper" / "lr-2")
     completed(tmp_path / ".hidden" / "lr-3")
-    names = {row.name for row in RunsFeed([tmp_path]).poll().rows}
+    names = {row.name for row in RunsFeed([tmp_path], budget_s=UNHURRIED_S).poll().rows}
     assert names == {"direct", "sweep/lr-1"}
 
 
 def test_a_run_inside_a_run_is_no_row(tmp_path: Path) -> None:
     run = completed(tmp_path / "run")
     completed(run.path / "inner")
-    assert [row.name for row in RunsFeed([tmp_path]).poll().rows] == ["run"]
+    assert [row.name for row in RunsFeed([tmp_path], budget_s=UNHURRIED_S).poll().rows] == ["run"]
 
 
 def test_alerts_that_stand_are_in_the_row_worst_first(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_old_runs_are_looked_at_in_turn_and_a_resumed_one_is_found(
     monkeypatch.setattr(runs_feed, "LOOKS", 2)
     for name in "abcde":
         killed(tmp_path / name)
-    feed = RunsFeed([tmp_path])
+    feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S)
     feed.poll()
     looked: list[str] = []
     real = runs_feed._sizes
@@ -194,7 +196,7 @@ def test_old_runs_are_looked_at_in_turn_and_a_resumed_one_is_found(
 def test_a_run_that_is_deleted_is_no_row_any_more(tmp_path: Path) -> None:
     for name in "ab":
         completed(tmp_path / name)
-    feed = RunsFeed([tmp_path])
+    feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S)
     feed.poll()
     shutil.rmtree(tmp_path / "a")
     assert [row.name for row in feed.poll().rows] == ["b"]
