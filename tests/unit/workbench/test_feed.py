@@ -22,12 +22,19 @@ from tests.support.run_folders import (
     torn,
     vanished,
 )
+from workbench import feed as feed_module
 from workbench.feed import RunFeed
 from workbench.runs_feed import RunRow, RunsFeed
 
 NOW_UNIX_S = START_UNIX_S + 3600.0
 UNHURRIED_S = 60.0
 """Reads all there is on a busy machine too."""
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first test of a process imports what reading needs, which takes longer than a first look may."""
+    monkeypatch.setattr(feed_module, "FIRST_BUDGET_S", UNHURRIED_S)
 
 
 def feed_of(run: RunFolder, **changes: object) -> RunFeed:
