@@ -152,8 +152,6 @@ def test_an_apr_file_with_another_value_is_found(model: Path, tmp_path: Path) ->
         assert verdict(tmp_path / f"{quant}.apr", tmp_path / "other") == Level.FAIL
 
 
-# An `.apr` file of other weights is asked about above.
-@pytest.mark.soak
 def test_a_file_of_other_weights_fails_and_the_command_exits_1(
     model: Path,
     kit: Kit,
