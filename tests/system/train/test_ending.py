@@ -152,7 +152,6 @@ def test_a_signal_while_a_teacher_is_loaded_ends_prepare(kit: Kit, tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.soak  # that a trainer notices it is a test of test_run_lifecycle, of one that trains
 def test_a_killed_supervisor_ends_a_trainer_that_has_not_begun(kit: Kit, tmp_path: Path) -> None:
     run = tmp_path / "run"
     spec = kit.spec(tmp_path)
