@@ -345,7 +345,7 @@ def test_a_teacher_in_blocks_keeps_no_mapping_of_its_file(tmp_path: Path) -> Non
 
 @dataclass
 class Stopped:
-    """A run of 200 steps with a teacher and a text of its own, which Ctrl-C ended after its first checkpoint."""
+    """A run of 100,000 steps with a teacher and a text of its own, which Ctrl-C ended after its first checkpoint."""
 
     folder: Path
     code: int | None
@@ -358,7 +358,7 @@ def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     teacher = shutil.copytree(kit.teacher, folder / "teacher")
     corpus = shutil.copytree(kit.corpus, folder / "corpus")
     own = {"teacher__path": str(teacher), "data__corpus": str(corpus)}
-    launched = start("distill", kit.spec(folder, train__steps=200, **own), "--out", folder / "run")
+    launched = start("distill", kit.spec(folder, train__steps=100000, **own), "--out", folder / "run")
     wait_for(folder / "run", lambda view: bool(view.checkpoints))
     launched.send_signal(signal.SIGINT)
     launched.communicate(timeout=DEADLINE_S)
@@ -407,10 +407,10 @@ def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_vers
     view = follower.read_all()
     assert follower.state == "completed" and view.last_step == step + 4
     notes = "\n".join(note.text for note in view.notes)
-    assert f"as allowed: train.steps 200 -> {step + 4}" in notes
+    assert f"as allowed: train.steps 100000 -> {step + 4}" in notes
     assert "torch 2.0.0 -> " in notes and "not bit for bit" in notes
     (change,) = json.loads((run / "effective.json").read_text())["changes"]
-    assert (change["key"], change["was"], change["is"]) == ("train.steps", 200, step + 4)
+    assert (change["key"], change["was"], change["is"]) == ("train.steps", 100000, step + 4)
 
 
 def test_versions_that_are_the_same_are_not_worth_a_word() -> None:
