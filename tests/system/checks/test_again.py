@@ -13,6 +13,7 @@ import engine.checks.runner as runner
 from engine.checks.catalogue import CATALOGUE
 from engine.checks.check import Result, unknown
 from engine.checks.runner import SHARE, Again
+from engine.drills import defects_late
 from engine.drills.catalogue import planted
 from engine.drills.defects_training import defect
 from engine.errors import SpecError
@@ -56,17 +57,18 @@ def asked(run: Kept) -> list[tuple[int, str]]:
     return [(step, id) for step, id, _ in run.said if id in AGAIN]
 
 
-@pytest.mark.parametrize(
-    "name", ["rows_dropped_later", pytest.param("gradient_scaled_later", marks=pytest.mark.soak)]
-)
-def test_a_defect_that_begins_at_step_24_is_named(world: World, name: str) -> None:
+@pytest.mark.parametrize("name", ["rows_dropped_later", "gradient_scaled_later"])
+def test_a_defect_that_begins_during_the_run_is_named(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defects_late, "LATE", 5)
     late = planted(name)
-    run = kept(world, checks__every=10, train__steps=40)
+    run = kept(world, checks__every=2, train__steps=40)
     with late.plant():
         run.begin()
-        run.step(30)
+        run.step(6)
     asked_of = [(step, failed) for step, id, failed in run.said if id == late.named_by]
-    assert asked_of == [(10, False), (20, False), (30, True)]
+    assert asked_of == [(2, False), (4, False), (6, True)]
     assert run.checks.ends_run(run.results[late.named_by])
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.drills import defects_process
-from engine.drills.carry import carry_out
-from engine.drills.catalogue import DRILLS, drill
+from engine.drills import carry, defects_process, healthy
+from engine.drills.carry import Drilled, carry_out
+from engine.drills.catalogue import DRILLS, Drill, drill
+from engine.drills.healthy import Healthy
+from engine.drills.naming import CHECK, Naming
 from engine.drills.text import table
-from engine.verdict import Level
+from engine.verdict import Level, Verdict
 from tests.support.bounded_soak import soak_count
 from tests.support.running import engine, engine_here, environment
 
@@ -70,6 +72,84 @@ def test_a_drill_that_cannot_be_tried_here_is_unknown(
     assert not list(tmp_path.iterdir())
     *_, why, count = table([done])
     assert why.startswith("UNKNOWN cuda_wait: no CUDA GPU") and count == "1 UNKNOWN"
+
+
+NAMED = Naming(kind=CHECK, id="weights_alive", text="teacher: embed.weight is 0", unix_s=9.0)
+
+
+def drilled(one: Drill, folder: Path, *, device: str) -> Drilled:
+    """In place of `carry_out`: what it returns for a drill that passes, fails, or cannot be tried."""
+    (folder / one.id).mkdir()
+    (folder / f"{one.id}.toml").write_text(device)
+    if one.id == "zero_teacher":
+        verdict = Verdict(Level.PASS, NAMED.text)
+        return Drilled(drill=one, verdict=verdict, named=NAMED, after_start_s=2.5, state="failed")
+    if one.id == "cuda_wait":
+        return Drilled(drill=one, verdict=Verdict(Level.UNKNOWN, "no CUDA GPU: none"))
+    verdict = Verdict(Level.FAIL, "expected alert stalled, found nothing was said " + "x" * 300)
+    return Drilled(drill=one, verdict=verdict, state="completed", steps=60)
+
+
+def test_what_drills_found_is_printed_and_kept_and_the_runs_of_those_that_passed_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carry, "carry_out", drilled)
+    out, names = tmp_path / "out", ("zero_teacher", "deadlock", "cuda_wait")
+    done = engine_here("drill", *names, "--out", out)
+    assert done.returncode == 1, "the worst verdict of the three"
+    said = done.stdout.splitlines()
+    assert said[:3] == [
+        "PASS     zero_teacher: the teacher's matrices are zero",
+        "         check weights_alive, before step 1, 2.5 s after the start",
+        "         teacher: embed.weight is 0",
+    ]
+    assert said[-1] == "         no CUDA GPU: none" and all(len(line) < 220 for line in said)
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["deadlock", "deadlock.toml", "cuda_wait", "cuda_wait.toml", "drills.json", "drills.txt"]
+    )
+    table = (out / "drills.txt").read_text().splitlines()
+    assert table[-1] == "1 PASS, 1 FAIL, 1 UNKNOWN" and table[-2].startswith("UNKNOWN cuda_wait")
+    kept = json.loads((out / "drills.json").read_text())
+    assert kept["level"] == "fail"
+    passed, failed, unknown = kept["drills"]
+    assert passed["named_by"] == NAMED.name and passed["before_step_1"]
+    assert (failed["level"], failed["named_by"], failed["steps"]) == ("fail", None, 60)
+    assert unknown["level"] == "unknown"
+    again = engine_here("drill", *names, "--out", out)
+    assert again.returncode == 65 and "one that exists" in again.stderr
+    told = engine_here("drill", "zero_teacher", "--json", "--out", out, "--keep")
+    assert told.returncode == 0 and json.loads(told.stdout)["drills"] == [passed]
+    assert (out / "zero_teacher").exists() and "PASS" in told.stderr
+
+
+def test_what_was_said_of_healthy_runs_is_counted_and_their_folders_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(seed: int, folder: Path, *, device: str) -> Healthy:
+        (folder / f"healthy-{seed}").mkdir()
+        spoke = ("alert stalled",) if seed == 1 else ()
+        verdict = Verdict(Level.FAIL if spoke else Level.PASS, ", ".join(spoke) or "nothing said")
+        unknown = ("nan_not_masked",)
+        return Healthy(
+            seed=seed,
+            verdict=verdict,
+            spoke=spoke,
+            passed=19 + seed,
+            unknown=unknown,
+            judged=11,
+            cost_s=2.0,
+        )
+
+    monkeypatch.setattr(healthy, "healthy_run", run)
+    done = engine_here("drill", "--healthy", "--seeds", 2, "--out", tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-2:] == [
+        "1 of 2 healthy runs were left alone; "
+        "19 to 20 checks passed and 11 alert rules judged in each",
+        "could not answer in some: nan_not_masked",
+    ]
+    assert (tmp_path / "healthy-1").exists() and not (tmp_path / "healthy-0").exists()
+    assert json.loads((tmp_path / "healthy.json").read_text())["spoke"] == ["alert stalled"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from engine.export.compare import (
     within,
 )
 from engine.export.convert import convert
-from engine.export.peers import Absent, Answered, Crashed, ask
+from engine.export.peers import PEERS, Absent, Answered, Crashed, ask
 from engine.export.verify import PROMPTS, verify
 from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
@@ -182,6 +182,26 @@ def test_a_file_of_other_weights_fails_and_the_command_exits_1(
     }
     assert told["level"] == "fail"
     assert asked.count("engine") == 2
+
+
+def test_transformers_and_this_engine_give_the_same_answers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked here; `ask` gives each a process of its own."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(name, "")  # it sets them; restored at the end
+    answers = {}
+    for kind in ("engine", "transformers"):
+        question = {"path": str(model), "texts": PROMPTS, "prompts": [[5], [7, 8, 9]]}
+        question |= {"steps": STEPS, "rows": None, "logits": str(tmp_path / f"{kind}.npz")}
+        found = PEERS[kind](question)
+        assert str(found.pop("version")).startswith(kind)
+        answers[kind] = found
+    assert answers["engine"] == answers["transformers"]
+    assert [len(row) for row in answers["engine"]["rows"]] == [1 + STEPS, 3 + STEPS]
+    ours, theirs = (np.load(tmp_path / f"{kind}.npz") for kind in answers)
+    for name in ("row0", "row1"):
+        np.testing.assert_allclose(ours[name], theirs[name], atol=FLOAT_TOLERANCE)
 
 
 def test_a_library_that_is_not_there_is_absent_and_a_model_that_does_not_load_a_crash(

@@ -358,7 +358,9 @@ def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     teacher = shutil.copytree(kit.teacher, folder / "teacher")
     corpus = shutil.copytree(kit.corpus, folder / "corpus")
     own = {"teacher__path": str(teacher), "data__corpus": str(corpus)}
-    launched = start("distill", kit.spec(folder, train__steps=100000, **own), "--out", folder / "run")
+    launched = start(
+        "distill", kit.spec(folder, train__steps=100000, **own), "--out", folder / "run"
+    )
     wait_for(folder / "run", lambda view: bool(view.checkpoints))
     launched.send_signal(signal.SIGINT)
     launched.communicate(timeout=DEADLINE_S)
