@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,26 @@ def one_parser() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "build_parser", cache(module.build_parser))
         yield
+
+
+# A trainer or a command run in this process takes these signals for good, as its own process would end with
+# it. Each test, and its fixtures, begin with the handlers that the suite began with.
+HANDLERS = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+
+
+def give_signals_back() -> None:
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    give_signals_back()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    give_signals_back()
 
 
 # What test files import stays: looking through it for garbage, while they are imported and ever after,

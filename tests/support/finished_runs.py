@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import subprocess
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -42,16 +41,10 @@ def carry_out(spec_file: Path, run: Path, *sets: str) -> tuple[RunFolder, int]:
 def resumed_here(run: Path, **allowed: bool) -> subprocess.CompletedProcess[str]:
     """Resume a run that the launcher would not refuse, as `engine distill --resume` does, with the trainer in
     this process: another process would only add its start-up time."""
-    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        with redirect_stderr(io.StringIO()) as err:
-            code = trainer_module.run(
-                run, resume=True, keep_alive_fd=None, **({"allow_fallback": False} | allowed)
-            )
-    finally:
-        # The trainer installs signal handlers in this process.
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+    with redirect_stderr(io.StringIO()) as err:
+        code = trainer_module.run(
+            run, resume=True, keep_alive_fd=None, **({"allow_fallback": False} | allowed)
+        )
     return subprocess.CompletedProcess([str(run)], code, "", err.getvalue())
 
 

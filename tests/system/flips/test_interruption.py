@@ -58,6 +58,7 @@ def test_an_interrupted_flip_keeps_its_pairs_and_resumes_with_the_pair_that_was_
     first, second, _ = ([b_first, not b_first] for b_first in registered.order())
     arms = MadeUpArms((2, second[1]))
     monkeypatch.setattr(flip, "run_arm", arms)
+    handler = signal.getsignal(signal.SIGINT)
 
     stopped = engine_here("flip", "--resume", folder, "--controls", "skip")
     assert stopped.returncode == 130, stopped.stderr
@@ -65,7 +66,7 @@ def test_an_interrupted_flip_keeps_its_pairs_and_resumes_with_the_pair_that_was_
     assert "the pairs before it are kept" in stopped.stderr
     assert arms.asked == [(1, b) for b in first] + [(2, b) for b in second]
     (kept,) = read_pairs(folder)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
     arms.asked.clear()
     done = engine_here("flip", "--resume", folder, "--controls", "skip", "--json")

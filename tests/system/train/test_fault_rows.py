@@ -145,15 +145,6 @@ def test_a_hole_that_a_power_loss_left_in_a_log_is_named_cut_off_and_its_lines_k
 # Row 8 and row 5: exceptions of the trainer.
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """The trainer takes the signals of its process; give them back."""
-    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 def trained_here(kit: Kit, folder: Path, **changes: object) -> tuple[int, RunFolder]:
     """A run of the trainer in this process; its exit code and its folder."""
     spec, text = load_spec(kit.spec(folder, **changes), [])
@@ -175,7 +166,6 @@ def test_an_exception_in_a_step_is_told_and_keeps_the_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    handlers: None,
     error: Exception,
     code: int,
     said: str,
@@ -200,9 +190,7 @@ def test_an_exception_in_a_step_is_told_and_keeps_the_checkpoint(
 
 
 @pytest.mark.gpu
-def test_a_gpu_without_room_is_an_allocation_that_failed(
-    kit: Kit, tmp_path: Path, handlers: None
-) -> None:
+def test_a_gpu_without_room_is_an_allocation_that_failed(kit: Kit, tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-4)
     try:
