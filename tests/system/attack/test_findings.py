@@ -404,12 +404,9 @@ def test_no_edited_or_swapped_entry_passes(here: Path) -> None:
         good, entries["e3"][:-1], [e for e in nodes[1]["evidence"] if e["id"] != "e3"]
     )
     changes.append(("no run of the reproduction", put(without_flip, reproduction, bare)))
-    changes.append(
-        (
-            "its log is another",
-            put(good, (*reproduction, "started", "log"), good["artifacts"][0]["sha256"]),
-        )
-    )
+    own = get(good, (*reproduction, "started", "log"))
+    another = next(a["sha256"] for a in good["artifacts"] if a["sha256"] != own)
+    changes.append(("its log is another", put(good, (*reproduction, "started", "log"), another)))
     other = ("nodes", 1, "alternatives", 0)
     for path, value in (
         ((*other, "test"), "sh -c 'exit 0'"),
