@@ -36,6 +36,10 @@ def settings() -> str:
 
     text = "# Settings\n\nEvery setting of a spec, one table for each section of the TOML file. "
     text += "`engine spec` prints the same as a file to start from; `--set section.key=value` changes one.\n"
+    text += (
+        "A setting that changes results is meant to change what is learnt or on what it is judged; a flip of "
+        "any other demands that both arms have the same losses.\n"
+    )
     sections: dict[str, list[tuple[object, ...]]] = {}
     for option in options():
         section, key = option.key.split(".", 1)
@@ -48,10 +52,12 @@ def settings() -> str:
             if default == ""
             else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         )
-        sections.setdefault(section, []).append((f"`{key}`", values, shown, option.doc))
+        sections.setdefault(section, []).append(
+            (f"`{key}`", values, shown, "yes" if option.changes_results else "", option.doc)
+        )
     for section, rows in sections.items():
         text += f"\n## {section}\n\n" + table(
-            ("setting", "values", "default", "what it does"), rows
+            ("setting", "values", "default", "changes results", "what it does"), rows
         )
     return text
 

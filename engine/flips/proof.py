@@ -11,9 +11,9 @@ Each is a Verdict. FAIL ends the flip. UNKNOWN means that the logs do not show i
 a screen, not a measurement. A faster arm that computes something else has not won.
 
 A flip tests whether a setting changes the time, the memory or the energy of a run, and nothing else. Settings
-that determine what is learnt (the objective, the data, the models) change the losses on purpose; all others
-must leave them unchanged, within the plan's tolerance. A setting that is not listed here falls under the
-stricter rule.
+whose row in `engine.spec.sections` says that they change results (the objective, the data, the models) change
+the losses on purpose; all others must leave them unchanged, within the plan's tolerance. A setting that has no
+row, in the plan of an older engine, falls under the stricter rule.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ from engine.flips.arms import Outcome
 from engine.flips.plan import EXTERNAL, Change, Plan
 from engine.flips.surroundings import CPU
 from engine.log.folder import RunFolder
+from engine.spec import CHANGE_RESULTS
 from engine.verdict import Level, Verdict, lowest
-
-CHANGES_RESULTS = (
-    *("teacher.path", "teacher.allow_identical", "student.path", "student.config"),
-    *("vocab.", "data.", "loss.alpha", "loss.temperature", "train."),
-)
-"""Settings, or sections of them, that change the losses on purpose, so parity does not apply to them."""
 
 FACTS: dict[str, tuple[str, ...]] = {
     "device": ("compute.device",),
@@ -42,8 +37,8 @@ FACTS: dict[str, tuple[str, ...]] = {
         *("teacher.precision", "teacher.backend", "teacher.path"),
         *("compute.device", "memory."),
     ),
-    "rows per step": ("train.rows", "train.accumulation"),
-    "tokens per step": ("train.rows", "train.accumulation", "data."),
+    "rows per step": ("train.rows", "train.accumulation", "compute.gpus"),
+    "tokens per step": ("train.rows", "train.accumulation", "compute.gpus", "data."),
     "seq_len": ("data.seq_len",),
     "training tokens": ("data.", "teacher.path", "student.path"),
     "held-out tokens": ("data.", "teacher.path", "student.path"),
@@ -62,7 +57,7 @@ def matches(key: str, patterns: Iterable[str]) -> bool:
 
 def asks_parity(keys: Iterable[str]) -> bool:
     """Whether runs that differ in `keys` must give the same losses."""
-    return not any(matches(key, CHANGES_RESULTS) for key in keys)
+    return CHANGE_RESULTS.isdisjoint(keys)
 
 
 def is_choice_of_the_engine(value: Any) -> bool:

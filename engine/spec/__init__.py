@@ -21,6 +21,7 @@ from engine.spec.build import (
     spec_to_toml,
 )
 from engine.spec.sections import (
+    CHANGE_RESULTS,
     KEYS,
     LossSection,
     Option,
@@ -32,6 +33,7 @@ from engine.spec.sections import (
 from engine.spec.values import parse_set
 
 __all__ = [
+    "CHANGE_RESULTS",
     "KEYS",
     "LossSection",
     "Option",

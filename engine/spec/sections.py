@@ -29,13 +29,19 @@ def setting(
     above: float | None = None,
     most: float | None = None,
     path: bool = False,
+    changes_results: bool = False,
 ) -> Any:
     """Declare a field with its documentation and its range: [low, high], or greater than `above`.
+
+    `changes_results` marks a setting that is meant to change what is learnt or on what it is judged: the
+    objective, the data, the models, the schedule. Every other setting says how the same
+    numbers are computed, kept or watched, and a flip of it must leave the losses as they were.
 
     A number without `high` has `most`, a limit far above real use that catches slips which would take the
     machine down, such as a batch that fits in no memory.
     """
     metadata = dict(doc=doc, allowed=allowed, low=low, high=high, above=above, most=most, path=path)
+    metadata["changes_results"] = changes_results
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -53,6 +59,7 @@ class TeacherSection:
         "",
         "Folder of the teacher (config.json, safetensors, tokenizer.json), GGUF or .apr file; empty means no teacher.",
         path=True,
+        changes_results=True,
     )
     backend: str = setting(
         "auto",
@@ -120,8 +127,11 @@ class StudentSection:
         "",
         "Folder of a student to start from; empty means fresh weights of the shape in student.config.",
         path=True,
+        changes_results=True,
     )
-    config: str = setting("", "A config.json with the shape of a fresh student.", path=True)
+    config: str = setting(
+        "", "A config.json with the shape of a fresh student.", path=True, changes_results=True
+    )
     precision: str = setting(
         "auto",
         "Arithmetic of the student; its master weights are always fp32.",
@@ -181,29 +191,37 @@ class DataSection:
     corpus: str = setting(
         "python-stdlib",
         "python-stdlib (this interpreter's own library), a folder, a text file or a .jsonl with a text field.",
+        changes_results=True,
     )
     tokenizer: str = setting(
         "",
         "Folder or file of the tokenizer; empty means the teacher's, else the student's.",
         path=True,
+        changes_results=True,
     )
     seq_len: int = setting(
         256,
         "Tokens in a row. Documents are packed into rows and never attend to each other.",
         low=2,
         most=1 << 20,
+        changes_results=True,
     )
     heldout_fraction: float = setting(
         0.08,
         "Share of the documents, chosen by name, that is never trained on.",
         above=0.0,
         high=0.5,
+        changes_results=True,
     )
     include_tests: bool = setting(
-        False, "Whether python-stdlib includes the library's own test files."
+        False, "Whether python-stdlib includes the library's own test files.", changes_results=True
     )
     max_bytes: int = setting(
-        0, "At most this many bytes of training text; 0 means all.", low=0, most=1 << 53
+        0,
+        "At most this many bytes of training text; 0 means all.",
+        low=0,
+        most=1 << 53,
+        changes_results=True,
     )
 
 
@@ -214,9 +232,14 @@ class LossSection:
         "Weight of the cross entropy; 1 - alpha is the weight of T^2 * KL(teacher || student).",
         low=0.0,
         high=1.0,
+        changes_results=True,
     )
     temperature: float = setting(
-        2.0, "T: both models' logits are divided by it inside the KL.", above=0.0, most=1e6
+        2.0,
+        "T: both models' logits are divided by it inside the KL.",
+        above=0.0,
+        most=1e6,
+        changes_results=True,
     )
     divergence: str = setting(
         "forward_kl",
@@ -224,6 +247,7 @@ class LossSection:
         + "; ".join(f"{name}, {row.doc}" for name, row in DIVERGENCES.items())
         + ".",
         allowed=tuple(DIVERGENCES),
+        changes_results=True,
     )
     beta: float = setting(
         0.5,
@@ -232,6 +256,7 @@ class LossSection:
         + ".",
         low=0.01,
         high=0.99,
+        changes_results=True,
     )
     kernel: str = setting(
         "auto",
@@ -246,29 +271,46 @@ class LossSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
-    steps: int = setting(1000, "Optimizer steps of the whole run.", low=1, most=10**9)
+    steps: int = setting(
+        1000, "Optimizer steps of the whole run.", low=1, most=10**9, changes_results=True
+    )
     stop_after: int = setting(
         0,
         "Steps of one session after which it saves and stops cleanly; 0 trains to the end.",
         low=0,
         most=10**9,
     )
-    rows: int = setting(8, "Rows in one forward pass.", low=1, most=1 << 22)
-    accumulation: int = setting(1, "Forward passes in one optimizer step.", low=1, most=1 << 20)
-    lr: float = setting(3e-4, "Peak learning rate.", above=0.0, most=1e38)
-    warmup_steps: int = setting(20, "Steps of linear warm-up.", low=0, most=10**9)
+    rows: int = setting(8, "Rows in one forward pass.", low=1, most=1 << 22, changes_results=True)
+    accumulation: int = setting(
+        1, "Forward passes in one optimizer step.", low=1, most=1 << 20, changes_results=True
+    )
+    lr: float = setting(3e-4, "Peak learning rate.", above=0.0, most=1e38, changes_results=True)
+    warmup_steps: int = setting(
+        20, "Steps of linear warm-up.", low=0, most=10**9, changes_results=True
+    )
     schedule: str = setting(
-        "cosine", "Learning rate after warm-up.", allowed=("cosine", "constant")
+        "cosine",
+        "Learning rate after warm-up.",
+        allowed=("cosine", "constant"),
+        changes_results=True,
     )
     final_lr_ratio: float = setting(
-        0.1, "Where cosine ends, as a share of the peak.", low=0.0, high=1.0
+        0.1, "Where cosine ends, as a share of the peak.", low=0.0, high=1.0, changes_results=True
     )
-    weight_decay: float = setting(0.1, "AdamW's decay, of matrices only.", low=0.0, most=1e6)
-    beta1: float = setting(0.9, "AdamW's first moment.", low=0.0, high=0.9999)
-    beta2: float = setting(0.95, "AdamW's second moment.", low=0.0, high=0.99999)
-    eps: float = setting(1e-8, "AdamW's epsilon.", above=0.0, most=1e6)
+    weight_decay: float = setting(
+        0.1, "AdamW's decay, of matrices only.", low=0.0, most=1e6, changes_results=True
+    )
+    beta1: float = setting(0.9, "AdamW's first moment.", low=0.0, high=0.9999, changes_results=True)
+    beta2: float = setting(
+        0.95, "AdamW's second moment.", low=0.0, high=0.99999, changes_results=True
+    )
+    eps: float = setting(1e-8, "AdamW's epsilon.", above=0.0, most=1e6, changes_results=True)
     clip_norm: float = setting(
-        1.0, "Global gradient norm is clipped to this; 0 does not clip.", low=0.0, most=1e38
+        1.0,
+        "Global gradient norm is clipped to this; 0 does not clip.",
+        low=0.0,
+        most=1e38,
+        changes_results=True,
     )
     update: str = setting(
         "auto",
@@ -277,12 +319,17 @@ class TrainSection:
         allowed=("auto", "torch", "fused"),
     )
     seed: int = setting(
-        0, "Seeds fresh weights and the order of the rows.", low=0, most=(1 << 63) - 1
+        0,
+        "Seeds fresh weights and the order of the rows.",
+        low=0,
+        most=(1 << 63) - 1,
+        changes_results=True,
     )
     on_non_finite: str = setting(
         "stop",
         "What to do at a NaN or infinite loss or gradient: stop, or skip that update.",
         allowed=("stop", "skip"),
+        changes_results=True,
     )
 
 
@@ -291,7 +338,9 @@ class EvalSection:
     every: int = setting(
         50, "Steps between held-out evaluations; 0 means only before and after.", low=0, most=10**9
     )
-    rows: int = setting(64, "Held-out rows in each evaluation.", low=1, most=1 << 20)
+    rows: int = setting(
+        64, "Held-out rows in each evaluation.", low=1, most=1 << 20, changes_results=True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +375,7 @@ class ComputeSection:
         "GPUs that train together, one process each (on a CPU: processes). train.rows is per GPU.",
         low=1,
         high=1024,
+        changes_results=True,
     )
     collective_timeout_s: int = setting(
         600,
@@ -541,6 +591,8 @@ class Option:
     most: float | None
     path: bool
     """Whether it names a file or folder that must exist before the run."""
+    changes_results: bool
+    """Whether it is meant to change what is learnt or on what it is judged."""
 
 
 def options() -> Iterator[Option]:
@@ -563,3 +615,5 @@ def section_type(name: str) -> Any:
 
 
 KEYS = tuple(option.key for option in options())
+CHANGE_RESULTS = frozenset(option.key for option in options() if option.changes_results)
+"""Settings that are meant to change the losses; see `setting`."""

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from engine.flips.judge import Pair, guards_of, judge
-from engine.flips.plan import Plan
+from engine.flips.plan import Change, Plan
+from engine.flips.proof import parity
 from engine.verdict import Level, Verdict
 from tests.support.flip_experiments import experiment, judged
 from tests.support.flip_pairs import hang, incomplete, outcome, pair, plan, timed
@@ -172,3 +173,34 @@ def test_an_effect_as_large_as_the_margin_is_called_larger_in_at_most_five_perce
     said = [experiment(seed, 1.05, drift)[0] for seed in range(120)]
     assert said.count("B_SLOWER") <= 6 and said.count("EQUIVALENT") <= 6
     assert "B_FASTER" not in said
+
+
+def of_losses(change: Change, losses_of_b: list[float]) -> list[Pair]:
+    """Four pairs in which B takes the same time and has other losses, proved as the engine proves them."""
+    made = plan(change)
+    pairs = []
+    for one in timed(STEADY):
+        b = replace(one.b, losses=losses_of_b)
+        proofs = {**one.proofs, "parity": parity(made, one.a, b)}
+        pairs.append(replace(one, b=b, proofs=proofs))
+    return pairs
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change(key="loss.divergence", a="forward_kl", b="reverse_kl"),
+        Change(key="loss.beta", a=0.5, b=0.9),
+        Change(key="compute.gpus", a=1, b=2),
+        Change(key="eval.rows", a=64, b=32),
+    ],
+    ids=lambda change: change.key,
+)
+def test_another_objective_is_judged_by_its_time_and_not_by_its_losses(change: Change) -> None:
+    assert verdict_of(plan(change), of_losses(change, [9.0, 8.0, 7.0])) == "EQUIVALENT"
+
+
+def test_an_update_that_computes_something_else_fails_parity() -> None:
+    change = Change(key="train.update", a="torch", b="fused")
+    assert verdict_of(plan(change), of_losses(change, [5.0, 4.5, 3.9])) == "PARITY_FAIL"
+    assert verdict_of(plan(change), of_losses(change, [5.0, 4.0, 3.0])) == "EQUIVALENT"

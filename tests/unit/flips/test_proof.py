@@ -178,3 +178,9 @@ def test_a_run_that_was_read_as_often_as_the_other_was_not_flipped(tmp_path: Pat
     assert said.level == Level.FAIL and "30 readings of the machine in A, 30 in B" in said.reason
     back = plan(Change(key=change.key, a=0.0, b=1.0))
     assert flipped(back, a, b, tmp_path).level == Level.FAIL
+
+
+def test_more_gpus_have_more_rows_and_have_not_fallen_back() -> None:
+    change = Change(key="compute.gpus", a=1, b=2)
+    other = outcome("B", facts=FACTS | {"rows per step": 8, "tokens per step": [256] * 3})
+    assert equal(plan(change), outcome("A"), other).level == Level.PASS

@@ -195,3 +195,38 @@ def test_list_of_settings_is_frozen() -> None:
         "gate.smoke_steps", "gate.teacher_reference", "gate.teacher_kl", "gate.cache_cosine", "gate.cache_rows",
         "gate.heldout_loss", "gate.heldout_share", "gate.pass_at_1",
     ]  # fmt: skip
+
+
+CHANGES_RESULTS = """
+    teacher.path student.path student.config
+    data.corpus data.tokenizer data.seq_len data.heldout_fraction data.include_tests data.max_bytes
+    loss.alpha loss.temperature loss.divergence loss.beta
+    train.steps train.rows train.accumulation train.lr train.warmup_steps train.schedule
+    train.final_lr_ratio train.weight_decay train.beta1 train.beta2 train.eps train.clip_norm
+    train.seed train.on_non_finite
+    eval.rows compute.gpus
+"""
+"""Of compute.gpus: train.rows is per GPU, so a step has more rows. Of eval.rows: the held-out loss is of them."""
+KEEPS_RESULTS = """
+    run.name run.out
+    teacher.backend teacher.precision teacher.kernel teacher.compile teacher.prefetch teacher.shard
+    teacher.cache teacher.cache_miss teacher.attention teacher.allow_identical
+    student.precision student.compile student.graphs student.attention student.checkpointing
+    student.reshard student.save_as
+    vocab.align loss.kernel loss.chunk_rows train.stop_after train.update
+    eval.every checkpoint.every checkpoint.keep_last checkpoint.at_end checkpoint.sharded
+    compute.device compute.collective_timeout_s compute.threads compute.thread_wait compute.slow_by
+    compute.deterministic memory.allocator memory.budget memory.limit_gib kernels.prewarm
+    watch.stall_seconds watch.on_stall watch.on_thrash watch.sample_seconds
+    checks.enabled checks.skip checks.on_fail checks.every
+    gate.smoke_steps gate.teacher_reference gate.teacher_kl gate.cache_cosine gate.cache_rows
+    gate.heldout_loss gate.heldout_share gate.pass_at_1
+"""
+"""Guards (teacher.allow_identical, vocab.align) decide whether a run goes on, never what it computes."""
+
+
+def test_every_setting_says_whether_it_changes_results_as_a_person_decided() -> None:
+    """A new setting fails here until somebody decides; the flip of a wrong one has a wrong verdict."""
+    decided = dict.fromkeys(CHANGES_RESULTS.split(), True)
+    decided |= dict.fromkeys(KEEPS_RESULTS.split(), False)
+    assert {option.key: option.changes_results for option in options()} == decided
