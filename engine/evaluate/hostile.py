@@ -25,6 +25,7 @@ WANTED = Exam(setup="", tests="assert solve() == 42")
 CPU_S, CLOCK_S = 1, 8.0
 """Lower limits than for a program under test, because some of these use up all that they get."""
 _REFUSED = r"PermissionError|Operation not permitted"
+_NEW = r"Function not implemented"
 _ABSENT = r"FileNotFoundError"
 _READ_ONLY = r"Read-only file system|FileNotFoundError|PermissionError"
 _ENDED = r"^the program ended"
@@ -109,7 +110,7 @@ HOSTILES = tuple(
             _libc("ctypes.CDLL('librt.so.1', use_errno=True).mq_open(b'/q', 66, 0o600, None)"),
             _REFUSED,
         ),
-        ("secret memory", _libc("libc.syscall(447, 0)"), r"Function not implemented"),
+        ("secret memory", _libc("libc.syscall(447, 0)"), _NEW),
         ("file in memory", _solve("os.memfd_create('x')\nreturn 42"), _REFUSED),
         (
             "pages in a pipe",
@@ -228,6 +229,37 @@ HOSTILES = tuple(
             ),
             r"CPU time to judge its answers",
         ),
+        # What is the host's own and visible inside: its times or mode are set to what they are or to now, so
+        # that an attack that succeeds does little harm.
+        ("mode of a device", _solve("os.chmod('/dev/zero', 0o666)\nreturn 42"), _REFUSED),
+        ("mode by a descriptor", _solve("os.fchmod(2, 0o666)\nreturn 42"), _REFUSED),
+        ("mode by a new call", _libc("libc.syscall(452, -100, b'/dev/zero', 0o666, 0)"), _NEW),
+        ("times of a device", _solve("os.utime('/dev/zero')\nreturn 42"), _REFUSED),
+        ("owner of a device", _solve("os.chown('/dev/zero', -1, -1)\nreturn 42"), _REFUSED),
+        (
+            "attribute of a device",
+            _solve("os.setxattr('/dev/zero', 'user.x', b'')\nreturn 42"),
+            _REFUSED,
+        ),
+        (
+            "lock of the system",
+            _solve("import fcntl\nfcntl.flock(os.open('/usr', 0), fcntl.LOCK_EX)\nreturn 42"),
+            _REFUSED,
+        ),
+        (
+            "lock of a device",
+            _solve("import fcntl\nfcntl.lockf(open('/dev/zero', 'wb'), fcntl.LOCK_EX)\nreturn 42"),
+            _REFUSED,
+        ),
+        (
+            "lease of a file",
+            _solve(
+                "import fcntl\n"
+                "fcntl.fcntl(os.open(os.__file__, 0), fcntl.F_SETLEASE, fcntl.F_RDLCK)\nreturn 42"
+            ),
+            _REFUSED,
+        ),
+        ("log of the kernel", _libc("libc.klogctl(10, None, 0)"), _REFUSED),
         ("crash", _solve("ctypes.string_at(0)"), r"SIGSEGV|SIGBUS"),
     )
 )
