@@ -99,7 +99,7 @@ def lines_of(data: bytes, where: object) -> list[Line]:
 def read_log(path: Path) -> Iterator[Line]:
     """Yield the lines of a log file and check their numbers. Raises RunLogError."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             for expected, line in enumerate(read_lines(file, path)):
                 if line.event.seq != expected:
                     found = str(line.event.seq)

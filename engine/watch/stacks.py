@@ -49,6 +49,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from engine.files import open_plain
 from engine.log.events import StackDump
 from engine.machine.reading import Reading, absent, measured
 from engine.machine.surroundings import find_command
@@ -422,7 +423,8 @@ class Capture:
 
     def _python(self) -> tuple[str, PythonStacks | None]:
         try:
-            text = (self.run / FOLDER / dump_file(self.rank)).read_text(errors="replace")
+            with open_plain(self.run / FOLDER / dump_file(self.rank)) as file:
+                text = file.read().decode("utf-8", "replace")
         except OSError:
             return "", None
         main = _MAIN.findall(text)

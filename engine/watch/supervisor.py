@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.errors import DiskFull, RunLogError
+from engine.files import open_plain
 from engine.log.beats import read_lost_rank
 from engine.log.events import (
     TRAINING,
@@ -312,7 +313,7 @@ class _Supervisor:
 def has_steps(run: RunFolder) -> bool:
     """Whether the trainer that writes the log now has started its steps. Cheap: reads only the end of the log."""
     try:
-        with run.events.open("rb") as file:
+        with open_plain(run.events) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
             last = file.read()
     except OSError:
@@ -325,10 +326,13 @@ def has_steps(run: RunFolder) -> bool:
 
 
 def _tail(path: Path) -> str:
-    """Return the last 16 KiB of a text file, where a traceback ends."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16384))
-        return file.read().decode("utf-8", "replace")
+    """Return the last 16 KiB of a text file, where a traceback ends; nothing of one that cannot be read."""
+    try:
+        with open_plain(path) as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _spec(run: RunFolder) -> RunSpec:

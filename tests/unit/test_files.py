@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -63,9 +65,47 @@ def test_a_file_of_the_limit_is_read_and_one_byte_more_is_not(tmp_path: Path) ->
         read_bytes(file, "spec", SMALL)
 
 
-def test_a_file_that_says_it_is_empty_is_read_to_its_limit() -> None:
-    with pytest.raises(BadInput, match="at most 1 bytes"):
-        read_bytes(Path("/proc/self/status"), "x", Limit(what="x", most=1, unit="bytes"))
+MADE_UP = ("/proc/kmsg", "/proc/self/clear_refs", "/proc/self/status", "/sys/kernel/notes")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the file systems are Linux's")
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("name", MADE_UP)
+def test_a_file_that_the_kernel_makes_up_is_not_opened(
+    name: str, linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(name)
+    if not path.exists():
+        pytest.skip(f"no {name} here")
+    if linked:
+        path = tmp_path / "link"
+        path.symlink_to(name)
+    # Opening one may already do something.
+    monkeypatch.setattr(os, "open", lambda *_, **__: pytest.fail("it was opened"))
+    found = "procfs" if name.startswith("/proc") else "sysfs"
+    with pytest.raises(BadInput, match=f"a regular file, found a file of {found}") as caught:
+        read_bytes(path, "spec", SMALL)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the file systems are Linux's")
+def test_a_file_in_memory_and_one_behind_a_descriptor_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    with file.open("rb") as out:
+        assert read_bytes(Path(f"/proc/self/fd/{out.fileno()}"), "spec", SMALL) == b"x"
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared:
+        shared.write(b"y")
+        shared.flush()
+        assert read_bytes(Path(shared.name), "spec", SMALL) == b"y"
+
+
+def test_a_read_waits_for_its_bytes(tmp_path: Path) -> None:
+    """A read that does not wait may give None where bytes are expected."""
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    with open_regular(file, "spec") as opened:
+        assert os.get_blocking(opened.fileno())
 
 
 def test_bytes_that_are_no_text_are_named_by_their_place(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ ALLOWED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "engine/findings/logs.py",
             "engine/log/columns.py",
             "engine/log/read.py",
             "engine/watch/supervisor.py",
