@@ -102,6 +102,17 @@ TOKENIZER_PROBE = Limit(
     unit="characters",
     beyond="tried with its beginning",
 )
+TOKENIZER_PARTS = Limit(
+    what="parts of a tokenizer's normalizer, pre-tokenizer, decoder and post-processor, patterns included",
+    most=256,
+    unit="parts",
+)
+UNCUT_TEXT = Limit(
+    what="a run of letters, spaces or signs without a place at which a tokenizer may cut it; for a tokenizer "
+    "of other parts than those of GPT-2, Qwen2, Qwen3 and Llama 3, a document",
+    most=MIB,
+    unit="bytes",
+)
 MODEL_TEXT = Limit(what="a chat template or licence of a model", most=16 * MIB, unit="bytes")
 
 # Training and evaluation text. Files are read in pieces; one piece is held in memory.
@@ -240,6 +251,9 @@ def markdown() -> str:
         "| input | limit | beyond it |",
         "|---|---|---|",
         *(f"| {one.what} | {one.most:,} {one.unit} | {one.beyond} |" for one in table()),
+        "",
+        "A document is tokenized in pieces. Beside its text, that takes at most 8 bytes for each of its tokens, and a",
+        "byte of normalized text is at most one token of byte-level BPE; and 512 MiB.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from engine.data.corpus import Document
 from engine.formats.tokenizer import Tokenizer
 
+_HASHED_AT_ONCE = 1 << 20
+"""Tokens that are widened for the hash at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenStream:
@@ -54,10 +57,15 @@ def tokenize(
     lengths = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
     tokens = np.full(lengths.sum(), end_of_text_id, dtype=width)
     start = 0
-    for ids in encoded:
+    # Each document's ids are dropped when copied: with those, the tokens and the document of each token,
+    # a token would take 12 bytes at once.
+    encoded.reverse()
+    while encoded:
+        ids = encoded.pop()
         tokens[start : start + len(ids)] = ids
         start += len(ids) + 1
-    return make_stream(tokens, np.repeat(np.arange(len(encoded), dtype=np.int32), lengths))
+        del ids
+    return make_stream(tokens, np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
 
 
 def make_stream(tokens: NDArray[Any], documents: NDArray[np.int32]) -> TokenStream:
@@ -65,6 +73,8 @@ def make_stream(tokens: NDArray[Any], documents: NDArray[np.int32]) -> TokenStre
     assert tokens.ndim == 1 and tokens.shape == documents.shape
     digest = hashlib.sha256()
     for values in (tokens, documents):
-        digest.update(np.ascontiguousarray(values, dtype="<u4").data)
+        for start in range(0, len(values), _HASHED_AT_ONCE):
+            part = values[start : start + _HASHED_AT_ONCE]
+            digest.update(np.ascontiguousarray(part, dtype="<u4").data)
         values.flags.writeable = False
     return TokenStream(tokens=tokens, documents=documents, sha256=digest.hexdigest())

@@ -23,6 +23,11 @@ itself names. If the child fails, the file is refused with the reason. A tokeniz
 byte-level BPE with an expression of a known family, is not tested. Others cost a third of a second,
 once for each content and process. Not covered: a hostile file that misbehaves only on a text that
 is not tested.
+
+**A long document goes through the library in pieces**, because the library holds about 320 bytes for
+each part of the text it has in hand. A piece ends only where it is proved that the tokens of the
+pieces are those of the whole: see `_Cuts`. Where a document has no such place for `UNCUT_TEXT`, it
+is refused.
 """
 
 from __future__ import annotations
@@ -31,10 +36,12 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +58,10 @@ FILE_NAME = "tokenizer.json"
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|im_end|>", "</s>")
 """Searched in this order: in a chat model the first ends a document, the second only a turn."""
 
-# The library needs about 100 bytes per token while it holds a batch, so this limits it to tens of
-# MiB.
-_BATCH_CHARACTERS = 1 << 20
+# The library needs up to 320 bytes per character while it holds a batch, so this limits it to 80 MiB.
+# Its threads share a batch by pieces.
+_BATCH_CHARACTERS = 1 << 18
+_PIECE_CHARACTERS = 1 << 15
 _START_BYTES = 512
 _OTHER_FORMATS = ("merges.txt", "tokenizer.model", "vocab.json", "vocab.txt")
 _LIBRARY_PREFIX = "Cannot instantiate Tokenizer from buffer: "
@@ -117,6 +125,7 @@ class Tokenizer:
         self.sha256 = sha256
         """SHA-256 of the bytes of the file."""
         self._end_of_text = end_of_text
+        self._cuts = _cuts_of(inner)
         ids = inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         """The highest id + 1, added tokens included."""
@@ -146,21 +155,52 @@ class Tokenizer:
     ) -> list[NDArray[np.uint32]]:
         """Return the ids of each text, in order.
 
-        `progress(done, total)` counts characters, after each batch of about a million.
+        `progress(done, total)` counts characters, after each batch of about a quarter of a million.
+        Raises TokenizerError for a text that cannot be cut and is too long to be taken whole.
         """
         import numpy as np
 
         total = sum(len(text) for text in texts)
         done = 0
-        encoded: list[NDArray[np.uint32]] = []
-        for batch in _batches(texts):
+        # An array grows in place: a list of the pieces' ids, joined at the end, would hold them twice.
+        encoded = [array("I") for _ in texts]
+        for batch in _batches(self._pieces(texts)):
+            pieces = [piece for _, piece in batch]
             with _panic_is_bad_input(self.path):
-                encodings = self._inner.encode_batch_fast(batch, add_special_tokens=False)
-            encoded.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
-            done += sum(len(text) for text in batch)
+                encodings = self._inner.encode_batch_fast(pieces, add_special_tokens=False)
+            for (text, _), encoding in zip(batch, encodings, strict=True):
+                encoded[text].extend(encoding.ids)
+            done += sum(map(len, pieces))
             if progress is not None:
                 progress(done, total)
-        return encoded
+        return [np.frombuffer(ids, dtype=np.uint32) for ids in encoded]
+
+    def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Yield each text in pieces, with its index."""
+        for index, text in enumerate(texts):
+            start = 0
+            while len(text) - start > 2 * _PIECE_CHARACTERS:
+                end = self._cuts.before(text, start, start + _PIECE_CHARACTERS)
+                end = end or self._cuts.after(text, start, start + _PIECE_CHARACTERS)
+                if end is None:
+                    break
+                yield index, self._whole(text[start:end], start)
+                start = end
+            yield index, self._whole(text[start:], start)
+
+    def _whole(self, piece: str, start: int) -> str:
+        """Return a piece that cannot be cut further, if it is not too long."""
+        # A character has at most 4 bytes.
+        most = limits.UNCUT_TEXT.most
+        if len(piece) * 4 > most and (size := len(piece.encode("utf-8", "replace"))) > most:
+            raise TokenizerError.expected(
+                "tokenizer",
+                self.path,
+                f"text that can be cut without changing its tokens after {limits.UNCUT_TEXT}",
+                f"{size:,} bytes from character {start:,} on that cannot",
+                hint="break the line, or split the document",
+            )
+        return piece
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, with special tokens spelt out. An id that is not a token gives
@@ -309,6 +349,14 @@ def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
         raise TokenizerError.expected("tokenizer", path, "JSON", found) from None
     if not isinstance(record, dict):
         raise TokenizerError.expected("tokenizer", path, "a JSON object", "another value")
+    parts = [record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
+    # Every part is run over every text, one after the other.
+    count = sum(1 for _ in _tables(parts))
+    # A template has a table for each special token.
+    count += sum("type" in one for one in _tables(record.get("post_processor")))
+    if count > limits.TOKENIZER_PARTS.most:
+        found = f"{count:,}"
+        raise TokenizerError.expected("tokenizer", path, f"{limits.TOKENIZER_PARTS}", found)
     # Without the model, which is nearly all of the file, and for which the library has its own
     # limit.
     rest = {key: value for key, value in record.items() if key != "model"}
@@ -343,17 +391,201 @@ def _check_added_ids(record: dict[str, Any], inner: tokenizers.Tokenizer, path: 
             )
 
 
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    batch: list[tuple[int, str]] = []
     characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
+    for index, piece in pieces:
+        batch.append((index, piece))
+        characters += len(piece)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+# Where a document may be cut.
+#
+# A place between the characters x and y is safe if the tokens of the text up to it, followed by those
+# of the text from it on, are the tokens of the whole. The library works in five steps, and each has to
+# treat both sides alone as it treats them together:
+#
+# - Added tokens are searched in the text, and those marked so in the normalized text. Safe if none
+#   spans the place, and, for those that look at or take in what is beside them, if none touches it.
+# - The normalizer: safe if x and y are characters that no normal form changes or joins with others.
+# - The first pre-tokenizer: see `_WORDS_END` and `_DIGITS`. Its expressions never look behind, so from
+#   a place where a part ends the rest is cut as if the text began there.
+# - Further pre-tokenizers and the model see one part at a time.
+# - The post-processor: nothing is added around a text.
+
+_CLASSES = {
+    "L": "A-Za-z\u4e00-\u9fa5",
+    "D": "0-9",
+    "S": "\\t\\n\\x0b\\x0c\\r ",
+    "P": "!-/:-@\\[-_{|}~\u3001\u3002",
+}
+"""Letters, digits, space and punctuation that every expression counts as such and every normal form
+leaves alone. All other characters, combining ones among them, are never beside a cut."""
+_WORDS_END = ("LD", "LS", "LP", "DL", "DS", "DP", "PD")
+"""Classes of x and y between which a part always ends, in the expressions of GPT-2, Qwen2 and Llama 3: a
+part with a letter ends with its last letter, and a digit stands only with digits (in GPT-2's also after
+a space). Nothing after x decides how far the part reaches that holds x, as it would if x were a space."""
+_MARKS_END = ("LP", "DP", "PL", "PD")
+"""The same for the expression that separates runs of punctuation from everything else."""
+_DIGITS = {"": 1, "{1,3}": 3}
+"""Digits of a part, for each form of `_WORDS`: counted from the start of a run of digits."""
+_INDEPENDENT = frozenset({"Split", "ByteLevel", "Digits"})
+"""Pre-tokenizers whose result for a part depends on that part alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """The places at which documents may be cut for one tokenizer."""
+
+    ends: tuple[str, ...] = ()
+    """Classes of the characters on both sides; none where no place is known to be safe."""
+    digits: int = 0
+    """Number of digits after which a run of digits may be cut; 0 for never."""
+    spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Added tokens by each two characters in them."""
+    normalized: frozenset[str] = frozenset()
+    """Two characters beside each other in an added token that is searched in the normalized text."""
+    touching: frozenset[str] = frozenset()
+    """First characters of added tokens that are not to begin at a cut, and last of those not to end there."""
+
+    def before(self, text: str, start: int, end: int) -> int | None:
+        """The last safe place after `start`, up to `end`."""
+        return self._first(text, start, range(end, start, -1))
+
+    def after(self, text: str, start: int, end: int) -> int | None:
+        """The first safe place from `end` on, as far as a piece may reach."""
+        last = min(len(text), start + limits.UNCUT_TEXT.most + 1)
+        return self._first(text, start, range(end, last))
+
+    def _first(self, text: str, start: int, places: range) -> int | None:
+        if not self.ends:
+            return None
+        run_start = -1
+        for place in places:
+            x, y = text[place - 1], text[place]
+            classes = _CLASS_OF.get(x, "?") + _CLASS_OF.get(y, "?")
+            if classes != "DD":
+                run_start = -1
+                if classes not in self.ends:
+                    continue
+            elif self.digits != 1:
+                if not 0 <= run_start < place:
+                    run_start = self._run_start(text, start, place)
+                whole = self.digits and (place - run_start) % self.digits == 0
+                if not whole or not self._begins(text, start, run_start):
+                    continue
+            if x in self.touching or y in self.touching or x + y in self.normalized:
+                continue
+            if not self._spanned(text, place):
+                return place
+        return None
+
+    @staticmethod
+    def _run_start(text: str, start: int, place: int) -> int:
+        while place > start and _CLASS_OF.get(text[place - 1]) == "D":
+            place -= 1
+        return place
+
+    @staticmethod
+    def _begins(text: str, start: int, run_start: int) -> bool:
+        """Whether a run of digits begins here: a digit of another script before it would belong to it."""
+        return run_start == start or text[run_start - 1] in _CLASS_OF
+
+    def _spanned(self, text: str, place: int) -> bool:
+        """Whether an added token begins before the place and ends after it."""
+        for token in self.spans.get(text[place - 1 : place + 1], ()):
+            for inside in range(1, len(token)):
+                if place >= inside and text.startswith(token, place - inside):
+                    return True
+        return False
+
+
+def _class_of() -> dict[str, str]:
+    letters = {name: re.compile(f"[{characters}]") for name, characters in _CLASSES.items()}
+    alphabet = [chr(code) for code in (*range(128), 0x3001, 0x3002, *range(0x4E00, 0x9FA6))]
+    return {
+        one: name for one in alphabet for name, pattern in letters.items() if pattern.fullmatch(one)
+    }
+
+
+_CLASS_OF = _class_of()
+
+
+def _cuts_of(inner: tokenizers.Tokenizer) -> _Cuts:
+    """Return where documents may be cut; nowhere unless every part of the tokenizer is known."""
+    normalizers = _parts(inner.normalizer, "normalizers")
+    cutters = _parts(inner.pre_tokenizer, "pretokenizers")
+    if not cutters or any(one["type"] not in ("NFC", "NFD", "NFKC", "NFKD") for one in normalizers):
+        return _Cuts()
+    first, *further = cutters
+    if any(one["type"] not in _INDEPENDENT for one in further):
+        return _Cuts()
+    if not all(map(_adds_nothing, _parts(inner.post_processor, "processors"))):
+        return _Cuts()
+    ends, digits = _known_places(first)
+    added = inner.get_added_tokens_decoder().values()
+    spans: dict[str, set[str]] = {}
+    normalized, touching = set[str](), set[str]()
+    for token in added:
+        content = token.content
+        if token.normalized and inner.normalizer is not None:
+            forms = [content, inner.normalizer.normalize_str(content)]
+            normalized |= {form[i : i + 2] for form in forms for i in range(len(form) - 1)}
+        for i in range(len(content) - 1):
+            spans.setdefault(content[i : i + 2], set()).add(content)
+        if token.lstrip or token.rstrip or token.single_word:
+            touching |= {content[:1], content[-1:]}
+        if digits > 1 and (content[:1].isnumeric() or content[-1:].isnumeric()):
+            digits = 0  # the digits are counted from the end of such a token
+    found = {pair: tuple(sorted(contents)) for pair, contents in spans.items()}
+    return _Cuts(ends, digits, found, frozenset(normalized), frozenset(touching))
+
+
+def _parts(part: Any, inside: str) -> list[dict[str, Any]]:
+    """Return a part of the library's tokenizer as a list of the parts it consists of."""
+    if part is None:
+        return []
+    found, waiting = [], [json.loads(part.__getstate__())]
+    while waiting:
+        one = waiting.pop()
+        if one["type"] == "Sequence":
+            waiting += reversed(one[inside])
+        else:
+            found.append(one)
+    return found
+
+
+def _known_places(first: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+    """Return after which classes of characters a pre-tokenizer ends a part, and after how many digits."""
+    if first["type"] == "ByteLevel" and first["use_regex"] and not first["add_prefix_space"]:
+        return _WORDS_END, 0
+    if first["type"] != "Split" or (first["behavior"], first["invert"]) not in (
+        ("Isolated", False),
+        ("Removed", True),
+    ):
+        return (), 0
+    expression = first["pattern"].get("Regex")
+    for count, digits in _DIGITS.items():
+        if expression == _WORDS.replace("DIGITS", count):
+            return _WORDS_END, digits
+    if expression in (_GPT2, _GPT2 + r"|\s+"):
+        # Without the last alternative, spaces before a word are a gap, and the gap is a part as well.
+        return _WORDS_END, 0
+    if expression == PRE_TOKENIZERS["default"].splits[0] and not first["invert"]:
+        return _MARKS_END, 0
+    return (), 0
+
+
+def _adds_nothing(processor: Mapping[str, Any]) -> bool:
+    """Whether a post-processor leaves the ids of a text as they are, where no special token is asked for."""
+    if processor["type"] == "TemplateProcessing":
+        return sum("Sequence" in one for one in processor["single"]) == 1
+    return bool(processor["type"] == "ByteLevel")
 
 
 def _try(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None:
