@@ -39,6 +39,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +75,8 @@ _KNOWN_PARTS = frozenset(
     {"NFC", "NFD", "NFKC", "NFKD", "Sequence", "Split", "ByteLevel", "TemplateProcessing"}
 )
 _NAMED_TEXTS = 200
+_STDERR = 2
+_stderr_is_ours = threading.RLock()
 _tried: set[str] = set()
 """SHA-256 of the files that this process has tested."""
 
@@ -299,12 +303,58 @@ def _panic_is_bad_input(path: Path) -> Iterator[None]:
     and has no class that could be imported.
     """
     try:
-        yield
+        with _panics_print_nothing():
+            yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not _is_panic(error):
             raise
         found = f"a panic of the library: {' '.join(str(error).split())[:200]}"
         raise TokenizerError.expected("tokenizer", path, "one that works", found) from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _panics_print_nothing() -> Iterator[None]:
+    """Hold back what is written to the file descriptor of stderr, and drop it if the library panics.
+
+    A panic prints its place and stack there before it becomes an exception, and nothing in Python can
+    replace the hook that prints. What other threads write meanwhile is written when the library returns.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_stderr_is_ours)
+        held = -1
+        # Without a stderr, a temporary file or a free descriptor, nothing is held back.
+        with contextlib.suppress(OSError):
+            held = _held_back(stack)
+        try:
+            yield
+        except BaseException as error:
+            if held >= 0 and _is_panic(error):
+                os.ftruncate(held, 0)
+            raise
+
+
+def _held_back(stack: contextlib.ExitStack) -> int:
+    """Lead stderr into a nameless file until the stack is left; its content then goes to stderr."""
+    stderr = os.dup(_STDERR)
+    stack.callback(os.close, stderr)
+    file, name = tempfile.mkstemp()
+    stack.callback(os.close, file)
+    os.unlink(name)
+
+    def give_back() -> None:
+        os.dup2(stderr, _STDERR)
+        os.lseek(file, 0, os.SEEK_SET)
+        with contextlib.suppress(OSError):
+            while part := os.read(file, 1 << 16):
+                os.write(stderr, part)
+
+    os.dup2(file, _STDERR)
+    stack.callback(give_back)
+    return file
 
 
 def _read(path: Path) -> bytes:
