@@ -1,5 +1,5 @@
-"""What the suite shares: GPU tests skip visibly where there is no GPU, and `kit` is a whole tiny
-distillation to run.
+"""What the suite shares: `kit` is a whole tiny distillation to run, `whole` a run of it. What is skipped, and
+what is said of it, is in `tests/support/lacks.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.kit import Kit, make_kit
 
-pytest_plugins = ["tests.support.bounded_soak"]
+pytest_plugins = ["tests.support.gpu_turns", "tests.support.lacks", "tests.support.perf"]
 
-# A busy machine is not a fault of what is tested; hangs are pytest-timeout's business.
+# A busy machine is not a fault of what is tested; hangs are pytest-timeout's business. The examples are the
+# same each time: a new one that fails belongs to whoever looks for it (`--hypothesis-profile explore`).
 settings.register_profile(
-    "suite", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "suite",
+    deadline=None,
+    max_examples=50,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("explore", settings.get_profile("suite"), derandomize=False)
 settings.load_profile("suite")
 
 # Runs started by tests are tiny: one thread each leaves the other core to the other worker, and
@@ -76,16 +83,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not any("gpu" in item.keywords for item in items):
-        return
-    import torch
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reverse", action="store_true", help="the last test first")
 
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason=f"no GPU here: torch {torch.__version__} sees none")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.reverse:
+        items.reverse()
 
 
 @pytest.fixture(scope="session")

@@ -142,19 +142,23 @@ def _perplexity(arguments: argparse.Namespace) -> int:
 def _problems(arguments: argparse.Namespace) -> int:
     """Evaluate on HumanEval's and MBPP's problems. Invalid requests are refused before anything slow begins:
 
-    problems, results to compare with     read
+    problems, models, files of results    read, models as far as their headers
     sandbox                               opened
     model, prompts, file of results       opened, and compared with the request
     self-test                             of the sandbox and the problems: unfit problems are left out
     programs                              generated and judged, one line each
     """
+    from engine.evaluate.results import read_if_any
     from engine.evaluate.sandbox import open_sandbox
 
     _refuse_usage(arguments)
     problems = _read(arguments)
+    _refuse_no_model(arguments.model)
     other = _read_other(arguments.against, problems)
+    path = arguments.results or _results_file(arguments.model, problems)
+    read_if_any(path)
     try:
-        return _evaluate(arguments, problems, other, open_sandbox())
+        return _evaluate(arguments, problems, other, path, open_sandbox())
     except NoAnswer as error:
         if arguments.json:
             about = {"model": str(arguments.model.resolve()), "data_sha256": problems.sha256}
@@ -163,7 +167,11 @@ def _problems(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(
-    arguments: argparse.Namespace, problems: Problems, other: Side | None, sandbox: Sandbox
+    arguments: argparse.Namespace,
+    problems: Problems,
+    other: Side | None,
+    path: Path,
+    sandbox: Sandbox,
 ) -> int:
     from engine.evaluate.humaneval import self_test
     from engine.evaluate.report import compare, latest, report
@@ -177,7 +185,6 @@ def _evaluate(
         return left_out
 
     against = arguments.against
-    path = arguments.results or _results_file(arguments.model, problems)
     mine = _judge(arguments, arguments.model, path, problems, sandbox, prove)
     left_out = mine.about["left_out"]
     judged = _without(problems, left_out)
@@ -230,14 +237,12 @@ def _without(problems: Problems, names: Container[str]) -> Problems:
 
 def _read_other(against: Path | None, problems: Problems) -> Side | None:
     """Read the results that --against names; None where it names a model, or nothing."""
-    from engine.evaluate.model import model_path
     from engine.evaluate.results import is_results, read_results
-    from engine.formats.open import open_weights
 
     if against is None:
         return None
     if not is_results(against):
-        open_weights(model_path(against)).close()  # refused now, not after the first model
+        _refuse_no_model(against)
         return None
     about, lines = read_results(against)
     samples = (about.get("settings") or {}).get("samples", 1)
@@ -252,6 +257,14 @@ def _read_other(against: Path | None, problems: Problems) -> Side | None:
                 "problems, one program each"
             )
     return Side(about, lines)
+
+
+def _refuse_no_model(path: Path) -> None:
+    """Refuse what is no model now: a sandbox, or another model's programs, take longer than its headers."""
+    from engine.evaluate.model import model_path
+    from engine.formats.open import open_weights
+
+    open_weights(model_path(path)).close()
 
 
 def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -73,12 +73,10 @@ def refuse_other(
     empty when there is no file. Raises `BadInput` when the file is about another evaluation or is no file of
     results. `later` lists keys that are not known yet."""
     path = Path(path)
-    if not os.path.exists(path):
+    held = read_if_any(path)
+    if held is None:
         return [], 0
-    with open_regular(path, "results") as file:  # opening a FIFO would block
-        if not os.fstat(file.fileno()).st_size:
-            return [], 0
-    found, results, keep = _read(path)
+    found, results, keep = held
     wanted = _beginning(about)
     if not keep:
         raw = read_bytes(path, "results", limits.RESULTS)
@@ -99,6 +97,17 @@ def refuse_other(
             hint="name another file, or remove this one",
         )
     return results, keep
+
+
+def read_if_any(path: Path) -> tuple[dict[str, Any], list[Result], int] | None:
+    """Return what a file is about, its results and the bytes of its whole lines; None where there is no file
+    or an empty one. Raises `BadInput` where there is something else."""
+    if not os.path.exists(path):
+        return None
+    with open_regular(path, "results") as file:  # opening a FIFO would block
+        if not os.fstat(file.fileno()).st_size:
+            return None
+    return _read(path)
 
 
 def open_results(path: str | Path, about: Mapping[str, Any]) -> Results:

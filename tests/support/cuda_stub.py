@@ -6,8 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
+from tests.support.lacks import skip_for
 from tests.support.paths import SUPPORT
 
 STUB = SUPPORT / "libcuda_stub.c"
@@ -17,7 +16,7 @@ def compiled(folder: Path, *flags: str) -> Path:
     """Compile the stub; returns a folder with its libcuda.so.1."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("no C compiler to build a driver library for the test")
+        skip_for("a C compiler")
     target = folder / "libcuda.so.1"
     command = [compiler, "-shared", "-fPIC", *flags, str(STUB), "-o", str(target)]
     subprocess.run(command, check=True)

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
+from tests.support.lacks import skip_for
 from tests.support.running import environment as plain_environment
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +29,7 @@ def compiled(folder: Path) -> Path:
     """Compile the library with this machine's C compiler; the test is skipped where there is none."""
     compiler = shutil.which("cc")
     if compiler is None or sys.platform != "linux":
-        pytest.skip("no C compiler here: operations of the C library cannot be made to fail")
+        skip_for("a C compiler")
     library = folder / "faults.so"
     subprocess.run(
         [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(HERE / "faults.c"), "-ldl"],

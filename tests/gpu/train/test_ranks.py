@@ -14,6 +14,7 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from tests.support.kit import Kit
+from tests.support.lacks import skip_for
 from tests.support.running import engine, start, wait_for, wait_until_ended
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ def two_gpus() -> None:
     import torch
 
     if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
+        skip_for("two CUDA GPUs", f"torch sees {torch.cuda.device_count()}")
 
 
 def _run(kit: Kit, folder: Path, *, gpus: int, rows: int, **changes: object) -> RunView:

@@ -20,6 +20,7 @@ import pytest
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from tests.support.kit import Kit
+from tests.support.lacks import skip_for
 from tests.support.running import DEADLINE_S, engine, environment, start, wait_for, wait_until_ended
 
 pytestmark = [pytest.mark.attack, pytest.mark.soak]
@@ -30,12 +31,12 @@ ENGINE = [sys.executable, "-m", "engine"]
 @pytest.fixture(autouse=True, scope="module")
 def privileged() -> None:
     if os.getuid() != 0:
-        pytest.skip("needs root: other users and mounts are tried")
+        skip_for("root")
     if shutil.which("unshare") is None or shutil.which("setpriv") is None:
         pytest.skip("needs unshare and setpriv of util-linux")
     tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"])
     if tried.returncode:
-        pytest.skip("this machine lets even root make no mount of its own")
+        skip_for("root", "this machine lets even root make no mount of its own")
 
 
 @pytest.fixture
@@ -219,7 +220,7 @@ def test_a_wall_clock_that_is_set_turns_no_time_of_the_log_back(
     kit: Kit, tmp_path: Path, by_s: int
 ) -> None:
     if shutil.which("cc") is None:
-        pytest.skip("no C compiler here: the clock cannot be set for one process")
+        skip_for("a C compiler")
     (tmp_path / "clock.c").write_text(CLOCK)
     library, jump = tmp_path / "clock.so", tmp_path / "jump"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "clock.c"], check=True)

@@ -24,7 +24,6 @@ from engine.findings import finding as form
 from engine.findings.bundle import Bundle
 from engine.findings.finding import Closed, Finding
 from engine.findings.redact import Redactor
-from tests.support.bounded_soak import soak_part
 from tests.support.findings import ask, flip, hanging_run, starting
 from tests.support.paths import ROOT
 
@@ -107,7 +106,7 @@ def pieces_left(value: str, text: str, width: int) -> list[str]:
 def test_no_value_behind_a_telling_name_is_kept(position: int) -> None:
     chance = random.Random(SEED + position)
     redactor = Redactor({})
-    for _ in soak_part(range(120)):
+    for _ in range(120):
         name, value = chance.choice(NAMES), secret(chance)
         # A short value may stand in the text by chance: it is looked for behind marks of its own.
         if len(value) < 4:
@@ -133,7 +132,7 @@ def encodings(value: str) -> list[str]:
 
 def test_no_copy_or_piece_of_a_known_secret_is_kept() -> None:
     chance = random.Random(SEED)
-    for _ in soak_part(range(150)):
+    for _ in range(150):
         value = secret(chance, 12, 64)
         redactor = Redactor({"SOME_SERVICE_TOKEN": value, "HOME": "/home/me"})
         raw = value.encode()
@@ -156,7 +155,7 @@ def test_no_copy_or_piece_of_a_known_secret_is_kept() -> None:
 
 def test_a_secret_that_an_argument_told_is_not_kept_where_it_is_printed() -> None:
     chance = random.Random(SEED)
-    for _ in soak_part(range(200)):
+    for _ in range(200):
         value = secret(chance, 12, 40)
         if value.isalpha() and value.islower():
             continue
@@ -310,7 +309,7 @@ def forge(bundle: Bundle) -> None:
 
 def test_no_finding_of_nonsense_closes_or_verifies(here: Path) -> None:
     chance = random.Random(SEED)
-    for turn in soak_part(range(40)):
+    for turn in range(40):
         bundle = begun(here)
         bad_support = turn % 2 == 0
         support = nonsense_support(chance, here) if bad_support else ("flips/good",)

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import pytest
 
 import engine.demo
-from tests.support.bounded_soak import soak_part
 
 pytestmark = [pytest.mark.attack, pytest.mark.soak]
 
@@ -202,7 +201,7 @@ def test_specs(tmp_path: Path) -> None:
     from engine.spec import KEYS
 
     sound = spec_of(tmp_path).read_text()
-    for number in soak_part(range(90)):
+    for number in range(90):
         random_ = random.Random(f"20 {number}")
         text: str | bytes
         if number % 3 == 0:
@@ -236,7 +235,7 @@ def test_specs(tmp_path: Path) -> None:
 def test_sets(tmp_path: Path) -> None:
     from engine.spec import KEYS
 
-    for number in soak_part(range(120)):
+    for number in range(120):
         random_ = random.Random(f"21 {number}")
         key = random_.choice([*KEYS, "", "no.such", "a" * 500, "train", "a.b.c", "\n"])
         value = random_.choice(
@@ -249,7 +248,7 @@ def test_sets(tmp_path: Path) -> None:
 def test_shapes_of_models(tmp_path: Path) -> None:
     sound = json.loads((DEMO / "student.json").read_text())
     spec = spec_of(tmp_path, student__config=tmp_path / "config.json")
-    for number in soak_part(range(60)):
+    for number in range(60):
         random_ = random.Random(f"22 {number}")
         other = json.dumps(sound if number % 3 == 0 else planted(sound, random_))
         raw = bent(other, random_) if number % 3 == 0 else other.encode()
@@ -270,7 +269,7 @@ def test_tokenizers(tmp_path: Path) -> None:
         "",
     ]
     expressions += ["a{1000000000}", "(?R)", "((.*)*)*$", "\\x{FFFFFFFF}", "(?i)" * 3000]
-    for number in soak_part(range(25)):
+    for number in range(25):
         random_ = random.Random(f"23 {number}")
         record = dict(sound)
         kind = number % 5
@@ -301,7 +300,7 @@ def test_tokenizers(tmp_path: Path) -> None:
 
 
 def test_texts(tmp_path: Path) -> None:
-    for number in soak_part(range(40)):
+    for number in range(40):
         random_ = random.Random(f"24 {number}")
         name = random_.choice(["a.txt", "a.jsonl", "f/a.md", "f/a.py", "a", "a.gz"])
         path = tmp_path / f"text{number}" / name
@@ -333,7 +332,7 @@ def test_problems_and_results(tmp_path: Path) -> None:
         "canonical_solution": "    return 1\n",
         "test": "def check(f):\n    assert f() == 1\n",
     }
-    for number in soak_part(range(30)):
+    for number in range(30):
         random_ = random.Random(f"25 {number}")
         record = planted(sound, random_)
         raw = (
@@ -356,7 +355,7 @@ def test_settings_of_runs(tmp_path: Path) -> None:
     # A student that is not there: what is sound ends there, and starts nothing.
     spec = {"student": {"path": "/no/student"}, "loss": {"alpha": 1.0}, "train": {"steps": 30}}
     sound = {"engine": "1", "spec": spec, "spec_sha256": "0" * 64, "sets": [], "changes": []}
-    for number in soak_part(range(60)):
+    for number in range(60):
         random_ = random.Random(f"26 {number}")
         raw = (
             bent(json.dumps(sound), random_)

@@ -24,7 +24,6 @@ from engine.cli.main import main
 from engine.errors import RunLogError
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
-from tests.support.bounded_soak import soak_count, soak_part
 from tests.support.hostile_logs import ACTED_ON, hostile_run, is_a_run
 from tests.support.notebook_pages import CountedComm, comms, drawn
 from tests.support.screens import NEVER_S, settle
@@ -39,7 +38,7 @@ pytestmark = [pytest.mark.attack, pytest.mark.soak, pytest.mark.filterwarnings("
 comms = comms
 
 SEEDS, PARTS = 400, 4
-EACH = soak_count(SEEDS // PARTS)
+EACH = SEEDS // PARTS
 LIMIT_S = 30
 CODES = {0, 1, 2, 64, 65}
 MOST_OUT, MOST_ERR = 3_000_000, 10_000
@@ -69,7 +68,7 @@ def limited(what: str) -> Iterator[None]:
 
 
 def of_part(part: int, tmp_path: Path) -> Iterator[tuple[int, RunFolder]]:
-    for seed in soak_part(range(part * SEEDS // PARTS, (part + 1) * SEEDS // PARTS)):
+    for seed in range(part * SEEDS // PARTS, (part + 1) * SEEDS // PARTS):
         folder = tmp_path / "runs"
         yield seed, hostile_run(folder, seed)
         for path in folder.rglob("*"):
@@ -202,7 +201,7 @@ def test_a_page_of_a_notebook_gets_bounded_plain_messages(part: int, tmp_path: P
 def test_widgets_of_hostile_runs_go_on_polling_and_hold_no_markup(
     tmp_path: Path, comms: type[CountedComm]
 ) -> None:
-    for seed in soak_part(range(SEEDS, SEEDS + 24)):
+    for seed in range(SEEDS, SEEDS + 24):
         run = hostile_run(tmp_path / str(seed), seed)
         if not is_a_run(run):
             continue
@@ -228,7 +227,7 @@ def test_screens_draw_any_run_without_a_character_that_acts(part: int, tmp_path:
     """The list of runs, then the screen of each run, all its panes, from one program."""
     folder = tmp_path / "runs"
     rng = random.Random(part)
-    seeds = soak_part(range(1000 + part * 30, 1000 + (part + 1) * 30))
+    seeds = range(1000 + part * 30, 1000 + (part + 1) * 30)
     for seed in seeds:
         hostile_run(folder, seed)
     sizes = itertools.cycle([(80, 24), (140, 45), (30, 9)])

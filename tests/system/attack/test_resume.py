@@ -20,7 +20,6 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.train import run as trainer_module
 from engine.verdict import Level
-from tests.support.bounded_soak import soak_part
 from tests.support.checked_runs import Run, World, make_world
 from tests.support.finished_runs import carried_out
 from tests.support.healthy_runs import asked, drawn, killed_after_each_step
@@ -66,7 +65,7 @@ def test_a_gradient_of_another_size_or_sign_is_never_passed_and_nearly_always_re
     world: World, tmp_path: Path
 ) -> None:
     found: Counter[Level] = Counter()
-    for seed in soak_part(SEEDS):
+    for seed in SEEDS:
         run, rng = drawn(world, seed, STEPS), random.Random(seed)
         saved, _ = run.train(tmp_path / str(seed))
         resumed = run.resume(rng.choice(saved))
@@ -93,7 +92,7 @@ def test_whatever_becomes_of_checkpoints_a_run_goes_on_from_what_is_there_or_say
     made, code = carried_out(kit, tmp_path, **settings)
     assert code == 0
     rng = random.Random(7)
-    for case in soak_part(range(16)):
+    for case in range(16):
         run = RunFolder(tmp_path / str(case))
         shutil.copytree(made.path, run.path)
         fates = {step: rng.choice(["kept", "gone", "damaged"]) for step in (1, 2, 3, 4)}

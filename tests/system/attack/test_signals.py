@@ -17,7 +17,8 @@ from tests.support.kit import Kit
 from tests.support.running import DEADLINE_S, environment
 
 pytestmark = [pytest.mark.attack, pytest.mark.soak]
-WITHIN_S = float(os.environ.get("APR_TEST_LEEWAY_S", "2")) + 2.0
+WITHIN_S = 4.0
+"""Two seconds, and as much again for a machine that other tests keep busy."""
 MARK = "APR_ATTACK_MARK"
 COMMANDS = {
     "distill": ("distill", "SPEC", "--out", "OUT/run"),

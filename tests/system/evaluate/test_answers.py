@@ -30,7 +30,7 @@ from engine.evaluate.perplexity import perplexity, read_documents
 from engine.evaluate.problems import Problem, Problems, read_problems
 from engine.evaluate.report import compare, report, report_of_file
 from engine.evaluate.results import Result, open_results, read_results
-from engine.evaluate.sandbox import Exam, Sandbox, Trial, open_sandbox
+from engine.evaluate.sandbox import Exam, Sandbox, Trial
 from engine.evaluate.statistics import bootstrap, mcnemar, wilson
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import read_config
@@ -39,6 +39,7 @@ from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.spec import LossSection, TrainSection
 from engine.train.trainer import Trainer
 from tests.support.kit import Kit
+from tests.support.lacks import open_sandbox_here
 
 TASKS = [
     ("double", "x", "Twice x.", "return 2 * x", ["(2) == 4", "(-3) == -6"]),
@@ -82,10 +83,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="session")
 def sandbox() -> Sandbox:
-    try:
-        return open_sandbox()
-    except NoAnswer as error:
-        pytest.skip(f"no sandbox here: {error.message}")
+    return open_sandbox_here()
 
 
 @pytest.fixture(scope="session")

@@ -13,23 +13,20 @@ from pathlib import Path
 import pytest
 
 from engine.cli.main import main
-from engine.errors import NoAnswer
 from engine.evaluate import guest_wire, humaneval
 from engine.evaluate.guest_judge import Judged, judge
 from engine.evaluate.problems import read_problems
-from engine.evaluate.sandbox import TRIES, Exam, Sandbox, open_sandbox
+from engine.evaluate.sandbox import TRIES, Exam, Sandbox
 from engine.limits import ANSWER_BITS, ANSWER_BYTES, ANSWER_DEPTH
 from engine.models.generate import Piece
 from tests.support.exam_shapes import RIGHT, RIGHT_TOO, SHAPES, WRONG, everywhere, exam
 from tests.support.kit import Kit
+from tests.support.lacks import open_sandbox_here
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    try:
-        return open_sandbox(cpu_s=2, clock_s=20)
-    except NoAnswer as error:
-        pytest.skip(f"no sandbox here: {error.message}")
+    return open_sandbox_here(cpu_s=2, clock_s=20)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import NoAnswer
 from engine.evaluate import sandbox as module
 from engine.evaluate.hostile import HOSTILES, not_contained
-from engine.evaluate.sandbox import Exam, Sandbox, open_sandbox
+from engine.evaluate.sandbox import Exam, Sandbox
+from tests.support.lacks import open_sandbox_here, skip_for
 
 OUTSIDE = (
     "mode of a device",
@@ -31,10 +31,7 @@ OUTSIDE = (
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    try:
-        return open_sandbox(cpu_s=2, clock_s=20)
-    except NoAnswer as error:
-        pytest.skip(f"no sandbox here: {error.message}")
+    return open_sandbox_here(cpu_s=2, clock_s=20)
 
 
 def test_attacks_on_what_is_outside_are_refused(sandbox: Sandbox) -> None:
@@ -126,7 +123,7 @@ print(*not_contained(sandbox, some), sep="\\n")
 def test_an_ordinary_user_changes_no_metadata_outside(sandbox: Sandbox) -> None:
     """The owner of /dev/zero is root, but its times are set by whoever may write to it."""
     if os.geteuid() != 0:
-        pytest.skip("the tests run as an ordinary user already")
+        skip_for("root", "the tests run as an ordinary user already")
     root = Path(module.__file__).parents[2]
     why = ""
     # The Python of the tests may lie where only root can go.
@@ -151,4 +148,4 @@ def test_an_ordinary_user_changes_no_metadata_outside(sandbox: Sandbox) -> None:
             assert ran.stdout == "pass 1 calls, 1 assertions\n\n"
             return
         why = ran.stderr.strip().splitlines()[-1]
-    pytest.skip(f"no sandbox for nobody: {why}")
+    skip_for("bubblewrap", f"for nobody: {why}")

@@ -23,6 +23,8 @@ from engine.evaluate.guest_wire import NotPlain, pack, unpack
 from engine.evaluate.hostile import HOSTILES, WANTED, Host, Hostile, not_contained
 from engine.evaluate.sandbox import Exam, Sandbox, _verdict, open_sandbox
 from engine.evaluate.seccomp import seccomp_filter
+from tests.support.lacks import open_sandbox_here
+from tests.support.perf import within
 
 REPRESENTATIVE = (
     "fork bomb",
@@ -40,10 +42,7 @@ REPRESENTATIVE = (
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    try:
-        return open_sandbox(cpu_s=2, clock_s=20)
-    except NoAnswer as error:
-        pytest.skip(f"no sandbox here: {error.message}")
+    return open_sandbox_here(cpu_s=2, clock_s=20)
 
 
 def exam(text: str, setup: str = "") -> Exam:
@@ -76,13 +75,14 @@ def test_a_failure_says_its_cause(sandbox: Sandbox, program: str, reason: str) -
     assert reason in trial.reason
 
 
+@pytest.mark.perf
 def test_a_program_that_waits_is_ended_by_the_clock_and_leaves_nothing(sandbox: Sandbox) -> None:
     start_s = time.monotonic()
     trial = replace(sandbox, clock_s=1.0).try_program(
         "import time\ndef f(): time.sleep(1000)", exam("assert f() is None")
     )
     assert trial == ("fail", "not finished after 1 s")
-    assert time.monotonic() - start_s < 15
+    within(time.monotonic() - start_s, 15)
     listed = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True)
     mine = [line for line in listed.stdout.splitlines() if line.split()[0] == str(os.getpid())]
     assert not [line for line in mine if "bwrap" in line]
@@ -397,7 +397,7 @@ def test_a_killed_evaluation_leaves_no_program(sandbox: Sandbox, tmp_path: Path)
     )
     running = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None and running.stdout.readline() == "ready\n"
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 240
     children: list[str] = []
     while len(children) < 2 and time.monotonic() < deadline_s:
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()

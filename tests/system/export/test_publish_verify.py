@@ -34,6 +34,7 @@ from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.quant.blocks import NOISE_FLOORS
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
+from tests.support.lacks import needs
 from tests.support.paths import ROOT
 
 STEPS, IDS = 4, 11
@@ -231,9 +232,7 @@ def test_a_peer_that_is_absent_says_so_with_an_exit_status_of_its_own(tmp_path: 
     assert done.returncode == 3 and "transformers is not installed: not today" in done.stdout
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
-)
+@needs("llama.cpp", importlib.util.find_spec("llama_cpp"))
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_llama_cpp_gives_the_same_tokens_and_text(family: str, kit: Kit, tmp_path: Path) -> None:
     names = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}

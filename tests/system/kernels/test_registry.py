@@ -18,6 +18,7 @@ from engine.kernels.compiler import key_for
 from engine.kernels.key import Variant
 from engine.kernels.prewarm import warm_up
 from engine.kernels.registry import KernelRegistry, check_arguments, pointer_type
+from tests.support.perf import within
 from tests.support.small_kernels import deaf, scaled
 
 ARCH = 90
@@ -64,6 +65,7 @@ def test_what_would_be_launched_can_be_noted_instead() -> None:
     assert noted == []
 
 
+@pytest.mark.perf
 def test_a_miss_says_its_key_its_time_and_whether_the_disk_had_it() -> None:
     first, second = KernelRegistry(ARCH), KernelRegistry(ARCH)
     first.warm(scaled())
@@ -72,7 +74,8 @@ def test_a_miss_says_its_key_its_time_and_whether_the_disk_had_it() -> None:
     key = key_for(scaled(), ARCH)
     assert (compiled.key, compiled.digest) == (str(key), key.digest) == (loaded.key, loaded.digest)
     assert (compiled.disk_hit, loaded.disk_hit) == (False, True)
-    assert compiled.seconds > loaded.seconds > 0
+    assert loaded.seconds > 0
+    within(loaded.seconds, compiled.seconds)
     assert (second.summary()[0].misses, second.summary()[0].disk_hits) == (1, 1)
     assert compiled.lines()[0].startswith("compiled in ")
     assert loaded.lines()[0].startswith("loaded from disk in ")

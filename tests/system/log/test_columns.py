@@ -53,6 +53,7 @@ from engine.watch.supervisor import _Supervisor
 from engine.watch.watcher import Watcher
 from tests.support.faults import HERE, compiled, environment
 from tests.support.long_runs import write_long_run
+from tests.support.perf import ratio_within
 from tests.support.run_events import KINDS, example_of, opened, picture, started, step
 from tests.support.small_logs import followed, long_log, long_logs, one_by_one, small_sizes
 
@@ -867,6 +868,7 @@ def test_a_long_run_is_not_opened_event_by_event(
     assert sum(read.values()) < 0.3 * written.lines
 
 
+@pytest.mark.perf
 def test_opening_costs_little_more_than_decoding_every_line(tmp_path: Path) -> None:
     """Against the library's own time for the same lines on the same machine, whatever else it does."""
     path = write_long_run(tmp_path / "run", steps=30_000, resume=False).events
@@ -880,11 +882,10 @@ def test_opening_costs_little_more_than_decoding_every_line(tmp_path: Path) -> N
         call()
         return time.process_time() - begin
 
-    # The best of some tries: what else goes on can only make one slower.
-    ratios = (timed(read) / timed(lambda: decoder.decode_lines(block)) for _ in range(3))
-    assert any(ratio < 2.7 for ratio in ratios)
+    ratio_within(lambda: timed(read) / timed(lambda: decoder.decode_lines(block)), 2.7, tries=3)
 
 
+@pytest.mark.perf
 def test_out_of_its_files_a_run_costs_a_fraction_of_its_lines(tmp_path: Path) -> None:
     run = RunFolder(write_long_run(tmp_path / "run", steps=30_000).folder)
     keep_all(run)
@@ -894,9 +895,7 @@ def test_out_of_its_files_a_run_costs_a_fraction_of_its_lines(tmp_path: Path) ->
         assert Follower(run, **how).read_all().last_step == 30_000
         return time.process_time() - begin
 
-    # The best of some tries: what else goes on can only make one slower.
-    ratios = (timed(files=True) / timed() for _ in range(4))
-    assert any(ratio < 0.7 for ratio in ratios)
+    ratio_within(lambda: timed(files=True) / timed(), 0.7, tries=4)
 
 
 def test_the_supervisor_keeps_the_columns_of_its_run(tmp_path: Path) -> None:

@@ -160,11 +160,10 @@ def test_a_pci_address_has_one_form(domain: int, bus: int, device: int) -> None:
     assert normal_pci_address(by_nvml) == normal_pci_address(by_cuda)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_the_drivers_facts_are_torchs() -> None:
     torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     facts = ask_in_child()
     assert facts.count.value == torch.cuda.device_count() == len(facts.devices)
     for device in facts.devices:
@@ -181,8 +180,6 @@ def test_the_drivers_facts_are_torchs() -> None:
 @pytest.mark.gpu
 def test_the_first_gpu_of_cuda_is_found_in_nvml_by_uuid() -> None:
     torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     nvml = open_nvml()
     assert not isinstance(nvml, Reading)
     memory = read_facts(nvml=nvml).memories[0]

@@ -398,8 +398,6 @@ def test_a_value_of_the_environment_that_no_run_takes_is_refused(
 @pytest.mark.gpu
 def test_on_a_gpu_the_class_of_its_memory_is_known() -> None:
     torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     done = run_doctor("--json")
     record = json.loads(done.stdout)
     facts = record["facts"]

@@ -16,6 +16,7 @@ import pytest
 from engine.log.follow import Follower
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit, tiny_config
+from tests.support.lacks import skip_for
 from tests.support.running import (
     DEADLINE_S,
     engine,
@@ -184,7 +185,7 @@ def test_a_disk_that_fills_up_while_training_ends_the_run_with_its_last_checkpoi
         ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], capture_output=True
     )
     if made.returncode != 0:
-        pytest.skip(f"a small file system cannot be mounted here: {made.stderr.decode().strip()}")
+        skip_for("root", made.stderr.decode().strip())
     try:
         run = small / "run"
         spec = kit.spec(tmp_path, train__steps=100000, eval__every=0, checkpoint__every=20)

@@ -411,6 +411,7 @@ def test_more_of_anything_never_needs_less(rows: int, seq_len: int, precision: s
 # On a GPU
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda c: f"{c.family}-{c.num_key_value_heads}")
@@ -426,6 +427,7 @@ def test_autograd_on_the_gpu_holds_what_the_formula_says(
         assert sum(terms.values()) == pytest.approx(held, rel=0.02), (rows, seq_len, terms)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("student", "teacher", "precision", "changes"),

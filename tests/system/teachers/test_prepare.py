@@ -22,7 +22,6 @@ from engine.teachers.store.keys import CacheError
 from engine.train.prepare import Plan, Wanted, plan_job
 from engine.train.stopping import StopRequest
 from tests.support import faults
-from tests.support.bounded_soak import soak_count
 from tests.support.kit import Kit
 from tests.support.paths import ROOT
 from tests.support.preparing import files_of, make_store
@@ -113,7 +112,7 @@ def test_a_kill_at_a_random_point_leaves_the_store_of_an_undisturbed_run(
 def test_many_kills_at_random_points(
     spec: Path, undisturbed: Path, tmp_path: Path, library: Path, seed: int
 ) -> None:
-    _kills(spec, undisturbed, tmp_path / "killed", library, seed=seed, count=soak_count(20))
+    _kills(spec, undisturbed, tmp_path / "killed", library, seed=seed, count=20)
 
 
 def test_a_damaged_shard_is_found_named_and_made_again(

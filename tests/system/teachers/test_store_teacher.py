@@ -212,14 +212,13 @@ def test_notes_that_nobody_asks_about_are_forgotten(spec_file: Path, hidden_stor
         )
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_rows_that_are_copied_beside_a_busy_gpu_are_those_that_are_stored(
     spec_file: Path, hidden_store: Path
 ) -> None:
     """Asked for while the device still works through what came before, as a step does; their memory is
     given away again while it does."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     spec, _ = load_spec(spec_file)
     device = torch.device("cuda")
     teacher, batches = cached(hidden_store, spec, device=device), batches_of(spec)

@@ -58,6 +58,7 @@ from tests.support.finished_runs import resumed_here
 from tests.support.flip_pairs import outcome, plan
 from tests.support.host_trees import MACHINE, write_tree
 from tests.support.kit import Kit, tiny_config
+from tests.support.lacks import skip_for
 from tests.support.packed_models import lively, make_config, write
 from tests.support.run_folders import Scene, started
 from tests.support.running import (
@@ -189,6 +190,7 @@ def test_an_exception_in_a_step_is_told_and_keeps_the_checkpoint(
     assert kept is not None and kept.step == 5
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_gpu_without_room_is_an_allocation_that_failed(kit: Kit, tmp_path: Path) -> None:
     torch.cuda.empty_cache()
@@ -596,7 +598,7 @@ EATER = "b = []\nwhile True: b.append(bytearray(1 << 20))"
 def test_a_child_beyond_the_limit_of_a_real_control_group_is_oom_memcg(tmp_path: Path) -> None:
     found = Host().find_cgroup("memory")
     if not hasattr(found, "mount"):
-        pytest.skip(f"no control group of memory here: {found}")
+        skip_for("a memory control group", found)
     group = found.mount / f"apr-oom-{os.getpid()}"
     limit = "memory.max" if found.version == 2 else "memory.limit_in_bytes"
     try:
@@ -605,7 +607,7 @@ def test_a_child_beyond_the_limit_of_a_real_control_group_is_oom_memcg(tmp_path:
     except OSError as error:
         with suppress(OSError):
             group.rmdir()
-        pytest.skip(f"no control group can be made here: {error}")
+        skip_for("a memory control group", error)
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", f"import sys; sys.stdin.read(1)\n{EATER}"], stdin=subprocess.PIPE

@@ -295,8 +295,6 @@ def test_a_ledger_adds_up_the_parts_of_a_phase(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_between_two_steps_nothing_waits_for_the_device(packed: bool) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     from engine.data.batches import Batches
     from engine.teachers.frozen import DequantizedTeacher
 

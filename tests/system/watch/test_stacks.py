@@ -28,6 +28,7 @@ from engine.watch.stacks import (
     read_dump,
     takes_signal,
 )
+from tests.support.lacks import needs
 from tests.support.running import environment
 
 DEADLINE_S = 120.0
@@ -321,7 +322,7 @@ def number_of(name: str) -> int:
     return next(number for number, known in stacks.SYSTEM_CALLS.items() if known == name)
 
 
-@pytest.mark.skipif(not stacks.SYSTEM_CALLS, reason="the calls of this machine are not listed")
+@needs("listed system calls", stacks.SYSTEM_CALLS)
 @pytest.mark.parametrize(
     ("letter", "ticks", "call", "state"),
     [

@@ -19,7 +19,7 @@ import pytest
 from tests.support.run_folders import completed, running
 from tests.support.terminals import ENTER_ALTERNATE, Terminal
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.perf]
 WATCHED_S = 20.0
 STEP_EVERY_S = 0.25
 KIB = 1024

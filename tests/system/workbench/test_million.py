@@ -22,15 +22,14 @@ from textual.pilot import Pilot
 import engine.log.columns as columns
 from engine.log.events import Known
 from engine.log.folder import RunFolder
-from tests.support.bounded_soak import soak_count
 from tests.support.long_runs import Written, write_long_run
 from tests.support.screens import on_screen
 from tests.support.terminals import Terminal
 from workbench.feed import RunFeed
 from workbench.notebook.stream import Stream
 
-pytestmark = pytest.mark.soak
-STEPS = soak_count(1_000_000)
+pytestmark = [pytest.mark.soak, pytest.mark.perf]
+STEPS = 1_000_000
 LIMIT_S = {"kept": 3.0, "alone": 4.0}
 TRIES = 3
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lacks import skip_for
 from tests.support.run_folders import completed, running
 from tests.support.terminals import (
     DEADLINE_S,
@@ -194,7 +195,7 @@ def size_of(tty: str) -> tuple[int, int]:
 @pytest.fixture
 def tmux(tmp_path: Path) -> Iterator[Tmux]:
     if shutil.which("tmux") is None:
-        pytest.skip("no tmux here")
+        skip_for("tmux")
     server = Tmux(tmp_path / "tmux")
     yield server
     subprocess.run(["tmux", "-S", str(server.socket), "kill-server"], capture_output=True)

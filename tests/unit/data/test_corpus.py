@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.data.corpus import Corpus, Document, _split, check_corpus, open_corpus
 from engine.data.sources import PASSAGE_BYTES, STDLIB, Piece, Skipped, list_pieces
 from engine.errors import CorpusError
+from tests.support.lacks import needs
 
 FRACTION = 0.3
 
@@ -265,7 +266,7 @@ def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "socket" in refused("s.txt")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
+@needs("an ordinary user", os.geteuid() != 0)
 def test_unreadable_file_and_folder_are_refused(tmp_path: Path) -> None:
     source = write_folder(tmp_path, numbered(10))
     (tmp_path / "part").chmod(0)

@@ -6,10 +6,12 @@ import math
 import time
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.log.table import Range, Table
+from tests.support.perf import within
 
 VALUES = st.none() | st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -1e308])
 
@@ -46,6 +48,7 @@ def test_a_column_that_grows_is_asked_again_and_an_older_table_does_not_see_it()
     assert grown.cut(64).extended([{"y": -5.0}] * 64).range("y").low == -5.0
 
 
+@pytest.mark.perf
 def test_any_rows_of_a_million_are_looked_at_in_milliseconds() -> None:
     count = 1_000_000
     table = Table(("y",)).extended_by({"y": np.zeros(count)})
@@ -53,4 +56,4 @@ def test_any_rows_of_a_million_are_looked_at_in_milliseconds() -> None:
     for start in range(0, count, 5000):
         assert table.range("y", start, start + 5000).high == 0.0
     assert table.range("y") == Range(0.0, 0.0, False)
-    assert time.process_time() - begin < 0.2
+    within(time.process_time() - begin, 0.2)

@@ -311,6 +311,7 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         assert item(budget, "loss workspace") == SMALL.vocab_size * (8 * rows + 2 * held)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("student", "teacher", "precision", "changes"),

@@ -275,8 +275,6 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["top_k", "sampled"])
 def test_the_fused_form_is_the_eager_one(kind: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     random = torch.Generator("cuda").manual_seed(0)
 
     def normal(*size: int) -> Tensor:

@@ -142,10 +142,9 @@ def test_a_limit_is_the_least_of_itself_and_of_what_is_there() -> None:
     assert limited(unknown, 0) is unknown
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_limit_is_what_torch_gives_at_most() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     torch.cuda.empty_cache()
     try:
         limit_allocator(torch.cuda.memory_reserved() + GIB)

@@ -228,8 +228,6 @@ def with_documents(trainer: Trainer, every: int) -> Trainer:
 def test_steps_of_captured_layers_are_those_of_layers_launched_one_by_one(
     update: str, tied: bool
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     plain, captured = gpu_trainer(update, tied=tied), gpu_trainer(update, tied=tied)
     agreement = capture_student(captured, length=256)
     assert agreement.hidden == 0 and agreement.worst < 0.02
@@ -243,8 +241,6 @@ def test_steps_of_captured_layers_are_those_of_layers_launched_one_by_one(
 
 @pytest.mark.gpu
 def test_a_batch_of_more_documents_than_there_is_room_for_is_captured_anew() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     trainer = with_documents(gpu_trainer("fused"), 200)
     capture_student(trainer, length=256)
     assert trainer.graphs is not None
@@ -262,8 +258,6 @@ def test_a_batch_of_more_documents_than_there_is_room_for_is_captured_anew() -> 
 
 @pytest.mark.gpu
 def test_what_a_graph_cannot_do_is_refused_or_done_by_the_layers_themselves() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     trainer = gpu_trainer("fused")
     capture_student(trainer, length=256)
     kept = trainer.graphs
@@ -310,11 +304,10 @@ class _Greedy(torch.nn.Module):
         return self.layer(*given)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("update", ["torch", "fused"])
 def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     plain, other = gpu_trainer(update), gpu_trainer(update)
     other.student.layers[1] = greedy = _Greedy(other.student.layers[1])
     said: list[str] = []
@@ -365,8 +358,6 @@ except TrainingFailed as failed:
 def test_a_layer_that_waits_for_the_device_under_a_capture_is_refused_before_the_first_step() -> (
     None
 ):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     # In a process of its own, which nothing can capture in afterwards.
     path = ":".join([str(ROOT), *sys.path])
     done = subprocess.run(

@@ -89,8 +89,6 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("tied", [True, False])
 def test_steps_of_the_kernels_are_those_of_torch(accumulation: int, tied: bool) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     runs = [
         gpu_trainer(update, accumulation=accumulation, tied=tied) for update in ("torch", "fused")
     ]
@@ -113,8 +111,6 @@ def test_steps_of_the_kernels_are_those_of_torch(accumulation: int, tied: bool) 
 
 @pytest.mark.gpu
 def test_a_run_goes_on_with_the_other_update_where_one_left_it() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     for before, after in (("torch", "fused"), ("fused", "torch")):
         one, other = gpu_trainer(before), gpu_trainer(after)
         steps = one.steps()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import notebook_lab
+from tests.support.lacks import needs
 from tests.support.notebook_lab import (
     CHROMIUM,
     DEADLINE_S,
@@ -29,7 +30,7 @@ from tests.support.running import environment
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"),
+    needs("Chromium", CHROMIUM),
 ]
 folder, lab, page, shoot = (
     notebook_lab.folder,

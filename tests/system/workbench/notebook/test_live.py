@@ -16,9 +16,9 @@ import pytest
 from engine.errors import BadInput, RunLogError, UsageError
 from engine.log.folder import RunFolder
 from tests.support import notebook_pages
-from tests.support.bounded_soak import soak_count
 from tests.support.kit import Kit
 from tests.support.notebook_pages import CountedComm, drawn, opened, rows_of, until
+from tests.support.perf import within
 from tests.support.run_folders import Scene, completed, step
 from workbench.feed import RunFeed, Snapshot
 from workbench.notebook import Compare
@@ -48,9 +48,10 @@ def long_run(path: Path, steps: int) -> RunFolder:
     return run
 
 
+@pytest.mark.perf
 @pytest.mark.parametrize(
     ("steps", "limit_s"),
-    [(50_000, 15.0), pytest.param(soak_count(1_000_000), 15.0, marks=pytest.mark.soak)],
+    [(50_000, 15.0), pytest.param(1_000_000, 15.0, marks=pytest.mark.soak)],
 )
 def test_a_long_run_opens_within_its_budget_and_keeps_its_spike(
     steps: int, limit_s: float, tmp_path: Path, comms: type[CountedComm]
@@ -60,9 +61,7 @@ def test_a_long_run_opens_within_its_budget_and_keeps_its_spike(
     live = Live(run.path)
     assert live.wait(60)
     opened(live, comms)
-    took = time.monotonic() - begin
-    # Wide, because other tests share the machine; what it is alone stands in the log of measurements.
-    assert took < limit_s
+    within(time.monotonic() - begin, limit_s)
     assert sum(size for _, size in comms.sent) < 200_000
     assert live.snapshot is not None and live.snapshot.view.last_step == steps
     rows = rows_of(list(Stream().messages(live.snapshot)))["loss"]

@@ -15,6 +15,7 @@ import pytest
 from engine.findings.report import report
 from tests.support import notebook_lab
 from tests.support.hostile_logs import hostile_run
+from tests.support.lacks import needs
 from tests.support.notebook_lab import (
     CHROMIUM,
     DEADLINE_S,
@@ -32,7 +33,7 @@ from tests.support.notebook_lab import (
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"),
+    needs("Chromium", CHROMIUM),
 ]
 folder, lab, page, shoot = (
     notebook_lab.folder,

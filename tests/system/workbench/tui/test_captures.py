@@ -11,6 +11,7 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.errors import EngineError
+from tests.support.lacks import needs
 from tests.support.run_folders import completed, killed
 from tests.support.screens import on_screen, press, text_of, words_of
 from workbench.tui import captures
@@ -175,7 +176,7 @@ def test_no_capture_is_written_over(here: Path, monkeypatch: pytest.MonkeyPatch)
     assert second[0].read_text() == "second"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+@needs("an ordinary user", os.geteuid() != 0)
 def test_a_folder_that_cannot_be_written_is_an_error(here: Path) -> None:
     (here / "x").mkdir(mode=0o500)
     with pytest.raises(EngineError, match="Permission denied"):
