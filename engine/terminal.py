@@ -13,12 +13,14 @@ characters are written:
 pipe or a file it is written unchanged, on a terminal it is made printable but not cut. JSON is ASCII already
 and is treated the same way.
 
-No other module writes to these streams; a test enforces that.
+No other module writes to these streams; a test enforces that. A page is escaped here too, by `as_html`: browsers
+show control characters, and a file with half a surrogate pair cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import math
 import os
@@ -44,6 +46,11 @@ def printable(text: str, *, longest: int | None = limits.PRINTED_LINE.most) -> s
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in _KEPT else _escape(c) for c in text)
+
+
+def as_html(text: str) -> str:
+    """Return `text` for an HTML or SVG page, as content or in an attribute: printable, and without markup."""
+    return html.escape(printable(text))
 
 
 def clipped(text: str, longest: int) -> str:

@@ -20,7 +20,6 @@ six dash patterns below in one chart.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from engine.flips.judge import Pair
 from engine.flips.plan import Plan
 from engine.log.table import Table
 from engine.log.view import RunView
+from engine.terminal import as_html
 from engine.units import format_bytes
 
 WIDTH, HEIGHT = 620, 190
@@ -188,7 +188,7 @@ def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str =
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="monospace" font-size="11">',
-        f"<title>{html.escape(title)}</title>",
+        f"<title>{as_html(title)}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         _text(_LEFT, 14, title),
         f'<rect x="{_LEFT}" y="{_TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="#999999"/>',
@@ -232,7 +232,7 @@ def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str =
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", fill: str = "#333333") -> str:
-    said = html.escape(text)
+    said = as_html(text)
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{said}</text>'
 
 

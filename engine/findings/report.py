@@ -7,7 +7,6 @@ the folder alone: once a run has ended, the same folder gives the same bytes.
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from engine.log.text import (
     speed_lines,
     status_text,
 )
+from engine.terminal import as_html
 
 _STYLE = (
     "body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
@@ -132,7 +132,7 @@ def _finding_page(bundle: Bundle) -> str:
 
 
 def _page(title: str, parts: Sequence[str]) -> str:
-    name = html.escape(title)
+    name = as_html(title)
     body = "\n".join(parts)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
@@ -141,11 +141,11 @@ def _page(title: str, parts: Sequence[str]) -> str:
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n{_lines(lines)}"
+    return f"<h2>{as_html(title)}</h2>\n{_lines(lines)}"
 
 
 def _lines(lines: Iterable[str]) -> str:
-    return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+    return f"<pre>{as_html(chr(10).join(lines))}</pre>"
 
 
 def hanging(lines: Iterable[str]) -> str:
@@ -154,9 +154,9 @@ def hanging(lines: Iterable[str]) -> str:
     for line in lines:
         text = line.lstrip(" ")
         entry = _STRUCK.fullmatch(text)
-        words = html.escape(text)
+        words = as_html(text)
         if entry is not None:
-            words = f"<s>{html.escape(entry[1])}</s>  {html.escape(entry[2])}"
+            words = f"<s>{as_html(entry[1])}</s>  {as_html(entry[2])}"
         style = f"margin-left:{len(line) - len(text) + 4}ch;text-indent:-4ch"
         drawn.append(f'<div style="{style}">{words}</div>')
     return f'<pre style="white-space:pre-wrap;word-break:normal">{"".join(drawn)}</pre>'

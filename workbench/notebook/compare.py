@@ -6,7 +6,6 @@ notebook. Beside it, for pages without plotly, are the same losses as SVG and th
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import UsageError
 from engine.findings.chart import LIMIT, Row, Series, line_chart, thin
 from engine.log.folder import open_run
-from engine.terminal import printable
+from engine.terminal import as_html, printable
 from workbench.feed import RunFeed, Snapshot
 from workbench.notebook.frames import frame_of
 from workbench.notebook.panel import still_html
@@ -51,7 +50,7 @@ class Compare:
                     y=[y if y is not None and math.isfinite(y) else None for _, y in rows],
                     mode="lines",
                     # Plotly interprets some HTML in names.
-                    name=html.escape(printable(snapshot.run.name)),
+                    name=as_html(snapshot.run.name),
                     legendgroup=snapshot.run.name,
                     showlegend=place == 1,
                     line={"color": _colour(number)},

@@ -6,7 +6,6 @@ comm is opened: the cell shows the state when it ran; run it again for the curre
 
 from __future__ import annotations
 
-import html
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from engine.contracts.status import Status, overview
 from engine.contracts.text import contract_lines, summary
 from engine.errors import BadInput
 from engine.log.text import one_line
+from engine.terminal import as_html
 from engine.verdict import Verdict, lowest
 from workbench.notebook.outputs import show
 
@@ -59,13 +59,13 @@ class Contracts:
         for status in self.statuses:
             rows = status.contract.equations if status.contract else ()
             equations = "".join(
-                f"<tr><td>{html.escape(name)}</td><td><code>{html.escape(one_line(formula))}</code>"
+                f"<tr><td>{as_html(name)}</td><td><code>{as_html(one_line(formula))}</code>"
                 "</td></tr>"
                 for name, formula in rows
             )
-            all_of_it = html.escape("\n".join(contract_lines(status)))
+            all_of_it = as_html("\n".join(contract_lines(status)))
             parts.append(
-                f"<details><summary><code>{html.escape(summary(status))}</code></summary>"
+                f"<details><summary><code>{as_html(summary(status))}</code></summary>"
                 f"<pre>{all_of_it}</pre></details><table>{equations}</table>"
             )
         return f"<div>{''.join(parts)}</div>"

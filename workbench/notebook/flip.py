@@ -12,7 +12,6 @@ out=folder)` shows the same one again.
 
 from __future__ import annotations
 
-import html
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from engine.findings.chart import flip_figure
 from engine.flips.plan import parse_time
 from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
+from engine.terminal import as_html
 from workbench.feed import RunFeed
 from workbench.flips import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
 from workbench.launch import StartedFlip
@@ -238,7 +238,7 @@ class Flip(Panel):
         drawn = ""
         if figure and self.snapshot is not None and self.snapshot.plan is not None:
             drawn = flip_figure(self.snapshot.plan, self.snapshot.pairs)
-        text = f"{hide_still(self.key)}{drawn}<pre>{html.escape(chr(10).join(lines))}</pre>"
+        text = f"{hide_still(self.key)}{drawn}<pre>{as_html(chr(10).join(lines))}</pre>"
         if not self.is_closed and self._progress.value != text:
             self._progress.value = text
 

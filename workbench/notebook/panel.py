@@ -11,7 +11,6 @@ and sends, on the polling thread. `close` may be called twice.
 
 from __future__ import annotations
 
-import html
 import threading
 import time
 import uuid
@@ -23,7 +22,7 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import EngineError
-from engine.terminal import printable
+from engine.terminal import as_html, printable
 from workbench.notebook.outputs import replace, show
 
 STILL_EVERY_S = 60.0
@@ -41,13 +40,13 @@ def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
         f'<img style="{_FIGURE}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
         for svg in figures
     )
-    said = html.escape(printable("\n".join(lines)))
-    return f'<div data-apr-static="{html.escape(key)}">{drawn}<pre>{said}</pre></div>'
+    said = as_html("\n".join(lines))
+    return f'<div data-apr-static="{as_html(key)}">{drawn}<pre>{said}</pre></div>'
 
 
 def hide_still(key: str) -> str:
     """Return a style that hides the still while the live widget that contains the style is on the page."""
-    return f'<style>[data-apr-static="{html.escape(key)}"] {{ display: none; }}</style>'
+    return f'<style>[data-apr-static="{as_html(key)}"] {{ display: none; }}</style>'
 
 
 def close_tree(widget: ipywidgets.Widget) -> None:
@@ -159,7 +158,7 @@ class Panel(ABC):
 
     def _say(self, text: str) -> None:
         if not self.is_closed:
-            self._said.value = html.escape(printable(text), quote=False)
+            self._said.value = as_html(text)
 
     # Outputs
 
