@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -63,9 +65,19 @@ def give_signals_back() -> None:
         signal.signal(number, handler)
 
 
+def seed_generators() -> None:
+    """What a test takes from a generator of its process does not depend on the tests before it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     give_signals_back()
+    seed_generators()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -164,7 +164,7 @@ class Tmux:
         while not is_so(shown := self("capture-pane", "-p")):
             waited_s = time.monotonic() - begun_s
             has = size_of(tty)
-            assert waited_s < DEADLINE_S, f"{tty} has {has}, found {shown}"
+            assert time.monotonic() < begun_s + DEADLINE_S, f"{tty} has {has}, found {shown}"
             if waited_s > DEADLINE_S / 4 or (has != (rows, columns) and waited_s > DEADLINE_S / 12):
                 print(f"{tty} has {has} after {waited_s:.0f} s, the pane {(rows, columns)}")
                 # Another size first: a program is told of changes only.
