@@ -139,6 +139,11 @@ def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int
 
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt_file is None:
+        try:
+            arguments.prompt.encode()
+        except UnicodeEncodeError as error:
+            found = f"other bytes at character {error.start:,}"
+            raise BadInput.expected("prompt", "--prompt", "UTF-8", found) from None
         return str(arguments.prompt)
     if arguments.prompt_file != Path("-"):
         return read_text(arguments.prompt_file, "prompt", limits.PROMPT)

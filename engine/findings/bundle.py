@@ -99,6 +99,7 @@ class Bundle:
     def save(self, finding: Finding, blobs: Iterable[Blob] = ()) -> Finding:
         """Write a finding with its new artifacts, and return it sealed, as written. Raises DiskFull or
         RunLogError, and BadInput when an artifact that it names is missing or changed."""
+        finding = sealed(finding)  # what is derived shows the texts that will be read back
         for blob in blobs:
             if blob.data is not None and blob.artifact.path in finding.files:
                 _write(self.path / blob.artifact.path, blob.data)

@@ -336,16 +336,21 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
 def canonical(value: Any) -> bytes:
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+    # A name that is no UTF-8 holds halves of surrogate pairs, which no JSON that can be read again holds.
+    text = _HALF_PAIR.sub(lambda half: f"\\\\{ascii(half[0])[2:-1]}", text)
+    return text.encode() + b"\n"
 
 
 def sealed(finding: Finding) -> Finding:
     """Return the finding as it will be read back, with the seal of its content. Raises BadInput for a value
     that the schema does not allow."""
     try:
-        checked = msgspec.convert(msgspec.to_builtins(finding), Finding)
+        checked = msgspec.convert(json.loads(to_bytes(finding)), Finding)
     except msgspec.ValidationError as error:
         raise BadInput.expected(
             "finding", finding.slug, "what its schema allows", str(error)
