@@ -65,7 +65,11 @@ def test_a_file_of_the_limit_is_read_and_one_byte_more_is_not(tmp_path: Path) ->
         read_bytes(file, "spec", SMALL)
 
 
-MADE_UP = ("/proc/kmsg", "/proc/self/clear_refs", "/proc/self/status", "/sys/kernel/notes")
+MADE_UP = [
+    name
+    for name in ("/proc/kmsg", "/proc/self/clear_refs", "/proc/self/status", "/sys/kernel/notes")
+    if os.path.exists(name)
+]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the file systems are Linux's")
@@ -75,8 +79,6 @@ def test_a_file_that_the_kernel_makes_up_is_not_opened(
     name: str, linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(name)
-    if not path.exists():
-        pytest.skip(f"no {name} here")
     if linked:
         path = tmp_path / "link"
         path.symlink_to(name)
