@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from engine.log.text import (
@@ -127,10 +128,22 @@ def kernel_words(snapshot: Snapshot) -> list[str]:
     return kernel_lines(snapshot.view)
 
 
+ALERTS_SHOWN = 100
+"""A pane with every one of thousands of alerts would take seconds to lay out, in the thread that obeys keys
+and signals."""
+
+
 def alert_words(snapshot: Snapshot) -> list[str]:
     """Return the active alerts."""
-    lines = [line for alert in snapshot.view.alerts.values() for line in alert_lines(alert)]
-    return lines or ["no active alerts"]
+    return _alert_lines(snapshot) or ["no active alerts"]
+
+
+def _alert_lines(snapshot: Snapshot) -> list[str]:
+    alerts = snapshot.view.alerts
+    more = len(alerts) - ALERTS_SHOWN
+    newest = list(islice(reversed(alerts.values()), ALERTS_SHOWN))[::-1]
+    lines = [f"and {more:,} earlier alerts, in the log"] if more > 0 else []
+    return lines + [line for alert in newest for line in alert_lines(alert)]
 
 
 def result_words(snapshot: Snapshot) -> list[str]:
@@ -155,8 +168,7 @@ def result_words(snapshot: Snapshot) -> list[str]:
             f"NON-FINITE: {first.field} is {first.value} at step {first.step}"
             + (f", and {len(view.non_finite) - 1} more" if len(view.non_finite) > 1 else "")
         )
-    for alert in view.alerts.values():
-        lines += alert_lines(alert)
+    lines += _alert_lines(snapshot)
     lines += result_lines(view) or ["no held-out loss was measured"]
     if view.checkpoints and view.student is None:
         newest = view.checkpoints[-1]

@@ -129,6 +129,14 @@ class _Batch:
             self.lists[name] = list(getattr(self.view, name))
         return self.lists[name]
 
+    def dict_of(self, name: str) -> dict[str, Any]:
+        """Return a dict of the view as one that this batch may change: a copy for each event would cost the
+        square of their number."""
+        if name not in self.changes:
+            self.changes[name] = dict(getattr(self.view, name))
+        found: dict[str, Any] = self.changes[name]
+        return found
+
     def unix_s(self, event: AnyEvent) -> float:
         return self.clock.unix_s + event.t_s if self.clock else event.t_s
 
@@ -278,12 +286,12 @@ class _Batch:
             case Phase():
                 self.changes |= {"phase": event, "phase_unix_s": unix_s}
             case ModelReady():
-                self.changes["models"] = {**self.get("models"), event.role: event}
+                self.dict_of("models")[event.role] = event
             case Checked():
                 if event.id in self.get("checks"):
                     count, seconds = self.get("checked_again")
                     self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
-                self.changes["checks"] = {**self.get("checks"), event.id: event}
+                self.dict_of("checks")[event.id] = event
             case Note():
                 self.notes.append(((unix_s, self.source, event.seq), event))
             case StopRequested():
@@ -299,11 +307,10 @@ class _Batch:
             case LauncherGone():
                 self.changes["launcher_gone"] = event.how
             case AlertRaised():
-                self.changes["alerts"] = {**self.get("alerts"), event.id: event}
+                self.dict_of("alerts")[event.id] = event
                 self.changes["alert_count"] = self.get("alert_count") + 1
             case AlertCleared():
-                standing = self.get("alerts")
-                self.changes["alerts"] = {n: a for n, a in standing.items() if n != event.id}
+                self.dict_of("alerts").pop(event.id, None)
             case StackDump():
                 self.changes |= {"stack_dump": event, "stack_dump_unix_s": unix_s}
             case _:

@@ -98,8 +98,15 @@ class PollingScreen(Screen[None]):
         if event.size != self.app.size:
             _resize(self, self.app.size)
 
+    @property
+    def own_widgets(self) -> list[Widget]:
+        """The widgets that the screen was composed of; none before that, and none once it is taken down."""
+        return [child for child in self.children if not isinstance(child, ToastRack | Tooltip)]
+
     def on_mount(self) -> None:
-        own = [child for child in self.children if not isinstance(child, ToastRack | Tooltip)]
+        own = self.own_widgets
+        if not own:
+            return  # the application ended before this was handled, and took the widgets down
         own[0].add_class("-first")
         self.set_interval(self.context.refresh_s, self.tick)
         self.draw_keys()
@@ -112,6 +119,8 @@ class PollingScreen(Screen[None]):
 
     def tick(self) -> None:
         """Poll, unless a poll is running or the screen is not visible."""
+        if not self.own_widgets:
+            return
         if not (self.is_current or self.POLLS_BEHIND):
             return
         # Even if an event was lost, the screen on top is laid out for the size of its terminal.

@@ -19,6 +19,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from workbench.feed import RunFeed, Snapshot
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.panes import PANES, Pane
@@ -145,6 +146,8 @@ class RunScreen(PollingScreen):
         self._flip_look = FlipLook(run)
         self._flips: tuple[FlipSeen, ...] = ()
         self._marks: tuple[Happening, ...] = ()
+        self._marked: tuple[RunView, tuple[FlipSeen, ...]] | None = None
+        """What the marks were made of."""
         self._replay: Replay | None = None
         self._past: Snapshot | None = None
         """The run as it was at the time of the replay."""
@@ -187,14 +190,19 @@ class RunScreen(PollingScreen):
     def poll(self) -> Polled:
         snapshot = self._feed.poll()
         # Walks long lists and reads other folders, so it stays out of the drawing thread.
-        self._flips = self._flip_look.look()
-        self._marks = happenings(snapshot.view, self._flips)
+        seen = snapshot.view, self._flip_look.look()
+        # A poll that found nothing new must not walk them again: quitting waits for the poll.
+        if self._marked is None or seen[0] is not self._marked[0] or seen[1] is not self._marked[1]:
+            self._marks, self._flips = happenings(*seen), seen[1]
+            self._marked = seen
         return Polled(snapshot)
 
     @on(Polled)
     def show(self, message: Polled) -> None:
         """Pass a snapshot to every widget."""
         before, self._snapshot = self._snapshot, message.snapshot
+        if not self.own_widgets:
+            return  # the last poll of a screen that is taken down
         if not self._paused:
             self._hand_down()
         if _needs(before) != _needs(self._snapshot):
@@ -236,6 +244,8 @@ class RunScreen(PollingScreen):
     @on(Resize)
     def lay_out(self) -> None:
         """Show the panes that belong on a screen of this size."""
+        if not self.own_widgets:
+            return  # a last resize of a screen that is taken down
         layout = self._layout()
         classes = {f"-{mode}": layout.mode == mode for mode in ("grid", "tabs", "single", "status")}
         # In one update: each change of classes makes Textual restyle every widget of the screen.

@@ -10,10 +10,13 @@ from textual.events import Resize
 from textual.geometry import Size
 from textual.pilot import Pilot
 from textual.screen import Screen
+from textual.widget import Widget
 
 from tests.support.run_folders import completed
 from tests.support.screens import on_screen, settle, text_of
+from workbench.tui.app import WorkbenchApp
 from workbench.tui.screens.polling import PollingScreen
+from workbench.tui.screens.run import RunScreen
 
 SMALL, LARGE = Size(39, 8), Size(80, 24)
 
@@ -78,3 +81,26 @@ def test_a_look_lays_out_anew_what_was_laid_out_for_another_size(
 
 def assert_laid_out(screen: Screen[object], size: Size) -> None:
     assert (screen.outer_size, screen._compositor.size) == (size, size)
+
+
+class _TakenDown(RunScreen):
+    """A screen whose widgets are gone before its events are handled, as at SIGTERM under load."""
+
+    @property
+    def own_widgets(self) -> list[Widget]:
+        return []
+
+
+def test_events_after_the_widgets_are_taken_down_do_nothing(tmp_path: Path) -> None:
+    run = completed(tmp_path / "kd")
+    app = WorkbenchApp([run.path])
+
+    async def script() -> None:
+        async with app.run_test():
+            screen = _TakenDown(app.context, run)
+            PollingScreen.on_mount(screen)
+            screen.lay_out()
+            screen.tick()
+            screen.show(screen.poll())
+
+    asyncio.run(script())
