@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,20 +49,32 @@ def killed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kill_at(kit, folder, 12)
 
 
+@contextmanager
+def held_after(steps: int, how: str, folder: Path) -> Iterator[None]:
+    """A trainer that is started meanwhile stands still when so many steps are in its log."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("APR_WORKBENCH_TRAINER", "tests.support.holding engine.distill")
+        patch.setenv("HOLD", "engine.train.trainer:Trainer._finish")
+        patch.setenv("HOLD_AFTER", str(steps))
+        patch.setenv("HOLD_IN", how)
+        patch.setenv("HELD", str(folder / "held"))
+        yield
+
+
 def kill_at(kit: Kit, folder: Path, seen: int) -> Path:
     """A run whose trainer is killed when step `seen` is in its log, and what was said of it."""
     run = folder / "run"
-    launched = start("distill", kit.spec(folder, **ACTIVE), "--out", run)
+    with held_after(seen, "stop", folder):
+        launched = start("distill", kit.spec(folder, **ACTIVE), "--out", run)
     follower = wait_for(run, lambda view: view.last_step >= seen)
     assert follower.view.trainer_pid is not None
     os.kill(follower.view.trainer_pid, signal.SIGKILL)
     _, stderr = launched.communicate(timeout=DEADLINE_S)
     ended = wait_until_ended(run)
-    if ended.view.finished is None:  # a 20-step run may finish before the signal arrives
-        assert launched.returncode == 137
-        assert ended.view.exit is not None and ended.view.exit.signal == "SIGKILL"
-        assert "OOM" not in ended.view.exit.sentence.replace("not the kernel's OOM killer", "")
-        assert "--resume" in stderr
+    assert ended.view.finished is None and launched.returncode == 137
+    assert ended.view.exit is not None and ended.view.exit.signal == "SIGKILL"
+    assert "OOM" not in ended.view.exit.sentence.replace("not the kernel's OOM killer", "")
+    assert "--resume" in stderr
     return run
 
 
@@ -136,9 +150,8 @@ def test_twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit(
         shutil.copytree(killed, run)
     else:
         kill_at(kit, tmp_path, seen)
-    if Follower(RunFolder(run)).read_all().finished is None:
-        resumed = resumed_here(run)
-        assert resumed.returncode == 0, resumed.stderr
+    resumed = resumed_here(run)
+    assert resumed.returncode == 0, resumed.stderr
     view = Follower(RunFolder(run)).read_all()
     assert view.steps.values("step") == [float(i) for i in range(1, 21)]
     theirs = files_of(whole / "checkpoints" / LAST)
@@ -153,8 +166,9 @@ def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
 ) -> None:
     run = tmp_path / "run"
     spec = kit.spec(tmp_path, checkpoint__every=0, **ACTIVE)
-    launched = start("distill", spec, "--out", run)
-    wait_for(run, lambda view: view.last_step >= 2)
+    with held_after(2, "signal", tmp_path):
+        launched = start("distill", spec, "--out", run)
+    wait_for(run, lambda view: view.last_step >= 2 and (tmp_path / "held").exists())
     launched.terminate()
     launched.communicate(timeout=DEADLINE_S)
     view = wait_until_ended(run).view
