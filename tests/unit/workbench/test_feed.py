@@ -12,6 +12,7 @@ import pytest
 from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from tests.support.perf import within
 from tests.support.run_folders import (
     START_UNIX_S,
     Unknown,
@@ -162,6 +163,7 @@ def test_a_broken_log_does_not_keep_the_others_from_being_read(
     assert snapshot.view.last_step == 60
 
 
+@pytest.mark.perf
 def test_50_000_alerts_are_read_once_each_and_a_pane_shows_the_newest(tmp_path: Path) -> None:
     scene = running(tmp_path / "many")
     alerts = (AlertRaised(id=f"rule_{i}", severity="warning", title="t") for i in range(50_000))
@@ -171,7 +173,7 @@ def test_50_000_alerts_are_read_once_each_and_a_pane_shows_the_newest(tmp_path: 
     while (snapshot := feed.poll()).behind:
         pass
     # A copy of all alerts for each of them took 18 s.
-    assert time.process_time() - began_s < 8
+    within(time.process_time() - began_s, 8)
     assert len(snapshot.view.alerts) == 50_000
     lines = alert_words(snapshot)
     assert lines[0] == "and 49,900 earlier alerts, in the log" and any(
