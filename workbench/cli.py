@@ -15,7 +15,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from engine.crash import run_command
-from engine.errors import InternalError, UsageError
+from engine.errors import EXIT_TERMINATED, InternalError, UsageError
 from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.text import result_lines
 from engine.terminal import ArgumentParser, put, say
@@ -261,5 +261,9 @@ def _print_result(run: RunFolder, code: int) -> None:
             "apr-workbench: the screen crashed; the run is not affected\n"
             f"hint: `engine tail {run.path}` prints this one"
         )
+        return
+    if code == EXIT_TERMINATED:
+        # Whoever ends the screen does not wait until a long log is read once more.
+        put(f"run folder: {run.path}\n  reattach  apr-workbench {run.path}")
         return
     put("\n".join(farewell(RunFeed(run).read_all())))

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -45,12 +46,20 @@ class Happening:
     step: float
     """The last step done at the time; fractions are between two steps."""
     unix_s: float
-    title: str
-    lines: tuple[str, ...]
-    """All details."""
+    words: tuple[str, ...] = ()
+    """The title and all details; of an alert none, which is worded when it is asked for: a run may have
+    thousands."""
     alert: AlertRaised | None = None
     folder: Path | None = None
     """The folder of a flip."""
+
+    @property
+    def title(self) -> str:
+        return self.words[0] if self.alert is None else event_text(self.alert)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return self.words if self.alert is None else tuple(alert_lines(self.alert))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +112,8 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
     """Return every mark, ordered by step."""
     steps = view.steps
 
-    def step_at(unix_s: float) -> float:
-        row = steps.find("clock_s", unix_s)
+    @cache
+    def step_of(row: int) -> float:
         last = steps.value("step", min(row, len(steps) - 1)) if len(steps) else None
         return last or 0.0
 
@@ -113,40 +122,32 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
         return (steps.value("unix_s", row) if row >= 0 else None) or 0.0
 
     found = [_stretch(part, time_of) for part in _stretches(view.non_finite)]
-    for line in view.marks:
-        event, unix_s, step = line.event, line.unix_s, step_at(line.unix_s)
-        title, at = event_text(event), f"at {clock_text(line.unix_s)}"
+    timed = [line for line in view.marks if not isinstance(line.event, AlertCleared)]
+    rows = steps.find_each("clock_s", [line.unix_s for line in timed])
+    for line, row in zip(timed, rows, strict=True):
+        event, unix_s, step = line.event, line.unix_s, step_of(row)
         if isinstance(event, AlertRaised):
-            found.append(
-                Happening(
-                    kind="alert",
-                    step=step,
-                    unix_s=unix_s,
-                    title=title,
-                    lines=tuple(alert_lines(event)),
-                    alert=event,
-                )
-            )
-        elif isinstance(event, AlertCleared):
-            continue
+            found.append(Happening(kind="alert", step=step, unix_s=unix_s, alert=event))
         elif isinstance(event, Compiled):
             kind: Kind = "late compile" if event.after_warm_up else "compile"
             words = (
-                title,
+                event_text(event),
                 f"key: {event.key}",
                 f"differs in: {', '.join(event.differs) or '-'}",
-                at,
+                f"at {clock_text(unix_s)}",
             )
-            found.append(Happening(kind=kind, step=step, unix_s=unix_s, title=title, lines=words))
+            found.append(Happening(kind=kind, step=step, unix_s=unix_s, words=words))
         elif isinstance(event, RunStarted) and event.resumed_from is not None:
-            title = f"resumed from step {event.resumed_from}"
             found.append(
                 Happening(
                     kind="restart",
                     step=float(event.resumed_from),
                     unix_s=unix_s,
-                    title=title,
-                    lines=(title, at, event_text(event)),
+                    words=(
+                        f"resumed from step {event.resumed_from}",
+                        f"at {clock_text(unix_s)}",
+                        event_text(event),
+                    ),
                 )
             )
     for saved in view.checkpoints:
@@ -161,8 +162,7 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
                 kind="checkpoint",
                 step=float(saved.step),
                 unix_s=time_of(saved.step),
-                title=title,
-                lines=about,
+                words=about,
             )
         )
     for flip in flips:
@@ -171,10 +171,9 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
         found.append(
             Happening(
                 kind="flip",
-                step=step_at(flip.began_unix_s),
+                step=step_of(steps.find("clock_s", flip.began_unix_s)),
                 unix_s=flip.began_unix_s,
-                title=title,
-                lines=lines,
+                words=lines,
                 folder=flip.folder,
             )
         )
@@ -196,14 +195,13 @@ def _stretches(faults: Sequence[NonFinite]) -> list[list[NonFinite]]:
 def _stretch(part: Sequence[NonFinite], time_of: Callable[[int], float]) -> Happening:
     first, last = part[0], part[-1]
     fields = sorted({fault.field for fault in part})
-    title = f"{first.field} is {first.value} at step {first.step}"
-    lines = [title]
+    lines = [f"{first.field} is {first.value} at step {first.step}"]
     if last.step > first.step:
+        lines[0] += f", and to step {last.step}"
         lines.append(f"not finite at every step to {last.step}: {', '.join(fields)}")
     return Happening(
         kind="nan",
         step=float(first.step),
         unix_s=time_of(first.step),
-        title=title + (f", and to step {last.step}" if last.step > first.step else ""),
-        lines=tuple(lines),
+        words=tuple(lines),
     )

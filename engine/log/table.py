@@ -200,9 +200,14 @@ class Table:
 
     def find(self, name: str, value: float) -> int:
         """Return the first row whose entry is at least `value`, in a non-decreasing column."""
+        return self.find_each(name, (value,))[0]
+
+    def find_each(self, name: str, values: Sequence[float]) -> list[int]:
+        """Return that row for each of many values; one call for all, as a call costs more than a search."""
         import numpy as np
 
-        return int(np.searchsorted(self._rows(name), value))
+        rows: list[int] = np.searchsorted(self._rows(name), values).tolist()
+        return rows
 
     def last(self, name: str) -> float | None:
         """Return the newest entry; None when there is none or it is absent."""

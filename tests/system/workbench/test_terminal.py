@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.events import AlertRaised
 from tests.support.lacks import skip_for
+from tests.support.perf import within
 from tests.support.run_folders import completed, running
 from tests.support.terminals import (
     DEADLINE_S,
@@ -117,6 +119,22 @@ def test_a_terminated_workbench_restores_the_terminal(tmp_path: Path) -> None:
     terminal.read_until("COMPLETED")
     os.kill(terminal.pid, signal.SIGTERM)
     assert terminal.wait() == 143
+    assert_restored(terminal.output)
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("seen", ["RUNNING", "50000 alerts"], ids=["reading", "read"])
+def test_a_run_with_50_000_alerts_is_left_within_two_seconds(tmp_path: Path, seen: str) -> None:
+    scene = running(tmp_path / "many")
+    alerts = (AlertRaised(id=f"rule_{i}", severity="warning", title="t") for i in range(50_000))
+    scene.watch(*alerts)
+    terminal = Terminal(str(scene.run.path))
+    terminal.read_until(seen)
+    begun_s = time.monotonic()
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.wait() == 143
+    within(time.monotonic() - begun_s, 2)
+    scene.close()
     assert_restored(terminal.output)
 
 

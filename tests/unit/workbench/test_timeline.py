@@ -59,7 +59,7 @@ def cells(lines: Sequence[str], width: int = WIDTH) -> list[str]:
 
 
 def mark(kind: str, step: float, title: str = "x") -> Happening:
-    return Happening(kind=kind, step=step, unix_s=step, title=title, lines=(title,))  # type: ignore[arg-type]
+    return Happening(kind=kind, step=step, unix_s=step, words=(title,))  # type: ignore[arg-type]
 
 
 # What a bucket holds.
