@@ -26,6 +26,7 @@ from engine.models.load import new_decoder
 from engine.runtime.c_library import cache_folder, compiled_library
 from engine.runtime.managed import SOURCE, ManagedLibrary, managed_pool, memory_scope
 from engine.runtime.pointers import is_managed
+from tests.support.lacks import skip_for
 from tests.support.perf import within
 
 MIB = 2**20
@@ -61,8 +62,17 @@ int cuMemPrefetchAsync(unsigned long long p, size_t n, int d, void *s) {
 """
 
 
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    if shutil.which("cc") is None:
+        skip_for("a C compiler")
+
+
+COMPILES = pytest.mark.usefixtures("compiler")
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The C file and the driver above, compiled once."""
     folder = tmp_path_factory.mktemp("compiled")
     (folder / "driver.c").write_text(DRIVER)
@@ -108,6 +118,7 @@ def machine(compiled: Path, tmp_path: Path) -> Machine:
 # Compiling
 
 
+@COMPILES
 @pytest.mark.perf
 def test_the_second_use_compiles_nothing(tmp_path: Path) -> None:
     first = compiled_library(SOURCE, tmp_path / "c")
@@ -146,6 +157,7 @@ def test_a_damaged_library_is_compiled_again(
     ctypes.CDLL(str(again.path))
 
 
+@COMPILES
 def test_another_users_library_is_never_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +167,7 @@ def test_another_users_library_is_never_loaded(
     assert f"belongs to user {owner}" in compiled_library(SOURCE, tmp_path).note
 
 
+@COMPILES
 def test_a_changed_source_is_another_library(tmp_path: Path) -> None:
     copy = tmp_path / SOURCE.name
     copy.write_text(SOURCE.read_text() + "/* changed */\n")
@@ -173,6 +186,7 @@ def test_without_a_compiler_the_error_says_what_to_do(
     assert list(tmp_path.iterdir()) == []
 
 
+@COMPILES
 def test_what_the_compiler_says_is_in_the_error(tmp_path: Path) -> None:
     source = tmp_path / "broken.c"
     source.write_text("int one(void) { return nothing; }\n")
@@ -181,6 +195,7 @@ def test_what_the_compiler_says_is_in_the_error(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.so")) == []
 
 
+@COMPILES
 def test_a_cache_that_cannot_be_written_costs_the_cache_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     library = compiled_library(SOURCE, tmp_path / "file" / "c")
@@ -189,6 +204,7 @@ def test_a_cache_that_cannot_be_written_costs_the_cache_alone(tmp_path: Path) ->
     ctypes.CDLL(str(library.path))
 
 
+@COMPILES
 def test_processes_that_compile_at_once_share_one_whole_library(tmp_path: Path) -> None:
     code = (
         "import ctypes, sys; from pathlib import Path\n"
