@@ -39,8 +39,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,8 +73,6 @@ _KNOWN_PARTS = frozenset(
     {"NFC", "NFD", "NFKC", "NFKD", "Sequence", "Split", "ByteLevel", "TemplateProcessing"}
 )
 _NAMED_TEXTS = 200
-_STDERR = 2
-_stderr_is_ours = threading.RLock()
 _tried: set[str] = set()
 """SHA-256 of the files that this process has tested."""
 
@@ -303,58 +299,12 @@ def _panic_is_bad_input(path: Path) -> Iterator[None]:
     and has no class that could be imported.
     """
     try:
-        with _panics_print_nothing():
-            yield
+        yield
     except BaseException as error:
-        if not _is_panic(error):
+        if type(error).__name__ != "PanicException":
             raise
         found = f"a panic of the library: {' '.join(str(error).split())[:200]}"
         raise TokenizerError.expected("tokenizer", path, "one that works", found) from None
-
-
-def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"
-
-
-@contextlib.contextmanager
-def _panics_print_nothing() -> Iterator[None]:
-    """Hold back what is written to the file descriptor of stderr, and drop it if the library panics.
-
-    A panic prints its place and stack there before it becomes an exception, and nothing in Python can
-    replace the hook that prints. What other threads write meanwhile is written when the library returns.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_stderr_is_ours)
-        held = -1
-        # Without a stderr, a temporary file or a free descriptor, nothing is held back.
-        with contextlib.suppress(OSError):
-            held = _held_back(stack)
-        try:
-            yield
-        except BaseException as error:
-            if held >= 0 and _is_panic(error):
-                os.ftruncate(held, 0)
-            raise
-
-
-def _held_back(stack: contextlib.ExitStack) -> int:
-    """Lead stderr into a nameless file until the stack is left; its content then goes to stderr."""
-    stderr = os.dup(_STDERR)
-    stack.callback(os.close, stderr)
-    file, name = tempfile.mkstemp()
-    stack.callback(os.close, file)
-    os.unlink(name)
-
-    def give_back() -> None:
-        os.dup2(stderr, _STDERR)
-        os.lseek(file, 0, os.SEEK_SET)
-        with contextlib.suppress(OSError):
-            while part := os.read(file, 1 << 16):
-                os.write(stderr, part)
-
-    os.dup2(file, _STDERR)
-    stack.callback(give_back)
-    return file
 
 
 def _read(path: Path) -> bytes:
@@ -665,10 +615,14 @@ def _try(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None
 
 
 def is_of_known_parts(record: Mapping[str, Any]) -> bool:
-    """Whether the file has only common parts: byte-level BPE, and expressions of a known family."""
+    """Whether the file has only common parts: byte-level BPE without affixes, and expressions of a known family.
+    Only such a file is opened without a trial in a child process. Elsewhere the library may panic, and prints
+    dozens of lines to the descriptor of stderr before Python sees an exception: those of the child go nowhere."""
     known = {split for row in PRE_TOKENIZERS.values() for split in row.splits}
     model = record.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE":
+        return False
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
     for part in _tables([record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]):
         # The library guesses the type of a part that has none.
