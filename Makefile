@@ -8,10 +8,11 @@
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN = .venv/bin
-PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Modules are compiled when they are imported: most of what is installed never is.
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo ci test suite interpreted unit orders perf skips docs current-docs check contracts promises drills few-drills quick-run format soak attack notebooks fuzz gpu peers wheel clean
+.PHONY: demo ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises drills few-drills quick-run format soak attack notebooks fuzz gpu peers wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -55,9 +56,14 @@ perf: .venv/.dev
 	APR_MEASURE_TIMES=1 $(PYTEST) -v -m "perf and not fuzz" --timeout=3600 $(ARGS)
 
 check: .venv/.dev
+	@$(MAKE) --no-print-directory -j 2 types style
+
+types: .venv/.dev
+	$(BIN)/mypy
+
+style: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Unknown (exit 2) is not a failure of the code: a test of a GPU is unknown where there is none.
@@ -110,7 +116,7 @@ few-drills: .venv/.dev
 # The command itself, from the start to a saved student: the demo cut short.
 quick-run: .venv/.dev
 	rm -rf build/quick-run
-	$(BIN)/engine distill engine/demo/demo.toml --set train.steps=12 --set eval.every=6 --set checkpoint.every=6 --out build/quick-run
+	$(BIN)/engine distill engine/demo/demo.toml --set train.steps=12 --set train.warmup_steps=4 --set eval.every=6 --set checkpoint.every=6 --out build/quick-run
 	$(BIN)/engine checks build/quick-run || test $$? -eq 2
 	$(BIN)/engine report build/quick-run --out build/quick-run.html
 
@@ -152,9 +158,10 @@ wheel: .venv/.dev
 	$(PIP) --editable .
 	@touch $@
 
-.venv/.dev: .venv/.installed
+.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing into .venv (first time only; torch is large)" >&2
 	$(PIP) --editable ".[dev]"
-	@touch $@
+	@touch .venv/.installed $@
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -236,7 +236,7 @@ def test_the_memory_of_a_document_is_8_times_its_bytes_and_a_constant(
     opened: Callable[..., Tokenizer], family: str, what: str
 ) -> None:
     path = opened(**FAMILIES[family]()).path
-    size = 8_000_000
+    size = 4_000_000
     source = what if what == "7" else str(ROOT / "engine/formats/tokenizer.py")
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(path), source, str(size)],
