@@ -58,7 +58,7 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     from engine.machine.reading import Reading, absent, measured
     from engine.machine.surroundings import read_surroundings
     from engine.runtime.c_library import COMPILERS
-    from engine.watch.attribution import find_kernel_line
+    from engine.watch.exit_cause import find_kernel_line
 
     _say("asking the CUDA driver")
     cuda = ask_in_child()

@@ -40,7 +40,7 @@ from engine.log.write import read_boot_id
 from engine.machine.surroundings import PACKAGES, installed_versions
 from engine.spec import settings_sha256
 from engine.version import VERSION
-from engine.watch.attribution import read_kernel_log
+from engine.watch.exit_cause import read_kernel_log
 
 ALLOWED = frozenset(
     {

@@ -76,7 +76,7 @@ class ExitRecord(OfRun, frozen=True, kw_only=True, tag_field="type", tag="exit")
 
     seq: Count
     state: str
-    """A state of `engine.watch.attribution`: OOM_MEMCG, KILLED_EXTERNAL, ..."""
+    """A state of `engine.watch.exit_cause`: OOM_MEMCG, KILLED_EXTERNAL, ..."""
     certainty: str
     cause: str
     sentence: str

@@ -1,5 +1,5 @@
 """The kernel's OOM-kill counters and related readings. Two snapshots, before and after a run, show who killed it
-(`engine.watch.attribution`).
+(`engine.watch.exit_cause`).
 
 `oom_kill` of a cgroup counts its processes killed by *any* run of the kernel's OOM killer, even one caused by
 the whole machine or by a parent cgroup; `oom` counts how often this cgroup's own limit was the cause. v2

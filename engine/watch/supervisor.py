@@ -59,7 +59,7 @@ from engine.machine.sampler import Sampler
 from engine.machine.threads import VARIABLE, choose_thread_wait
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
-from engine.watch.attribution import (
+from engine.watch.exit_cause import (
     attribute_exit,
     exception_name,
     find_kernel_line,

@@ -31,7 +31,7 @@ from engine.log.fold import fold
 from engine.log.view import RunView
 from engine.models.decoder import Sight
 from engine.teachers.build import build_teacher
-from engine.watch.attribution import ExitState
+from engine.watch.exit_cause import ExitState
 from engine.watch.rules import RULES
 from tests.support.paths import ROOT
 from tests.support.run_events import example_of, opened

@@ -244,7 +244,7 @@ def number_is_count(value: object) -> bool:
 
 MODULES = (
     *("engine.machine.reading", "engine.machine.host", "engine.machine.nvml"),
-    *("engine.machine.facts", "engine.machine.sampler", "engine.watch.attribution"),
+    *("engine.machine.facts", "engine.machine.sampler", "engine.watch.exit_cause"),
 )
 
 

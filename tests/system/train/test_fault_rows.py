@@ -44,7 +44,7 @@ from engine.train.checkpoint.manifest import newest
 from engine.train.checkpoint.write import save
 from engine.train.trainer import Trainer
 from engine.verdict import Level
-from engine.watch.attribution import ExitState, attribute_exit
+from engine.watch.exit_cause import ExitState, attribute_exit
 from engine.watch.launch import launch
 from engine.watch.machine_guard import (
     GRACE_S,

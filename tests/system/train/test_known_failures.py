@@ -124,7 +124,7 @@ ASSERTIONS = (
         "a plan that cannot fit, a kill that is taken for out of memory",
         checks=("memory_as_planned",),
         drills=("plan_that_cannot_fit", "killed_from_outside", "memory_leak"),
-        tests=("watch/attribution::each_row_of_the_table",),
+        tests=("watch/exit_cause::each_row_of_the_table",),
     ),
     Failure(
         "A13",

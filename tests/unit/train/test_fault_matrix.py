@@ -35,7 +35,7 @@ ROWS = (
         (
             "train/run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
             KILLS,
-            "watch/attribution::a_child_that_kills_itself_is_killed_from_outside_by_the_real_counters",
+            "watch/exit_cause::a_child_that_kills_itself_is_killed_from_outside_by_the_real_counters",
         ),
     ),
     Row(
@@ -43,26 +43,26 @@ ROWS = (
         "OOM kill within a control group",
         (
             "train/fault_rows::a_child_beyond_the_limit_of_a_real_control_group_is_oom_memcg",
-            "watch/attribution::each_row_of_the_table",
-            "watch/attribution::the_kernels_own_words_decide_which_limit_it_was",
+            "watch/exit_cause::each_row_of_the_table",
+            "watch/exit_cause::the_kernels_own_words_decide_which_limit_it_was",
         ),
     ),
     Row(
         3,
         "OOM kill of the whole machine",
         (
-            "watch/attribution::each_row_of_the_table",
-            "watch/attribution::a_global_kill_without_a_kernel_line_says_that_the_victim_may_be_another",
-            "watch/attribution::memory_before_the_end_is_the_least_and_the_worst_of_the_last_minute",
+            "watch/exit_cause::each_row_of_the_table",
+            "watch/exit_cause::a_global_kill_without_a_kernel_line_says_that_the_victim_may_be_another",
+            "watch/exit_cause::memory_before_the_end_is_the_least_and_the_worst_of_the_last_minute",
         ),
     ),
     Row(
         4,
         "userspace killer, time limit",
         (
-            "watch/attribution::an_outside_sigkill_is_said_not_to_be_the_kernels_oom_killer",
-            "watch/attribution::a_child_ended_by_sigterm_was_terminated",
-            "watch/attribution::oom_is_never_said_without_a_counter_that_proves_it",
+            "watch/exit_cause::an_outside_sigkill_is_said_not_to_be_the_kernels_oom_killer",
+            "watch/exit_cause::a_child_ended_by_sigterm_was_terminated",
+            "watch/exit_cause::oom_is_never_said_without_a_counter_that_proves_it",
         ),
     ),
     Row(
@@ -71,7 +71,7 @@ ROWS = (
         (
             "train/fault_rows::an_exception_in_a_step_is_told_and_keeps_the_checkpoint",
             "train/fault_rows::a_gpu_without_room_is_an_allocation_that_failed",
-            "watch/attribution::an_allocation_that_failed_is_told_from_a_kill",
+            "watch/exit_cause::an_allocation_that_failed_is_told_from_a_kill",
         ),
     ),
     Row(
@@ -90,7 +90,7 @@ ROWS = (
             POWER,
             "train/fault_rows::a_run_that_ended_with_its_machine_is_host_lost_and_says_how_to_go_on",
             "train/fault_rows::a_hole_that_a_power_loss_left_in_a_log_is_named_cut_off_and_its_lines_kept",
-            "watch/attribution::another_boot_id_means_that_the_host_was_lost",
+            "watch/exit_cause::another_boot_id_means_that_the_host_was_lost",
         ),
     ),
     Row(
@@ -103,7 +103,7 @@ ROWS = (
         "segmentation fault, bus error, abort",
         (
             "watch/watched_run::a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr",
-            "watch/attribution::a_child_that_reads_address_zero_crashed",
+            "watch/exit_cause::a_child_that_reads_address_zero_crashed",
         ),
     ),
     Row(

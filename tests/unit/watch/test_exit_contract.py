@@ -8,7 +8,7 @@ import itertools
 
 from engine.machine.kill_counters import KillCounters
 from engine.machine.reading import Reading, absent, measured
-from engine.watch.attribution import ExitState, attribute_exit
+from engine.watch.exit_cause import ExitState, attribute_exit
 
 STATUSES = (None, 0, 1, 70, 130, 137, 139, 143, 255, -1, -2, -6, -9, -11, -15)
 ROSE = (None, 0, 1)

@@ -20,7 +20,7 @@ from engine.machine.host import Cgroup, Host
 from engine.machine.kill_counters import KillCounters, read_kill_counters
 from engine.machine.reading import Reading, absent, measured
 from engine.verdict import Level
-from engine.watch.attribution import (
+from engine.watch.exit_cause import (
     Certainty,
     ExitAttribution,
     ExitState,
