@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RunLogError, UsageError
-from engine.flips.judge import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
 from engine.flips.plan import Plan, make_plan, parse_share, parse_time
 from engine.flips.record import find_flips, read_pairs, read_plan_of, read_verdict
 from engine.flips.text import (
@@ -27,6 +26,7 @@ from engine.flips.text import (
     verdict_line,
     verdict_lines,
 )
+from engine.flips.verdict import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
 from engine.log.read import writer_is_alive

@@ -32,8 +32,8 @@ from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
+    from engine.flips.conclusion import FlipVerdict
     from engine.flips.plan import Plan
-    from engine.flips.verdict import FlipVerdict
 
 HELP = "test a setting: two arms in turn, and a verdict"
 

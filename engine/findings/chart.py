@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from engine.flips.judge import Pair
 from engine.flips.plan import Plan
+from engine.flips.verdict import Pair
 from engine.log.table import Table
 from engine.log.view import RunView
 from engine.terminal import as_html

@@ -43,10 +43,10 @@ from engine.findings.finding import (
 from engine.findings.redact import Redactor
 from engine.findings.rules import arm_logs
 from engine.flips.arms import metrics_of
-from engine.flips.judge import Pair, interval_of
 from engine.flips.plan import Plan, read_plan
 from engine.flips.record import read_pairs
 from engine.flips.text import UNICODE, verdict_lines
+from engine.flips.verdict import Pair, interval_of
 from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
 from engine.log.read import decode_line

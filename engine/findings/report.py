@@ -19,9 +19,9 @@ from engine.findings.finding import EventRange, MetricWindow
 from engine.findings.kinds import words_of
 from engine.findings.text import derive, event_lines, state_words, struck, tree_lines
 from engine.findings.verify import check_bundle
-from engine.flips.judge import interval_of
 from engine.flips.record import read_pairs, read_plan_of, read_verdict
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
+from engine.flips.verdict import interval_of
 from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
 from engine.log.text import (

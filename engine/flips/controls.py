@@ -23,9 +23,9 @@ from typing import Any
 from engine import limits
 from engine.errors import BadInput, write_error
 from engine.files import parse_json, read_bytes
-from engine.flips.judge import EQUIVALENT, FASTER, count_of
 from engine.flips.plan import EXTERNAL, Plan
 from engine.flips.surroundings import Surroundings, state_folder
+from engine.flips.verdict import EQUIVALENT, FASTER, count_of
 from engine.units import format_seconds
 from engine.verdict import Level, Verdict
 

@@ -23,13 +23,13 @@ from pathlib import Path
 from engine.errors import BadInput
 from engine.flips import controls, proof
 from engine.flips.arms import Outcome, Stopped, run_arm
+from engine.flips.conclusion import FlipVerdict, conclude
 from engine.flips.controls import Control
-from engine.flips.judge import Judgement, Pair, count_of, interval_of, judge
 from engine.flips.plan import Plan
 from engine.flips.record import FlipFolder, create_flip, open_flip, read_verdict
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import Surroundings, device_lock, find_surroundings
-from engine.flips.verdict import FlipVerdict, conclude
+from engine.flips.verdict import Judgement, Pair, count_of, interval_of, judge
 from engine.log.view import RunView
 from engine.units import format_seconds
 

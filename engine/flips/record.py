@@ -26,9 +26,9 @@ from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import parse_json, read_bytes, read_json, read_text
 from engine.flips.arms import Outcome
-from engine.flips.judge import PROOFS, Pair
 from engine.flips.plan import Plan, read_plan
 from engine.flips.surroundings import Surroundings
+from engine.flips.verdict import PROOFS, Pair
 from engine.log.folder import new_folder, write_whole
 from engine.log.write import sync_folder, write_fully
 from engine.verdict import Level, Verdict

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from engine.flips.arms import Outcome
-from engine.flips.judge import Pair, count_of
 from engine.flips.plan import METRICS, Plan
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import CPU
+from engine.flips.verdict import Pair, count_of
 from engine.units import NOT_MEASURED, format_bytes, format_seconds, format_value
 
 BAR_WIDTH = 61

@@ -1,250 +1,257 @@
-"""The written verdict of a flip: its grade, which says how far to trust it, and what to do next.
+"""The verdict on the pairs measured so far: a pure function of the plan and the pairs.
 
-measured      registered beforehand, both controls passed, flipped, equal and parity proved
-screen        anything less: good enough to drop a hypothesis, not to quote a number
-exploratory   the plan was changed after the start, or the flip continued on another machine, device or engine
+    PARITY_FAIL           the arms computed different things; ends the flip
+    INVALID               the pairs do not test the setting: not flipped, fell back, no metric, dependent
+    A_DID_NOT_COMPLETE    in every pair A did not finish and B did (or the other way round); its time is
+    B_DID_NOT_COMPLETE    at least the limit, and is never estimated
+    B_FASTER, B_SLOWER    the interval lies outside the margin ("faster": less of the metric)
+    EQUIVALENT            the interval lies inside the margin
+    INCONCLUSIVE          pairs or budget ran out, or the user stopped, before any of these
+
+One pair decides a hang, because a limit of minutes without progress needs no statistics. Any other failure is
+repeated until chance alone would produce it in at most alpha of experiments, which takes five pairs. A run
+that was ended from outside stays in the record but is left out of the comparison, unless it is always the
+same arm. When an arm fails by itself in some pairs and finishes in others, the finished runs are no fair
+sample of it, and the flip is INVALID with the count.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.flips.arms import Outcome
-from engine.flips.judge import (
-    DECIDED,
-    DID_NOT_COMPLETE,
-    EQUIVALENT,
-    FASTER,
-    INCONCLUSIVE,
-    INVALID,
-    PARITY_FAIL,
-    SLOWER,
-    Judgement,
-    count_of,
-    guards_of,
-    proofs_of,
-)
+from engine.flips.arms import OVER_THE_LIMIT, Outcome
 from engine.flips.plan import Plan
-from engine.flips.record import FlipFolder
-from engine.flips.surroundings import Surroundings
-from engine.units import format_bytes
-from engine.verdict import Level, Verdict
+from engine.flips.statistics import (
+    Finding,
+    Interval,
+    anytime_interval,
+    anytime_p,
+    decide,
+    diagnose,
+    holm,
+    pairs_needed,
+    sign_bound,
+    sign_flip_p,
+)
+from engine.verdict import Level, Verdict, lowest
 
-MEASURED, SCREEN, EXPLORATORY = "measured", "screen", "exploratory"
-FOREIGN_BYTES = 1 << 30
-"""Less than this is what a driver and a display hold."""
-CONTROLS = {
-    "AA": "control A against A",
-    "positive": "control with A made slower",
-    "manipulation": "proof that the setting was flipped",
-    "equal": "proof that nothing else differs",
-    "parity": "parity of the losses",
-}
-"""Everything that a measured verdict requires, in words."""
+FASTER, SLOWER, EQUIVALENT = "B_FASTER", "B_SLOWER", "EQUIVALENT"
+INCONCLUSIVE, PARITY_FAIL, INVALID = "INCONCLUSIVE", "PARITY_FAIL", "INVALID"
+DID_NOT_COMPLETE = {"A": "A_DID_NOT_COMPLETE", "B": "B_DID_NOT_COMPLETE"}
+DECIDED = frozenset({FASTER, SLOWER, EQUIVALENT, *DID_NOT_COMPLETE.values()})
+PROOFS = ("flipped", "equal", "parity")
+
+
+def count_of(pairs: int) -> str:
+    """Format a number of pairs: `1 pair`, `4 pairs`."""
+    return f"{pairs} pair{'' if pairs == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlipVerdict:
-    """The content of verdict.json. Ratios are B over A; an open end of the interval is None."""
+class Pair:
+    """One run of each arm, and the proofs about the two."""
 
-    prereg_sha: str
-    grade: str
-    """Called `class` in the file: measured, screen or exploratory."""
-    why_grade: list[str]
-    """What keeps the verdict from being measured; empty when nothing does."""
-    verdict: str
-    reason: str
-    interrupted: bool
-    hypothesis: str
-    changes: list[str]
-    metric: str
-    margin: float
-    effect: float | None
-    interval: list[float | None]
-    level: float
-    method: str
-    n_pairs: int
-    """Number of pairs in which both arms completed."""
-    pairs_run: int
-    pairs_needed: int | None
-    order_seed: int
-    raw_runs: list[dict[str, Any]]
-    censored: dict[str, Any]
-    diagnostics: dict[str, Any]
-    controls: dict[str, Any]
-    """By the names in CONTROLS; each has its level and reason."""
-    guards: dict[str, Any]
-    """The other metrics, tested together (Holm)."""
-    host: dict[str, Any]
-    cost_s: float
-    receipts: list[str]
-    next: list[str] = field(default_factory=list)
-    """What to do next."""
+    number: int
+    b_first: bool
+    begun_unix_s: float
+    seconds: float
+    a: Outcome
+    b: Outcome
+    proofs: Mapping[str, Verdict | None]
+    """By the names in PROOFS; None for a proof that does not apply."""
 
     @property
-    def answer(self) -> Verdict:
-        """PASS when the flip decided, FAIL when the arms compute different things, otherwise UNKNOWN."""
-        if self.verdict in DECIDED:
-            return Verdict(Level.PASS, self.reason)
-        return Verdict(Level.FAIL if self.verdict == PARITY_FAIL else Level.UNKNOWN, self.reason)
+    def outcomes(self) -> dict[str, Outcome]:
+        """The outcomes by arm."""
+        return {"A": self.a, "B": self.b}
 
-    def to_json(self) -> str:
-        fields = dataclasses.asdict(self)
-        fields["class"] = fields.pop("grade")
-        return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    @property
+    def complete(self) -> bool:
+        return self.a.completed and self.b.completed
 
-
-def conclude(
-    plan: Plan,
-    flip: FlipFolder,
-    judgement: Judgement,
-    controls: Mapping[str, Verdict],
-    surroundings: Surroundings,
-    *,
-    interrupted: bool,
-    cost_s: float,
-) -> FlipVerdict:
-    """Put the verdict together from the judgement, the controls and the record."""
-    proofs = proofs_of(flip.pairs)
-    answers = {**controls, "manipulation": proofs.pop("flipped"), **proofs}
-    outcomes = [outcome for pair in flip.pairs for outcome in pair.outcomes.values()]
-    changed = [edited] if (edited := flip.edited()) else []
-    if flip.began_with != surroundings:
-        changed.append("it went on with another machine, device or engine than it began with")
-    missing = _why_no_measurement(judgement, answers) + _foreign(outcomes)
-    interval = judgement.interval
-    return FlipVerdict(
-        prereg_sha=flip.header["plan_sha256"],
-        grade=EXPLORATORY if changed else SCREEN if missing else MEASURED,
-        why_grade=changed + missing,
-        verdict=judgement.verdict,
-        reason=judgement.reason,
-        interrupted=interrupted,
-        hypothesis=plan.hypothesis,
-        changes=[str(change) for change in plan.changes],
-        metric=plan.metric,
-        margin=plan.margin,
-        effect=interval.ratio if interval else None,
-        interval=interval.ends if interval else [None, None],
-        level=plan.level,
-        method=f"anytime-valid paired t mixture of ln(B/A), g = {plan.prior_weight:g}; one process a run",
-        n_pairs=interval.pairs if interval else 0,
-        pairs_run=len(flip.pairs),
-        pairs_needed=judgement.pairs_needed,
-        order_seed=plan.order_seed,
-        raw_runs=[
-            {"pair": pair.number}
-            | {name: getattr(o, name) for name in ("arm", "run", "state", "value", "seconds")}
-            for pair in flip.pairs
-            for o in ((pair.b, pair.a) if pair.b_first else (pair.a, pair.b))
-        ],
-        censored=judgement.censored,
-        diagnostics=_diagnostics(flip, judgement, outcomes),
-        controls={
-            name: {"level": "not asked", "reason": "the setting may change what is computed"}
-            if answer is None
-            else {"level": answer.level.name.lower(), "reason": answer.reason}
-            for name, answer in answers.items()
-        },
-        guards=guards_of(plan, flip.pairs),
-        host=dataclasses.asdict(surroundings),
-        cost_s=cost_s,
-        receipts=[
-            receipt
-            for receipt in (f"{outcome.run}/receipt.json" for outcome in outcomes)
-            if (flip.path / receipt).is_file()
-        ],
-        next=_next(plan, flip, judgement, controls, interrupted=interrupted),
-    )
+    @property
+    def difference(self) -> float | None:
+        """ln(y_B / y_A) of the plan's metric."""
+        if not self.a.value or not self.b.value or min(self.a.value, self.b.value) <= 0:
+            return None
+        return math.log(self.b.value / self.a.value)
 
 
-def _why_no_measurement(judgement: Judgement, answers: Mapping[str, Verdict | None]) -> list[str]:
-    if judgement.verdict not in DECIDED:
-        return [f"{judgement.verdict} measures nothing"]
-    found = []
-    if judgement.is_screen:
-        found.append(f"{count_of(judgement.censored['pairs'])} alone, which chance may do")
-    # An arm that did not finish has not logged everything that would be compared.
-    stopped = judgement.verdict in DID_NOT_COMPLETE.values()
-    for name in ["manipulation"] if stopped else answers:
-        answer = answers[name]
-        if answer is not None and answer.level != Level.PASS:
-            found.append(f"{CONTROLS[name]}: {answer.reason}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    verdict: str
+    reason: str
+    interval: Interval | None = None
+    pairs_needed: int | None = None
+    censored: dict[str, Any] = field(default_factory=dict)
+    """About an arm that did not complete: which, how often, how, the bound on ln(y_B / y_A), and p."""
+    findings: tuple[Finding, ...] = ()
+    is_screen: bool = False
+    """True when the pairs are too few for a measurement even with every control."""
+
+
+# contract: flip-statistics-v1
+def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | None:
+    """Return the verdict, or None while more pairs are needed. `ended` says why there will be no more."""
+    bad = _proof_that_failed(pairs)
+    if bad is not None:
+        return bad
+    interval = interval_of(plan, pairs)
+    if (said := _did_not_complete(plan, pairs, interval, ended)) is not None:
+        return said
+    for pair in pairs:
+        for outcome in pair.outcomes.values():
+            if outcome.completed and not (outcome.value and outcome.value > 0):
+                reason = outcome.no_value or f"{outcome.value:g} is no amount"
+                text = f"no {plan.metric} of arm {outcome.arm}: {reason}"
+                return Judgement(verdict=INVALID, reason=text, interval=interval)
+    if interval is not None and interval.pairs >= plan.pairs_min:
+        word = decide(interval, plan.margin)
+        if word is not None or ended:
+            findings = tuple(_findings(plan, pairs, interval, word))
+            if findings:
+                text = "; ".join(finding.text for finding in findings)
+                return Judgement(verdict=INVALID, reason=text, interval=interval, findings=findings)
+        if word is not None:
+            return Judgement(
+                verdict=word, reason=_in_words(plan, word, interval), interval=interval
+            )
+    if not ended:
+        return None
+    needed = pairs_needed(interval, plan.margin) if interval is not None else None
+    return Judgement(verdict=INCONCLUSIVE, reason=ended, interval=interval, pairs_needed=needed)
+
+
+def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
+    """The interval over the pairs in which both arms completed."""
+    differences = [d for p in pairs if p.complete and (d := p.difference) is not None]
+    if not differences:
+        return None
+    return anytime_interval(differences, alpha=1 - plan.level, prior_weight=plan.prior_weight)
+
+
+def proofs_of(pairs: Sequence[Pair]) -> dict[str, Verdict | None]:
+    """The lowest verdict of each proof over all pairs that count; None for a proof that does not apply."""
+    counted = [p for p in pairs if p.complete] or list(pairs)
+    found: dict[str, Verdict | None] = {}
+    for name in PROOFS:
+        asked = [proof for p in counted if (proof := p.proofs[name]) is not None]
+        found[name] = lowest(asked) if asked or not counted else None
     return found
 
 
-def _foreign(outcomes: Sequence[Outcome]) -> list[str]:
-    """Other users of the GPU, as far as the logs show them."""
-    held = max((outcome.gpu_used_before_bytes or 0.0 for outcome in outcomes), default=0.0)
-    if held <= FOREIGN_BYTES:
-        return []
-    return [f"others on the GPU: {format_bytes(held)} of it were in use before a run began"]
-
-
-def _diagnostics(
-    flip: FlipFolder, judgement: Judgement, outcomes: Sequence[Outcome]
-) -> dict[str, Any]:
-    odd = {
-        name: {outcome.run: value for outcome in outcomes if (value := getattr(outcome, name))}
-        for name in ("late_compiles", "slowed", "alerts")
+def guards_of(plan: Plan, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
+    """The other metrics: B over A, and whether they differ, corrected for testing all of them at once."""
+    ratios: dict[str, list[float]] = {}
+    complete = [p for p in pairs if p.complete]
+    for pair in complete:
+        for name in pair.a.metrics.keys() & pair.b.metrics.keys():
+            a, b = pair.a.metrics[name], pair.b.metrics[name]
+            if name != plan.metric and a > 0 and b > 0:
+                ratios.setdefault(name, []).append(math.log(b / a))
+    whole = {name: d for name, d in sorted(ratios.items()) if len(d) == len(complete)}
+    p_values = {name: anytime_p(d) for name, d in whole.items()}
+    differ = holm(p_values, alpha=plan.alpha)
+    return {
+        name: {
+            "ratio": math.exp(sum(d) / len(d)),
+            "p": p_values[name],
+            "differs": name in differ,
+        }
+        for name, d in whole.items()
     }
-    return odd | {
-        "findings": {finding.id: finding.text for finding in judgement.findings},
-        "deviation": None if judgement.interval is None else judgement.interval.deviation,
-        "left_out": [
-            f"pair {pair.number}: {o.arm} {o.in_words()}"
-            for pair in flip.pairs
-            for o in pair.outcomes.values()
-            if o.ended_from_outside
-        ],
-        "neighbour_load": {
-            o.run: o.neighbour_load for o in outcomes if o.neighbour_load is not None
+
+
+def _proof_that_failed(pairs: Sequence[Pair]) -> Judgement | None:
+    for pair in pairs:
+        for name, proof in pair.proofs.items():
+            if proof is not None and proof.level == Level.FAIL:
+                verdict = PARITY_FAIL if name == "parity" else INVALID
+                return Judgement(verdict=verdict, reason=f"{proof.reason} (pair {pair.number})")
+    return None
+
+
+def _did_not_complete(
+    plan: Plan, pairs: Sequence[Pair], interval: Interval | None, ended: str
+) -> Judgement | None:
+    by_itself = [
+        outcome
+        for pair in pairs
+        for outcome in pair.outcomes.values()
+        if not outcome.completed and not outcome.ended_from_outside
+    ]
+    both = [p for p in pairs if not p.a.completed and not p.b.completed]
+    if both and by_itself:
+        how = f"A {both[0].a.in_words()}, B {both[0].b.in_words()}"
+        text = f"neither arm completed in pair {both[0].number}: {how}"
+        return Judgement(verdict=INVALID, reason=text, interval=interval)
+    for arm, other in ("AB", "BA"):
+        sides = [(pair.outcomes[arm], pair.outcomes[other]) for pair in pairs]
+        if sides and all(not mine.completed and its.completed for mine, its in sides):
+            hang = sides[0][0].state == OVER_THE_LIMIT
+            enough = sign_bound(len(sides)) <= plan.alpha
+            return _always_failed(plan, sides) if hang or enough or (ended and by_itself) else None
+    if by_itself:
+        arm = by_itself[0].arm
+        count = sum(o.arm == arm for o in by_itself)
+        text = f"{arm} did not complete in {count} of {count_of(len(pairs))} ({by_itself[0].in_words()})"
+        text += ": the times of the others are no fair sample of it"
+        return Judgement(verdict=INVALID, reason=text, interval=interval)
+    return None
+
+
+def _always_failed(plan: Plan, sides: Sequence[tuple[Outcome, Outcome]]) -> Judgement:
+    """Judge an arm that completed in no pair; `sides` holds its outcome in each beside that of the other arm."""
+    n = len(sides)
+    mine, other = sides[0]
+    bound = None
+    if all(failed.state == OVER_THE_LIMIT for failed, _ in sides):
+        longest_s = max(its.seconds for _, its in sides)
+        bound = math.log(longest_s / plan.run_limit_s) * (1 if mine.arm == "A" else -1)
+    how = f"made {mine.reason}" if mine.state == OVER_THE_LIMIT else mine.in_words()
+    text = f"{mine.arm} {how}; {other.arm} made {other.steps} in {other.seconds:.0f} s"
+    if bound is not None:
+        text += f": {mine.arm} takes at least {math.exp(abs(bound)):.1f} times as long"
+    p = sign_bound(n)
+    return Judgement(
+        verdict=DID_NOT_COMPLETE[mine.arm],
+        reason=f"{text} ({n}/{n} pairs, p <= {p:.3g})",
+        censored={
+            "arm": mine.arm,
+            "pairs": n,
+            "states": sorted({failed.state for failed, _ in sides}),
+            "steps": [failed.steps for failed, _ in sides],
+            "bound_ln_b_over_a": bound,
+            "p": p,
         },
-    }
+        is_screen=p > plan.alpha,
+    )
 
 
-def _next(
-    plan: Plan,
-    flip: FlipFolder,
-    judgement: Judgement,
-    controls: Mapping[str, Verdict],
-    *,
-    interrupted: bool,
-) -> list[str]:
-    word = judgement.verdict
-    sets = " ".join(f"--set {change.key}={change.b}" for change in plan.changes)
-    again = f"engine flip {plan.source} {sets}"
-    failed = [o for pair in flip.pairs for o in pair.outcomes.values() if not o.completed]
-    out = []
-    if interrupted:
-        out.append(f"go on: engine flip --resume {flip.path}")
-    elif word == INCONCLUSIVE:
-        pairs = judgement.pairs_needed
-        wanted = f"about {pairs} pairs would decide" if pairs else "more pairs would decide"
-        out.append(f"{wanted}; longer runs vary less: {again} --steps {2 * plan.steps}")
-    elif word in (PARITY_FAIL, INVALID) and flip.pairs:
-        # The first failed run is the place to look.
-        run = failed[0].run if failed else flip.pairs[-1].b.run
-        out.append(f"look: engine tail {flip.path / run}")
-    elif word == FASTER:
-        out.append(f"{sets} is better for {plan.metric}")
-    elif word == SLOWER:
-        out.append(f"the setting of A is the better one for {plan.metric}")
-    elif word == EQUIVALENT:
-        out.append(f"{sets or 'nothing'} does not matter for {plan.metric}: look for another cause")
-    elif word in DID_NOT_COMPLETE.values():
-        arm = judgement.censored["arm"]
-        run = next(outcome.run for outcome in failed if outcome.arm == arm)
-        out.append(f"what {arm} was doing: engine tail {flip.path / run}")
-    if word in (FASTER, SLOWER, EQUIVALENT):
-        for name, answer in controls.items():
-            if answer.level == Level.UNKNOWN and "no positive" not in answer.reason:
-                out.append(
-                    f"to have it measured: {again} --controls run ({CONTROLS[name]} is missing)"
-                )
-                break
-    return out
+def _findings(
+    plan: Plan, pairs: Sequence[Pair], interval: Interval, word: str | None
+) -> list[Finding]:
+    used = [(p, d) for p in pairs if p.complete and (d := p.difference) is not None]
+    differences = [d for _, d in used]
+    if interval.deviation == 0:
+        return []  # a value that is the same every time has no noise that could be dependent
+    found = diagnose(differences, [p.b_first for p, _ in used], [p.begun_unix_s for p, _ in used])
+    # With fewer pairs there are too few sign patterns for any of them to be rare.
+    enough = 2 * sign_bound(len(differences)) <= plan.alpha
+    p = sign_flip_p(differences)
+    if word in (FASTER, SLOWER) and enough and p > plan.alpha:
+        text = f"the signs of the pairs do not agree with the interval (p = {p:.3f})"
+        found.append(Finding(id="signs", text=text))
+    return found
+
+
+def _in_words(plan: Plan, word: str, interval: Interval) -> str:
+    change = math.expm1(interval.mean)
+    low, high = math.expm1(interval.low), math.expm1(interval.high)
+    seen = f"{change:+.1%} [{low:+.1%}, {high:+.1%}] after {count_of(interval.pairs)}"
+    if word == EQUIVALENT:
+        return f"B's {plan.metric} is the same as A's within {100 * plan.margin:g} %: {seen}"
+    return f"B's {plan.metric} is {'less' if word == FASTER else 'more'} than A's: {seen}"

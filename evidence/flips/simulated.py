@@ -3,7 +3,7 @@ many pairs an effect is decided.
 
     python evidence/flips/simulated.py > evidence/flips/simulated.json
 
-The noise and the whole experiment are those of tests/system/flips/test_judge.py.
+The noise and the whole experiment are those of tests/system/flips/test_verdict.py.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from engine.findings.capture import Blob, Capture, capture_exit, capture_metric
 from engine.findings.finding import CommandRun, Finding, FlipResult, MetricWindow
 from engine.findings.redact import Redactor
 from engine.findings.whys import add_alternative, add_node, answer, link, new_finding
-from engine.flips.judge import Pair, judge
+from engine.flips.conclusion import FlipVerdict, conclude
 from engine.flips.plan import Plan
 from engine.flips.record import create_flip
 from engine.flips.surroundings import Surroundings
-from engine.flips.verdict import FlipVerdict, conclude
+from engine.flips.verdict import Pair, judge
 from engine.log.events import AlertRaised, GpuSample, HostSample, RunFinished, TrainerExited
 from engine.log.folder import RunFolder
 from engine.terminal import ArgumentParser

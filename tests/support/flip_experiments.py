@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from engine.flips.judge import Judgement, Pair, judge
 from engine.flips.plan import Plan
+from engine.flips.verdict import Judgement, Pair, judge
 from tests.support.flip_pairs import outcome, pair, plan
 
 

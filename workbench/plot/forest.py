@@ -17,10 +17,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.flips.judge import Pair, interval_of
 from engine.flips.plan import Plan
 from engine.flips.statistics import Interval
 from engine.flips.text import ASCII, UNICODE
+from engine.flips.verdict import Pair, interval_of
 from workbench.plot.canvas import Row, Span, fit, name_places
 
 HEAD_WIDTH = 9

@@ -19,13 +19,13 @@ import pytest
 
 from engine.flips import arms, controls
 from engine.flips.arms import Stopped, run_arm
+from engine.flips.conclusion import FlipVerdict
 from engine.flips.flip import Watching, run_flip
-from engine.flips.judge import Pair
 from engine.flips.plan import Plan, make_plan
 from engine.flips.record import read_pairs, read_plan_of
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import device_lock, find_surroundings
-from engine.flips.verdict import FlipVerdict
+from engine.flips.verdict import Pair
 from engine.log.folder import find_runs
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -167,7 +167,7 @@ def test_a_setting_that_auto_had_chosen_already_is_not_flipped(kit: Kit, tmp_pat
     assert verdict.next == [f"look: engine tail {tmp_path / 'flip' / 'arms' / '01-b'}"]
 
 
-@pytest.mark.soak  # two whole arms; what parity is and what it ends are tests of test_proof and test_judge
+@pytest.mark.soak  # two whole arms; what parity is and what it ends are tests of test_proof and test_verdict
 def test_an_arm_that_computes_otherwise_fails_parity_however_fast(kit: Kit, tmp_path: Path) -> None:
     plan = small_plan(kit, tmp_path, "student.precision=bf16", parity=1e-7, pairs_max=8)
     verdict = run_flip(plan, tmp_path / "flip")

@@ -12,9 +12,9 @@ import pytest
 
 from engine.errors import BadInput, DiskFull, RunLogError
 from engine.flips import controls, surroundings, text
+from engine.flips.conclusion import FlipVerdict, conclude
 from engine.flips.controls import SAME, SLOW, Control
 from engine.flips.flip import why_no_more
-from engine.flips.judge import Pair, interval_of, judge
 from engine.flips.plan import Change, Plan
 from engine.flips.record import (
     create_flip,
@@ -24,7 +24,7 @@ from engine.flips.record import (
     read_verdict,
 )
 from engine.flips.surroundings import Surroundings, device_lock, find_surroundings
-from engine.flips.verdict import FlipVerdict, conclude
+from engine.flips.verdict import Pair, interval_of, judge
 from engine.verdict import Level, Verdict
 from tests.support.flip_pairs import hang, incomplete, outcome, pair, plan, timed
 

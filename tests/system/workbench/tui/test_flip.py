@@ -12,8 +12,8 @@ from textual.widgets import Input, OptionList
 
 from engine.findings.bundle import find_bundles
 from engine.findings.verify import check_bundle
-from engine.flips.judge import Pair
 from engine.flips.record import find_flips, read_verdict
+from engine.flips.verdict import Pair
 from engine.log.events import AlertRaised, DecisionMade, Event, FactsRead
 from engine.log.folder import RunFolder
 from engine.log.view import RunView

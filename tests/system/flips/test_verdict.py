@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.flips.judge import Pair, guards_of, judge
 from engine.flips.plan import Change, Plan
 from engine.flips.proof import parity
+from engine.flips.verdict import Pair, guards_of, judge
 from engine.verdict import Level, Verdict
 from tests.support.flip_experiments import experiment, judged
 from tests.support.flip_pairs import hang, incomplete, outcome, pair, plan, timed
