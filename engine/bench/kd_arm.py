@@ -32,7 +32,7 @@ from engine.bench.kd_shape import (
 )
 from engine.kernels.dequantize import has_triton
 from engine.models.load import load_packed_decoder
-from engine.models.running import has_compiler
+from engine.plan.device import has_compiler
 from engine.plan.knobs import choose_attention, choose_loss_kernel
 from engine.spec import LossSection, TrainSection
 from engine.teachers.compiled import compile_layers, warm_up

@@ -280,7 +280,7 @@ class Decoder(nn.Module):
         self.config = config
         self.run_layer: RunLayer = run_layer
         """How each layer is run: eagerly, compiled or with activation checkpointing
-        (`engine.models.running`).
+        (`engine.models.activation_checkpointing`).
         """
         self.packed = False
         """Whether attention over documents is packed (`engine.models.attention`) instead of masked.

@@ -221,7 +221,7 @@ def _hint(savings: tuple[Saving, ...]) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Everything that the memory need depends on: settings, shapes, chosen precisions, the device, and
-    how layers run (`engine.models.running`).
+    how layers run (`engine.plan.run_plan.LayerExecution`).
     """
 
     spec: RunSpec

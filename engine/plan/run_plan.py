@@ -26,9 +26,8 @@ from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
 from engine.loss.objective import default_chunk_rows
 from engine.loss.types import LossKernel
 from engine.models.config import ModelConfig
-from engine.models.running import has_compiler
 from engine.plan.activations import linear_weights
-from engine.plan.device import ComputeDevice
+from engine.plan.device import ComputeDevice, has_compiler
 from engine.plan.fit_in_memory import fit
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
@@ -218,8 +217,8 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """How layers run (`engine.models.running`)."""
+class LayerExecution:
+    """How the layers of student and teacher run: compiled, with packed attention, one batch ahead."""
 
     compiled: bool
     packed: bool
@@ -232,7 +231,7 @@ class Running:
 class Plan:
     facts: RunFacts
     loss_kernel: LossKernel
-    running: Running
+    execution: LayerExecution
     memory: MemoryPlan
     """The memory plan with the chosen backend, checkpointing, chunk size and sharding."""
     budget: MemoryBudget
@@ -262,15 +261,17 @@ def plan_run(
     loss_kernel: LossKernel = (
         "fused" if (yield from _taken(facts, "loss.kernel")) == "fused" else "eager"
     )
-    running = yield from choose_running(facts)
-    memory = yield from plan_memory(facts, running, fused_loss=loss_kernel == "fused")
+    execution = yield from choose_layer_execution(facts)
+    memory = yield from plan_memory(facts, execution, fused_loss=loss_kernel == "fused")
     budget = memory.budget()
     yield budget
     if spec.memory.budget == "enforce":
         budget.refuse_if_too_big()
     if memory.backend == "quantized":
         yield KNOBS["teacher.kernel"].decide(facts)
-    return Plan(facts=facts, loss_kernel=loss_kernel, running=running, memory=memory, budget=budget)
+    return Plan(
+        facts=facts, loss_kernel=loss_kernel, execution=execution, memory=memory, budget=budget
+    )
 
 
 def _taken(facts: RunFacts, key: str, **computed: Any) -> Generator[Decision, None, str]:
@@ -280,27 +281,27 @@ def _taken(facts: RunFacts, key: str, **computed: Any) -> Generator[Decision, No
     return decision.choice
 
 
-def choose_running(facts: RunFacts) -> Generator[Decision, None, Running]:
+def choose_layer_execution(facts: RunFacts) -> Generator[Decision, None, LayerExecution]:
     """Decide whether layers are compiled and attention is packed.
 
     With stored teacher outputs, the teacher is neither compiled nor prefetched.
     """
     compiled = yield from _taken(facts, "student.compile")
     packed = yield from _taken(facts, "student.attention")
-    running = Running(compiled=compiled == "on", packed=packed == "packed")
+    execution = LayerExecution(compiled=compiled == "on", packed=packed == "packed")
     if facts.teacher is None:
-        return running
+        return execution
     packed = yield from _taken(facts, "teacher.attention")
-    running = replace(running, teacher_packed=packed == "packed")
+    execution = replace(execution, teacher_packed=packed == "packed")
     if facts.store is not None:
-        return running
+        return execution
     compiled = yield from _taken(facts, "teacher.compile")
     prefetches = yield from _taken(facts, "teacher.prefetch")
-    return replace(running, teacher_compiled=compiled == "on", prefetches=prefetches == "on")
+    return replace(execution, teacher_compiled=compiled == "on", prefetches=prefetches == "on")
 
 
 def plan_memory(
-    facts: RunFacts, running: Running, *, fused_loss: bool
+    facts: RunFacts, execution: LayerExecution, *, fused_loss: bool
 ) -> Generator[Decision, None, MemoryPlan]:
     """Decide what memory depends on, and return the plan with those choices.
 
@@ -323,10 +324,10 @@ def plan_memory(
         teacher_packed_bytes=packed.weight_bytes(each) if packed else None,
         teacher_packed_layers=packed.layer_bytes(each) if packed else (),
         shares_heads=(facts.capability or (0, 0))[0] == 9,
-        compiled=running.compiled,
-        packed=running.packed,
-        teacher_packed=running.teacher_packed,
-        prefetches=running.prefetches,
+        compiled=execution.compiled,
+        packed=execution.packed,
+        teacher_packed=execution.teacher_packed,
+        prefetches=execution.prefetches,
         store=facts.store.identity if facts.store else None,
         fused_loss=fused_loss,
     )
@@ -355,7 +356,7 @@ def plan_memory(
     graphs = yield from _taken(
         facts,
         "student.graphs",
-        packed=running.packed,
+        packed=execution.packed,
         checkpointing=plan.checkpointing,
         needed_bytes=captured.total_bytes,
         given_bytes=plan.total_bytes,

@@ -105,12 +105,12 @@ class Builder:
                 temperature=self.facts.spec.loss.temperature,
             )
             yield record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped)
-        if plan.running.teacher_compiled:
+        if plan.execution.teacher_compiled:
             yield Phase(name="compiling the teacher's layers")
             yield from self.compiles.compile_teacher(
                 teacher, decoder, self.data.heldout[0], self.facts.spec.train.rows, precision
             )
-        if plan.running.prefetches:
+        if plan.execution.prefetches:
             teacher = PrefetchingTeacher(teacher, self.facts.compute.device)
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
 
@@ -257,9 +257,9 @@ class Builder:
             student_vocab=self.facts.inputs.student.vocab_size,
             probe=self.data.heldout[0],
             shards=shards,
-            joined=self.plan.running.teacher_compiled,
+            joined=self.plan.execution.teacher_compiled,
         )
-        built.decoder.packed = self.plan.running.teacher_packed
+        built.decoder.packed = self.plan.execution.teacher_packed
         return built
 
     def _warm_up_teacher(self, decoder: Decoder) -> Iterator[Event]:

@@ -5,6 +5,13 @@ eager and the compiled layers both process the first batch of the run, and their
 hidden states, and the gradient of every weight under one random upstream gradient. This is also the
 warm-up, after which no step compiles.
 
+The operations between matmuls (norms, RoPE, silu(gate) * up, residuals, casts of the weights) become a few
+kernels. The layer is compiled instead of the model: all layers have the same code and structure, so the
+compiler runs once, for seconds, and the modules, their names and their weights stay unchanged. A
+compilation is specific to shapes, and the one that matters is that of a training batch. So only a batch of
+exactly that shape, with gradients, runs compiled; evaluations, checks and everything else run the eager
+layers. Document boundaries are dynamic in the compiled graph.
+
 Both round to bf16, in different places, and therefore differ by some percent; a wrong term makes a far
 larger difference. Some gradients are almost zero beside the others (the one of the bias of k is exactly
 zero in theory, because softmax is invariant to it) and consist of rounding errors. Their distance is
@@ -15,15 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.errors import TrainingFailed
 from engine.log.events import Note, Phase
+from engine.models.activation_checkpointing import configure_layers, without_hooks
 from engine.models.attention import remember
-from engine.models.running import CompiledLayers, set_running
+from engine.models.decoder import Sight
 from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
@@ -40,6 +48,7 @@ SMALL = 1e-2
 """A tensor whose norm is below this share of the whole gradient's has its distance measured against that
 share."""
 
+# Shapes: B rows, T tokens, D model width
 
 _Answers: TypeAlias = tuple[Tensor, list[Tensor]]
 
@@ -58,6 +67,27 @@ class Agreement:
             f"hidden states {self.hidden:.2g}, gradients {self.gradient:.2g}, "
             f"the farthest {self.worst_name} {self.worst:.2g}"
         )
+
+
+class CompiledLayers:
+    """Runs layers compiled, for training batches of `rows` rows of `length` tokens."""
+
+    def __init__(self, rows: int, length: int, backend: str = "inductor") -> None:
+        self.shape = (rows, length)
+
+        def student_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+            return without_hooks(layer, x_BTD, sight)
+
+        # A graph break would silently leave part of the layer uncompiled.
+        self._compiled: Any = torch.compile(
+            student_layer, dynamic=False, fullgraph=True, backend=backend
+        )
+
+    def __call__(self, layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+        if x_BTD.shape[:2] != self.shape or not torch.is_grad_enabled():
+            return without_hooks(layer, x_BTD, sight)
+        out_BTD: Tensor = self._compiled(layer, x_BTD, sight)
+        return out_BTD
 
 
 def configure_student(
@@ -81,7 +111,7 @@ def configure_student(
         trainer,
         length=length,
         compiled=compiled,
-        packed=plan.running.packed,
+        packed=plan.execution.packed,
         checkpointing=plan.memory.checkpointing,
     )
     yield from compiles.done()
@@ -120,13 +150,13 @@ def compile_student(
     """
     student = trainer.student
     if not compiled:
-        set_running(student, compiled=None, packed=packed, checkpointing=checkpointing)
+        configure_layers(student, compiled=None, packed=packed, checkpointing=checkpointing)
         return None
     # Eager layers keep more activations. With recomputation they need no more memory than the steps will.
-    set_running(student, compiled=None, packed=packed, checkpointing=True)
+    configure_layers(student, compiled=None, packed=packed, checkpointing=True)
     written = _answers(trainer)
     layers = CompiledLayers(trainer.train.rows, length, backend)
-    set_running(student, compiled=layers, packed=packed, checkpointing=checkpointing)
+    configure_layers(student, compiled=layers, packed=packed, checkpointing=checkpointing)
     return _agreement(
         trainer,
         _answers(trainer),

@@ -45,7 +45,7 @@ from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import KNOBS, choose_backend, choose_teacher_precision
 from engine.plan.memory import ITEM_BYTES
-from engine.plan.run_plan import RunFacts, batches_of, choose_running, rows_of_run
+from engine.plan.run_plan import RunFacts, batches_of, choose_layer_execution, rows_of_run
 from engine.runtime.device import choose_device
 from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
@@ -426,7 +426,7 @@ def _load_teacher(
         )
     if backend == "quantized":
         yield KNOBS["teacher.kernel"].decide(facts)
-    running = yield from choose_running(facts)
+    execution = yield from choose_layer_execution(facts)
     say(f"loading the teacher: {spec.teacher.path}")
     built = build_teacher(
         spec.teacher.path,
@@ -437,7 +437,7 @@ def _load_teacher(
         student_vocab=job.inputs.student.vocab_size,
         probe=job.heldout[0],
     )
-    built.decoder.packed = running.teacher_packed
+    built.decoder.packed = execution.teacher_packed
     decoder = built.decoder
     model = record.model("teacher", spec.teacher.path, decoder.config, precision, decoder)
     yield model
@@ -446,7 +446,7 @@ def _load_teacher(
     yield from compiles.warm_up(
         built.decoder, {count * spec.data.seq_len for count in rows}, compute.device
     )
-    if running.teacher_compiled:
+    if execution.teacher_compiled:
         say("compiling the teacher's layers")
         yield from compiles.compile_teacher(
             built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision

@@ -207,7 +207,7 @@ class _Job:
         )
         resumed_from = self._resume(trainer, session, allow_fallback, allow_restart)
         # A compiler sees sharded layers as different ones, so those are compiled after sharding.
-        self._put_to_run(trainer, plan, compiled=plan.running.compiled and not ranks.many)
+        self._put_to_run(trainer, plan, compiled=plan.execution.compiled and not ranks.many)
         bound = self._bound(trainer, inputs)
         begun = record.start(self.folder.name, spec, trainer, resumed_from, bound)
         log.write(begun)
@@ -220,7 +220,7 @@ class _Job:
             trainer = self._shard(trainer, builder)
             session.look_at(trainer)
             # After this, nothing references the unsharded state that every rank had.
-            self._put_to_run(trainer, plan, compiled=plan.running.compiled)
+            self._put_to_run(trainer, plan, compiled=plan.execution.compiled)
         with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = session.train(trainer)
         for counts in self.compiles.counts(session.step):

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from engine.data.batches import Batches
+from engine.models.activation_checkpointing import configure_layers
 from engine.models.load import new_decoder
-from engine.models.running import set_running
 from engine.spec import TrainSection
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.trainer import Trainer
@@ -35,5 +35,5 @@ def gpu_trainer(
         device=device,
         precision="bf16",
     )
-    set_running(trainer.student, compiled=None, packed=packed, checkpointing=False)
+    configure_layers(trainer.student, compiled=None, packed=packed, checkpointing=False)
     return trainer

@@ -26,7 +26,7 @@ from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import choose_teacher_shard
 from engine.plan.memory import MemoryPlan
-from engine.plan.run_plan import RunFacts, Running, plan_memory
+from engine.plan.run_plan import LayerExecution, RunFacts, plan_memory
 from engine.runtime.managed import memory_scope
 from engine.runtime.ranks import Ranks
 from engine.spec import spec_from_dict
@@ -222,14 +222,14 @@ def _planned(
         memory=memory_scope("native", device),
         available=measured(available_bytes, "a test"),
     )
-    running = Running(
+    execution = LayerExecution(
         compiled=False, packed=False, teacher_packed=False, teacher_compiled=False, prefetches=False
     )
     folder.mkdir()
     run = RunFolder(folder)
     with LogWriter(run.events, writer="trainer") as log:
         facts = RunFacts(spec=spec, inputs=inputs, compute=compute)
-        fitted = logged(log, plan_memory(facts, running, fused_loss=False))
+        fitted = logged(log, plan_memory(facts, execution, fused_loss=False))
         record.write(log, fitted.budget())
     return fitted, Follower(run).read_all()
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.data.batches import Batch
+from engine.models.activation_checkpointing import configure_layers
 from engine.models.load import new_decoder
-from engine.models.running import set_running
 from engine.spec import TrainSection
 from engine.train import optimizer as optimizer_module
 from engine.train import trainer as subject
@@ -311,7 +311,7 @@ def test_between_two_steps_nothing_waits_for_the_device(packed: bool) -> None:
         device=device,
         precision="bf16",
     )
-    set_running(trainer.student, compiled=None, packed=packed, checkpointing=False)
+    configure_layers(trainer.student, compiled=None, packed=packed, checkpointing=False)
     steps = trainer.steps(lambda step: step > 2)
     losses = [next(steps).loss for _ in range(3)]
     try:

@@ -1,4 +1,4 @@
-"""Compiled or not, packed or masked, made again or kept: the choice, and the arithmetic in its reason."""
+"""Compiled or not, packed or masked, activations recomputed or kept: the choice, and the arithmetic in its reason."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_oracle_can_be_asked_for() -> None:
         (10, 6, 10, "off"),
     ],
 )
-def test_activations_are_made_again_only_where_that_makes_the_run_fit(
+def test_activations_are_recomputed_only_where_that_makes_the_run_fit(
     without: int, within: int, room: int | None, choice: str
 ) -> None:
     gib = 2**30

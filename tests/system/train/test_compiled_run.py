@@ -1,4 +1,4 @@
-"""A whole run whose layers are compiled and made again: what it says of it, and that nothing else changes."""
+"""A whole run with compiled layers and activation checkpointing: what it says of it, and that nothing else changes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from engine.log.write import LogWriter
 from engine.machine.reading import measured
 from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
-from engine.plan.run_plan import RunFacts, Running, choose_running
+from engine.plan.run_plan import LayerExecution, RunFacts, choose_layer_execution
 from engine.runtime.managed import memory_scope
 from engine.spec import spec_from_dict
 from engine.train.record import logged
@@ -28,9 +28,9 @@ PLAIN = {
 }
 
 
-def running(
+def layer_execution(
     folder: Path, settings: dict[str, str], *, precision: str = "bf16", store: Any = None
-) -> Running:
+) -> LayerExecution:
     spec: dict[str, Any] = {
         "teacher": {"path": "teacher"},
         "student": {"config": "student.json"},
@@ -61,7 +61,7 @@ def running(
             teacher_precision=precision,
             store=store,
         )
-        return logged(log, choose_running(facts))
+        return logged(log, choose_layer_execution(facts))
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +85,9 @@ def test_a_setting_turns_on_what_it_names_and_nothing_else(
 ) -> None:
     (tmp_path / "off").mkdir()
     (tmp_path / "on").mkdir()
-    off = running(tmp_path / "off", PLAIN)
-    on = running(tmp_path / "on", PLAIN | {setting: value})
-    names = Running.__dataclass_fields__
+    off = layer_execution(tmp_path / "off", PLAIN)
+    on = layer_execution(tmp_path / "on", PLAIN | {setting: value})
+    names = LayerExecution.__dataclass_fields__
     assert not any(getattr(off, name) for name in names)
     assert {name for name in names if getattr(on, name)} == {field}
 
@@ -96,11 +96,11 @@ def test_of_a_teacher_whose_answers_are_stored_nothing_is_compiled_or_begun_ahea
     tmp_path: Path,
 ) -> None:
     wanted = PLAIN | {"teacher.compile": "on", "teacher.prefetch": "on"}
-    found = running(tmp_path, wanted, store=object())
+    found = layer_execution(tmp_path, wanted, store=object())
     assert not found.teacher_compiled and not found.prefetches
 
 
 def test_a_teacher_in_8_bits_attends_in_bf16(tmp_path: Path) -> None:
-    assert running(
+    assert layer_execution(
         tmp_path, PLAIN | {"teacher.attention": "packed"}, precision="fp8"
     ).teacher_packed

@@ -1,0 +1,63 @@
+"""Activation checkpointing, and which function runs the layers of a student.
+
+    decoder.run_layer = run_layer                  eager: the reference
+                        CompiledLayers(rows, T)    compiled (`engine.train.compile_student`)
+                        checkpointed(run)          either of them, keeping only the layer's input
+
+Checkpointing. The backward pass runs each layer's forward a second time, which adds a third to the
+student's arithmetic, and only the input of each layer is kept between the passes.
+
+A layer sharded by FSDP2 has hooks that gather its weights before its forward pass and
+reduce-scatter its gradients in the backward pass. The compiled or checkpointed function then
+replaces the layer's own `forward`, inside the hooks: the compiler sees no collective, and
+recomputation gathers nothing again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.models.decoder import Decoder, Layer, RunLayer, Sight, run_layer
+from engine.runtime.ranks import is_fsdp
+
+# Shapes: B rows, T tokens, D model width
+
+
+def without_hooks(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+    """Run the layer eagerly, without its hooks."""
+    assert isinstance(layer, Layer)
+    return Layer.forward(layer, x_BTD, sight)
+
+
+def checkpointed(run: RunLayer) -> RunLayer:
+    """Return a function that runs a layer and keeps only its input for the backward pass."""
+
+    def run_checkpointed(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+        if not torch.is_grad_enabled():
+            return run(layer, x_BTD, sight)
+        # Layers draw no random numbers, so no RNG state needs restoring.
+        out_BTD: Tensor = checkpoint(
+            run, layer, x_BTD, sight, use_reentrant=False, preserve_rng_state=False
+        )
+        return out_BTD
+
+    return run_checkpointed
+
+
+def configure_layers(
+    decoder: Decoder, *, compiled: RunLayer | None, packed: bool, checkpointing: bool
+) -> None:
+    """Apply the chosen compilation, attention and checkpointing to the decoder."""
+    decoder.packed = packed
+    sharded = any(is_fsdp(layer) for layer in decoder.layers)
+    eager: RunLayer = without_hooks if sharded else run_layer
+    run = eager if compiled is None else compiled
+    run = checkpointed(run) if checkpointing else run
+    decoder.run_layer = run_layer if sharded else run
+    if sharded:
+        for layer in decoder.layers:
+            layer.forward = partial(run, layer)
