@@ -86,3 +86,15 @@ def format_value(value: float | None, digits: int = 4) -> str:
     if abs(value) >= 10_000 - smallest / 2 or 0 < abs(value) < smallest:
         return f"{value:.3e}"
     return f"{value:z.{digits}f}"
+
+
+def format_need(needed_bytes: int, available_bytes: int | None) -> str:
+    """Format a need beside what there is: `31.2 GiB of 80.0 GiB available`."""
+    if available_bytes is None:
+        return format_bytes(needed_bytes)
+    return f"{format_bytes(needed_bytes)} of {format_bytes(available_bytes)} available"
+
+
+def format_capability(capability: tuple[int, int]) -> str:
+    """Format the compute capability of a GPU: `9.0`."""
+    return f"{capability[0]}.{capability[1]}"

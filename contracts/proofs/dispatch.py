@@ -11,7 +11,7 @@ from engine.machine.allocator import choose_allocator
 from engine.machine.cuda_facts import NO, YES
 from engine.machine.reading import absent, measured
 from engine.models.config import ModelConfig
-from engine.plan.knobs import choose_backend
+from engine.teachers.backend import choose_backend
 from tests.support.machines import MACHINES, cuda_facts
 
 ANSWERS = (YES, NO, None)

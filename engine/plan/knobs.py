@@ -6,8 +6,9 @@ A chooser is a pure function, `choose(wanted, *, fact, fact, ...)`. The names of
 the facts it depends on; they are looked up as attributes of an object that describes the run
 (`engine.plan.run_plan.RunFacts`). A fact that must be computed for one decision, such as the bytes that a
 run needs with each choice, is passed explicitly. The allowed values of a setting and their meaning are in
-`engine.spec.sections`. Choosers that need no model (device, allocator, threads) are in lower layers, in
-`engine.runtime.device` and `engine.machine`.
+`engine.spec.sections`. Choosers of lower layers stay there: device, precision and threads in
+`engine.runtime.device`, the allocator in `engine.machine.allocator`, the teacher's backend, precision and
+kernel in `engine.teachers.backend`.
 
 To add one, add the setting to its section, a chooser and a row here, and the code that acts on the
 choice.
@@ -29,26 +30,24 @@ from functools import cached_property, partial
 from typing import Any
 
 from engine.decision import SET_BY_USER, Decision, decide
-from engine.errors import BadInput
 from engine.machine.allocator import choose_allocator
 from engine.machine.threads import choose_thread_wait
 from engine.models.attention import LEAST_CAPABILITY, MOST_HEAD_DIM
-from engine.models.config import ModelConfig, count_parameters
-from engine.models.packed_size import without_blocks
-from engine.runtime.device import choose_device, choose_precision, choose_threads
+from engine.models.config import ModelConfig
+from engine.runtime.device import Capability, choose_device, choose_precision, choose_threads
 from engine.spec import Option, options
 from engine.spec.divergences import DIVERGENCES, fused_divergences
-from engine.units import format_bytes, format_count, format_seconds
-
-Capability = tuple[int, int] | None
-"""Compute capability of the GPU; None on a CPU."""
+from engine.teachers.backend import choose_backend, choose_kernel, choose_teacher_precision
+from engine.units import (
+    format_bytes,
+    format_capability,
+    format_count,
+    format_need,
+    format_seconds,
+)
 
 KERNEL_CAPABILITY = (8, 0)
 """The lowest compute capability that our kernels compile for."""
-TF32_CAPABILITY = (8, 0)
-"""The lowest compute capability with tf32 matmuls."""
-FP8_CAPABILITY = (8, 9)
-"""The lowest compute capability with fp8 matmuls."""
 COMPILE_S = 15.0
 """Seconds to compile one layer, forward and backward, with cold caches, and to compare it: 8 s on 16 cores."""
 SAVED_S_PER_TOKEN_AND_WEIGHT = 15.3e-3 / 8192 / 358e6
@@ -264,7 +263,8 @@ def choose_attention(
     if device != "cuda" or capability is None:
         why_not = "a CPU has no kernel for packed documents"
     elif capability < LEAST_CAPABILITY:
-        why_not = f"needs compute capability {_dotted(LEAST_CAPABILITY)}, this GPU has {_dotted(capability)}"
+        needed, found = format_capability(LEAST_CAPABILITY), format_capability(capability)
+        why_not = f"needs compute capability {needed}, this GPU has {found}"
     elif precision not in ("bf16", "fp8"):
         why_not = f"its kernel takes bf16, and products are in {precision}"
     elif heads > MOST_HEAD_DIM or heads % 8:
@@ -335,8 +335,8 @@ def _lacks_for_kernels(
     if device != "cuda" or capability is None:
         return "a GPU", "a CPU"
     if capability < KERNEL_CAPABILITY:
-        needed = f"a GPU of compute capability {_dotted(KERNEL_CAPABILITY)} or later"
-        return needed, f"compute capability {_dotted(capability)}"
+        needed = f"a GPU of compute capability {format_capability(KERNEL_CAPABILITY)} or later"
+        return needed, f"compute capability {format_capability(capability)}"
     return None if has_triton else ("triton", "none installed")
 
 
@@ -364,176 +364,6 @@ def _fused_or(
     return decide(knob, wanted, best, reasons, against=against, refused=refused, explained=True)
 
 
-def choose_kernel(
-    wanted: str, *, device: str, tokens: int, fused_up_to: int, most: int
-) -> Decision:
-    """Choose how a quantised teacher multiplies `tokens` rows.
-
-    `fused_up_to` is the measured number of rows up to which multiplying with quantised blocks is faster
-    than dequantising them first; `most` is the largest number of rows that the fused kernels support.
-    Each matmul is dispatched by its own shape; the reason is that of the largest. Raises BadInput for
-    `fused` when it cannot run.
-    """
-    knob, refused = "teacher.kernel", {}
-    why = f"{tokens} rows in a forward pass, and fused products are faster up to {fused_up_to}"
-    if device != "cuda":
-        refused = {"fused": ("a GPU", "a CPU", f"`--set {knob}=auto` runs anywhere")}
-        why = "on a CPU blocks are made dense before a product"
-    elif tokens > most:
-        refused = {
-            "fused": (
-                f"at most {most} rows in a forward pass",
-                f"{tokens}: train.rows x data.seq_len",
-                f"`--set {knob}=auto` makes blocks dense where there are more",
-            )
-        }
-    return decide(
-        knob,
-        wanted,
-        "fused" if device == "cuda" and tokens <= fused_up_to else "dequantize",
-        why,
-        against={
-            "fused": why,
-            "dequantize": why if device != "cuda" else "reads more for so few rows",
-        },
-        refused=refused,
-        explained=True,
-    )
-
-
-# The teacher's arithmetic and form
-
-
-def choose_teacher_precision(wanted: str, *, device: str, capability: Capability) -> Decision:
-    """Choose the teacher's precision: the student's options, and tf32 and fp8, which only teachers have.
-
-    Raises BadInput when the device has no such matmuls.
-    """
-    knob = "teacher.precision"
-    least = {"tf32": TF32_CAPABILITY, "fp8": FP8_CAPABILITY}.get(wanted)
-    if least is None:
-        return choose_precision(knob, wanted, device)
-    if device != "cuda" or capability is None or capability < least:
-        found = "a CPU" if capability is None else f"compute capability {_dotted(capability)}"
-        raise BadInput.expected(
-            knob,
-            wanted,
-            f"a GPU of compute capability {_dotted(least)} or later",
-            found,
-            hint="teacher.precision=fp32 is exact and runs anywhere",
-        )
-    rejected = {
-        "tf32": (("fp32", "exact products, slower"), ("bf16", "half of the memory, rounded more")),
-        "fp8": (("bf16", "rounded less, 1.6 times the time and twice the memory of the layers"),),
-    }
-    measured = "what it costs is measured on held-out rows (check teacher_fp8_within_noise_floor)"
-    return Decision(
-        knob=knob,
-        choice=wanted,
-        reason=measured if wanted == "fp8" else SET_BY_USER,
-        rejected=rejected[wanted],
-        overridden=True,
-    )
-
-
-# contract: apr-distill-teacher-backend-selection-v1
-def choose_backend(
-    wanted: str,
-    *,
-    config: ModelConfig | None,
-    quantised_blocks: bool,
-    dense_bytes: int,
-    packed_bytes: int | None,
-    available_bytes: int | None,
-    precision: str = "bf16",
-    stored: str | None = None,
-) -> Decision:
-    """Choose the teacher's backend.
-
-    `config` is the teacher's, None when none is used; `precision` is that of its matmuls. `stored`
-    describes its stored outputs when they are to be read instead of computed.
-
-    `dense_bytes` and `packed_bytes` are what the whole run needs at its peak with dequantised and with
-    quantised weights; `packed_bytes` is None when the file has no quantised blocks or the size is
-    unknown. Dequantised weights are faster, so `auto` takes them if they fit in `available_bytes`. If
-    neither fits, `auto` still names a backend: the memory budget refuses the run.
-
-    fp8 weights are dequantised ones of a byte each: fp8 and `quantized` exclude each other.
-
-    Raises BadInput for `quantized` with a file without quantised blocks, and with precision fp8.
-    """
-    if config is None:
-        why = "switched off by the user" if wanted == "none" else "no teacher.path is given"
-        return Decision(
-            knob="teacher.backend",
-            choice="none",
-            reason=f"{why}: the objective is cross entropy alone",
-            rejected=(("dequantized", "needs teacher.path"), ("quantized", "needs teacher.path")),
-            overridden=wanted == "none",
-        )
-    if wanted == "quantized" and not quantised_blocks:
-        raise without_blocks("teacher.path")
-    dense = f"with dense weights the run needs {_of(dense_bytes, available_bytes)}"
-    if stored is not None:
-        return Decision(
-            knob="teacher.backend",
-            choice="cached",
-            reason=stored,
-            rejected=(
-                ("dequantized", f"computes what is stored; {dense}"),
-                ("none", "a teacher is given"),
-            ),
-            overridden=wanted == "cached",
-        )
-    if precision == "fp8":
-        if wanted == "quantized":
-            raise BadInput.expected(
-                "teacher.backend",
-                wanted,
-                "dequantized, or auto: teacher.precision=fp8 makes 8-bit floats of all layers",
-                "weights that would stay in their blocks",
-                hint="`--set teacher.precision=bf16` keeps blocks",
-            )
-        return Decision(
-            knob="teacher.backend",
-            choice="dequantized",
-            reason=f"layers in 8-bit floats, a byte a weight: {dense}",
-            rejected=(
-                ("quantized", "teacher.precision=fp8 makes 8-bit floats of blocks"),
-                ("none", "a teacher is given"),
-            ),
-            overridden=wanted != "auto",
-        )
-    if not quantised_blocks:
-        packed = "the file has no quantized blocks"
-    elif packed_bytes is None:
-        packed = "with weights in blocks the run needs less"
-    else:
-        packed = f"with weights in blocks the run needs {_of(packed_bytes, available_bytes)}"
-    fits = available_bytes is None or dense_bytes <= available_bytes
-    choice = wanted if wanted != "auto" else "dequantized"
-    if wanted == "auto" and not fits and quantised_blocks:
-        choice = "quantized"
-    weights = f"{format_count(count_parameters(config))} weights"
-    if choice == "quantized":
-        reason, other = f"{weights}: {packed}", "dequantized"
-        why_not = dense if not fits else f"{dense}, and is faster"
-    else:
-        reason, other = f"{weights}: {dense}", "quantized"
-        why_not = packed if not quantised_blocks else f"{packed}, and is slower"
-        if not fits and not quantised_blocks:
-            reason += f"; {packed}, so that there is no smaller way"
-    if wanted == "auto" and available_bytes is None:
-        reason += ", and how much there is is unknown"
-    return Decision(
-        knob="teacher.backend",
-        choice=choice,
-        reason=reason,
-        rejected=((other, why_not), ("none", "a teacher is given")),
-        overridden=wanted != "auto",
-    )
-
-
 # What memory decides: the numbers are bytes that the whole run needs at its peak on each GPU
 
 
@@ -541,7 +371,7 @@ def choose_checkpointing(
     wanted: str, *, without_bytes: int, with_bytes: int, available_bytes: int | None
 ) -> Decision:
     """Decide whether activations are recomputed in the backward pass, by the memory needed either way."""
-    without = f"without it the run needs {_of(without_bytes, available_bytes)}"
+    without = f"without it the run needs {format_need(without_bytes, available_bytes)}"
     within = f"with it {format_bytes(with_bytes)}"
     helps, neither = _helps(without_bytes, with_bytes, available_bytes)
     if wanted == "auto" and neither:
@@ -570,7 +400,7 @@ def choose_chunk_rows(
     This is `usual_rows`, with which the run needs `usual_bytes`, or the most of `fewer_rows` with which
     it fits.
     """
-    needs = f"with chunks of {usual_rows} tokens the run needs {_of(usual_bytes, available_bytes)}"
+    needs = f"with chunks of {usual_rows} tokens the run needs {format_need(usual_bytes, available_bytes)}"
     if wanted:
         rejected, reason = {}, SET_BY_USER
     elif taken_rows == usual_rows:
@@ -612,7 +442,7 @@ def choose_teacher_shard(
         return decide(
             knob, wanted, "off", why, against={"on": why}, refused=refused, explained=True
         )
-    needs = _of(whole_bytes, available_bytes)
+    needs = format_need(whole_bytes, available_bytes)
     whole = f"with the teacher whole on each GPU the run needs {needs}"
     shared = f"with its layers shared by {ranks} GPUs {format_bytes(shared_bytes)}"
     helps, neither = _helps(whole_bytes, shared_bytes, available_bytes)
@@ -634,7 +464,7 @@ def choose_reshard(
 
     `kept_bytes` and `given_bytes` are what the run needs if they keep them, and if they do not.
     """
-    kept = f"kept, the run needs {_of(kept_bytes, available_bytes)}"
+    kept = f"kept, the run needs {format_need(kept_bytes, available_bytes)}"
     twice = f"gathers every layer twice a step, to need {format_bytes(given_bytes)}"
     return decide(
         "student.reshard",
@@ -668,16 +498,6 @@ def _helps(plain_bytes: int, less_bytes: int, available_bytes: int | None) -> tu
     if available_bytes is None or plain_bytes <= available_bytes:
         return False, False
     return less_bytes <= available_bytes, less_bytes > available_bytes
-
-
-def _of(needed_bytes: int, available_bytes: int | None) -> str:
-    if available_bytes is None:
-        return format_bytes(needed_bytes)
-    return f"{format_bytes(needed_bytes)} of {format_bytes(available_bytes)} available"
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 _OF_STUDENT = (("config", "student"), ("precision", "student_precision"))

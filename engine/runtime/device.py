@@ -9,6 +9,9 @@ import torch
 from engine.decision import Decision
 from engine.errors import BadInput
 
+Capability = tuple[int, int] | None
+"""Compute capability of the GPU; None on a CPU."""
+
 
 def choose_device(wanted: str) -> Decision:
     """Choose `cuda` when there is a GPU, else `cpu`. A request for a GPU that does not exist is refused, never

@@ -12,7 +12,7 @@ part of it either, so a teacher cannot pass them to an optimizer.
     cached        none: outputs are read from a store            store/teacher.py
     none          there is no teacher
 
-`engine.plan.knobs.choose_backend` chooses among them. `dequantized` and `quantized` are the same
+`engine.teachers.backend.choose_backend` chooses among them. `dequantized` and `quantized` are the same
 `Decoder` under the same `FrozenDecoder`; `TruncatingTeacher` wraps either.
 """
 

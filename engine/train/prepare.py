@@ -43,11 +43,12 @@ from engine.log.write import LogWriter
 from engine.models.config import count_parameters
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
-from engine.plan.knobs import KNOBS, choose_backend, choose_teacher_precision
+from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES
 from engine.plan.run_plan import RunFacts, batches_of, choose_layer_execution, rows_of_run
 from engine.runtime.device import choose_device
 from engine.spec import RunSpec
+from engine.teachers.backend import choose_backend, choose_teacher_precision
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.store.folder import (

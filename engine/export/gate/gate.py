@@ -19,10 +19,10 @@ from engine.log.view import RunView
 from engine.machine.facts import read_facts
 from engine.models.config import count_parameters
 from engine.plan.inputs import Inputs, check_inputs
-from engine.plan.knobs import choose_backend, choose_teacher_precision
 from engine.plan.memory import ITEM_BYTES
 from engine.runtime.device import choose_device, choose_precision
 from engine.spec import RunSpec
+from engine.teachers.backend import choose_backend, choose_teacher_precision
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.verdict import Verdict, lowest
 

@@ -24,8 +24,8 @@ from engine.models.fp8 import fp8_linear, load_fp8_decoder
 from engine.models.frozen import freeze
 from engine.models.load import load_decoder, save_decoder
 from engine.models.packed import head_of
-from engine.plan.knobs import choose_backend, choose_teacher_precision
 from engine.spec import RunSpec
+from engine.teachers.backend import choose_backend, choose_teacher_precision
 from engine.teachers.build import build_teacher
 from engine.teachers.fp8 import (
     NOISE_FLOOR_KL,

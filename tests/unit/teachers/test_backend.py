@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.decision import Decision
 from engine.errors import BadInput
 from engine.models.config import ModelConfig
-from engine.plan.knobs import choose_backend, choose_kernel, choose_teacher_precision
 from engine.runtime.device import choose_precision
+from engine.teachers.backend import choose_backend, choose_kernel, choose_teacher_precision
 from tests.support.packed_models import make_config
 
 GIB = 2**30
