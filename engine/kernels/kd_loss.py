@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.divergences import DIVERGENCES, fused_divergences
 from engine.errors import InternalError
 from engine.kernels.kd_loss_rows import FIELDS, UNIT, _kd_rows
 from engine.kernels.key import Variant
@@ -23,7 +24,6 @@ from engine.kernels.registry import compiled_as, launch
 
 # Shapes: M rows of all chunks, C rows of one, V vocabulary, S segments of a row
 
-DIVERGENCES = ("forward_kl", "reverse_kl")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Supported dtypes of dz."""
 
@@ -59,8 +59,9 @@ def variant(
     tuning: Tuning = TUNING,
 ) -> Variant:
     """Return the kernel for rows of `vocabulary` logits; `dtype` is the dtype of dz."""
-    if divergence not in DIVERGENCES:
-        raise InternalError(f"loss kernel: expected {' or '.join(DIVERGENCES)}, found {divergence}")
+    if not DIVERGENCES[divergence].fused:
+        known = " or ".join(fused_divergences())
+        raise InternalError(f"loss kernel: expected {known}, found {divergence}")
     # Without a teacher T is always 1.
     power = 1 if not teacher else int(temperature) if temperature in (1, 2, 4) else 0
     segments = triton.cdiv(vocabulary, tuning.segment)

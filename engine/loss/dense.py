@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.loss.divergences import ARITHMETIC, Logits
+from engine.divergences import DIVERGENCES, Logits
 from engine.loss.types import Job, Teaching, Totals
 from engine.models.head import multiply, project, sum_dtype
-from engine.spec.divergences import DIVERGENCES
 
 # Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary, D student width
 
@@ -101,7 +100,7 @@ class EagerChunks(EagerForm):
         log_z_C1, log_t_C1 = log_sum_exp(z_CV, q_CV), log_sum_exp(t_CV, p_CV)
         first_C1 = t_CV.argmax(dim=1, keepdim=True)
         agree_C1 = z_CV.gather(1, first_C1) == z_CV.amax(dim=1, keepdim=True)
-        divergence_C, slope_CV = ARITHMETIC[job.divergence].differentiate(
+        divergence_C, slope_CV = DIVERGENCES[job.divergence].differentiate(
             Logits(z_CV, t_CV, q_CV, p_CV, log_z_C1, log_t_C1, spare), job.beta
         )
         ce_C1, soft_CV = cross_entropy_at_one(z_CV, q_CV, log_z_C1, labels_C1, T)

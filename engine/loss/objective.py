@@ -12,7 +12,7 @@ entropy):
     KL  = (1/n) sum_i sum_v p_iv (log p_iv - log q_iv)             nats, at temperature T
     q   = softmax(z / T)      p = softmax(t[:V] / T)               z, t: student and teacher logits
 
-KL may be replaced by another divergence (`divergences.py`), or be computed from a few target tokens per
+KL may be replaced by another divergence (`engine/divergences.py`), or be computed from a few target tokens per
 position (`sparse.py`). A teacher wider than the student is truncated to the student's V columns and
 renormalised over them, because two checkpoints of one family may pad the same tokenizer to different
 widths. The values in the dropped columns have no effect.
@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.divergences import DIVERGENCES, sparse_divergences
 from engine.loss.dense import EagerChunks
 from engine.loss.sparse import SparseChunks
 from engine.loss.types import (
@@ -64,7 +65,6 @@ from engine.loss.types import (
     check_widths,
 )
 from engine.models.head import DenseHead, Head, multiply, operand_dtype, sum_dtype
-from engine.spec.divergences import DIVERGENCES, sparse_divergences
 
 # One buffer of fp32 logits per chunk. On a CPU it should stay in the cache during the dozen passes over
 # it. On a GPU the chunk must be long enough (about a thousand rows at V = 152k) for the matmuls to run at

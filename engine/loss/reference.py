@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.loss.divergences import ARITHMETIC
+from engine.divergences import DIVERGENCES
 from engine.loss.types import IGNORE_LABEL, LossTerms, check_objective, check_widths
 
 # Shapes: N tokens, M labelled tokens, V student vocabulary, W teacher vocabulary
@@ -42,7 +42,7 @@ def reference_loss(
         t_MV = teacher_logits_NW.detach()[rows_M, :vocabulary].double()
         log_p_MV = F.log_softmax(t_MV / temperature, dim=1)
         log_q_MV = F.log_softmax(z_MV / temperature, dim=1)
-        kd = temperature**2 * ARITHMETIC[divergence].reference(log_p_MV, log_q_MV, beta) / n
+        kd = temperature**2 * DIVERGENCES[divergence].reference(log_p_MV, log_q_MV, beta) / n
         agreement = (t_MV.argmax(1) == z_MV.argmax(1)).sum() / n
         loss = loss + (1 - alpha) * kd
         kd = kd.detach()

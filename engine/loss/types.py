@@ -17,8 +17,8 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from engine.divergences import DIVERGENCES
 from engine.models.head import Slices
-from engine.spec.divergences import DIVERGENCES
 
 # Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
 # D student width, E teacher width, K target tokens per position

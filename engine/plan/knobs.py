@@ -30,13 +30,13 @@ from functools import cached_property, partial
 from typing import Any
 
 from engine.decision import SET_BY_USER, Decision, decide
+from engine.divergences import DIVERGENCES, fused_divergences
 from engine.machine.allocator import choose_allocator
 from engine.machine.threads import choose_thread_wait
 from engine.models.attention import LEAST_CAPABILITY, MOST_HEAD_DIM
 from engine.models.config import ModelConfig
 from engine.runtime.device import Capability, choose_device, choose_precision, choose_threads
 from engine.spec import Option, options
-from engine.spec.divergences import DIVERGENCES, fused_divergences
 from engine.teachers.backend import choose_backend, choose_kernel, choose_teacher_precision
 from engine.units import (
     format_bytes,

@@ -55,6 +55,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.divergences import DIVERGENCES
 from engine.errors import BadInput
 from engine.machine.reading import Reading
 from engine.models.config import ModelConfig, count_parameters
@@ -67,7 +68,6 @@ from engine.plan.activations import (
     shared_width,
 )
 from engine.spec import RunSpec
-from engine.spec.divergences import DIVERGENCES
 from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.spec.divergences import DIVERGENCES
+from engine.divergences import DIVERGENCES
 
 LONGEST_WAIT_S = 30 * 86400
 SWITCH = ("auto", "off", "on")

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from engine import limits
+from engine.divergences import DIVERGENCES, sparse_divergences
 from engine.files import open_regular, read_json
 from engine.formats.open import open_weights
 from engine.log.folder import write_whole
 from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.spec import RunSpec
-from engine.spec.divergences import DIVERGENCES, sparse_divergences
 from engine.teachers.store.keys import HIDDEN, CacheError, Identity, identity_of
 
 VERSION = 1

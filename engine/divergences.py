@@ -1,4 +1,4 @@
-"""The formulas of each divergence in `engine/spec/divergences.py`, over rows of logits.
+"""The divergences that a student can be trained with: what is known of each, and its formulas over rows of logits.
 
 With q = softmax(z), p = softmax(t), z and t already divided by T, and m = (1 - b) q + b p:
 
@@ -14,17 +14,21 @@ logarithm of a small probability is taken, and equal rows give exactly 0 in both
                   = d + log1p((1 - b) (e^-d - 1))        for d > 0, where e^d may overflow
 
 Each divergence is implemented twice: for training, in place in few buffers and with its gradient; and
-directly from its definition in float64, as the reference for tests. To add one, add a row here and one of
-the same name to the spec's table.
+directly from its definition in float64, as the reference for tests. To add one, add a row to the table.
+
+The table is also read where torch is not installed or not wanted: by the spec's allowed values and help,
+the choosers and the memory budget. So torch is imported inside the functions that need more than a
+tensor's methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Shapes: C rows, M rows of the reference, V vocabulary
 
@@ -40,17 +44,30 @@ class Logits(NamedTuple):
     """log sum e^z"""
     log_t_C1: Tensor
     spare: list[Tensor]
-    """Additional [C, V] buffers, beside z, t, q and p: as many as the spec's table says."""
+    """Additional [C, V] buffers, beside z, t, q and p: as many as the table says."""
 
 
-class Arithmetic(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    doc: str
+    """Description for the help of `loss.divergence`."""
     differentiate: Callable[[Logits, float], tuple[Tensor, Tensor]]
     """Returns the divergence of each row (C) and its gradient with respect to z (C, V); the float is b."""
     reference: Callable[[Tensor, Tensor, float], Tensor]
     """Returns the divergence from log p and log q (M, V), summed over rows and tokens of the vocabulary."""
+    buffers: int = 4
+    """Logits-sized fp32 buffers of the eager form: both sides' logits and softmaxes, and scratch."""
+    mixture: bool = False
+    """Whether it compares with a mixture of both distributions, in which `loss.beta` is the teacher's weight b."""
+    fused: bool = False
+    """Whether our kernel implements it (`engine/kernels/kd_loss.py`)."""
+    sparse: bool = False
+    """Whether it can be computed from a part of the vocabulary at each position, such as a store's top-k outputs."""
 
 
 def _forward_kl(x: Logits, _beta: float) -> tuple[Tensor, Tensor]:
+    import torch
+
     gap_CV = x.t_CV.sub_(x.z_CV)
     # A sum, not a dot product: torch runs that as a matmul, and TF32 would round a small KL away.
     kl_C = gap_CV.mul_(x.p_CV).sum(dim=1) + (x.log_z_C1 - x.log_t_C1).squeeze(1)
@@ -62,6 +79,8 @@ def _forward_kl_reference(log_p_MV: Tensor, log_q_MV: Tensor, _beta: float) -> T
 
 
 def _reverse_kl(x: Logits, _beta: float) -> tuple[Tensor, Tensor]:
+    import torch
+
     gap_CV = x.t_CV.sub_(x.z_CV)
     mean_C1 = torch.mul(gap_CV, x.q_CV, out=x.p_CV).sum(dim=1, keepdim=True)
     kl_C = (x.log_t_C1 - x.log_z_C1 - mean_C1).squeeze(1)
@@ -74,6 +93,8 @@ def _reverse_kl_reference(log_p_MV: Tensor, log_q_MV: Tensor, _beta: float) -> T
 
 
 def _jsd(x: Logits, beta: float) -> tuple[Tensor, Tensor]:
+    import torch
+
     a_CV, b_CV = x.spare
     d_CV = x.t_CV.sub_(x.z_CV).add_(x.log_z_C1 - x.log_t_C1)
     # beta where d <= 0, 1 - beta where d > 0
@@ -93,8 +114,33 @@ def _jsd_reference(log_p_MV: Tensor, log_q_MV: Tensor, beta: float) -> Tensor:
     return beta * of_teacher + (1 - beta) * (q_MV * (log_q_MV - log_m_MV)).sum()
 
 
-ARITHMETIC = {
-    "forward_kl": Arithmetic(_forward_kl, _forward_kl_reference),
-    "reverse_kl": Arithmetic(_reverse_kl, _reverse_kl_reference),
-    "jsd": Arithmetic(_jsd, _jsd_reference),
+DIVERGENCES = {
+    "forward_kl": Divergence(
+        doc="KL(teacher || student)",
+        differentiate=_forward_kl,
+        reference=_forward_kl_reference,
+        fused=True,
+        sparse=True,
+    ),
+    "reverse_kl": Divergence(
+        doc="KL(student || teacher)",
+        differentiate=_reverse_kl,
+        reference=_reverse_kl_reference,
+        fused=True,
+    ),
+    "jsd": Divergence(
+        doc="Jensen-Shannon's, from both to their mixture",
+        differentiate=_jsd,
+        reference=_jsd_reference,
+        buffers=6,
+        mixture=True,
+    ),
 }
+
+
+def fused_divergences() -> list[str]:
+    return [name for name, row in DIVERGENCES.items() if row.fused]
+
+
+def sparse_divergences() -> list[str]:
+    return [name for name, row in DIVERGENCES.items() if row.sparse]
