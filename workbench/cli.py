@@ -20,8 +20,8 @@ from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.text import result_lines
 from engine.terminal import ArgumentParser, put, say
 from engine.version import VERSION
+from workbench.engine_commands import ENGINE, distill_arguments, start_run
 from workbench.feed import RunFeed, Snapshot
-from workbench.launch import ENGINE, distill_arguments, start_run
 
 DEFAULT_RUNS = Path("runs")
 

@@ -13,7 +13,7 @@ from typing import Any
 from engine.log.text import one_line
 from engine.units import format_bytes, format_seconds
 from engine.verdict import Level
-from workbench.launch import ENGINE, ask_json
+from workbench.engine_commands import ENGINE, ask_json
 from workbench.listing import TONE_OF, Listing, Row
 
 REFUSAL = "engine doctor --json — expected one JSON value, found code {code}: {said}"

@@ -34,7 +34,7 @@ from engine.spec import (
 )
 from engine.spec.environment import sets_from_environment
 from engine.spec.sections import section_type
-from workbench.launch import command_text, distill_arguments
+from workbench.engine_commands import command_text, distill_arguments
 
 OPTIONS = {option.key: option for option in options()}
 SECTIONS = tuple(dict.fromkeys(key.split(".")[0] for key in KEYS))

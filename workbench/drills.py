@@ -23,7 +23,7 @@ from engine.log.folder import is_run
 from engine.log.text import one_line
 from engine.units import format_seconds
 from engine.verdict import Level
-from workbench.launch import ENGINE, ask_json
+from workbench.engine_commands import ENGINE, ask_json
 from workbench.listing import TONE_OF, Listing, Row, age_text
 
 DRILLS = Path("drills")

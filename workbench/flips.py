@@ -30,7 +30,7 @@ from engine.flips.verdict import DECIDED, INCONCLUSIVE, Pair, count_of, interval
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
 from engine.log.read import writer_is_alive
-from workbench.launch import StartedFlip, check_flip, start_flip
+from workbench.engine_commands import StartedFlip, check_flip, start_flip
 from workbench.listing import Listing, Row, Tone
 
 FLIPS = "flips"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engine.errors import write_error
 from engine.units import format_seconds
-from workbench.launch import ENGINE, spawn
+from workbench.engine_commands import ENGINE, spawn
 
 TAIL_BYTES = 16 << 10
 

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         put(folder.path)
         return 0
     from engine.cli.progress import attend
-    from engine.watch.launch import launch
+    from engine.watch.start_and_stop import launch
 
     launched = launch(
         folder,

@@ -26,7 +26,7 @@ from engine.log.view import RunView
 from engine.signals import ENDING, hand_over
 from engine.terminal import StatusLine, put, put_json, say
 from engine.train.checkpoint.continuing import past_checks, resume_command, was_stopped_by_checks
-from engine.watch.launch import Launched
+from engine.watch.start_and_stop import Launched
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 5.0

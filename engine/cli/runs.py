@@ -82,7 +82,7 @@ def stop_run(arguments: argparse.Namespace) -> int:
     engine stop RUN --now    kill the trainer without saving
     """
     from engine.log.folder import open_run
-    from engine.watch.launch import stop
+    from engine.watch.start_and_stop import stop
 
     say(stop(open_run(arguments.run), now=arguments.now))
     return 0

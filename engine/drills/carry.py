@@ -99,7 +99,7 @@ def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float |
 
 
 def _stop(run: Attended) -> None:
-    from engine.watch.launch import stop
+    from engine.watch.start_and_stop import stop
 
     stop(run.run)
     run.wait(lambda view: view.exit is not None, LIMIT_S)

@@ -1,7 +1,7 @@
 """`python -m engine.drills.plant DEFECT -- ARGUMENTS`: the trainer of a run, with a defect planted.
 
 Apart from the function that the defect replaces, this is the ordinary trainer: its arguments are those of
-`python -m engine.distill`. A supervisor starts it when APR_WORKBENCH_TRAINER names it, and records that in
+`python -m engine.train`. A supervisor starts it when APR_WORKBENCH_TRAINER names it, and records that in
 the log of the run.
 """
 
@@ -17,8 +17,8 @@ def main() -> int:
     if len(arguments) < 3 or arguments[1] != "--":
         say("usage: python -m engine.drills.plant DEFECT -- ARGUMENTS")
         return 64
-    from engine.distill import main as train
     from engine.drills.catalogue import planted
+    from engine.train.__main__ import main as train
 
     sys.argv = [sys.argv[0], *arguments[2:]]
     with planted(arguments[0]).plant():

@@ -29,8 +29,8 @@ from engine.log.text import has_ended
 from engine.log.view import RunView, Table
 from engine.spec import RunSpec, spec_to_toml
 from engine.version import VERSION
-from engine.watch.launch import Launched, launch
 from engine.watch.machine_guard import SUSPENDED
+from engine.watch.start_and_stop import Launched, launch
 
 OVER_THE_LIMIT = "over the limit"
 FROM_OUTSIDE = frozenset(

@@ -11,7 +11,7 @@ step over all ranks. So the split of a batch over ranks changes rounding and not
 
 A collective waits for every rank, so no rank may leave a step early. What only one rank can know (a signal,
 for example) is shared in the step's one exchange of numbers, and all ranks act on it together. A rank that
-dies ends the run (`engine.train.ranks.launch`); one that hangs is identified by the work it has not done
+dies ends the run (`engine.train.ranks.torchrun`); one that hangs is identified by the work it has not done
 (`engine.log.beats`).
 
 The teacher is replicated on every rank where it fits: it is frozen, so it needs no communication. Otherwise

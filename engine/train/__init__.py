@@ -1,1 +1,1 @@
-"""Distillation: the training step, checkpoints, and `run.py`, the composition root of a run."""
+"""Distillation: `python -m engine.train RUN` is the trainer process, and `run.py` its composition root."""

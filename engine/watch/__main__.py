@@ -1,5 +1,5 @@
 """`python -m engine.watch RUN [--resume] [--allow-fallback] [--allow-restart]`: the supervisor process
-of one run; started by `engine.watch.launch`.
+of one run; started by `engine.watch.start_and_stop`.
 """
 
 from __future__ import annotations

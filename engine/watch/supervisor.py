@@ -70,7 +70,7 @@ from engine.watch.watcher import Watcher
 
 TICK_S = 1.0
 TRAINER = "APR_WORKBENCH_TRAINER"
-"""Environment variable with the module and arguments to start in place of `engine.distill`, with the same
+"""Environment variable with the module and arguments to start in place of `engine.train`, with the same
 arguments after them: a drill plants its defect this way (`engine.drills.plant`). The watch log records it."""
 _LAST_BYTES = 1 << 20
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
@@ -122,9 +122,7 @@ class _Supervisor:
         before = read_kill_counters(pid=trainer.pid)
         self.watch.write(TrainerStarted(trainer_pid=trainer.pid, supervisor_pid=os.getpid()))
         if os.environ.get(TRAINER):
-            text = (
-                f"the trainer is `python -m {os.environ[TRAINER]}` ({TRAINER}), not engine.distill"
-            )
+            text = f"the trainer is `python -m {os.environ[TRAINER]}` ({TRAINER}), not engine.train"
             self._write_watch(Note(level="warning", text=text))
         self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
 
@@ -346,7 +344,7 @@ def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[b
     ranks = spec.compute.gpus
     module = shlex.split(os.environ.get(TRAINER, ""))
     if not module:
-        module = ["engine.distill"] if ranks == 1 else ["engine.train.ranks.launch"]
+        module = ["engine.train"] if ranks == 1 else ["engine.train.ranks.torchrun"]
     command = [sys.executable, "-X", "faulthandler", "-u", "-m", *module, str(run.path)]
     command += ["--keep-alive-fd", str(read_end), *flags]
     command += [] if ranks == 1 else ["--gpus", str(ranks)]

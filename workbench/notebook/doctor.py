@@ -12,7 +12,7 @@ import uuid
 from typing import Any
 
 from engine.errors import InternalError
-from workbench.launch import ENGINE
+from workbench.engine_commands import ENGINE
 from workbench.notebook.outputs import replace, show
 from workbench.notebook.panel import still_html
 

@@ -25,9 +25,9 @@ from engine.flips.plan import parse_time
 from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
 from engine.terminal import as_html
+from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed
 from workbench.flips import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
-from workbench.launch import StartedFlip
 from workbench.notebook.panel import Panel, hide_still
 from workbench.suspicions import suspicions
 

@@ -31,8 +31,8 @@ from engine.errors import BadInput, UsageError
 from engine.findings.chart import run_figures
 from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.view import RunView
+from workbench.engine_commands import resume_run, start_run, stop_run
 from workbench.feed import UNREADABLE, RunFeed, Snapshot
-from workbench.launch import resume_run, start_run, stop_run
 from workbench.notebook.panel import Panel
 from workbench.notebook.stream import Stream
 from workbench.panes import result_words

@@ -35,7 +35,7 @@ class Held:
         env = environment() | {"HOLD": where, "HOLD_IN": how, "HELD": str(self.reached)}
         command = [sys.executable, "-m", "tests.support.holding", "engine.cli.main"]
         if trainer:
-            env["APR_WORKBENCH_TRAINER"] = "tests.support.holding engine.distill"
+            env["APR_WORKBENCH_TRAINER"] = "tests.support.holding engine.train.__main__"
             command = [sys.executable, "-m", "engine"]
         self.process = subprocess.Popen(
             [*command, *map(str, arguments)],

@@ -45,7 +45,6 @@ from engine.train.checkpoint.write import save
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from engine.watch.exit_cause import ExitState, attribute_exit
-from engine.watch.launch import launch
 from engine.watch.machine_guard import (
     GRACE_S,
     HELD_S,
@@ -53,6 +52,7 @@ from engine.watch.machine_guard import (
     ClockWatch,
     MemoryGuard,
 )
+from engine.watch.start_and_stop import launch
 from engine.watch.supervisor import _Supervisor
 from tests.support.finished_runs import resumed_here
 from tests.support.flip_pairs import outcome, plan

@@ -203,7 +203,7 @@ def test_a_created_run_is_carried_out_by_torchrun_itself(
     assert made.returncode == 0 and made.stdout.strip() == str(tmp_path / "run")
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     done = subprocess.run(
-        [sys.executable, "-m", *command, "engine.distill", str(tmp_path / "run")],
+        [sys.executable, "-m", *command, "engine.train", str(tmp_path / "run")],
         capture_output=True,
         text=True,
         timeout=240,

@@ -14,8 +14,8 @@ import pytest
 
 from engine.log.beats import read_beats, read_lost_rank
 from engine.log.folder import RunFolder
-from engine.train.ranks import launch as launch_ranks
-from engine.train.ranks.launch import LEEWAY_S, HangWatch, _who_failed
+from engine.train.ranks import torchrun
+from engine.train.ranks.torchrun import LEEWAY_S, HangWatch, _who_failed
 from tests.support.kit import Kit
 from tests.support.running import start, wait_for, wait_until_ended
 
@@ -45,10 +45,10 @@ def _watched(
         for rank, beat in enumerate(beats(now[0])):
             (folder / "ranks" / f"{rank}.beat").write_bytes(struct.pack("<QQQ", *beat, 0))
 
-    monkeypatch.setattr(launch_ranks.time, "sleep", sleep)
-    monkeypatch.setattr(launch_ranks.time, "monotonic", lambda: float(now[0]))
-    monkeypatch.setattr(launch_ranks, "_children", lambda: [*children])
-    monkeypatch.setattr(launch_ranks.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(torchrun.time, "sleep", sleep)
+    monkeypatch.setattr(torchrun.time, "monotonic", lambda: float(now[0]))
+    monkeypatch.setattr(torchrun, "_children", lambda: [*children])
+    monkeypatch.setattr(torchrun.os, "kill", lambda pid, number: killed.append(pid))
     watch = HangWatch(RunFolder(folder), limit_s)
     with contextlib.suppress(_Over):
         watch.run()

@@ -15,8 +15,8 @@ from textual.binding import Binding
 
 from engine.log.folder import RunFolder
 from engine.log.text import has_ended
+from workbench.engine_commands import command_text, resume_arguments, resume_run, stop_run
 from workbench.feed import READING, UNREADABLE
-from workbench.launch import command_text, resume_arguments, resume_run, stop_run
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import PollingScreen, Problem
 

@@ -21,9 +21,9 @@ from textual.widgets import Static
 
 from engine.errors import EngineError
 from engine.log.folder import RunFolder
+from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed
 from workbench.flips import FLIPS, FlipFeed, FlipSnapshot, flip_lines, going_on
-from workbench.launch import StartedFlip
 from workbench.suspicions import Suspicion, settings_of, suspicions
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen

@@ -31,7 +31,7 @@ from workbench.drafts import (
     open_draft,
     value_text,
 )
-from workbench.launch import check_run, start_run
+from workbench.engine_commands import check_run, start_run
 from workbench.tui.context import Context
 from workbench.tui.layout import is_low, is_tiny
 from workbench.tui.names import shortened

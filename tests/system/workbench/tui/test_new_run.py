@@ -17,8 +17,8 @@ from tests.support.run_folders import completed
 from tests.support.running import wait_until_ended
 from tests.support.screens import on_screen, press, settle, text_of, words_of
 from workbench.drafts import draft_like, find_specs, free_name, open_draft
+from workbench.engine_commands import check_run
 from workbench.feed import RunFeed
-from workbench.launch import check_run
 from workbench.tui.screens import new_run
 
 SIZES = [

@@ -12,8 +12,8 @@ from engine.errors import BadInput, EngineError, InternalError, RunLogError, Usa
 from tests.support.kit import Kit
 from tests.support.run_folders import completed, killed
 from tests.support.running import wait_until_ended
+from workbench.engine_commands import resume_run, start_run, stop_run
 from workbench.feed import RunFeed
-from workbench.launch import resume_run, start_run, stop_run
 
 ECHO = "import json, sys; open({path!r}, 'w').write(json.dumps(sys.argv[1:])); {then}"
 

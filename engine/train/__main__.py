@@ -1,4 +1,4 @@
-"""`python -m engine.distill RUN`: the trainer process of one run; started by its supervisor."""
+"""`python -m engine.train RUN`: the trainer process of one run; started by its supervisor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.terminal import say
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.distill", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m engine.train", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-fallback", action="store_true")
@@ -24,7 +24,7 @@ def main() -> int:
     from engine.watch.stacks import register
 
     if "RANK" in os.environ:
-        from engine.train.ranks.launch import die_with_parent
+        from engine.train.ranks.torchrun import die_with_parent
 
         die_with_parent()
     # Default handling until the run installs its own handlers: nothing has started, and a traceback would not

@@ -1,7 +1,7 @@
-"""`python -m engine.train.ranks.launch RUN --gpus N`: run one trainer process on each of N GPUs of this
+"""`python -m engine.train.ranks.torchrun RUN --gpus N`: run one trainer process on each of N GPUs of this
 machine, under torchrun's agent. A supervisor starts this in place of a single trainer.
 
-    supervisor -> this agent -> N ranks, each `python -m engine.distill RUN`
+    supervisor -> this agent -> N ranks, each `python -m engine.train RUN`
 
 - SIGTERM and SIGINT are forwarded to every rank; the ranks agree on the step after which they save and
   stop. The agent itself keeps running: torchrun's own handler would kill the ranks after 30 s, in the
@@ -52,7 +52,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m engine.train.ranks.launch", description=__doc__
+        prog="python -m engine.train.ranks.torchrun", description=__doc__
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("--gpus", type=int, required=True)
@@ -130,7 +130,7 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         # SIGTERM and SIGINT, which ask a run to stop, are handled in this module.
         signals_to_handle="SIGQUIT",
     )
-    command = ["-X", "faulthandler", "-u", "-m", "engine.distill", str(run.path), *flags]
+    command = ["-X", "faulthandler", "-u", "-m", "engine.train", str(run.path), *flags]
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
