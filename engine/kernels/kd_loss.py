@@ -1,9 +1,43 @@
-"""Loss and gradient of rows of logits: the fused form of the loss's softmaxes.
+"""The kernel of the distillation loss: reads two rows of logits, and writes their loss and one row of gradients.
 
     rows = LossRows.empty(...)               results of every row, complete once all chunks are done
     rows.differentiate(z_CV, t_CV, ...)      fills the rows' results, and dz
 
-`kd_loss_rows.py` has the kernel and its formulas, and explains how it reads memory only once.
+A gradient needs the sums of its whole row, and a row of 152k logits does not fit in one
+multiprocessor. So each row is processed by two sets of programs, each program with a segment of its
+columns:
+
+    sums        z, t of the segment -> maxima and sums of the segment, written into `parts`
+    gradients   parts of all segments -> sums of the row;  z, t again, with them -> dz
+
+One launch processes all rows, in this order, and the gradients of a row come LAG rows after its
+sums:
+
+    sums of row 0, 1, ... LAG - 1 | gradients of row 0, sums of LAG | gradients of row 1, sums of LAG + 1 | ...
+
+By then the sums of the row are usually complete and its logits are still in the GPU's cache, so
+each logit is read from memory only once: 8 bytes in and 2 out. A program whose row is not ready
+waits for it. The position in this order is taken from a ticket counter, so the programs that are
+waited for already run, and sums wait for nothing: there is no deadlock, however few programs fit on
+the GPU.
+
+With k = log2(e) / T, m_z near the largest z, and sums over columns:
+
+    S_z = sum 2^((z - m_z) k)    S_t likewise    S_1 = sum e^(z - m_z), for T = 1, 2 or 4 a power of that
+    forward   G = sum 2^((t - m_t) k) (t - z)    KL(p || q) =  G / (T S_t) + d
+    reverse   G = sum 2^((z - m_z) k) (t - z)    KL(q || p) = -G / (T S_z) - d
+    d = (m_z - m_t) / T + log(S_z / S_t)         the logarithms of both normalisers, subtracted
+
+Sums are accumulated in lanes, each relative to its own m, and rescaled to a common m by 2^((m_lane
+- m) k): first within a segment, then within a row. A lane's m is the largest of the first logits it
+reads. It only has to keep exponentials within range, so nothing waits for the true maximum; a
+segment with a logit far above its lane's m is summed again, with that logit as m.
+
+Equal rows give exactly 0, in the divergence and in its gradient: both sides go through the same
+operations, and no multiply-add is fused.
+
+Columns from V to the stride of a row are padding: they count as -infinity when read, and dz is 0
+there. Non-finite logits become NaN in the sums and so reach the loss.
 """
 
 from __future__ import annotations
@@ -14,20 +48,34 @@ from functools import cache
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from engine.divergences import DIVERGENCES, fused_divergences
 from engine.errors import InternalError
-from engine.kernels.kd_loss_rows import FIELDS, UNIT, _kd_rows
 from engine.kernels.key import Variant
 from engine.kernels.registry import compiled_as, launch
 
-# Shapes: M rows of all chunks, C rows of one, V vocabulary, S segments of a row
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+# Shapes: M rows of all chunks, C rows of one, V vocabulary, S segments of a row, L lanes of a program
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Supported dtypes of dz."""
 
 FAR = 60.0
+"""How far above its m a logit may be without a second sum, times min(T, 1)."""
+FIELDS = tl.constexpr(8)
+"""Number of fields of a segment in `parts`: m_z, m_t, S_z, S_1, S_t, G, the largest z and the
+largest t.
+"""
+UNIT = tl.constexpr(16)
+"""Strides are counted in units of this many columns, so that the compiler knows that rows are
+aligned.
+"""
+LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-1e30)
+"""Below every logit, but not -infinity, because a lane may have no column within the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +266,264 @@ def _check(z_CV: Tensor, t_CV: Tensor | None, dz_CV: Tensor, labels_M: Tensor) -
             )
     if labels_M.dtype != torch.int64:
         raise InternalError(f"loss kernel: labels — expected int64, found {labels_M.dtype}")
+
+
+@triton.jit
+def _power(e, x, POWER: tl.constexpr):
+    """Return e^x, computed from e = e^(x / T) if T is POWER, or directly for other T."""
+    if POWER == 1:
+        return e
+    elif POWER == 2:
+        return e * e
+    elif POWER == 4:
+        return (e * e) * (e * e)
+    else:
+        return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def _read(ptr, columns, units, vocabulary, WHOLE: tl.constexpr, KEEP: tl.constexpr):
+    """Load logits; columns beyond the vocabulary are -infinity. Without KEEP they are marked for
+    early eviction.
+    """
+    policy: tl.constexpr = "" if KEEP else "evict_first"
+    if WHOLE:
+        return tl.load(ptr + columns, eviction_policy=policy)
+    x = tl.load(ptr + columns, mask=columns < units * UNIT, other=0.0, eviction_policy=policy)
+    return tl.where(columns < vocabulary, x, -float("inf"))
+
+
+@triton.jit
+def _sum_segment(
+    z_ptr, t_ptr, m_z, m_t, begin, units, vocabulary, k,
+    TEACHER: tl.constexpr, REVERSE: tl.constexpr, POWER: tl.constexpr, WHOLE: tl.constexpr,
+    AGAIN: tl.constexpr, SEGMENT: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of a segment by lanes, each relative to its lane's m, and the lanes' m and
+    maxima.
+    """
+    s_z = tl.zeros([WIDE], tl.float32)
+    s_1 = tl.zeros([WIDE], tl.float32)
+    s_t = tl.zeros([WIDE], tl.float32)
+    g = tl.zeros([WIDE], tl.float32)
+    top_z = tl.full([WIDE], LEAST, tl.float32)
+    top_t = tl.full([WIDE], LEAST, tl.float32)
+    inside = tl.arange(0, DEEP)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    for start in range(0, SEGMENT, DEEP * WIDE):
+        columns = begin + start + inside
+        z = _read(z_ptr, columns, units, vocabulary, WHOLE, True)
+        if TEACHER:
+            t = _read(t_ptr, columns, units, vocabulary, WHOLE, True)
+        top_z = tl.maximum(top_z, tl.max(z, axis=0))
+        if TEACHER:
+            top_t = tl.maximum(top_t, tl.max(t, axis=0))
+        if not AGAIN:
+            m_z = tl.where(start == 0, top_z, m_z)
+            m_t = tl.where(start == 0, top_t, m_t)
+        x = z - m_z[None, :]
+        e_z = tl.exp2(x * k)
+        s_1 += tl.sum(_power(e_z, x, POWER), axis=0)
+        if TEACHER:
+            gap = t - z
+            if not WHOLE:
+                gap = tl.where(columns < vocabulary, gap, 0.0)
+            e_t = tl.exp2((t - m_t[None, :]) * k)
+            s_z += tl.sum(e_z, axis=0)
+            s_t += tl.sum(e_t, axis=0)
+            if REVERSE:
+                g += tl.sum(e_z * gap, axis=0)
+            else:
+                g += tl.sum(e_t * gap, axis=0)
+    return m_z, m_t, s_z, s_1, s_t, g, top_z, top_t
+
+
+@triton.jit
+def _field(parts, name: tl.constexpr, places, segments, other: tl.constexpr):
+    # Written by other multiprocessors, so this load bypasses the L1 cache.
+    at = parts + name * segments + places
+    return tl.load(at, mask=places < segments, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def _write_gradient(
+    z_ptr, t_ptr, dz_ptr, agree_ptr, begin, units, vocabulary, k, label, alpha, weight, mean,
+    m_z, m_t, a_1, a_z, a_t, top_z, top_t, temperature,
+    TEACHER: tl.constexpr, REVERSE: tl.constexpr, POWER: tl.constexpr, WHOLE: tl.constexpr,
+    SEGMENT: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write dz of a segment, and 1 if a column is the maximum on both sides; return the sum of dz."""
+    total = tl.zeros([2 * WIDE], tl.float32)
+    agreed = tl.zeros([2 * WIDE], tl.int32)
+    inside = tl.arange(0, DEEP // 2)[:, None] * (2 * WIDE) + tl.arange(0, 2 * WIDE)[None, :]
+    for start in range(0, SEGMENT, DEEP * WIDE):
+        columns = begin + start + inside
+        z = _read(z_ptr, columns, units, vocabulary, WHOLE, False)
+        e_z = tl.exp2((z - m_z) * k)
+        dz = _power(e_z, z - m_z, POWER) * a_1
+        dz = tl.where(columns == label, dz - alpha, dz)
+        if TEACHER:
+            t = _read(t_ptr, columns, units, vocabulary, WHOLE, False)
+            if REVERSE:
+                # T q (log q - log p - KL) = q (mean - (t - z))
+                dz += weight * ((e_z * a_z) * ((mean - (t - z)) / temperature))
+            else:
+                e_t = tl.exp2((t - m_t) * k)
+                dz += weight * (e_z * a_z - e_t * a_t)
+            agreed |= tl.max(((z == top_z) & (t == top_t)).to(tl.int32), axis=0)
+        if not WHOLE:
+            dz = tl.where(columns < vocabulary, dz, 0.0)
+        total += tl.sum(dz, axis=0)
+        dz = dz.to(dz_ptr.dtype.element_ty)
+        if WHOLE:
+            tl.store(dz_ptr + columns, dz, cache_modifier=".cs")
+        else:
+            tl.store(dz_ptr + columns, dz, mask=columns < units * UNIT, cache_modifier=".cs")
+    if TEACHER:
+        if tl.max(agreed, axis=0) > 0:
+            tl.store(agree_ptr, 1.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _kd_rows(
+    z_ptr,
+    t_ptr,
+    labels_ptr,
+    dz_ptr,
+    parts_ptr,
+    ce_ptr,
+    kl_ptr,
+    agree_ptr,
+    dz_sums_ptr,
+    arrived_ptr,
+    ticket_ptr,
+    first_row,
+    rows,
+    tickets_before,
+    segments,
+    lag,
+    vocabulary,
+    units,
+    alpha,
+    weight,
+    temperature,
+    far,
+    TEACHER: tl.constexpr,
+    REVERSE: tl.constexpr,
+    POWER: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PADDED: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Run one program of the loss kernel.
+
+    `z_ptr`, `t_ptr`, `dz_ptr` and `parts_ptr` point to the chunk of `rows` rows; the others to the
+    first of all rows, of which the chunk's first is `first_row`. `weight` is (1 - alpha) T. `far`
+    is how far above its m the largest logit of a segment may be.
+    """
+    place = tl.atomic_add(ticket_ptr, 1, sem="relaxed") - tickets_before
+    step = place // (2 * segments)
+    within = place % (2 * segments)
+    is_gradient = within < segments
+    segment = within % segments
+    local = (tl.where(is_gradient, step - lag, step)).to(tl.int64)
+    if (local < 0) | (local >= rows):
+        return
+    row = first_row + local
+    parts = parts_ptr + local * segments * FIELDS
+    z_ptr += local * (units * UNIT)
+    t_ptr += local * (units * UNIT)
+    begin = segment * SEGMENT
+    whole = begin + SEGMENT <= vocabulary
+    k = LOG2_E / temperature
+
+    if not is_gradient:
+        none = tl.zeros([WIDE], tl.float32)
+        if whole:
+            m_z_L, m_t_L, s_z_L, s_1_L, s_t_L, g_L, top_z_L, top_t_L = _sum_segment(
+                z_ptr, t_ptr, none, none, begin, units, vocabulary, k,
+                TEACHER, REVERSE, POWER, True, False, SEGMENT, DEEP, WIDE,
+            )  # fmt: skip
+        else:
+            m_z_L, m_t_L, s_z_L, s_1_L, s_t_L, g_L, top_z_L, top_t_L = _sum_segment(
+                z_ptr, t_ptr, none, none, begin, units, vocabulary, k,
+                TEACHER, REVERSE, POWER, False, False, SEGMENT, DEEP, WIDE,
+            )  # fmt: skip
+        above = top_z_L - m_z_L
+        if TEACHER:
+            above = tl.maximum(above, top_t_L - m_t_L)
+        if tl.max(above, axis=0) > far:
+            m_z_L, m_t_L, s_z_L, s_1_L, s_t_L, g_L, top_z_L, top_t_L = _sum_segment(
+                z_ptr, t_ptr, top_z_L, top_t_L, begin, units, vocabulary, k,
+                TEACHER, REVERSE, POWER, False, True, SEGMENT, DEEP, WIDE,
+            )  # fmt: skip
+        # The lanes' sums, relative to one m.
+        high_z = tl.max(m_z_L, axis=0)
+        at = parts + segment
+        tl.store(at, high_z)
+        tl.store(at + 3 * segments, tl.sum(s_1_L * tl.exp2((m_z_L - high_z) * LOG2_E), axis=0))
+        tl.store(at + 6 * segments, tl.max(top_z_L, axis=0))
+        if TEACHER:
+            high_t = tl.max(m_t_L, axis=0)
+            up_z, up_t = tl.exp2((m_z_L - high_z) * k), tl.exp2((m_t_L - high_t) * k)
+            tl.store(at + segments, high_t)
+            tl.store(at + 2 * segments, tl.sum(s_z_L * up_z, axis=0))
+            tl.store(at + 4 * segments, tl.sum(s_t_L * up_t, axis=0))
+            if REVERSE:
+                tl.store(at + 5 * segments, tl.sum(g_L * up_z, axis=0))
+            else:
+                tl.store(at + 5 * segments, tl.sum(g_L * up_t, axis=0))
+            tl.store(at + 7 * segments, tl.max(top_t_L, axis=0))
+        # Signals once, after every thread has written.
+        tl.debug_barrier()
+        tl.atomic_add(arrived_ptr + row, 1, sem="release")
+    else:
+        while tl.atomic_add(arrived_ptr + row, 0, sem="acquire") < segments:
+            pass
+        tl.debug_barrier()
+        places = tl.arange(0, PADDED)
+        m_z_S = _field(parts, 0, places, segments, -float("inf"))
+        s_1_S = _field(parts, 3, places, segments, 0.0)
+        m_z = tl.max(m_z_S, axis=0)
+        s_1 = tl.sum(s_1_S * tl.exp2((m_z_S - m_z) * LOG2_E), axis=0)
+        m_t, s_z, s_t, mean, top_z, top_t = m_z, s_1, s_1, s_1, m_z, m_z
+        label = tl.load(labels_ptr + row)
+        if TEACHER:
+            top_z = tl.max(_field(parts, 6, places, segments, -float("inf")), axis=0)
+            top_t = tl.max(_field(parts, 7, places, segments, -float("inf")), axis=0)
+            m_t_S = _field(parts, 1, places, segments, -float("inf"))
+            m_t = tl.max(m_t_S, axis=0)
+            up_z_S, up_t_S = tl.exp2((m_z_S - m_z) * k), tl.exp2((m_t_S - m_t) * k)
+            s_z = tl.sum(_field(parts, 2, places, segments, 0.0) * up_z_S, axis=0)
+            s_t = tl.sum(_field(parts, 4, places, segments, 0.0) * up_t_S, axis=0)
+            g_S = _field(parts, 5, places, segments, 0.0)
+            # Correctly rounded: the GPU's default division of a number by itself may not give 1.
+            apart = (m_z - m_t) / temperature + tl.log(tl.div_rn(s_z, s_t))
+            if REVERSE:
+                mean = tl.sum(g_S * up_z_S, axis=0) / s_z
+                kl = -mean / temperature - apart
+            else:
+                mean = tl.sum(g_S * up_t_S, axis=0) / s_t
+                kl = mean / temperature + apart
+            if segment == 0:
+                tl.store(kl_ptr + row, kl)
+        if segment == 0:
+            # A label outside the vocabulary becomes NaN in the loss.
+            known = (label >= 0) & (label < vocabulary)
+            z_label = tl.load(z_ptr + label, mask=known, other=float("nan"))
+            tl.store(ce_ptr + row, (m_z - z_label) + tl.log(s_1))
+        dz_ptr += local * (units * UNIT)
+        if whole:
+            total = _write_gradient(
+                z_ptr, t_ptr, dz_ptr, agree_ptr + row, begin, units, vocabulary, k, label, alpha,
+                weight, mean, m_z, m_t, alpha / s_1, 1 / s_z, 1 / s_t, top_z, top_t, temperature,
+                TEACHER, REVERSE, POWER, True, SEGMENT, DEEP, WIDE,
+            )  # fmt: skip
+        else:
+            total = _write_gradient(
+                z_ptr, t_ptr, dz_ptr, agree_ptr + row, begin, units, vocabulary, k, label, alpha,
+                weight, mean, m_z, m_t, alpha / s_1, 1 / s_z, 1 / s_t, top_z, top_t, temperature,
+                TEACHER, REVERSE, POWER, False, SEGMENT, DEEP, WIDE,
+            )  # fmt: skip
+        tl.store(dz_sums_ptr + row * segments + segment, total)

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.errors import InternalError
-from engine.kernels.kd_loss_rows import LEAST, LOG2_E, UNIT, _power, _read
+from engine.kernels.kd_loss import LEAST, LOG2_E, UNIT, _power, _read
 from engine.kernels.key import Variant
 from engine.kernels.registry import compiled_as, launch
 
