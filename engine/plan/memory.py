@@ -98,7 +98,7 @@ _CHOSEN = {
 }
 """Settings for which the plan holds the chosen value, which may differ from the one in its spec."""
 
-PHASES = (
+MEMORY_PHASES = (
     "teacher evaluation",
     "teacher forward",
     "loss",
@@ -110,7 +110,7 @@ PHASES = (
 forward pass is left out because it needs the least, and the optimizer step because the evaluation after
 it needs more.
 """
-_TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION = PHASES
+_TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION = MEMORY_PHASES
 _STEP = (_TEACHER, _LOSS, _BACKWARD)
 
 
@@ -120,7 +120,7 @@ class BudgetItem:
     bytes: int
     how: str
     """The arithmetic in words."""
-    phases: tuple[str, ...] = PHASES
+    phases: tuple[str, ...] = MEMORY_PHASES
     """The phases in which it is alive."""
     lasting: bool = False
     """Whether it stays allocated; other items are allocated anew in each step or evaluation."""
@@ -161,7 +161,7 @@ class MemoryBudget:
     @property
     def peak_phase(self) -> str:
         """The phase that needs the most; the earliest among equals."""
-        return max(PHASES, key=self.bytes_in)
+        return max(MEMORY_PHASES, key=self.bytes_in)
 
     @property
     def total_bytes(self) -> int:
@@ -193,7 +193,7 @@ class MemoryBudget:
             size = format_bytes(item.bytes)
             out.append(f"  {item.name:{width}}  {size:>10}     {mark}     {item.how}")
         out += ["", f"  {'phase':{width}}  {'size':>10}"]
-        out += [f"  {p:{width}}  {format_bytes(self.bytes_in(p)):>10}" for p in PHASES]
+        out += [f"  {p:{width}}  {format_bytes(self.bytes_in(p)):>10}" for p in MEMORY_PHASES]
         return out
 
     def refuse_if_too_big(self) -> None:
@@ -290,7 +290,7 @@ class MemoryPlan:
         return self.device == "cuda"
 
     @property
-    def teaching(self) -> ModelConfig | None:
+    def teacher_in_loss(self) -> ModelConfig | None:
         """The teacher, when the objective uses it."""
         return self.teacher if self.spec.loss.alpha < 1 else None
 
@@ -388,7 +388,7 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
             f"{format_bytes(SCRATCH_LIMIT_BYTES)}",
             lasting=True,
         )
-    if plan.teaching is None:
+    if plan.teacher_in_loss is None:
         return
     forward = plan.teacher_pass(config, plan.spec.train.rows)
     yield BudgetItem(
@@ -396,7 +396,7 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         forward.passing(),
         f"the widest moment of a layer, {format_count(plan.tokens)} tokens"
         + (", on a stream of its own" if plan.prefetches else ""),
-        phases=PHASES[1:] if plan.prefetches else (_TEACHER,),
+        phases=MEMORY_PHASES[1:] if plan.prefetches else (_TEACHER,),
         # Memory that one stream has freed is not given to another.
         lasting=plan.prefetches,
     )
@@ -468,7 +468,7 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
         round(stored.token_bytes * plan.tokens) * (2 if plan.on_gpu else 1),
         f"{format_count(plan.tokens)} tokens x {stored.token_bytes:,.0f} bytes: {stored.words}"
         + (", and the next batch's" if plan.on_gpu else ""),
-        phases=PHASES[1:] if plan.on_gpu else (_LOSS, _BACKWARD, _LAST),
+        phases=MEMORY_PHASES[1:] if plan.on_gpu else (_LOSS, _BACKWARD, _LAST),
         lasting=plan.on_gpu,
     )
 
@@ -487,7 +487,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "AdamW moments",
         plan.share(8 * parameters),
         f"{count} x 2 x 4 bytes{of_all}, from the first step on",
-        phases=PHASES[1:],
+        phases=MEMORY_PHASES[1:],
         lasting=True,
     )
     accumulated = plan.spec.train.accumulation > 1
@@ -505,7 +505,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "student activations",
         sum(kept.values()),
         f"{format_count(tokens)} tokens, {layers} layers: {words}, ...",
-        phases=PHASES[1:] if plan.graphs else (_LOSS, _BACKWARD),
+        phases=MEMORY_PHASES[1:] if plan.graphs else (_LOSS, _BACKWARD),
         lasting=plan.graphs,
     )
     if plan.graphs:
@@ -593,8 +593,8 @@ def _loss_buffers(plan: MemoryPlan) -> int:
     """Number of fp32 buffers of the size of the logits (`engine.loss.dense`, `fused` and `sparse`)."""
     sparse = plan.stored is not None and plan.stored.form != HIDDEN
     if plan.fused_loss:
-        return 1 if plan.teaching is None or sparse else 2
-    if plan.teaching is None:
+        return 1 if plan.teacher_in_loss is None or sparse else 2
+    if plan.teacher_in_loss is None:
         return 2
     if sparse:
         return 3
@@ -614,7 +614,7 @@ def _operands(plan: MemoryPlan) -> int:
         total += each * vocabulary * width
     elif each < 4:
         total += 4 * tokens * width
-    if (teacher := plan.teaching) is not None:
+    if (teacher := plan.teacher_in_loss) is not None:
         total += plan.teacher_each * tokens * teacher.hidden_size
         if not plan.on_gpu and plan.teacher_each < 4:
             total += 4 * (vocabulary + tokens) * teacher.hidden_size

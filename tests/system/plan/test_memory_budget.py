@@ -21,7 +21,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
 from engine.plan import memory
 from engine.plan.activations import Forward
-from engine.plan.memory import PHASES, MemoryPlan
+from engine.plan.memory import MEMORY_PHASES, MemoryPlan
 from engine.spec import RunSpec
 from engine.train import heldout, record
 from tests.support.budgets import (
@@ -250,7 +250,7 @@ def test_what_lasts_is_counted_from_the_shapes() -> None:
 
 def test_the_peak_is_the_largest_phase_and_the_table_marks_what_is_alive_in_it() -> None:
     budget = budget_of(spec_of(train__rows=16, data__seq_len=128))
-    sizes = {phase: budget.bytes_in(phase) for phase in PHASES}
+    sizes = {phase: budget.bytes_in(phase) for phase in MEMORY_PHASES}
     assert budget.total_bytes == max(sizes.values()) == sizes[budget.peak_phase] == sizes["loss"]
     lines = budget.lines()
     assert lines[0].startswith("memory on cuda: ") and "(loss)" in lines[0]

@@ -10,7 +10,7 @@ import torch
 from engine.machine.reading import measured
 from engine.models.fp8 import round_layer
 from engine.models.frozen import freeze
-from engine.plan.memory import PHASES, BudgetItem, MemoryBudget, MemoryPlan
+from engine.plan.memory import MEMORY_PHASES, BudgetItem, MemoryBudget, MemoryPlan
 from engine.spec import spec_from_dict
 from tests.support.packed_models import lively, make_config
 
@@ -75,7 +75,7 @@ def test_a_teacher_that_does_not_fit_in_fp8_is_not_told_to_keep_its_blocks() -> 
 def test_prefetching_keeps_another_batch_and_the_temporaries_of_its_stream() -> None:
     without, ahead = budget(), budget(prefetches=True)
     temporaries = item(ahead, "teacher temporaries")
-    assert temporaries.phases == PHASES[1:] and temporaries.lasting
+    assert temporaries.phases == MEMORY_PHASES[1:] and temporaries.lasting
     assert temporaries.bytes == item(without, "teacher temporaries").bytes
     kept = item(ahead, "prefetched hidden states")
     assert kept.bytes == item(ahead, "teacher hidden states").bytes == 2 * 4 * 64 * 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.models.config import count_parameters
-from engine.plan.memory import PHASES, MemoryBudget
+from engine.plan.memory import MEMORY_PHASES, MemoryBudget
 from tests.support.budgets import SEVEN_B, SMALL, budget_of, spec_of
 
 BODY = dict(student=SMALL, teacher=SEVEN_B, device="cuda", teacher_precision="bf16")
@@ -52,6 +52,6 @@ def test_keeping_gathered_layers_costs_all_of_them_and_giving_them_back_a_few() 
 def test_many_ranks_need_no_less_than_the_checks_of_the_whole_student_do() -> None:
     parameters = count_parameters(SMALL)
     most, alone = budget(1024), budget(1)
-    for name in PHASES[2:5]:
+    for name in MEMORY_PHASES[2:5]:
         # The whole student, and nothing of its optimizer; in the last phase its gradients too.
         assert phase(most, name) >= phase(alone, name) - 8 * parameters, name
