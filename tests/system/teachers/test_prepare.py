@@ -19,7 +19,8 @@ from engine.errors import DiskFull
 from engine.spec import load_spec
 from engine.teachers.store.folder import open_store, shard_path
 from engine.teachers.store.keys import CacheError
-from engine.train.prepare import Plan, Wanted, plan_job
+from engine.teachers.store.write import StorePlan
+from engine.train.prepare import Wanted, plan_job
 from engine.train.stopping import StopRequest
 from tests.support import faults
 from tests.support.kit import Kit
@@ -191,7 +192,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_anything_is_written(
 def test_a_store_of_something_else_is_not_mixed_with_this(
     spec: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    def plan(*sets: str, **wanted: object) -> Plan:
+    def plan(*sets: str, **wanted: object) -> StorePlan:
         asked = Wanted(out=undisturbed, **wanted)  # type: ignore[arg-type]
         return plan_job(load_spec(spec, list(sets))[0], asked).plan
 

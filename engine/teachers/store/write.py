@@ -1,0 +1,286 @@
+"""Write the outputs of a teacher to a store: which rows are missing, and running the teacher on them.
+
+    walk -> plan_store (exact to the byte, before the teacher is loaded) -> fill_store -> shards
+
+An existing store is continued: its shards are read and verified, damaged ones are computed again, and
+otherwise only batches with a missing row are run. Such a batch is run as a whole, since other batches
+would round differently. A request to stop finishes the current shard and loses nothing; a kill loses at
+most that shard.
+
+Rows are taken in training order and in training batches, each row of the corpus once: rows are stored
+under their content, so later epochs find them too. When hidden states are stored, the held-out rows come
+first, because a run evaluates its teacher on them.
+
+Every row is hashed here once, at some 10 000 rows a second, to find rows that are equal or already
+stored. This makes the planned disk space exact to the byte.
+
+The bytes of a shard are those of `engine.teachers.store.folder`; `engine.train.prepare` puts the command
+together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.data.batches import Batch, Batches
+from engine.errors import DiskFull, InternalError
+from engine.teachers.protocol import Teacher
+from engine.teachers.store.folder import ShardWriter, Store, disk_bytes, remove_shard
+from engine.teachers.store.keys import HIDDEN, CacheError, Identity
+from engine.teachers.store.outputs import TORCH_DTYPES, sparse_parts
+from engine.units import format_bytes
+
+ROOM = 64 * 2**20
+"""Bytes kept free on the disk beyond the plan, for the log, the manifest and other small files."""
+AHEAD = 2
+"""Number of batches that may be on their way to the disk while the teacher runs on the next one."""
+
+# Shapes: B rows, T tokens, N = B*T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """The batches to run the teacher on, in order."""
+
+    batches: Batches
+    heldout: tuple[Batch, ...]
+    rows: int
+    """Number of training rows, at most one epoch; rounded up to whole batches."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.heldout
+        each = self.batches.rows_per_batch
+        # Whole batches, as training takes them: the last of an epoch continues into the next.
+        for position in range(0, self.rows, each):
+            yield self.batches.take(position, each)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePlan:
+    identity: Identity
+    """The identity of the rows before the teacher is loaded. Its hash is empty, and so is its backend
+    when none is configured and no store exists; an existing store supplies both.
+    """
+    rows: int
+    """Number of rows in the walk."""
+    repeated: int
+    """How many of the rows equal an earlier one."""
+    stored: int
+    """How many of the rows are already in the store."""
+    rows_per_shard: int
+    free_bytes: int
+
+    @property
+    def missing(self) -> int:
+        return self.rows - self.repeated - self.stored
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the teacher still has to process."""
+        return self.missing * self.identity.seq_len
+
+    @property
+    def disk_bytes(self) -> int:
+        return disk_bytes(self.identity, self.missing, self.rows_per_shard)
+
+    def lines(self) -> list[str]:
+        """Return the plan as text for people."""
+        identity, each = self.identity, self.identity.token_bytes
+        shards = -(-self.missing // self.rows_per_shard)
+        known = [f"{self.stored:,} stored already"] if self.stored else []
+        known += [f"{self.repeated:,} equal to another"] if self.repeated else []
+        return [
+            f"teacher outputs: {identity.words}",
+            f"  rows    {self.missing:,} to do"
+            + (f", of {self.rows:,}: {', '.join(known)}" if known else ""),
+            f"  tokens  {self.tokens:,}, {each:,.0f} bytes each",
+            f"  disk    {format_bytes(self.disk_bytes)} in {shards:,} shards, of "
+            f"{format_bytes(self.free_bytes)} that are free",
+        ]
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        return {
+            "form": self.identity.form,
+            "rows": self.rows,
+            "repeated": self.repeated,
+            "stored": self.stored,
+            "missing": self.missing,
+            "tokens": self.tokens,
+            "bytes_per_token": self.identity.token_bytes,
+            "disk_bytes": self.disk_bytes,
+            "free_bytes": self.free_bytes,
+        }
+
+    def refuse_if_too_big(self, out: Path) -> None:
+        """Raise DiskFull when the plan does not fit on the disk."""
+        if self.disk_bytes + ROOM > self.free_bytes:
+            raise DiskFull.expected(
+                "teacher outputs",
+                out,
+                f"{format_bytes(self.disk_bytes)} free and {format_bytes(ROOM)} to spare",
+                format_bytes(self.free_bytes),
+                hint="--rows does less, --form top_k or sampled needs less a token, --out writes elsewhere",
+            )
+
+
+def same_identity(store: Store, identity: Identity) -> Identity:
+    """Return `identity` with its empty fields filled in from the store.
+
+    Raises CacheError when a field that is set differs from the store's.
+    """
+    theirs = dataclasses.asdict(store.identity)
+    ours = dataclasses.asdict(identity)
+    differing = [name for name, value in ours.items() if value not in ("", theirs[name])]
+    if differing:
+        raise CacheError.expected(
+            "teacher.cache",
+            store.path,
+            ", ".join(f"{name} {ours[name]}" for name in differing),
+            ", ".join(f"{theirs[name]}" for name in differing),
+            hint="a store holds one form of one teacher; give another folder with --out",
+        )
+    return store.identity
+
+
+def plan_store(
+    walk: Walk, identity: Identity, out: Path, rows_per_shard: int, store: Store | None
+) -> StorePlan:
+    """Count the rows to do. `store` is the existing store in `out`, with the same identity."""
+    seen: set[bytes] = set()
+    rows = stored = 0
+    for batch in walk:
+        for key in identity.keys(batch):
+            rows += 1
+            if key in seen:
+                continue
+            seen.add(key)
+            stored += store is not None and key in store
+    return StorePlan(
+        identity=identity,
+        rows=rows,
+        repeated=rows - len(seen),
+        stored=stored,
+        rows_per_shard=rows_per_shard,
+        free_bytes=_free_bytes(out),
+    )
+
+
+def _free_bytes(path: Path) -> int:
+    here = path.absolute()
+    return shutil.disk_usage(next(p for p in (here, *here.parents) if p.exists())).free
+
+
+def drop_damaged(store: Store, say: Callable[[str], None], note: Callable[[str], None]) -> bool:
+    """Delete shards that do not verify; return whether there were any. `say` is called with what is
+    being done, `note` with each shard that is refused.
+    """
+    if store.shards:
+        say(f"comparing {len(store.shards)} shards that are there")
+    bad = set(store.unreadable) | {shard.path for shard in store.verify()}
+    for text in store.refusals:
+        note(f"{text}; its rows are made again")
+    for path in bad:
+        remove_shard(path)
+    return bool(bad)
+
+
+def fill_store(
+    teacher: Teacher,
+    device: torch.device,
+    store: Store,
+    writer: ShardWriter,
+    walk: Walk,
+    *,
+    stopped: Callable[[], bool],
+    progress: Callable[[int, float], None],
+) -> None:
+    """Compute every row of the walk that is not in the store, and write it.
+
+    A GPU computes batch k + 1 while batch k is copied to the host, hashed and written by another thread.
+    `stopped` is asked before each batch whether to end early, with the rows so far in a shard;
+    `progress(rows, seconds)` is called with the number of rows that the teacher has processed.
+    """
+    to_store = _Rows(teacher, device, writer)
+    begun, done, seen = time.monotonic(), 0, set[bytes]()
+    writing: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="shards") as thread:
+        for batch in walk:
+            if stopped():
+                break
+            keys = writer.identity.keys(batch)
+            rows = {}
+            for row, key in enumerate(keys):
+                if key not in seen and key not in store:
+                    rows[row] = key
+                seen.add(key)
+            if not rows:
+                continue
+            parts, copied = _to_host(to_store.compute(batch, keys))
+            writing.append(thread.submit(to_store.write, parts, copied, rows))
+            while len(writing) > AHEAD:
+                writing.popleft().result()
+            done += len(rows)
+            progress(done, time.monotonic() - begun)
+        while writing:
+            writing.popleft().result()
+        thread.submit(writer.finish).result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What the rows of a batch pass through."""
+
+    teacher: Teacher
+    device: torch.device
+    writer: ShardWriter
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, keys: list[bytes]) -> tuple[Tensor, ...]:
+        """Return the stored fields of all tokens of a batch, (N, ...), on the device."""
+        identity = self.writer.identity
+        tokens_BT, documents_BT, _ = batch.to_torch(self.device)
+        hidden_NE = self.teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
+        if identity.form != HIDDEN:
+            return sparse_parts(identity, hidden_NE, self.teacher.head(), keys)
+        if hidden_NE.dtype != TORCH_DTYPES[identity.dtype]:
+            raise InternalError(
+                f"teacher outputs: {hidden_NE.dtype} hidden states, {identity.words}"
+            )
+        return (hidden_NE,)
+
+    def write(
+        self, parts: list[Tensor], copied: torch.cuda.Event | None, rows: dict[int, bytes]
+    ) -> None:
+        """Hash and store the `rows` of a batch under their keys. Runs in the writing thread."""
+        if copied is not None:
+            copied.synchronize()
+        fields = self.writer.identity.fields
+        raw = [part.contiguous().view(-1).view(torch.uint8).numpy().data for part in parts]
+        for row, key in rows.items():
+            self.writer.add(
+                key,
+                [
+                    view[row * field.bytes : (row + 1) * field.bytes]
+                    for view, field in zip(raw, fields, strict=True)
+                ],
+            )
+
+
+def _to_host(parts: tuple[Tensor, ...]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    """Start the copies to the host; also return the event that marks their end."""
+    if parts[0].device.type != "cuda":
+        return list(parts), None
+    hosts = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
+    for host, part in zip(hosts, parts, strict=True):
+        host.copy_(part, non_blocking=True)
+    return hosts, torch.cuda.current_stream(parts[0].device).record_event()
