@@ -1,12 +1,11 @@
 """A run as it was at any past time: the snapshots that a feed would have given, rebuilt from the log.
 
-The logs are folded once from the beginning, in order of time, and every STRIDE lines the view and the
-positions in the logs are kept. A view is frozen and shares its columns, so keeping it costs next to nothing.
-A query for a time starts at the newest kept view before it, reads the few thousand lines that follow, and
+The logs are folded once from the beginning, in order of time (`engine.log.in_order`), and after each stretch the
+view and the positions in the logs are kept. A view is frozen and shares its columns, so keeping it costs next to
+nothing. A query for a time starts at the newest kept view before it, reads the few thousand lines that follow, and
 folds those that are not later. So jumping by a day costs no more than jumping by a minute.
 
-Lines of one log are in order; of two logs the earlier time comes first. A view of the past contains nothing
-later: an alert raised a minute afterwards is not active in it.
+A view of the past contains nothing later: an alert raised a minute afterwards is not active in it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from engine.errors import RunLogError
 from engine.log.events import AnyEvent, LogOpened, RunStarted
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
+from engine.log.in_order import InOrder, blocks
 from engine.log.read import BrokenLog, Liveness, LogReader
 from engine.log.table import Table
 from engine.log.text import status_text
@@ -27,9 +27,8 @@ from engine.log.view import SOURCES, RunView, Source
 from workbench.feed import Snapshot
 from workbench.log import LogBook
 
-STRIDE = 2048
-READ_BYTES = 2 << 20
 BUDGET_S = 0.25
+PAGE_BYTES = 256 << 10
 KEPT = -1
 """Marks a session row that the fold has not changed."""
 BOTH = Liveness(trainer=True, supervisor=True)
@@ -45,41 +44,6 @@ class _Kept:
     taken: dict[Source, int]
 
 
-class _Ahead:
-    """One log, read ahead of what is folded: its lines with their times, which never decrease."""
-
-    def __init__(self, reader: LogReader) -> None:
-        self.reader = reader
-        self.events: list[AnyEvent] = []
-        self.times: list[float] = []
-        self.done = 0
-        self.is_over = False
-        self._opened_s, self._latest_s = 0.0, float("-inf")
-
-    def fill(self) -> None:
-        """Read on until there are lines that are not folded yet, or the log ends."""
-        if self.done < len(self.events) or self.is_over:
-            return
-        try:
-            found = self.reader.poll(READ_BYTES)
-        except BrokenLog as broken:
-            # Lines after the fault are unknown; lines before it can be shown.
-            found, self.is_over = list(broken.before), True
-        self.events, self.times, self.done = found, [], 0
-        self.is_over = self.is_over or not found
-        for event in found:
-            if type(event) is LogOpened:
-                self._opened_s = event.unix_s
-            self._latest_s = max(self._latest_s, self._opened_s + event.t_s)
-            self.times.append(self._latest_s)
-
-    def take(self, until_s: float) -> list[AnyEvent]:
-        """Return the lines read so far that are not later than a time."""
-        end = bisect_right(self.times, until_s, self.done)
-        taken, self.done = self.events[self.done : end], end
-        return taken
-
-
 class ReplayFeed:
     """Gives snapshots of one run at any time. `read` advances through the logs; `at` uses what has been read.
 
@@ -89,11 +53,11 @@ class ReplayFeed:
     def __init__(self, run: RunFolder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.run = run
         self._monotonic = monotonic
-        self._logs = {source: _Ahead(LogReader(getattr(run, source))) for source in SOURCES}
+        self._stretches = InOrder(run)
         self._view = RunView()
         self._taken: dict[Source, int] = dict.fromkeys(SOURCES, 0)
         self._kept = [_Kept(float("-inf"), self._view, dict(self._taken))]
-        self._book = LogBook(self._logs["events"].reader)
+        self._book = LogBook(self._stretches.reader("events"))
         self.is_read = False
 
     @property
@@ -115,23 +79,16 @@ class ReplayFeed:
 
     def _step(self) -> None:
         """Fold the next lines in order of time, and keep the view."""
-        waiting = []
-        for log in self._logs.values():
-            log.fill()
-            if log.done < len(log.events):
-                waiting.append(log)
-        if not waiting:
+        stretch = next(self._stretches, None)
+        if stretch is None:
             self.is_read = True
             return
-        # No further than every log has been read, and at most STRIDE lines of any.
-        limit_s = min(log.times[min(log.done + STRIDE, len(log.times)) - 1] for log in waiting)
-        for source, log in self._logs.items():
-            events = log.take(limit_s)
-            self._view = fold(self._view, source, events)
-            self._taken[source] += len(events)
+        for source, lines in stretch.lines.items():
+            self._view = fold(self._view, source, [line.event for line in lines])
+            self._taken[source] += len(lines)
         # The lines of a view are complete events, which can be read from the log again.
         kept = replace(self._view, lines=())
-        self._kept.append(_Kept(limit_s, kept, dict(self._taken)))
+        self._kept.append(_Kept(stretch.until_s, kept, dict(self._taken)))
 
     def at(self, unix_s: float) -> Snapshot:
         """Return the run as it was at a time, as far as it was read."""
@@ -140,12 +97,8 @@ class ReplayFeed:
         view = kept.view
         if index + 1 < len(self._kept):
             later = self._kept[index + 1]
-            between = {
-                source: self._between(
-                    log.reader, kept.taken[source], later.taken[source] - kept.taken[source], unix_s
-                )
-                for source, log in self._logs.items()
-            }
+            counts = {s: later.taken[s] - kept.taken[s] for s in SOURCES}
+            between = {s: self._between(s, kept.taken[s], n, unix_s) for s, n in counts.items()}
             view = _folded(view, later.view, between)
         whole = self._book.log(self._view.asides)
         alive = _alive(view)
@@ -161,30 +114,20 @@ class ReplayFeed:
             log=whole.until(unix_s),
         )
 
-    def _between(self, reader: LogReader, first: int, count: int, unix_s: float) -> list[AnyEvent]:
+    def _between(self, source: Source, first: int, count: int, unix_s: float) -> list[AnyEvent]:
         """Return `count` lines of a log from number `first` on, without those later than a time."""
         if not count:
             return []
-        index = bisect_right(reader.points, first, key=lambda point: point.number) - 1
-        point = reader.points[index]
-        again = LogReader(reader.path, at=point)
-        found: list[AnyEvent] = []
-        try:
-            while again.lines_read < first + count and (block := again.poll(READ_BYTES // 8)):
-                found += block
-        except RunLogError as problem:
-            found += problem.before if isinstance(problem, BrokenLog) else ()
-        opened_s, latest_s = point.opened_unix_s, point.unix_s
-        kept = []
-        for number, event in enumerate(found[: first + count - point.number], start=point.number):
-            if type(event) is LogOpened:
-                opened_s = event.unix_s
-            latest_s = max(latest_s, opened_s + event.t_s)
-            if latest_s > unix_s:
-                break
-            if number >= first:
-                kept.append(event)
-        return kept
+        reader = self._stretches.reader(source)
+        point = reader.points[bisect_right(reader.points, first, key=lambda p: p.number) - 1]
+        again, lines = LogReader(reader.path, at=point), []
+        with suppress(BrokenLog):
+            for block in blocks(source, again, PAGE_BYTES):
+                lines += block
+                if again.lines_read >= first + count:
+                    break
+        wanted = lines[first - point.number : first + count - point.number]
+        return [line.event for line in wanted if line.order_s <= unix_s]
 
 
 def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEvent]]) -> RunView:

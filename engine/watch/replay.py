@@ -11,17 +11,17 @@ two evaluations is missed.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import itemgetter
+from itertools import chain, groupby
+from operator import attrgetter
 
-from engine.log.events import AlertCleared, AlertRaised, AnyEvent, LogOpened, StepDone
+from engine.log.events import AlertCleared, AlertRaised, LogOpened, StepDone
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
+from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
 from engine.log.read import BrokenLog, LogReader
-from engine.log.view import SOURCES, RunView, Source
+from engine.log.view import SOURCES, RunView
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.rule import Alert, Case, Unknown
@@ -55,52 +55,24 @@ class Diagnosis:
 
 def diagnose(run: RunFolder, settings: RunSpec | None) -> Diagnosis:
     """Replay a run under every rule."""
-    logs, fault = _read(run)
-    replay = _Replay(settings, _interval_s(logs))
-    for source, event, unix_s in _in_order(logs):
-        replay.take(source, event, unix_s)
-    return replay.end(fault)
+    replay, stretches = _Replay(settings, _interval_s(run)), InOrder(run)
+    for stretch in stretches:
+        for line in stretch.in_order():
+            replay.take(line)
+    return replay.end(stretches.fault)
 
 
-def _read(run: RunFolder) -> tuple[dict[Source, list[AnyEvent]], str | None]:
-    """Read every event of each log, as far as it can be read."""
-    logs: dict[Source, list[AnyEvent]] = {}
-    fault = None
-    for source in SOURCES:
-        reader = LogReader(getattr(run, source))
-        events = logs[source] = []
-        try:
-            while found := reader.poll():
-                events += found
-        except BrokenLog as broken:
-            events += broken.before
-            fault = fault or str(broken)
-    return logs, fault
-
-
-def _timed(source: Source, events: list[AnyEvent]) -> Iterator[tuple[float, Source, AnyEvent]]:
-    opened_s = 0.0
-    for event in events:
-        if isinstance(event, LogOpened):
-            opened_s = event.unix_s
-        yield opened_s + event.t_s, source, event
-
-
-def _in_order(
-    logs: dict[Source, list[AnyEvent]],
-) -> Iterator[tuple[Source, AnyEvent, float]]:
-    """Merge the lines of all logs by time, keeping the order within each log."""
-    streams = (_timed(source, events) for source, events in logs.items())
-    for unix_s, source, event in heapq.merge(*streams, key=itemgetter(0)):
-        yield source, event, unix_s
-
-
-def _interval_s(logs: dict[Source, list[AnyEvent]]) -> float:
+def _interval_s(run: RunFolder) -> float:
     """Return the seconds between two evaluations: the time worked over MOST_LOOKS, at least LOOK_S."""
     worked_s = 0.0
-    for events in logs.values():
-        ends = [a.t_s for a, b in pairwise(events) if isinstance(b, LogOpened)]
-        worked_s = max(worked_s, sum(ends) + (events[-1].t_s if events else 0.0))
+    for source in SOURCES:
+        before_s = newest_s = 0.0
+        with suppress(BrokenLog):
+            reader = LogReader(getattr(run, source))
+            for line in chain.from_iterable(blocks(source, reader, BLOCK_BYTES)):
+                before_s += newest_s if isinstance(line.event, LogOpened) else 0.0
+                newest_s = line.event.t_s
+        worked_s = max(worked_s, before_s + newest_s)
     return max(LOOK_S, worked_s / MOST_LOOKS)
 
 
@@ -108,14 +80,15 @@ class _Replay:
     def __init__(self, settings: RunSpec | None, interval_s: float) -> None:
         self.settings, self.interval_s = settings, interval_s
         self.view, self.alerts = RunView(), ActiveAlerts()
-        self.waiting: list[tuple[Source, AnyEvent]] = []
+        self.waiting: list[Line] = []
         self.steps = 0
         self.next_look_s: float | None = None
         self.now_s = 0.0
         self.raised: list[Raised] = []
         self.judged: set[str] = set()
 
-    def take(self, source: Source, event: AnyEvent, unix_s: float) -> None:
+    def take(self, line: Line) -> None:
+        event, unix_s = line.event, line.unix_s
         # Alerts that were logged at the time are not evidence: the rules are evaluated again.
         if isinstance(event, AlertRaised | AlertCleared):
             return
@@ -128,7 +101,7 @@ class _Replay:
         if self.next_look_s is None:
             self.next_look_s = unix_s + self.interval_s
         self.now_s = unix_s
-        self.waiting.append((source, event))
+        self.waiting.append(line)
         self.steps += isinstance(event, StepDone)
         if self.steps >= STEPS_PER_LOOK:
             self.look(unix_s)
@@ -154,15 +127,11 @@ class _Replay:
                 return
 
     def fold_waiting(self) -> None:
-        batch: list[AnyEvent] = []
-        for index, (source, event) in enumerate(self.waiting):
-            batch.append(event)
-            if index + 1 == len(self.waiting) or self.waiting[index + 1][0] != source:
-                self.view = fold(self.view, source, batch)
-                batch = []
+        for source, lines in groupby(self.waiting, attrgetter("source")):
+            self.view = fold(self.view, source, [line.event for line in lines])
         self.waiting, self.steps = [], 0
 
-    def end(self, fault: str | None) -> Diagnosis:
+    def end(self, fault: BrokenLog | None) -> Diagnosis:
         self.look(self.now_s)
         answers = self.alerts.answers
         unjudged = {
@@ -175,5 +144,5 @@ class _Replay:
             raised=tuple(self.raised),
             unjudged=unjudged,
             judged=tuple(rule.id for rule in self.alerts.rules if rule.id in self.judged),
-            fault=fault,
+            fault=None if fault is None else str(fault),
         )

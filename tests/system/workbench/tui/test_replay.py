@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench.replay as replay_module
+from engine.log import in_order
 from engine.log.events import AnyEvent, Event, LogOpened
 from engine.log.fold import fold
 from engine.log.folder import RunFolder, create_run
@@ -52,8 +53,9 @@ def test_any_time_is_the_view_of_the_lines_up_to_it(
     logs: dict[Source, list[AnyEvent]], times: list[float], stride: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay_module, "STRIDE", stride)
-        patch.setattr(replay_module, "READ_BYTES", 700)
+        patch.setattr(in_order, "STRIDE", stride)
+        patch.setattr(in_order, "BLOCK_BYTES", 700)
+        patch.setattr(replay_module, "PAGE_BYTES", 90)
         run = create_run(Path(folder) / "run", "", {})
         for source in SOURCES:
             lines = [encode(cast(Event, e), e.seq, e.t_s) for e in logs[source]]
@@ -100,7 +102,7 @@ def test_a_scrub_reads_thousands_of_lines_of_a_long_log_and_not_all(
         span_s = feed.last_unix_s - feed.first_unix_s
         snapshot = feed.at(feed.first_unix_s + share * span_s)
         assert abs(snapshot.view.last_step - share * 20_000) < 10
-        assert sum(folded) <= replay_module.STRIDE
+        assert sum(folded) <= in_order.STRIDE
         assert snapshot.view.steps.columns is whole.columns, "no column is copied"
 
 
