@@ -62,27 +62,6 @@ class Snapshot:
         return has_ended(self.state)
 
 
-def catch_up(follower: Follower, until_s: float, monotonic: Callable[[], float]) -> bool:
-    """Read what is new; False when the time ran out before the end.
-
-    Raises BrokenLog after all three logs have been read as far as possible.
-    """
-    fault: RunLogError | None = None
-    while True:
-        before = follower.view
-        try:
-            follower.poll()
-        except RunLogError as broken:
-            fault = broken
-        if follower.view is before:
-            break
-        if monotonic() >= until_s:
-            return False
-    if fault is not None:
-        raise fault
-    return True
-
-
 def not_read(run: RunFolder, problem: OSError) -> str:
     return f"run folder: {run.path} — expected to read it, found {problem.strerror}"
 
@@ -103,13 +82,12 @@ class RunFeed:
         run: RunFolder,
         *,
         wall: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
         budget_s: float = READ_BUDGET_S,
         keep: bool = False,
     ) -> None:
         """With `keep`, columns computed from a long log are saved in the run's folder."""
         self.run = run
-        self._wall, self._monotonic, self._budget_s = wall, monotonic, budget_s
+        self._wall, self._budget_s = wall, budget_s
         self._follower = Follower(run, files=True, keep=keep)
         self._book = LogBook(self._follower.reader("events"))
         self._behind: int | None = None
@@ -117,19 +95,20 @@ class RunFeed:
 
     def poll(self) -> Snapshot:
         """Return the run as it is now."""
-        follower, error, caught_up = self._follower, None, True
+        follower, error, behind = self._follower, None, False
         try:
             _check_exists(self.run)
-            caught_up = catch_up(follower, self._monotonic() + self._budget(), self._monotonic)
+            follower.read_all(time.monotonic() + self._budget())
+            behind = follower.is_behind
         except RunLogError as problem:
             error = str(problem)
         except OSError as problem:
             error = not_read(self.run, problem)
-        self._behind = 0 if caught_up or self._behind is None else self._behind + 1
+        self._behind = 0 if not behind or self._behind is None else self._behind + 1
         view, alive = follower.view, follower.alive
         state, status = follower.state, status_text(view, alive)
-        share_read = 1.0 if caught_up else follower.share_read
-        if error is not None or not caught_up:
+        share_read = follower.share_read if behind else 1.0
+        if error is not None or behind:
             # The rest of the log may contradict the state of the view so far.
             state = READING if error is None else UNREADABLE
             words = f"{state.upper()} {share_read:.0%}" if state == READING else state.upper()
@@ -142,7 +121,7 @@ class RunFeed:
             status=status,
             now_unix_s=self._wall(),
             error=error,
-            behind=not caught_up,
+            behind=behind,
             log=self._book.log(view.asides),
             share_read=share_read,
         )

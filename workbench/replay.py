@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -50,9 +50,8 @@ class ReplayFeed:
     Used from one thread at a time.
     """
 
-    def __init__(self, run: RunFolder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._monotonic = monotonic
         self._stretches = InOrder(run)
         self._view = RunView()
         self._taken: dict[Source, int] = dict.fromkeys(SOURCES, 0)
@@ -72,8 +71,8 @@ class ReplayFeed:
 
     def read(self, budget_s: float = BUDGET_S) -> bool:
         """Read on for about `budget_s`; True when everything was read."""
-        until_s = self._monotonic() + budget_s
-        while not self.is_read and self._monotonic() < until_s:
+        until_s = time.monotonic() + budget_s
+        while not self.is_read and time.monotonic() < until_s:
             self._step()
         return self.is_read
 

@@ -21,7 +21,7 @@ from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
 from engine.log.text import has_ended
 from engine.log.view import RunView
-from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, catch_up, not_read
+from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, not_read
 
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
 LOOKS = 200
@@ -146,11 +146,10 @@ class RunsFeed:
         folders: Sequence[Path],
         *,
         wall: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
         budget_s: float = READ_BUDGET_S,
     ) -> None:
         self.folders = tuple(folders)
-        self._wall, self._monotonic, self._budget_s = wall, monotonic, budget_s
+        self._wall, self._budget_s = wall, budget_s
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
         self._real: dict[Path, str] = {}
@@ -158,7 +157,7 @@ class RunsFeed:
 
     def poll(self) -> RunsSnapshot:
         """Return a row for each run, in the order of the folders and newest first in each."""
-        now_unix_s, until_s = self._wall(), self._monotonic() + self._budget_s
+        now_unix_s, until_s = self._wall(), time.monotonic() + self._budget_s
         due = self._due()
         runs, error = self._find(due)
         self._forget_all_but(runs)
@@ -240,15 +239,15 @@ class RunsFeed:
 
     def _read(self, follower: Follower, until_s: float) -> tuple[str, str | None]:
         """Return state and error after reading what is new, as far as the time allows."""
-        if self._monotonic() >= until_s:
+        if time.monotonic() >= until_s:
             return READING, None
         try:
-            caught_up = catch_up(follower, until_s, self._monotonic)
+            follower.read_all(until_s)
         except RunLogError as problem:
             return UNREADABLE, str(problem)
         except OSError as problem:
             return UNREADABLE, not_read(follower.run, problem)
-        return follower.state if caught_up else READING, None
+        return READING if follower.is_behind else follower.state, None
 
 
 def _row_of(

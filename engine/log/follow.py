@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +38,8 @@ class Follower:
         self._segments: dict[Source, SegmentReader] = {}
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
+        self.is_behind = False
+        """Whether the time of the newest `read_all` ran out before the end."""
         self._shown: dict[Source, int] = {}
 
     def new_lines(self) -> list[LogLine]:
@@ -100,13 +104,14 @@ class Follower:
         segments, max_bytes = self._segments[source].read(max_bytes)
         return segments or reader.poll(max_bytes)
 
-    def read_all(self) -> RunView:
-        """Read until nothing new is left; after a BrokenLog, `view` has what could be read.
+    def read_all(self, until_s: float = math.inf) -> RunView:
+        """Read until nothing new is left, or until a time of the monotonic clock; `is_behind` tells which.
 
-        Every poll reads a share of each log, so one broken log does not keep the others from being read to
-        their end.
+        Raises BrokenLog at the end: every poll reads a share of each log, so that one broken log does not keep the
+        others from being read to their end. After it, `view` has what could be read.
         """
         fault: BrokenLog | None = None
+        self.is_behind = True
         while True:
             before = self.view
             try:
@@ -115,6 +120,9 @@ class Follower:
                 fault = broken
             if self.view is before:
                 break
+            if time.monotonic() >= until_s:
+                return self.view
+        self.is_behind = False
         if fault is not None:
             raise fault
         return self.view
