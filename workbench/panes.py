@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from engine.log.events import IDLE, STEP_PHASES
 from engine.log.text import (
     alert_lines,
     check_lines,
@@ -49,8 +50,6 @@ def machine_words(snapshot: Snapshot) -> list[str]:
 
 RECENT = 200
 """Number of the session's newest steps from which the pace is taken."""
-PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer", "idle")
-"""In the order of a step."""
 
 
 def ledger_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
@@ -80,7 +79,8 @@ def _bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
     total = sum(view.phases.values())
     if not 0 < total < math.inf:
         return ["no phases measured: the ledger is empty"]
-    names = [n for n in PHASES if n in view.phases] + [n for n in view.phases if n not in PHASES]
+    names = [name for name in (*STEP_PHASES, IDLE) if name in view.phases]
+    names += [name for name in view.phases if name not in names]
     longest = max(len(name) for name in names)
     room = max(4, min(40, width - longest - 16))
     full, rest = ("#", ".") if ascii_only else ("█", "░")

@@ -269,7 +269,13 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     largest_dz_sum: Number | None = None
     """The largest absolute sum over a row of the gradients of its logits; 0 but for rounding."""
     phases: dict[str, Number] = {}
-    """Seconds of each phase by the device's clock, with the idle time as `idle`; empty when not measured."""
+    """Seconds of each of STEP_PHASES by the device's clock; empty when not measured. IDLE is added where it is
+    known: the time without work before a step that was launched while the previous one was in flight."""
+
+
+STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
+"""In the order of a step."""
+IDLE = "idle"
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from engine.log.events import (
+    IDLE,
+    STEP_PHASES,
     CheckpointSaved,
     Compiled,
     Event,
@@ -114,7 +116,6 @@ def _write(file: Any, seq: int, lines: Timed) -> int:
 def _steps() -> list[bytes]:
     """Return steps whose numbers are MARK, to be replaced as text, because a million are written."""
     found, rng = [], random.Random(1)
-    names = ("data", "teacher", "student", "loss", "backward", "optimizer", "idle")
     for _ in range(SAMPLES):
         ce, kd, step_s = (
             2 + rng.gauss(0, 0.05),
@@ -138,7 +139,7 @@ def _steps() -> list[bytes]:
             position=0,
             lowest_kl=rng.random() * 1e-3,
             largest_dz_sum=rng.random() * 1e-6,
-            phases={name: step_s * rng.random() for name in names},
+            phases={name: step_s * rng.random() for name in (*STEP_PHASES, IDLE)},
         )
         line = _line(event).replace(b"%", b"%%")
         line = line.replace(b'"step":0,', b'"step":%d,').replace(

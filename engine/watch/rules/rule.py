@@ -27,7 +27,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 from engine.errors import BadInput
-from engine.log.events import AlertRaised, RunStarted
+from engine.log.events import TRAINING, AlertRaised, RunStarted
 from engine.log.folder import RunFolder
 from engine.log.view import RunView, Table
 from engine.spec import RunSpec, spec_from_dict
@@ -240,7 +240,6 @@ class Case:
         return TRAINING if (stepped_s or 0.0) > (view.phase_unix_s or 0.0) else view.phase.name
 
 
-TRAINING = "training"
 COMPUTING = (TRAINING, "evaluating", "measuring")
 """Phases in which a model is computing."""
 

@@ -26,11 +26,10 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
-from engine.log.events import StackDump
+from engine.log.events import TRAINING, StackDump
 from engine.units import format_seconds
 from engine.watch.rules.rule import (
     ERROR,
-    TRAINING,
     CannotJudge,
     Case,
     Number,
