@@ -56,7 +56,7 @@ from engine.formats.gguf_tokenizer import added_token, pre_tokenizer
 from engine.formats.gguf_values import LARGEST_REAL
 from engine.formats.tokenizer import PRE_TOKENIZERS
 from engine.formats.weights import TensorInfo, parse_object
-from engine.models.families import FAMILIES, HEAD
+from engine.model_families import FAMILIES, HEAD
 
 METADATA_LIMIT_BYTES = limits.APR_METADATA.most
 HF_CONFIG = "hf_config"

@@ -20,7 +20,7 @@ the model loader converts it to numbers.
 GGUF stores reals as fp32, so 1e-6 is read as 9.99999997e-07. `read_config` returns the shortest
 decimal that is the same fp32 number, so a configuration survives the round trip.
 
-An architecture is a row of `engine.models.families`. Others are refused by name (GG17), and so is a
+An architecture is a row of `engine.model_families`. Others are refused by name (GG17), and so is a
 mixture of experts under the name `llama`.
 
 **The vocabulary** check compares the token arrays with each other and with the embedding. It looks
@@ -52,7 +52,7 @@ from engine.formats.gguf_values import (
     refuse,
 )
 from engine.formats.weights import TensorInfo
-from engine.models.families import ACTIVATION, EMBEDDING, FAMILIES, HEAD, Family
+from engine.model_families import ACTIVATION, EMBEDDING, FAMILIES, HEAD, Family
 
 _COUNTS = {
     "block_count": "num_hidden_layers",

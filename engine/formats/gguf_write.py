@@ -28,7 +28,7 @@ from engine.formats.gguf_values import (
     typed,
 )
 from engine.formats.writing import Placed, TensorData, new_file, tensor_bytes
-from engine.models.families import EMBEDDING, HEAD, ROPE_DIVISORS
+from engine.model_families import EMBEDDING, HEAD, ROPE_DIVISORS
 from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ A decoder is fixed by its family, nine numbers and one flag:
     V vocab_size   D hidden_size   F intermediate_size   L num_hidden_layers
     num_attention_heads query heads, head_dim wide, share num_key_value_heads key/value heads
 
-The family (`model_type`) determines the rest: it is a row of `engine.models.families`.
+The family (`model_type`) determines the rest: it is a row of `engine.model_families`.
 
 `rms_norm_eps` and `rope_theta` change every logit but no shape, so a file without them is refused:
 a default would run and be wrong. Both spellings of the RoPE settings are read, `rope_theta` with
@@ -32,7 +32,7 @@ from engine import limits
 from engine.errors import WeightsError
 from engine.formats.weights import open_regular, read_json_object
 from engine.limits import Limit
-from engine.models.families import (
+from engine.model_families import (
     ACTIVATION,
     EMBEDDING,
     FAMILIES,

@@ -1,6 +1,6 @@
 """Checks that the tensors of a file match a decoder: their names, shapes, dtypes and row order.
 
-The names are those of `engine.models.families`.
+The names are those of `engine.model_families`.
 
 Linear weights are (out, in) in all conventions, so tensors are converted unchanged, with one
 exception: the rows of q and k of a `llama` GGUF, and of an .apr that says so, are permuted, because
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import WeightsError
 from engine.models.config import ModelConfig, shape_of
-from engine.models.families import (
+from engine.model_families import (
     EMBEDDING,
     HEAD,
     LAST_NORM,

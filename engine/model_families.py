@@ -16,7 +16,7 @@ convention of weight files:
     gguf   `blk.3.attn_q.weight`                       GGUF
     apr    as hf                                       .apr
 
-This table holds only numbers and names: `engine.formats` reads it too, without torch.
+This table holds only numbers and names, and imports nothing: `engine.formats` and `engine.models` read it.
 """
 
 from __future__ import annotations
