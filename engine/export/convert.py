@@ -47,8 +47,8 @@ from engine.formats.apr_write import write_apr
 from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
 from engine.formats.weights import WeightFile, read_json_object
-from engine.models.config import ModelConfig, config_of
 from engine.model_families import ROPE_DIVISORS
+from engine.models.config import ModelConfig, config_of
 from engine.models.load import sources
 from engine.models.names import (
     APR_HALVES,

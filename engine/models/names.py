@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import WeightsError
-from engine.models.config import ModelConfig, shape_of
 from engine.model_families import (
     EMBEDDING,
     HEAD,
@@ -29,6 +28,7 @@ from engine.model_families import (
     TensorRow,
     layer_tensors,
 )
+from engine.models.config import ModelConfig, shape_of
 from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:

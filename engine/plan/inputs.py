@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.checkpoint_folders import FREE_SPACE_FACTOR, published, step_of
 from engine.checks.catalogue import skipped_ids
 from engine.data.corpus import check_corpus
 from engine.errors import BadInput, DiskFull, TokenizerError
@@ -24,8 +25,6 @@ from engine.models.packed_size import PackedSize, packed_size, without_blocks
 from engine.spec import RunSpec
 from engine.teachers.store.manifest import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
-from engine.train.checkpoint.manifest import published, step_of
-from engine.train.checkpoint.write import FREE_SPACE_FACTOR
 from engine.units import format_bytes
 
 ADAM_COPIES = 3

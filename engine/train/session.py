@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.checkpoint_folders import published
 from engine.checks.check import Result
 from engine.checks.context import Context, Memory
 from engine.checks.runner import Checks
@@ -42,7 +43,6 @@ from engine.train import record
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
-from engine.train.checkpoint.manifest import published
 from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import heldout_loss

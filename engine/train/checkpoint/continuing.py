@@ -18,12 +18,12 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from engine.checkpoint_folders import published, step_of
 from engine.errors import CheckpointError
 from engine.log.events import RunStarted
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.spec import settings_sha256
-from engine.train.checkpoint.manifest import published, step_of
 
 _VERSIONS = ("engine", "python", "torch", "device")
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint_folders import published
 from engine.errors import CheckpointError
 from engine.log.events import CheckpointSaved, Note
 from engine.log.folder import RunFolder
@@ -40,7 +41,7 @@ from engine.train.checkpoint.continuing import (
     promised_step,
     written_sha256,
 )
-from engine.train.checkpoint.manifest import FileRecord, digest_of, newest, published
+from engine.train.checkpoint.manifest import FileRecord, digest_of, newest
 from engine.train.record import Logged
 from engine.train.trainer import Trainer
 

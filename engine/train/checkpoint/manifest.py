@@ -15,18 +15,18 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine import limits
+from engine.checkpoint_folders import PUBLISHED, published, refusal
 from engine.errors import CheckpointError
 from engine.files import open_regular, read_bytes
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
-_PUBLISHED = re.compile(r"step-([0-9]{8})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -55,7 +55,7 @@ def verify(path: Path) -> VerifiedCheckpoint:
 
     Raises CheckpointError, which names the file and, for a changed file, what was expected and found.
     """
-    name = _PUBLISHED.fullmatch(path.name)
+    name = PUBLISHED.fullmatch(path.name)
     if name is None:
         raise refusal(path, "a folder named step-NNNNNNNN", path.name)
     try:
@@ -108,22 +108,6 @@ def manifest_bytes(step: int, records: Mapping[str, FileRecord]) -> bytes:
 def is_file_name(name: str) -> bool:
     """Return whether a data file may have this name: no path, not hidden, and not the manifest."""
     return _FILE_NAME.fullmatch(name) is not None and name != MANIFEST
-
-
-def step_of(path: Path) -> int:
-    """Return the step in the name of a published checkpoint."""
-    return int(path.name.removeprefix("step-"))
-
-
-def published(folder: Path) -> Iterator[Path]:
-    """Yield the paths named like a published checkpoint, newest first; all other names are ignored."""
-    try:
-        names = sorted(entry.name for entry in folder.iterdir() if _PUBLISHED.fullmatch(entry.name))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise refusal(folder, "a folder that can be read", str(error)) from error
-    yield from (folder / name for name in reversed(names))
 
 
 def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
@@ -200,8 +184,3 @@ def digest_of(path: Path) -> tuple[int, str]:
     with open_regular(path, "checkpoint", error=CheckpointError) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
-
-
-def refusal(where: Path, expected: str, found: str) -> CheckpointError:
-    """Return the error for a checkpoint that cannot be used."""
-    return CheckpointError(f"checkpoint: {where} — expected {expected}, found {found}")

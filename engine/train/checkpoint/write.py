@@ -49,6 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from engine.checkpoint_folders import FREE_SPACE_FACTOR, folder_name, published, refusal, step_of
 from engine.errors import NO_ROOM, CheckpointError, DiskFull
 from engine.machine.host import Host
 from engine.train.checkpoint.manifest import (
@@ -56,9 +57,6 @@ from engine.train.checkpoint.manifest import (
     FileRecord,
     is_file_name,
     manifest_bytes,
-    published,
-    refusal,
-    step_of,
     verify,
 )
 from engine.units import format_bytes
@@ -219,9 +217,6 @@ def _verifies(path: Path) -> bool:
     return True
 
 
-FREE_SPACE_FACTOR = 1.5
-
-
 class Sink(Protocol):
     """An open binary file that is being written."""
 
@@ -281,7 +276,7 @@ def save(
     exception of a Writer propagates, after the same clean-up.
     """
     began = time.monotonic()
-    final = folder / _folder_name(step)
+    final = folder / folder_name(step)
     for name in files:
         if not is_file_name(name):
             raise ValueError(
@@ -400,9 +395,3 @@ def _save_error(
         f"checkpoint: {final} — expected to write {size} bytes, found {error}; {state},"
         " earlier checkpoints are as they were"
     )
-
-
-def _folder_name(step: int) -> str:
-    if not 0 <= step <= 99_999_999:
-        raise ValueError(f"checkpoint step: expected 0 to 99999999, found {step}")
-    return f"step-{step:08d}"

@@ -20,10 +20,10 @@ from engine.errors import DiskFull, InternalError, WeightsError
 from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.formats.weights import Convention, TensorInfo
+from engine.model_families import ROPE_DIVISORS
 from engine.models import load as subject
 from engine.models.config import ModelConfig, config_of
 from engine.models.decoder import Decoder
-from engine.model_families import ROPE_DIVISORS
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import names_for, permute_rows, turned_heads
 from engine.models.rope import RopeScaling, divisors

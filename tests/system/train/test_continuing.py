@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.checkpoint_folders import published
 from engine.checks.runner import AT_ONCE
 from engine.data.batches import IGNORED, Batch
 from engine.errors import DiskFull
@@ -23,7 +24,6 @@ from engine.log.follow import Follower
 from engine.plan.inputs import check_inputs
 from engine.spec import load_spec
 from engine.train import run as trainer_module
-from engine.train.checkpoint.manifest import published
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
 from tests.support.finished_runs import carried_out

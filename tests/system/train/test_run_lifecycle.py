@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.checkpoint_folders import published
 from engine.errors import RunLogError
 from engine.log.events import LauncherGone, LogOpened, Note
 from engine.log.folder import RunFolder
@@ -22,7 +23,6 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train import run as trainer_module
-from engine.train.checkpoint.manifest import published
 from tests.support.finished_runs import carried_out, finish, resumed_here
 from tests.support.kit import Kit
 from tests.support.running import (

@@ -10,8 +10,8 @@ import torch
 from engine.errors import WeightsError
 from engine.formats.gguf_metadata import config_metadata
 from engine.formats.open import open_weights
-from engine.models.config import ModelConfig, config_of, count_parameters, read_config
 from engine.model_families import FAMILIES, Family
+from engine.models.config import ModelConfig, config_of, count_parameters, read_config
 from engine.models.load import load_decoder, load_packed_decoder, save_decoder
 from engine.models.names import names_for
 from engine.quant.blocks import BLOCK_TYPES, GGML_NAMES, Bits, BlockType, Layout

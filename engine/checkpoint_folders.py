@@ -1,0 +1,45 @@
+"""The folders of a run's checkpoints: how they are named, which there are, and the room that one needs.
+
+What is in them and how they are written is in `engine.train.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.errors import CheckpointError
+
+PUBLISHED = re.compile(r"step-([0-9]{8})")
+"""The name of a checkpoint that is complete. One that is being written, deleted or set aside has another."""
+FREE_SPACE_FACTOR = 1.5
+"""A checkpoint is begun only where this times its size is free on the disk."""
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the checkpoint of a step."""
+    if not 0 <= step <= 99_999_999:
+        raise ValueError(f"checkpoint step: expected 0 to 99999999, found {step}")
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a published checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
+def published(folder: Path) -> Iterator[Path]:
+    """Yield the paths named like a published checkpoint, newest first; all other names are ignored."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if PUBLISHED.fullmatch(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise refusal(folder, "a folder that can be read", str(error)) from error
+    yield from (folder / name for name in reversed(names))
+
+
+def refusal(where: Path, expected: str, found: str) -> CheckpointError:
+    """Return the error for a checkpoint that cannot be used."""
+    return CheckpointError(f"checkpoint: {where} — expected {expected}, found {found}")
