@@ -25,20 +25,20 @@ def acts(node: object, name: str) -> bool:
     return any(name in vars(kind).get("ACTING", ()) for kind in type(node).__mro__)
 
 
-def resolved(app: App[None], node: DOMNode, action: str) -> tuple[DOMNode, str, tuple[object, ...]]:
+def resolved(app: App[Any], node: DOMNode, action: str) -> tuple[DOMNode, str, tuple[object, ...]]:
     """Return the owner of the action that a binding of `node` names, the action's name and its parameters."""
     destination, name, parameters = parse(action)
     screen = node.screen if isinstance(node, Widget) else app.screen
     return {"app": app, "screen": screen}.get(destination, node), name, parameters
 
 
-def is_refused(app: App[None], node: DOMNode, action: str) -> bool:
+def is_refused(app: App[Any], node: DOMNode, action: str) -> bool:
     """Whether read-only mode refuses an action, as a binding of `node` names it."""
     target, name, _ = resolved(app, node, action)
     return bool(getattr(app, "read_only", False)) and acts(target, name)
 
 
-def is_offered(app: App[None], node: DOMNode, action: str) -> bool:
+def is_offered(app: App[Any], node: DOMNode, action: str) -> bool:
     """Whether an action, as a binding of `node` names it, would do something now."""
     target, name, parameters = resolved(app, node, action)
     return not is_refused(app, node, action) and bool(target.check_action(name, parameters))

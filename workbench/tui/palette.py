@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from textual.binding import Binding
 from textual.command import DiscoveryHit, Hit, Hits, Provider
@@ -21,9 +21,6 @@ from workbench.tui.keys import Keys, active_keys, resolved
 from workbench.tui.places import PLACES
 from workbench.tui.themes import theme_names
 from workbench.tui.widgets.key_bar import key_text
-
-if TYPE_CHECKING:
-    from workbench.tui.app import WorkbenchApp
 
 UNNAMED = (
     *("scroll", "cursor", "page", "first", "last", "focus", "select", "copy_text"),
@@ -83,15 +80,26 @@ def runs_to_open(context: Context) -> list[RunFolder]:
     return list(found.values())
 
 
+class OpensRuns(Protocol):
+    """What the palette asks of the application beyond what every Textual application does."""
+
+    context: Context
+
+    def open_folder(self, run: RunFolder) -> None: ...
+
+    def choose_theme(self, name: str) -> None: ...
+
+    def next_theme(self) -> None: ...
+
+
 class WorkbenchCommands(Provider):
     """Provides every command of the screen below."""
 
     _runs: Sequence[RunFolder] = ()
 
     @property
-    def workbench(self) -> WorkbenchApp:
-        """The application, which knows the places and opens runs."""
-        return cast("WorkbenchApp", self.app)
+    def workbench(self) -> OpensRuns:
+        return cast(OpensRuns, self.app)
 
     async def startup(self) -> None:
         # Folders of runs may be on a slow disk; the screen stays responsive meanwhile.
@@ -131,7 +139,8 @@ class WorkbenchCommands(Provider):
 
     def _all_commands(self) -> Iterator[Command]:
         """Yield the most used commands first; keys of the focused widget, and digits, come last."""
-        app, nodes = self.workbench, active_keys(self.screen)
+        app, workbench = self.app, self.workbench
+        nodes = active_keys(self.screen)
         later: list[Command] = []
         for keys in reversed(nodes):
             for binding in keys.bindings:
@@ -151,18 +160,22 @@ class WorkbenchCommands(Provider):
                 yield from (command for command in found if command is not None)
         words = "the whole screen as text"
         yield Command("copy the screen", words, partial(app.run_action, "copy(True)"))
-        yield Command("next theme", "dark, light, and both for the colour-blind", app.next_theme)
+        yield Command(
+            "next theme", "dark, light, and both for the colour-blind", workbench.next_theme
+        )
         yield from later
         for run_folder in self._runs:
             words = f"open the run {run_folder.path}"
-            yield Command(f"run {run_folder.name}", words, partial(app.open_folder, run_folder))
+            yield Command(
+                f"run {run_folder.name}", words, partial(workbench.open_folder, run_folder)
+            )
         for theme in theme_names():
             words = "the present theme" if theme == app.theme else "show this theme"
-            yield Command(f"theme {theme}", words, partial(app.choose_theme, theme))
+            yield Command(f"theme {theme}", words, partial(workbench.choose_theme, theme))
 
     def _of_key(self, keys: Keys, binding: Binding) -> Command | None:
         """Return the command of a key; None for one that only navigates."""
-        app = self.workbench
+        app = self.app
         _, action, arguments = resolved(app, keys.node, binding.action)
         if action.startswith(UNNAMED):
             return None
