@@ -30,12 +30,11 @@ from engine.bench.rows import BenchRow, Measured, Timing
 from engine.bench.timing import time_arms
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
-from engine.loss.objective import default_chunk_rows, distillation_loss
-from engine.loss.types import LossKernel
+from engine.loss.chunks import FUSED_HELD, LossKernel, default_chunk_rows
+from engine.loss.objective import distillation_loss
 from engine.models.head import Head, multiply
 from engine.models.packed import PackedHead, reserve
 from engine.plan.knobs import choose_loss_kernel
-from engine.plan.memory import FUSED_HELD
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack
 
@@ -124,7 +123,7 @@ class _Loss:
     def products(self, out: torch.dtype) -> Callable[[], None]:
         """The matmuls of the fused form, by its chunks and groups of chunks, into preallocated memory."""
         shape, h_ND, w_VD = self.shape, self.hidden_ND.detach(), self.head_VD.detach()
-        most = default_chunk_rows(self.device, shape.vocabulary, "fused")
+        most = default_chunk_rows(self.device.type, shape.vocabulary, fused=True)
         step = -(-shape.tokens // -(-shape.tokens // most))
 
         def empty(*size: int, dtype: torch.dtype = out) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.data.batches import Batch, Batches
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
-from engine.loss.types import LossTerms
+from engine.loss.objective import LossTerms
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec

@@ -28,7 +28,7 @@ from engine.checks.context import Context
 from engine.checks.data import next_rows
 from engine.checks.logits import few_rows, hidden_of, student_hidden
 from engine.data.batches import IGNORED
-from engine.loss.types import LossTerms
+from engine.loss.objective import LossTerms
 from engine.models.head import DenseHead, Head
 
 TOKENS = 64

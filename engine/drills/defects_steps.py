@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.data import batches as batches_module
 from engine.data.batches import IGNORED, Batch
 from engine.drills.planting import replaced
-from engine.loss.types import LossTerms
+from engine.loss.objective import LossTerms
 from engine.models.decoder import Decoder
 from engine.train import checking, trainer
 from engine.train.checkpoint import keeper as keep

@@ -1,12 +1,12 @@
-"""The fused forms of the loss: one kernel between the matmuls of a chunk.
+"""The fused form of the loss: one kernel between the matmuls of a chunk.
 
-They use [C, V] buffers of fp32 logits, reused by every chunk, and one buffer of dz in the dtype of the
-matmuls for `HELD` chunks, which in bf16 is as large as two of the others. The matmuls for dH and dW then
-cover all rows of these chunks at once.
+It uses [C, V] buffers of fp32 logits, reused by every chunk, and one buffer of dz in the dtype of the
+matmuls for `FUSED_HELD` chunks, which in bf16 is as large as two of the others. The matmuls for dH and dW
+then cover all rows of these chunks at once.
 
 With a teacher's hidden states (`engine.kernels.kd_loss`) every row writes its results to its own
 location, so nothing is accumulated between chunks. With sparse targets (`engine.kernels.sparse_loss`;
-`sparse.py` has the formulas and is the oracle) the kernel handles the rest of the vocabulary and torch
+`eager.py` has the formulas and is the oracle) the kernel handles the rest of the vocabulary and torch
 the K target tokens of each row. For `top_k`, the K logits are removed from their row before its sums are
 computed, so that q_R is a sum over exactly the remaining tokens.
 """
@@ -18,28 +18,26 @@ from torch import Tensor
 
 from engine.kernels.kd_loss import LossRows, row_buffer
 from engine.kernels.sparse_loss import differentiate_rest
-from engine.loss.types import Job, SparseTargets, Teaching, Totals
+from engine.loss.chunks import FUSED_HELD, Job, SparseTargets, TeacherHidden, Totals
 from engine.models.head import multiply, project
 
 # Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
 # D student width, K target tokens per position
 
-HELD = 4
-"""Chunks whose dz is kept: for 8192 rows in chunks of 2048, dW takes 3.6 ms in one matmul and 4.0 in four."""
 NONE = -1e30
 """Below every logit; the maximum for rows without kept logits."""
 
 
 class FusedForm:
-    """Base of the fused forms: the student's logits, and dz of `HELD` chunks."""
+    """Base of the two below: the student's logits, and dz of `FUSED_HELD` chunks."""
 
-    held = HELD
+    held = FUSED_HELD
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         self._job = job
         vocabulary, device = len(w_VD), w_VD.device
         self._z_CV = row_buffer(rows, vocabulary, torch.float32, device)
-        held = min(rows * HELD, len(job.labels_M))
+        held = min(rows * FUSED_HELD, len(job.labels_M))
         self._dz_GV = row_buffer(held, vocabulary, w_VD.dtype, device)
         self._begun = 0
 
@@ -61,7 +59,7 @@ class FusedChunks(FusedForm):
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         super().__init__(job, rows, w_VD)
         teacher = job.teacher
-        assert teacher is None or isinstance(teacher, Teaching)
+        assert teacher is None or isinstance(teacher, TeacherHidden)
         vocabulary, device = len(w_VD), w_VD.device
         self._teacher = teacher
         self._t_CV = (
@@ -87,14 +85,14 @@ class FusedChunks(FusedForm):
         )
 
     def totals(self) -> Totals:
-        rows, teaching = self._rows, self._teacher is not None
-        return Totals(
-            ce=rows.ce_M.sum(dtype=torch.float64),
-            divergence=rows.divergence_M.sum(dtype=torch.float64) if teaching else None,
-            agreeing=rows.agree_M.sum(dtype=torch.float64) if teaching else None,
-            lowest=rows.divergence_M.amin() if teaching else None,
-            largest_sum=rows.dz_sums_MS.sum(dim=1).abs().amax(),
-        )
+        rows = self._rows
+        totals = Totals(ce=rows.ce_M.sum(dtype=torch.float64))
+        totals.add_gradient(rows.dz_sums_MS.sum(dim=1))
+        if self._teacher is not None:
+            totals.divergence = rows.divergence_M.sum(dtype=torch.float64)
+            totals.agreeing = rows.agree_M.sum(dtype=torch.float64)
+            totals.lowest = rows.divergence_M.amin()
+        return totals
 
 
 class FusedSparseChunks(FusedForm):
@@ -106,7 +104,7 @@ class FusedSparseChunks(FusedForm):
         super().__init__(job, rows, w_VD)
         assert isinstance(job.teacher, SparseTargets)
         self._targets = job.teacher
-        self._totals = Totals.none(w_VD.device)
+        self._totals = Totals(ce=torch.zeros((), dtype=torch.float64, device=w_VD.device))
 
     def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
         z_CV, dz_CV = self._student_logits(h_CD, w_VD, chunk)
@@ -151,7 +149,7 @@ class FusedSparseChunks(FusedForm):
             agree_C = z_CK.gather(1, first_C1).squeeze(1) == sums.largest_C
             dz_C = sums.dz_C + slope_CK.sum(1)
         self._totals.add(sums.log_sum_one_C - z_label_C1.squeeze(1), divergence_C, agree_C)
-        self._totals.add_gradient(dz_C[:, None])
+        self._totals.add_gradient(dz_C)
         slope_CK = torch.where(ids_CK == labels_C[:, None], slope_CK - job.alpha, slope_CK)
         dz_CV.scatter_(1, ids_CK, slope_CK.to(dz_CV.dtype))
 

@@ -12,8 +12,8 @@ entropy):
     KL  = (1/n) sum_i sum_v p_iv (log p_iv - log q_iv)             nats, at temperature T
     q   = softmax(z / T)      p = softmax(t[:V] / T)               z, t: student and teacher logits
 
-KL may be replaced by another divergence (`engine/divergences.py`), or be computed from a few target tokens per
-position (`sparse.py`). A teacher wider than the student is truncated to the student's V columns and
+KL may be replaced by another divergence (`engine/divergences.py`), or be computed from a few target tokens
+per position (sparse targets, `eager.py`). A teacher wider than the student is truncated to the student's V columns and
 renormalised over them, because two checkpoints of one family may pad the same tokenizer to different
 widths. The values in the dropped columns have no effect.
 
@@ -43,6 +43,7 @@ clamped, so a non-finite logit reaches the loss.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -50,35 +51,56 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.divergences import DIVERGENCES, sparse_divergences
-from engine.loss.dense import EagerChunks
-from engine.loss.sparse import SparseChunks
-from engine.loss.types import (
-    IGNORE_LABEL,
+from engine.loss.chunks import (
     Chunks,
     Job,
     LossKernel,
-    LossTerms,
     SparseTargets,
-    Teaching,
+    TeacherHidden,
     Totals,
-    check_objective,
-    check_widths,
+    default_chunk_rows,
 )
+from engine.loss.eager import EagerChunks
 from engine.models.head import DenseHead, Head, multiply, operand_dtype, sum_dtype
 
-# One buffer of fp32 logits per chunk. On a CPU it should stay in the cache during the dozen passes over
-# it. On a GPU the chunk must be long enough (about a thousand rows at V = 152k) for the matmuls to run at
-# full rate. The eager form has four such buffers alive at once, and half of two more. The fused form has
-# two and half of one, so they may be twice as large, which means fewer passes over dW and over a
-# quantised head. In addition the fused form keeps as much again of finished dz.
-CPU_CHUNK_BYTES = 4 * 2**20
-GPU_CHUNK_BYTES = 640 * 2**20
-FUSED_CHUNK_BYTES = 1280 * 2**20
-
+IGNORE_LABEL = -100
 LOWEST_DIVERGENCE = -1e-4
 """Nats. A lower divergence of a row cannot be rounding."""
 LARGEST_DZ_SUM = 1e-4
 """To be multiplied by max(1, T). A larger |sum of a row of dz| cannot be rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """The contribution of one call to an optimizer step.
+
+    All are 0-d tensors on the device of the hidden states; reading one is a sync, made by the caller.
+    Each is a sum over this call's labelled rows divided by the step's denominator, so the parts of an
+    accumulated step add up to the step's mean, and `loss = alpha * ce + (1 - alpha) * kd`.
+    """
+
+    loss: Tensor
+    """The objective, nats; the only term that carries a gradient."""
+    ce: Tensor
+    """Cross entropy, nats, at temperature 1."""
+    kd: Tensor | None
+    """T^2 * KL(teacher || student), or the divergence in its place, with both sides at temperature T;
+    None when no teacher was used (alpha = 1).
+    """
+    agreement: Tensor | None
+    """Share of the step's labelled rows, counted in this call, on which teacher and student have the same
+    most probable token. None without a teacher, and for draws.
+    """
+    labelled: Tensor
+    """Labelled rows of this call, int64: a count, not divided by the denominator."""
+    lowest_kl: Tensor | None = None
+    """The lowest divergence of a labelled row, nats, without T^2: at least `LOWEST_DIVERGENCE`. None
+    without a teacher in the objective, without a labelled row, and for draws.
+    """
+    largest_dz_sum: Tensor | None = None
+    """The largest |sum_v dz_v| of a labelled row, before dividing by the denominator: at most
+    `LARGEST_DZ_SUM`. None without a labelled row.
+    """
 
 
 # contract: kd-loss-v1
@@ -141,7 +163,7 @@ def distillation_loss(
     rows_M, labels_M = (_to_device(index, device) for index in (rows_M, labels_M))
 
     hidden_MD = _take(student_hidden_ND, rows_M)
-    teacher: Teaching | SparseTargets | None = None
+    teacher: TeacherHidden | SparseTargets | None = None
     if alpha != 1 and targets is not None:
         if teacher_hidden_NE is not None or teacher_head_WE is not None:
             raise ValueError("teacher: expected hidden states or targets, found both")
@@ -167,7 +189,7 @@ def distillation_loss(
             )
         dtype = operand_dtype(teacher_hidden_NE)
         with torch.no_grad():
-            teacher = Teaching(
+            teacher = TeacherHidden(
                 hidden_ME=_take(teacher_hidden_NE.detach(), rows_M).to(dtype),
                 slices=head.slices(vocabulary, dtype),
             )
@@ -187,7 +209,8 @@ def distillation_loss(
         divergence=divergence,
         beta=beta,
         kernel=kernel,
-        chunk_rows=chunk_rows or default_chunk_rows(device, vocabulary, kernel),
+        chunk_rows=chunk_rows
+        or default_chunk_rows(device.type, vocabulary, fused=kernel == "fused"),
         wants_hidden=wants_gradient and student_hidden_ND.requires_grad,
         wants_head=wants_gradient and student_head_VD.requires_grad,
         divisor=n,
@@ -206,17 +229,6 @@ def distillation_loss(
         lowest_kl=lowest,
         largest_dz_sum=largest,
     )
-
-
-def default_chunk_rows(device: torch.device, vocabulary: int, kernel: LossKernel = "eager") -> int:
-    """Return the rows per chunk for `distillation_loss`.
-
-    One fp32 logits buffer has 4 MiB on a CPU, 640 MiB on a GPU, and 1280 MiB for the fused form.
-    """
-    chunk_bytes = GPU_CHUNK_BYTES if device.type == "cuda" else CPU_CHUNK_BYTES
-    if kernel == "fused":
-        chunk_bytes = FUSED_CHUNK_BYTES
-    return max(chunk_bytes // (4 * vocabulary), 16)
 
 
 def _to_device(index_M: Tensor, device: torch.device) -> Tensor:
@@ -310,15 +322,13 @@ def _all_chunks(
 
 
 def _form(job: Job, rows: int, w_VD: Tensor) -> Chunks:
-    sparse = isinstance(job.teacher, SparseTargets)
-    if job.kernel == "fused":
-        # Imported here, so that everything else runs on a machine without Triton.
-        from engine.loss.fused import FusedChunks, FusedSparseChunks
+    if job.kernel == "eager":
+        return EagerChunks(job, rows, w_VD)
+    # Imported here, so that everything else runs on a machine without Triton.
+    from engine.loss.fused import FusedChunks, FusedSparseChunks
 
-        return FusedSparseChunks(job, rows, w_VD) if sparse else FusedChunks(job, rows, w_VD)
-    if sparse:
-        return SparseChunks(job, rows, w_VD)
-    return EagerChunks(job, rows, w_VD)
+    form = FusedSparseChunks if isinstance(job.teacher, SparseTargets) else FusedChunks
+    return form(job, rows, w_VD)
 
 
 def _terms(job: Job, totals: Totals | None, device: torch.device) -> list[Tensor | None]:
@@ -339,6 +349,32 @@ def _scaled(gradient: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Te
     if gradient is None:
         return None
     return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def check_objective(
+    alpha: float, temperature: float, has_teacher: bool, divergence: str, beta: float
+) -> None:
+    """Raise ValueError for settings that do not fit together."""
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha: expected 0 to 1, found {alpha}")
+    if not (0 < temperature < math.inf):
+        raise ValueError(f"temperature: expected a finite number above 0, found {temperature}")
+    if not has_teacher and alpha != 1:
+        raise ValueError(f"no teacher: expected alpha 1, cross entropy alone, found {alpha}")
+    if divergence not in DIVERGENCES:
+        known = ", ".join(DIVERGENCES)
+        raise ValueError(f"divergence: expected one of {known}, found {divergence}")
+    if DIVERGENCES[divergence].mixture and not 0 < beta < 1:
+        # At either end the mixture equals one of the two, and the divergence is always 0.
+        raise ValueError(f"beta: expected a weight between 0 and 1, found {beta}")
+
+
+def check_widths(student_vocabulary: int, teacher_vocabulary: int) -> None:
+    if teacher_vocabulary < student_vocabulary:
+        raise ValueError(
+            "vocabulary: expected a teacher at least as wide as the student's"
+            f" {student_vocabulary} ids, found {teacher_vocabulary}"
+        )
 
 
 def _check_fused(divergence: str, dtype: torch.dtype) -> None:

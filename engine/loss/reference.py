@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.divergences import DIVERGENCES
-from engine.loss.types import IGNORE_LABEL, LossTerms, check_objective, check_widths
+from engine.loss.objective import IGNORE_LABEL, LossTerms, check_objective, check_widths
 
 # Shapes: N tokens, M labelled tokens, V student vocabulary, W teacher vocabulary
 

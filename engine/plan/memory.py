@@ -55,8 +55,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.divergences import DIVERGENCES
 from engine.errors import BadInput
+from engine.loss.chunks import (
+    FUSED_HELD,
+    SMALLEST_CHUNK_ROWS,
+    default_chunk_rows,
+    logits_buffers,
+)
 from engine.machine.reading import Reading
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
@@ -79,12 +84,8 @@ layers.
 EVAL_ROWS_AT_ONCE = 16
 """Held-out rows of one forward pass."""
 
-# Copies of constants of other modules, for use without torch; a test compares each with its original.
-CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 640 * 2**20}
-FUSED_CHUNK_BYTES = 1280 * 2**20
-FUSED_HELD = 4
-SMALLEST_CHUNK_ROWS = 16
 EVAL_CHUNK_ROWS = 2048
+"""Held-out tokens whose logits exist at once."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS workspace of each thread that launches matmuls: the main one and autograd's."""
 
@@ -330,10 +331,8 @@ class MemoryPlan:
     @property
     def chunk_rows(self) -> int:
         """Tokens whose logits are kept at a time."""
-        each = FUSED_CHUNK_BYTES if self.fused_loss else CHUNK_BYTES[self.device]
-        most = each // (4 * self.student.vocab_size)
-        wanted = self.spec.loss.chunk_rows or max(most, SMALLEST_CHUNK_ROWS)
-        return min(wanted, self.tokens)
+        usual = default_chunk_rows(self.device, self.student.vocab_size, fused=self.fused_loss)
+        return min(self.spec.loss.chunk_rows or usual, self.tokens)
 
     def changed(self, settings: _Settings) -> MemoryPlan:
         """Return the plan with other settings, each as on the command line."""
@@ -534,7 +533,12 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     student, tokens = plan.student, plan.tokens
     width, head = student.hidden_size, student.vocab_size * student.hidden_size
-    chunk, buffers = plan.chunk_rows, _loss_buffers(plan)
+    chunk = plan.chunk_rows
+    buffers = logits_buffers(
+        None if plan.teacher_in_loss is None else plan.spec.loss.divergence,
+        sparse=plan.stored is not None and plan.stored.form != HIDDEN,
+        fused=plan.fused_loss,
+    )
     # For the matmuls: the eager form's narrow copy of dz, and the fused form's own buffer.
     narrow = plan.each if plan.fused_loss or (plan.on_gpu and plan.each == 2) else 0
     held = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
@@ -587,18 +591,6 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "the larger of the embedding's gradients not yet summed and the first layer's",
         phases=(_LAST,),
     )
-
-
-def _loss_buffers(plan: MemoryPlan) -> int:
-    """Number of fp32 buffers of the size of the logits (`engine.loss.dense`, `fused` and `sparse`)."""
-    sparse = plan.stored is not None and plan.stored.form != HIDDEN
-    if plan.fused_loss:
-        return 1 if plan.teacher_in_loss is None or sparse else 2
-    if plan.teacher_in_loss is None:
-        return 2
-    if sparse:
-        return 3
-    return DIVERGENCES[plan.spec.loss.divergence].buffers
 
 
 def _operands(plan: MemoryPlan) -> int:

@@ -23,8 +23,7 @@ from engine.data.tokens import TokenStream
 from engine.decision import Decision
 from engine.kernels.dequantize import has_triton
 from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
-from engine.loss.objective import default_chunk_rows
-from engine.loss.types import LossKernel
+from engine.loss.chunks import LossKernel, default_chunk_rows
 from engine.models.config import ModelConfig
 from engine.plan.activations import linear_weights
 from engine.plan.device import ComputeDevice, has_compiler
@@ -331,9 +330,7 @@ def plan_memory(
         store=facts.store.identity if facts.store else None,
         fused_loss=fused_loss,
     )
-    usual = default_chunk_rows(
-        compute.device, facts.student.vocab_size, "fused" if fused_loss else "eager"
-    )
+    usual = default_chunk_rows(compute.device.type, facts.student.vocab_size, fused=fused_loss)
     usual = min(usual, facts.tokens)
     plan, decisions = fit(whole, usual_chunk_rows=usual, stored=facts.stored)
     if facts.ranks > 1 and facts.teacher is not None:

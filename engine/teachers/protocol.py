@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.errors import InternalError
-from engine.loss.types import SparseTargets
+from engine.loss.chunks import SparseTargets
 from engine.models.head import Head
 
 # Shapes: B rows, T tokens, E teacher width

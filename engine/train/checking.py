@@ -20,8 +20,7 @@ from engine.checks.context import Context, Memory
 from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
-from engine.loss.objective import distillation_loss
-from engine.loss.types import LossTerms
+from engine.loss.objective import LossTerms, distillation_loss
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from engine.data.batches import Batch
 from engine.models.head import Head, operand_dtype, project, sum_dtype
+from engine.plan.memory import EVAL_CHUNK_ROWS
 
 # Shapes: B rows, T tokens, N labelled tokens, D width, V vocabulary
-
-CHUNK = 2048
 
 
 @torch.inference_mode()
@@ -51,11 +50,11 @@ def heldout_loss(
         slices = head.slices(head.vocab_size, dtype)
         labels_N = labels_N[kept]
         count += len(kept)
-        for start in range(0, len(kept), CHUNK):
-            chunk_ND = hidden_ND[start : start + CHUNK]
+        for start in range(0, len(kept), EVAL_CHUNK_ROWS):
+            chunk_ND = hidden_ND[start : start + EVAL_CHUNK_ROWS]
             logits_NV = chunk_ND.new_empty(len(chunk_ND), head.vocab_size, dtype=sum_dtype(dtype))
             project(logits_NV, chunk_ND, slices)
             total += F.cross_entropy(
-                logits_NV, labels_N[start : start + CHUNK], reduction="sum"
+                logits_NV, labels_N[start : start + EVAL_CHUNK_ROWS], reduction="sum"
             ).double()
     return (float(total) / count if count else float("nan")), count

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from engine.data.batches import Batch, Batches
+from engine.loss.chunks import SparseTargets
 from engine.loss.objective import distillation_loss
-from engine.loss.types import SparseTargets
 from engine.models.attention import remember
 from engine.models.decoder import Decoder
 from engine.models.head import Head

@@ -15,10 +15,10 @@ from engine.errors import BadInput
 from engine.loss.objective import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
+    LossTerms,
     distillation_loss,
 )
 from engine.loss.reference import reference_loss
-from engine.loss.types import LossTerms
 from engine.plan.knobs import choose_loss_kernel
 from engine.spec import options
 

@@ -34,7 +34,7 @@ from engine.evaluate.perplexity import log_probabilities
 from engine.export.gate.gate import Subject, does_not_apply
 from engine.export.outcome import Outcome, answered, unknown
 from engine.formats.safetensors import tensors_sha256
-from engine.loss.types import SparseTargets
+from engine.loss.chunks import SparseTargets
 from engine.models.frozen import freeze
 from engine.models.head import Head
 from engine.models.load import load_decoder

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import InternalError
-from engine.loss.types import SparseTargets
+from engine.loss.chunks import SparseTargets
 from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.teachers.store.keys import SAMPLED, TOP_K, Identity, uniforms
 

@@ -52,7 +52,7 @@ from engine.data.batches import Batch
 from engine.errors import TrainingFailed
 from engine.formats.open import open_weights
 from engine.kernels.linear import Scratch
-from engine.loss.types import SparseTargets
+from engine.loss.chunks import SparseTargets
 from engine.models.config import config_of
 from engine.models.head import DenseHead, Head
 from engine.models.load import as_floats, check_tied, non_finite, refuse_non_finite

@@ -29,7 +29,7 @@ from engine.data.tokens import TokenStream, make_stream
 from engine.drills.defects_training import defect
 from engine.drills.planting import replaced
 from engine.formats.tokenizer import open_tokenizer
-from engine.loss.types import LossTerms
+from engine.loss.objective import LossTerms
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder

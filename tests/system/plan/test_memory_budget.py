@@ -14,20 +14,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.errors import BadInput
-from engine.loss.objective import default_chunk_rows
 from engine.machine.reading import absent, measured
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
-from engine.plan import memory
 from engine.plan.activations import Forward
-from engine.plan.memory import MEMORY_PHASES, MemoryPlan
+from engine.plan.memory import MEMORY_PHASES
 from engine.spec import RunSpec
-from engine.train import heldout, record
+from engine.train import record
 from tests.support.budgets import (
     DEMO_STUDENT,
     DEMO_TEACHER,
-    PLENTY,
     SEVEN_B,
     SMALL,
     budget_of,
@@ -215,25 +212,6 @@ def test_a_run_on_the_cpu_holds_what_was_predicted(
         drive(spec, student_model, teacher_model, "cpu", "fp32")
     assert budget.peak_phase == peak, budget.lines()
     assert budget.total_bytes == pytest.approx(live.peak, rel=0.05), "\n".join(budget.lines())
-
-
-def test_the_numbers_of_other_modules_are_theirs() -> None:
-    for vocabulary in (100, 4096, 151936, 1 << 24):
-        student = config(vocabulary=vocabulary)
-        for device in ("cpu", "cuda"):
-            plan = MemoryPlan(
-                spec=spec_of(train__rows=10**6),
-                teacher=None,
-                backend="none",
-                teacher_precision="fp32",
-                student_precision="fp32",
-                student=student,
-                device=device,
-                available=PLENTY,
-            )
-            expected = default_chunk_rows(torch.device(device), vocabulary)
-            assert plan.chunk_rows == expected, (vocabulary, device)
-    assert memory.EVAL_CHUNK_ROWS == heldout.CHUNK
 
 
 # The table, and what it says

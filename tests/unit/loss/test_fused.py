@@ -18,14 +18,13 @@ pytest.importorskip("triton")
 from engine.kernels import kd_loss
 from engine.kernels.key import Variant
 from engine.kernels.registry import pointer_type
-from engine.loss.fused import HELD
+from engine.loss.chunks import LossKernel, default_chunk_rows
 from engine.loss.objective import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
-    default_chunk_rows,
+    LossTerms,
     distillation_loss,
 )
-from engine.loss.types import LossKernel, LossTerms
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.head import Head
@@ -290,7 +289,7 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         available=PLENTY,
         fused_loss=True,
     )
-    assert plan.chunk_rows == default_chunk_rows(torch.device("cuda"), SMALL.vocab_size, "fused")
+    assert plan.chunk_rows == default_chunk_rows("cuda", SMALL.vocab_size, fused=True)
     few = spec_of(train__rows=4, data__seq_len=64)
     logits = SMALL.vocab_size * 256
     for divergence, fused, each in (
@@ -303,7 +302,6 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         assert item(budget, "loss workspace") == each * logits, (divergence, fused)
     budget = budget_of(few, SMALL, None, fused_loss=True)
     assert item(budget, "loss workspace") == (4 + 2) * logits
-    assert memory.FUSED_HELD == HELD
     # Two buffers of one chunk, and dz of four, or of all there are.
     for rows, held in ((64, 256), (32, 128), (128, 256)):
         spec = spec_of(train__rows=4, data__seq_len=64, loss__chunk_rows=rows)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.loss import objective
-from engine.loss.dense import EagerChunks
+from engine.loss.chunks import Job, Totals
+from engine.loss.eager import EagerChunks
 from engine.loss.objective import distillation_loss
-from engine.loss.types import Job, Totals
 
 N, V, D, E = 41, 61, 12, 20
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.loss.objective import default_chunk_rows, distillation_loss
+from engine.loss.chunks import default_chunk_rows
+from engine.loss.objective import IGNORE_LABEL, LossTerms, distillation_loss
 from engine.loss.reference import reference_loss
-from engine.loss.types import IGNORE_LABEL, LossTerms
 
 # Shapes: N tokens, V student vocabulary, W teacher vocabulary, D student width, E teacher width.
 
@@ -427,10 +427,10 @@ def test_chunk_size_does_not_change_the_objective() -> None:
 
 
 def test_default_chunk_is_bounded_in_bytes_and_never_empty() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert default_chunk_rows(cpu, 4096) == 256
-    assert default_chunk_rows(gpu, 151_936) == 1104
-    assert default_chunk_rows(cpu, 10**9) == 16
+    assert default_chunk_rows("cpu", 4096) == 256
+    assert default_chunk_rows("cuda", 151_936) == 1104
+    assert default_chunk_rows("cuda", 151_936, fused=True) == 2208
+    assert default_chunk_rows("cpu", 10**9) == 16
 
 
 def test_a_tied_head_adds_its_gradient_to_the_embedding() -> None:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.loss.chunks import SparseTargets
 from engine.loss.objective import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
+    LossTerms,
     distillation_loss,
 )
-from engine.loss.types import LossTerms, SparseTargets
 
 # Shapes: N tokens, V vocabulary, D student width, K ids of a token
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.linear import Scratch
-from engine.loss.objective import distillation_loss
+from engine.loss.objective import LossTerms, distillation_loss
 from engine.loss.reference import reference_loss
-from engine.loss.types import LossTerms
 from engine.models.head import DenseHead, Head, Slices, multiply, project
 from engine.models.packed import PackedHead
 from engine.quant.blocks import BLOCK_TYPES

@@ -13,8 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from engine.loss import fused
-from engine.loss.sparse import SparseChunks
-from engine.loss.types import Chunks, Job, SparseTargets, Totals
+from engine.loss.chunks import Chunks, Job, SparseTargets, Totals
+from engine.loss.eager import EagerChunks
 
 # Columns beyond V and the ids taken out are -infinity; a row may have no others.
 pytestmark = [
@@ -68,7 +68,7 @@ def test_rows_are_those_of_the_eager_form(
             wants_hidden=True, wants_head=True,
         )  # fmt: skip
         found, mine = answers(fused.FusedSparseChunks, job, h_CD, w_VD)
-        wanted, theirs = answers(SparseChunks, job, h_CD, w_VD)
+        wanted, theirs = answers(EagerChunks, job, h_CD, w_VD)
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-6)
         assert float(mine.ce) == pytest.approx(float(theirs.ce), rel=1e-5)
         assert mine.divergence is not None and theirs.divergence is not None
