@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.drills.planting import replaced
-from engine.models.decoder import Attention, Decoder, FeedForward, RMSNorm, Sight, project, rotate
+from engine.models.decoder import (
+    Attention,
+    AttentionInputs,
+    Decoder,
+    FeedForward,
+    RMSNorm,
+    project,
+    rotate,
+)
 from engine.teachers.frozen import QuantizedTeacher
 
 
@@ -48,7 +56,7 @@ def _norm(self: RMSNorm, x_BTD: Tensor) -> Tensor:
     return (here_BTD * scale_BT1 * weight_D).to(x_BTD)
 
 
-def _attention(self: Attention, x_BTD: Tensor, sight: Sight) -> Tensor:
+def _attention(self: Attention, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
     heads = (-1, self.head_dim)
     q_BTHE, k_BTKE, v_BTKE = (
         torch.unflatten(y_BTD, -1, heads).cpu().float()
@@ -56,12 +64,12 @@ def _attention(self: Attention, x_BTD: Tensor, sight: Sight) -> Tensor:
     )
     if self.q_norm is not None and self.k_norm is not None:
         q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
-    cos, sin = sight.cos_XT1R.cpu().float(), sight.sin_XT1R.cpu().float()
+    cos, sin = attention_inputs.cos_XT1R.cpu().float(), attention_inputs.sin_XT1R.cpu().float()
     q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
     group = q_BTHE.shape[2] // k_BTKE.shape[2]
     y_BTHE = torch.empty_like(q_BTHE)
     for row in range(q_BTHE.shape[0]):
-        mask_TT = _mask(sight, row, q_BTHE.shape[1])
+        mask_TT = _mask(attention_inputs, row, q_BTHE.shape[1])
         for head in range(q_BTHE.shape[2]):
             k_TE, v_TE = k_BTKE[row, :, head // group], v_BTKE[row, :, head // group]
             scores_TT = q_BTHE[row, :, head] @ k_TE.t() / math.sqrt(self.head_dim) + mask_TT
@@ -70,15 +78,15 @@ def _attention(self: Attention, x_BTD: Tensor, sight: Sight) -> Tensor:
     return y_BTD
 
 
-def _mask(sight: Sight, row: int, length: int) -> Tensor:
+def _mask(attention_inputs: AttentionInputs, row: int, length: int) -> Tensor:
     """0 where a token of a row may attend, -inf elsewhere."""
-    if sight.mask_B1TT is not None:
-        return sight.mask_B1TT[row, 0].cpu().float()
+    if attention_inputs.mask_B1TT is not None:
+        return attention_inputs.mask_B1TT[row, 0].cpu().float()
     seen_TT = torch.ones(length, length, dtype=torch.bool).tril()
-    if sight.starts_S is not None:
+    if attention_inputs.starts_S is not None:
         # Packed: documents are identified by where they begin in the flat batch.
         place_T = torch.arange(row * length, (row + 1) * length)
-        document_T = torch.bucketize(place_T, sight.starts_S.cpu().long(), right=True)
+        document_T = torch.bucketize(place_T, attention_inputs.starts_S.cpu().long(), right=True)
         seen_TT &= document_T[:, None] == document_T[None, :]
     return torch.zeros(length, length).masked_fill_(~seen_TT, -math.inf)
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from engine.drills.planting import replaced
 from engine.models import decoder
-from engine.models.decoder import Attention, Decoder, RMSNorm, Sight
+from engine.models.decoder import Attention, AttentionInputs, Decoder, RMSNorm
 from engine.teachers.frozen import FrozenDecoder
 from engine.train.trainer import Trainer
 
@@ -54,26 +54,26 @@ def document_mask_missing() -> AbstractContextManager[None]:
 @contextlib.contextmanager
 def _mask(seen: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Attention uses the mask that `seen` returns, (B, T, T), masked or packed; positions are unchanged."""
-    see = decoder.see
+    masked_attention_inputs = decoder.masked_attention_inputs
 
     def spoilt(
         config: Any, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
-    ) -> Sight:
+    ) -> AttentionInputs:
         if documents_BT is None:
             documents_BT = torch.zeros_like(tokens_BT)
-        sight = see(config, tokens_BT, documents_BT, dtype)
+        attention_inputs = masked_attention_inputs(config, tokens_BT, documents_BT, dtype)
         mask_BTT = torch.zeros(
             *tokens_BT.shape, tokens_BT.shape[1], dtype=dtype, device=tokens_BT.device
         )
         mask_BTT.masked_fill_(~seen(documents_BT), -math.inf)
-        return sight._replace(mask_B1TT=mask_BTT[:, None])
+        return attention_inputs._replace(mask_B1TT=mask_BTT[:, None])
 
-    def spoilt_packed(config: Any, documents_BT: Tensor, dtype: torch.dtype) -> Sight:
+    def spoilt_packed(config: Any, documents_BT: Tensor, dtype: torch.dtype) -> AttentionInputs:
         return spoilt(config, documents_BT, documents_BT, dtype)
 
     with (
-        replaced(decoder, "see", lambda _: spoilt),
-        replaced(decoder, "see_packed", lambda _: spoilt_packed),
+        replaced(decoder, "masked_attention_inputs", lambda _: spoilt),
+        replaced(decoder, "packed_attention_inputs", lambda _: spoilt_packed),
     ):
         yield
 
@@ -87,7 +87,7 @@ def norm_eps_fixed() -> AbstractContextManager[None]:
 
 def qkv_bias_missing() -> AbstractContextManager[None]:
     def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def spoilt(self: Attention, x_BTD: Tensor, sight: Sight) -> Tensor:
+        def spoilt(self: Attention, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
             layers: list[Any] = [self.q, self.k, self.v]
             handles = [
                 layer.register_forward_hook(lambda module, _, output: output - module.bias)
@@ -95,7 +95,7 @@ def qkv_bias_missing() -> AbstractContextManager[None]:
                 if layer.bias is not None
             ]
             try:
-                return forward(self, x_BTD, sight)
+                return forward(self, x_BTD, attention_inputs)
             finally:
                 for handle in handles:
                     handle.remove()

@@ -177,7 +177,7 @@ class _Sums:
     def __init__(self, models: int) -> None:
         self.nats = [0.0] * models
         self.divergence, self.agreed, self.count = 0.0, 0, 0
-        self.told = [False] * models
+        self.logits_differ = [False] * models
         """Whether a model has given two tokens different logits at any position."""
 
     def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
@@ -187,8 +187,8 @@ class _Sums:
                 raise NoAnswer(
                     f"loss: {name} — expected a finite number, found {value} from {one.path}"
                 )
-        for one, told in zip(models, self.told, strict=True):
-            if not told:
+        for one, differ in zip(models, self.logits_differ, strict=True):
+            if not differ:
                 raise NoAnswer(
                     f"logits: {name} — expected some that differ, found the same one for every id at "
                     f"every position from {one.path}",
@@ -218,9 +218,9 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
         for index, log_NV in enumerate(logs):
             picked = F.nll_loss(log_NV, label_N.to(log_NV.device), reduction="none")
             sums.nats[index] += float(picked.double().sum())
-            if not sums.told[index]:
+            if not sums.logits_differ[index]:
                 # With sound weights the first position of a document is enough.
-                sums.told[index] = _tells(log_NV[:1]) or _tells(log_NV)
+                sums.logits_differ[index] = _differ(log_NV[:1]) or _differ(log_NV)
         if len(logs) == 2:
             ours_NV, theirs_NV = _same_width(logs[0], logs[1])
             p_NV = theirs_NV.exp()
@@ -231,7 +231,7 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
         sums.count += len(label_N)
 
 
-def _tells(log_NV: Tensor) -> bool:
+def _differ(log_NV: Tensor) -> bool:
     """Whether two logits differ anywhere. NaN differs from itself; it is rejected later as non-finite."""
     return bool((log_NV.amax(-1) != log_NV.amin(-1)).any())
 

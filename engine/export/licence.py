@@ -151,12 +151,12 @@ def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
         return found, said.get("license_name") if found == OTHER else None, "its README.md"
     try:
         with open_weights(path) as weights:
-            told = weights.metadata.get(_METADATA_KEYS.get(weights.format, ""))
+            licence = weights.metadata.get(_METADATA_KEYS.get(weights.format, ""))
     except BadInput as error:
         return None, None, error.message
-    if not isinstance(told, str) or not told:
+    if not isinstance(licence, str) or not licence:
         return None, None, "its metadata has no licence"
-    return told.lower(), None, "its metadata"
+    return licence.lower(), None, "its metadata"
 
 
 def front_matter(readme: Path) -> dict[str, str]:

@@ -137,15 +137,15 @@ def figure(variant: Variant, arch: int) -> AotFigure:
         raise InternalError(f"kernel {variant}: sm_{arch} — does not compile: {error}") from error
     seconds = time.perf_counter() - begun
     (cubin,) = (path for name, path in body.metadata_group.items() if name.endswith(".cubin"))
-    told = subprocess.run(
+    usage_text = subprocess.run(
         [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin],
         check=True,
         capture_output=True,
         text=True,
     ).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", usage_text)
     if usage is None:
-        raise InternalError(f"cuobjdump: {cubin} — expected REG and STACK, found {told!r}")
+        raise InternalError(f"cuobjdump: {cubin} — expected REG and STACK, found {usage_text!r}")
     return AotFigure(
         variant=str(variant),
         arch=arch,

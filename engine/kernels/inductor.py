@@ -111,29 +111,29 @@ class CompileWatch:
         self._attached.register_end_callback(self._collect)
 
     def _record(self, metrics: Any) -> CompileRecord:
-        def told(name: str) -> Any:
+        def metric(name: str) -> Any:
             return getattr(metrics, name, None)
 
-        compile_id = str(told("compile_id"))
-        frame = told("co_name")
+        compile_id = str(metric("compile_id"))
+        frame = metric("co_name")
         if frame is not None:
             self._names[compile_id] = frame
         name = self._names.get(compile_id, "frame")
-        if told("is_forward") is False:
+        if metric("is_forward") is False:
             name += " (backward)"
-        if told("is_runtime"):
+        if metric("is_runtime"):
             name += " (at run time)"
-        seconds = told("entire_frame_compile_time_s")
+        seconds = metric("entire_frame_compile_time_s")
         if seconds is None:
-            seconds = (told("duration_us") or 0) / 1e6
+            seconds = (metric("duration_us") or 0) / 1e6
         hits, misses = (
             sum(
-                told(f"{cache}_local_cache_{outcome}_count") or 0
+                metric(f"{cache}_local_cache_{outcome}_count") or 0
                 for cache in ("inductor_fx", "aotautograd")
             )
             for outcome in ("hit", "miss")
         )
-        reason = told("recompile_reason") or told("fail_reason")
+        reason = metric("recompile_reason") or metric("fail_reason")
         return CompileRecord(
             source="inductor",
             kernel=name,

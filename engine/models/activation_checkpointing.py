@@ -21,27 +21,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.models.decoder import Decoder, Layer, RunLayer, Sight, run_layer
+from engine.models.decoder import AttentionInputs, Decoder, Layer, RunLayer, run_layer
 from engine.runtime.ranks import is_fsdp
 
 # Shapes: B rows, T tokens, D model width
 
 
-def without_hooks(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+def without_hooks(layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
     """Run the layer eagerly, without its hooks."""
     assert isinstance(layer, Layer)
-    return Layer.forward(layer, x_BTD, sight)
+    return Layer.forward(layer, x_BTD, attention_inputs)
 
 
 def checkpointed(run: RunLayer) -> RunLayer:
     """Return a function that runs a layer and keeps only its input for the backward pass."""
 
-    def run_checkpointed(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+    def run_checkpointed(
+        layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs
+    ) -> Tensor:
         if not torch.is_grad_enabled():
-            return run(layer, x_BTD, sight)
+            return run(layer, x_BTD, attention_inputs)
         # Layers draw no random numbers, so no RNG state needs restoring.
         out_BTD: Tensor = checkpoint(
-            run, layer, x_BTD, sight, use_reentrant=False, preserve_rng_state=False
+            run, layer, x_BTD, attention_inputs, use_reentrant=False, preserve_rng_state=False
         )
         return out_BTD
 

@@ -70,8 +70,10 @@ class Past(NamedTuple):
         return self.keys_BSKE, self.values_BSKE
 
 
-class Sight(NamedTuple):
-    """Positions and attention mask of a batch: computed once per forward, shared by all layers."""
+class AttentionInputs(NamedTuple):
+    """What attention takes besides the hidden states: position embeddings (RoPE), and which tokens a token
+    may attend to. Computed once per forward, shared by all layers.
+    """
 
     cos_XT1R: Tensor
     sin_XT1R: Tensor
@@ -181,7 +183,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x_BTD: Tensor, sight: Sight) -> Tensor:
+    def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         heads = (-1, self.head_dim)
         q_BTD, k_BTD, v_BTD = project(x_BTD, (self.q, self.k, self.v))
         q_BTHE = torch.unflatten(q_BTD, -1, heads)
@@ -189,15 +191,15 @@ class Attention(nn.Module):
         v_BTKE = torch.unflatten(v_BTD, -1, heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
-        q_BTHE = rotate(q_BTHE, sight.cos_XT1R, sight.sin_XT1R)
-        k_BTKE = rotate(k_BTKE, sight.cos_XT1R, sight.sin_XT1R)
-        if sight.past is not None:
-            k_BTKE, v_BTKE = sight.past.extended(k_BTKE, v_BTKE)
-        if sight.starts_S is not None and sight.longest_L is not None:
-            packing = Packing(sight.starts_S, sight.longest_L)
+        q_BTHE = rotate(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
+        k_BTKE = rotate(k_BTKE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
+        if attention_inputs.past is not None:
+            k_BTKE, v_BTKE = attention_inputs.past.extended(k_BTKE, v_BTKE)
+        if attention_inputs.starts_S is not None and attention_inputs.longest_L is not None:
+            packing = Packing(attention_inputs.starts_S, attention_inputs.longest_L)
             y_BTHE = attend_packed(q_BTHE, k_BTKE, v_BTKE, packing)
         else:
-            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, sight.mask_B1TT)
+            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, attention_inputs.mask_B1TT)
         y_BTD: Tensor = self.o(y_BTHE.flatten(-2))
         return y_BTD
 
@@ -225,21 +227,21 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config, make_linear)
 
-    def forward(self, x_BTD: Tensor, sight: Sight) -> Tensor:
+    def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         # The cast is a no-op except under autocast, where each linear would otherwise cast its
         # input and save its own copy for the backward pass: three for q, k, v and two for gate, up.
         dtype = product_dtype(x_BTD)
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD).to(dtype), sight)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD).to(dtype), attention_inputs)
         y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD).to(dtype))
         return y_BTD
 
 
-RunLayer: TypeAlias = Callable[[nn.Module, Tensor, Sight], Tensor]
+RunLayer: TypeAlias = Callable[[nn.Module, Tensor, AttentionInputs], Tensor]
 
 
-def run_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+def run_layer(layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
     """Run a layer eagerly."""
-    y_BTD: Tensor = layer(x_BTD, sight)
+    y_BTD: Tensor = layer(x_BTD, attention_inputs)
     return y_BTD
 
 
@@ -322,13 +324,13 @@ class Decoder(nn.Module):
         x_BTD = self.embed(tokens_BT) if embedded_BTD is None else embedded_BTD
         dtype = product_dtype(x_BTD)
         if self.packed and documents_BT is not None and dtype != torch.float32:
-            sight = see_packed(self.config, documents_BT, dtype)
+            attention_inputs = packed_attention_inputs(self.config, documents_BT, dtype)
         else:
-            sight = see(self.config, tokens_BT, documents_BT, dtype)
+            attention_inputs = masked_attention_inputs(self.config, tokens_BT, documents_BT, dtype)
         for index, layer in enumerate(self.layers):
             if self.shards is not None:
                 self.shards.arrive(index)
-            x_BTD = self.run_layer(layer, x_BTD, sight)
+            x_BTD = self.run_layer(layer, x_BTD, attention_inputs)
         hidden_BTD: Tensor = self.norm(x_BTD)
         return hidden_BTD
 
@@ -346,9 +348,11 @@ class Decoder(nn.Module):
         """
         x_BTD = self.embed(tokens_BT)
         slots = pasts[0].keys_BSKE.shape[1]
-        sight = see_past(self.config, pasts[0].position_BT, slots, product_dtype(x_BTD))
+        attention_inputs = cached_attention_inputs(
+            self.config, pasts[0].position_BT, slots, product_dtype(x_BTD)
+        )
         for layer, past in zip(self.layers, pasts, strict=True):
-            x_BTD = layer(x_BTD, sight._replace(past=past))
+            x_BTD = layer(x_BTD, attention_inputs._replace(past=past))
         hidden_BTD: Tensor = self.norm(x_BTD)
         return hidden_BTD
 
@@ -397,11 +401,11 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def see(
+def masked_attention_inputs(
     config: ModelConfig, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
-) -> Sight:
-    """Return positions and mask of a batch. Angles are computed in fp32 and rounded to `dtype`
-    last.
+) -> AttentionInputs:
+    """Return the inputs for attention with a mask, or for plain causal attention without `documents_BT`.
+    Angles are computed in fp32 and rounded to `dtype` last.
     """
     length, device = tokens_BT.shape[1], tokens_BT.device
     mask_B1TT = None
@@ -412,27 +416,31 @@ def see(
         position_XT = seen_BTT.sum(-1) - 1
         mask_B1TT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device)
         mask_B1TT = mask_B1TT.masked_fill_(~seen_BTT, -math.inf)[:, None]
-    return Sight(*_turns(config, position_XT, dtype), mask_B1TT)
+    return AttentionInputs(*_cos_sin(config, position_XT, dtype), mask_B1TT)
 
 
 @torch.no_grad()
-def see_past(config: ModelConfig, position_BT: Tensor, slots: int, dtype: torch.dtype) -> Sight:
-    """Return the `Sight` of tokens at `position_BT` that see the cache slots up to their own."""
+def cached_attention_inputs(
+    config: ModelConfig, position_BT: Tensor, slots: int, dtype: torch.dtype
+) -> AttentionInputs:
+    """Return the `AttentionInputs` of tokens at `position_BT` that see the cache slots up to their own."""
     slot_S = torch.arange(slots, device=position_BT.device)
     seen_BTS = slot_S <= position_BT[..., None]
     mask_BTS = torch.zeros(seen_BTS.shape, dtype=dtype, device=position_BT.device)
     mask_BTS = mask_BTS.masked_fill_(~seen_BTS, -math.inf)
-    return Sight(*_turns(config, position_BT, dtype), mask_BTS[:, None])
+    return AttentionInputs(*_cos_sin(config, position_BT, dtype), mask_BTS[:, None])
 
 
 @torch.no_grad()
-def see_packed(config: ModelConfig, documents_BT: Tensor, dtype: torch.dtype) -> Sight:
-    """Return the `Sight` for packed attention."""
+def packed_attention_inputs(
+    config: ModelConfig, documents_BT: Tensor, dtype: torch.dtype
+) -> AttentionInputs:
+    """Return the `AttentionInputs` for packed attention."""
     packing = packing_of(documents_BT)
-    return Sight(*_turns(config, positions(documents_BT), dtype), None, *packing)
+    return AttentionInputs(*_cos_sin(config, positions(documents_BT), dtype), None, *packing)
 
 
-def _turns(config: ModelConfig, position_XT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cos_sin(config: ModelConfig, position_XT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of each position, (X, T, 1, R)."""
     # Recomputed each time: a buffer would have no values when a model is built on the meta device.
     angle_XTR = position_XT[..., None].float() * frequencies(config, position_XT.device)

@@ -39,7 +39,7 @@ from engine.errors import TrainingFailed
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear
 from engine.models.attention import remember
-from engine.models.decoder import Decoder, Sight, run_layer
+from engine.models.decoder import AttentionInputs, Decoder, run_layer
 from engine.models.frozen import join
 from engine.models.packed import PackedLinear
 from engine.quant.blocks import BLOCK_TYPES
@@ -77,21 +77,30 @@ class CompiledForward:
 
         # A separate function, so that torch keeps its compilations apart from those of a student's
         # layers.
-        def teacher_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
-            return run_layer(layer, x_BTD, sight)
+        def teacher_layer(
+            layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs
+        ) -> Tensor:
+            return run_layer(layer, x_BTD, attention_inputs)
 
         # A graph break would silently leave part of the layer uncompiled.
         self._compiled: Any = torch.compile(teacher_layer, fullgraph=True, backend=backend)
 
-    def __call__(self, layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+    def __call__(
+        self, layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs
+    ) -> Tensor:
         rows, length = x_BTD.shape[:2]
         serves = length == self.length and (rows > 1 or self.single)
         if not self.enabled or not serves or torch.is_grad_enabled():
-            return run_layer(layer, x_BTD, sight)
-        for tensor in (x_BTD, sight.cos_XT1R, sight.sin_XT1R, sight.mask_B1TT):
+            return run_layer(layer, x_BTD, attention_inputs)
+        for tensor in (
+            x_BTD,
+            attention_inputs.cos_XT1R,
+            attention_inputs.sin_XT1R,
+            attention_inputs.mask_B1TT,
+        ):
             if tensor is not None and tensor.shape[0] == rows > 1:
                 torch._dynamo.mark_dynamic(tensor, 0)
-        out_BTD: Tensor = self._compiled(layer, x_BTD, sight)
+        out_BTD: Tensor = self._compiled(layer, x_BTD, attention_inputs)
         return out_BTD
 
 

@@ -31,7 +31,7 @@ from engine.errors import TrainingFailed
 from engine.log.events import Note, Phase
 from engine.models.activation_checkpointing import configure_layers, without_hooks
 from engine.models.attention import remember
-from engine.models.decoder import Sight
+from engine.models.decoder import AttentionInputs
 from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
@@ -75,18 +75,22 @@ class CompiledLayers:
     def __init__(self, rows: int, length: int, backend: str = "inductor") -> None:
         self.shape = (rows, length)
 
-        def student_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
-            return without_hooks(layer, x_BTD, sight)
+        def student_layer(
+            layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs
+        ) -> Tensor:
+            return without_hooks(layer, x_BTD, attention_inputs)
 
         # A graph break would silently leave part of the layer uncompiled.
         self._compiled: Any = torch.compile(
             student_layer, dynamic=False, fullgraph=True, backend=backend
         )
 
-    def __call__(self, layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+    def __call__(
+        self, layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs
+    ) -> Tensor:
         if x_BTD.shape[:2] != self.shape or not torch.is_grad_enabled():
-            return without_hooks(layer, x_BTD, sight)
-        out_BTD: Tensor = self._compiled(layer, x_BTD, sight)
+            return without_hooks(layer, x_BTD, attention_inputs)
+        out_BTD: Tensor = self._compiled(layer, x_BTD, attention_inputs)
         return out_BTD
 
 

@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 
 from engine.errors import InternalError, TrainingFailed
 from engine.models.attention import LENGTH_STEP
-from engine.models.decoder import Decoder, Sight, see_packed
+from engine.models.decoder import AttentionInputs, Decoder, packed_attention_inputs
 
 # Shapes: B rows, T tokens, N = B*T, D student width, S capacity for documents
 
@@ -96,16 +96,21 @@ class Graphs:
         Returns None when the layers could not be captured and nothing of the attempt remains. Raises
         TrainingFailed when something does.
         """
-        sight = see_packed(self._student.config, documents_BT, self._dtype)
-        assert sight.starts_S is not None
-        documents = len(sight.starts_S) - 1
+        attention_inputs = packed_attention_inputs(self._student.config, documents_BT, self._dtype)
+        assert attention_inputs.starts_S is not None
+        documents = len(attention_inputs.starts_S) - 1
         if self._captured is None or documents > self._room:
             self._room = max(LEAST_ROOM, 1 << (documents - 1).bit_length())
             # The old graph's memory is freed first: both would not always fit.
             self._captured = None
             try:
                 self._captured = _Captured(
-                    self._student, self._weights, embedded_BTD, sight, self._room, self._dtype
+                    self._student,
+                    self._weights,
+                    embedded_BTD,
+                    attention_inputs,
+                    self._room,
+                    self._dtype,
                 )
             except (NotCaptured, torch.OutOfMemoryError) as failed:
                 if embedded_BTD.is_cuda:
@@ -119,7 +124,7 @@ class Graphs:
                 self.given_up(why)
                 return None
             self.captures += 1
-        self._captured.look(sight)
+        self._captured.copy_inputs(attention_inputs)
         found: Tensor = _Launched.apply(embedded_BTD, self._captured)  # type: ignore[no-untyped-call]
         return found
 
@@ -210,7 +215,7 @@ class _Captured:
         student: Decoder,
         weights: list[nn.Parameter],
         embedded_BTD: Tensor,
-        sight: Sight,
+        attention_inputs: AttentionInputs,
         room: int,
         dtype: torch.dtype,
     ) -> None:
@@ -218,21 +223,21 @@ class _Captured:
         self._weights, self._at = weights, [p.data_ptr() for p in weights]
         self._x_BTD = embedded_BTD.detach().clone().requires_grad_()
         longest = -(-length // LENGTH_STEP) * LENGTH_STEP
-        self._sight = Sight(
-            sight.cos_XT1R.clone(),
-            sight.sin_XT1R.clone(),
+        self._attention_inputs = AttentionInputs(
+            attention_inputs.cos_XT1R.clone(),
+            attention_inputs.sin_XT1R.clone(),
             None,
             torch.zeros(room + 1, dtype=torch.int32, device=device),
             torch.empty(longest, dtype=torch.bool),
         )
-        self.look(sight)
+        self.copy_inputs(attention_inputs)
 
         def run() -> Tensor:
             # No autocast cache: casts of weights made outside would be captured with their old values.
             with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
                 x_BTD: Tensor = self._x_BTD
                 for layer in student.layers:
-                    x_BTD = student.run_layer(layer, x_BTD, self._sight)
+                    x_BTD = student.run_layer(layer, x_BTD, self._attention_inputs)
                 hidden_BTD: Tensor = student.norm(x_BTD)
             return hidden_BTD
 
@@ -251,12 +256,12 @@ class _Captured:
         self._slope_BTD, *self._grads = _capture(self._graphs[1], self._graphs[0].pool(), run_back)
         self._hidden_BTD = hidden_BTD.detach()
 
-    def look(self, sight: Sight) -> None:
+    def copy_inputs(self, attention_inputs: AttentionInputs) -> None:
         """Copy in where the tokens and documents of a batch lie."""
-        starts_S, room_S = sight.starts_S, self._sight.starts_S
+        starts_S, room_S = attention_inputs.starts_S, self._attention_inputs.starts_S
         assert starts_S is not None and room_S is not None
-        self._sight.cos_XT1R.copy_(sight.cos_XT1R)
-        self._sight.sin_XT1R.copy_(sight.sin_XT1R)
+        self._attention_inputs.cos_XT1R.copy_(attention_inputs.cos_XT1R)
+        self._attention_inputs.sin_XT1R.copy_(attention_inputs.sin_XT1R)
         room_S[: len(starts_S)].copy_(starts_S)
         room_S[len(starts_S) :].fill_(self._x_BTD.shape[0] * self._x_BTD.shape[1])
 

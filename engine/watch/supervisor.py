@@ -213,7 +213,7 @@ class _Supervisor:
         while self.signals:
             number = self.signals.pop(0)
             name = signal.Signals(number).name
-            if self.stop_signal is None and not has_steps(self.run):
+            if self.stop_signal is None and not training_has_begun(self.run):
                 self.leave_by_s = time.monotonic() + GRACE_S
                 self.asked = number
                 # Once the trainer is gone, its descendants can no longer be found.
@@ -225,7 +225,7 @@ class _Supervisor:
     def _end_early(self, trainer: subprocess.Popen[bytes]) -> None:
         """Send the second signal to a trainer that has not exited; SIGKILL where that is not enough."""
         # It may have started its steps since the first signal: then it finishes one.
-        if has_steps(self.run):
+        if training_has_begun(self.run):
             self.leave_by_s, self.started = math.inf, {}
             return
         again = self.ended_early is not None
@@ -308,7 +308,7 @@ class _Supervisor:
         return Follower(self.run).read_all().finished is not None
 
 
-def has_steps(run: RunFolder) -> bool:
+def training_has_begun(run: RunFolder) -> bool:
     """Whether the trainer that writes the log now has started its steps. Cheap: reads only the end of the log."""
     try:
         with open_plain(run.events) as file:

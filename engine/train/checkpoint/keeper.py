@@ -81,10 +81,10 @@ class Parts:
 
         Raises CheckpointError when the first rank could not begin.
         """
-        told = self._ranks.tell(None)
-        if told is None:
+        folder = self._ranks.tell(None)
+        if folder is None:
             raise CheckpointError("checkpoint: the first rank could not begin to write it")
-        self._write(Path(str(told)))
+        self._write(Path(str(folder)))
 
     def _write(self, folder: Path) -> Mapping[str, FileRecord]:
         own_folder(self._ranks, folder, self._device)

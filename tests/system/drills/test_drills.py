@@ -29,7 +29,7 @@ from engine.log.events import (
 )
 from engine.log.fold import fold
 from engine.log.view import RunView
-from engine.models.decoder import Sight
+from engine.models.decoder import AttentionInputs
 from engine.teachers.build import build_teacher
 from engine.watch.exit_cause import ExitState
 from engine.watch.rules import RULES
@@ -185,13 +185,13 @@ def test_operators_on_the_host_answer_what_the_teacher_answers() -> None:
 def test_operators_on_the_host_know_packed_documents() -> None:
     # Two rows of six tokens: documents begin at 0 and 4, and at 0 and 1 of the second row.
     starts = torch.tensor([0, 4, 6, 7, 12], dtype=torch.int32)
-    packed = Sight(torch.empty(0), torch.empty(0), None, starts, torch.empty(5))
+    packed = AttentionInputs(torch.empty(0), torch.empty(0), None, starts, torch.empty(5))
     seen_TT = defects_host._mask(packed, 1, 6) == 0
     assert seen_TT.int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         *([0, *([1] * n), *([0] * (5 - n))] for n in range(1, 6)),
     ]
-    causal = defects_host._mask(Sight(torch.empty(0), torch.empty(0), None), 0, 6) == 0
+    causal = defects_host._mask(AttentionInputs(torch.empty(0), torch.empty(0), None), 0, 6) == 0
     assert causal.equal(torch.ones(6, 6).tril().bool())
 
 

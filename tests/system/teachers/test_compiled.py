@@ -112,8 +112,8 @@ def test_the_warm_up_compares_and_refuses_another_answer(tmp_path: Path) -> None
     right: Any = teacher.decoder.run_layer
 
     class Wrong(CompiledForward):
-        def __call__(self, layer: Any, x_BTD: Tensor, sight: Any) -> Tensor:
-            return right(layer, x_BTD, sight) * (1.01 if self.enabled else 1)
+        def __call__(self, layer: Any, x_BTD: Tensor, attention_inputs: Any) -> Tensor:
+            return right(layer, x_BTD, attention_inputs) * (1.01 if self.enabled else 1)
 
     teacher.decoder.run_layer = Wrong(LENGTH, backend="eager")
     with pytest.raises(TrainingFailed, match="otherwise than the layers as written"):

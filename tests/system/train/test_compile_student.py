@@ -105,8 +105,10 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_planted_miscompilation_is_refused(
     what: str, kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoilt(self: CompiledLayers, layer: nn.Module, x_BTD: Tensor, sight: Any) -> Tensor:
-        return WRONG[what](run_layer(layer, x_BTD, sight))
+    def spoilt(
+        self: CompiledLayers, layer: nn.Module, x_BTD: Tensor, attention_inputs: Any
+    ) -> Tensor:
+        return WRONG[what](run_layer(layer, x_BTD, attention_inputs))
 
     monkeypatch.setattr(CompiledLayers, "__call__", spoilt)
     with pytest.raises(TrainingFailed, match=r"student.compile: compiled layers answer otherwise"):

@@ -216,14 +216,24 @@ def all_stretched(scaling: RopeScaling) -> RopeScaling:
     return dataclasses.replace(scaling, original_max_position_embeddings=1)
 
 
-def norm_after_turning(self: Any, x_BTD: Tensor, sight: subject.Sight) -> Tensor:
+def norm_after_turning(
+    self: Any, x_BTD: Tensor, attention_inputs: subject.AttentionInputs
+) -> Tensor:
     heads = (-1, self.head_dim)
     q_BTHE, k_BTKE = (
-        norm(subject.rotate(linear(x_BTD).unflatten(-1, heads), sight.cos_XT1R, sight.sin_XT1R))
+        norm(
+            subject.rotate(
+                linear(x_BTD).unflatten(-1, heads),
+                attention_inputs.cos_XT1R,
+                attention_inputs.sin_XT1R,
+            )
+        )
         for norm, linear in ((self.q_norm, self.q), (self.k_norm, self.k))
     )
     v_BTKE = self.v(x_BTD).unflatten(-1, heads)
-    y_BTD: Tensor = self.o(subject.attend(q_BTHE, k_BTKE, v_BTKE, sight.mask_B1TT).flatten(-2))
+    y_BTD: Tensor = self.o(
+        subject.attend(q_BTHE, k_BTKE, v_BTKE, attention_inputs.mask_B1TT).flatten(-2)
+    )
     return y_BTD
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.models import attention
 from engine.models.attention import packing_of, positions, remember, starts_of
-from engine.models.decoder import Decoder, see, see_packed
+from engine.models.decoder import Decoder, masked_attention_inputs, packed_attention_inputs
 from engine.models.load import new_decoder
 from tests.support.budgets import config
 
@@ -69,8 +69,8 @@ def test_what_is_remembered_ends_with_the_tensor() -> None:
 def test_packed_positions_turn_as_masked_ones(ids_BT: NDArray[np.int64]) -> None:
     shape = config()
     documents_BT = torch.from_numpy(ids_BT)
-    masked = see(shape, documents_BT, documents_BT, torch.float32)
-    packed = see_packed(shape, documents_BT, torch.float32)
+    masked = masked_attention_inputs(shape, documents_BT, documents_BT, torch.float32)
+    packed = packed_attention_inputs(shape, documents_BT, torch.float32)
     assert torch.equal(masked.cos_XT1R, packed.cos_XT1R)
     assert torch.equal(masked.sin_XT1R, packed.sin_XT1R)
     assert packed.mask_B1TT is None and packed.starts_S is not None

@@ -166,7 +166,7 @@ class RunsScreen(PollingScreen):
 
     def _draw_detail(self) -> None:
         row = self.query_one(RunsTable).selected
-        lines = [] if row is None else told(row)
+        lines = [] if row is None else detail_lines(row)
         if is_low(*self.size):
             # Leave the key row visible: one line each, with the beginning and the end of a path.
             lines = [shortened(line, max(1, self.size.width - 2)) for line in lines[:2]]
@@ -291,7 +291,7 @@ def _folders(snapshot: RunsSnapshot) -> str:
     return ", ".join(str(folder) for folder in snapshot.folders)
 
 
-def told(row: RunRow) -> list[str]:
+def detail_lines(row: RunRow) -> list[str]:
     """Return the details of a run: its folder, its progress, its alerts."""
     lines = [str(row.path)]
     if row.total_steps is not None:

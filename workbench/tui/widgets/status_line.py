@@ -107,8 +107,8 @@ class StatusLine(Static):
         after = ["read-only"] if self._read_only else []
         share, flags = heading(snapshot, width, ascii_only=self._ascii_only)
         if width < NARROW and is_low(*self.app.size):
-            told = [*before, *flags, *after]
-            top, below = compact(self._run_name, told, share, snapshot.status, max(1, width))
+            states = [*before, *flags, *after]
+            top, below = compact(self._run_name, states, share, snapshot.status, max(1, width))
         else:
             name = self._run_name
             if width < WIDE:
