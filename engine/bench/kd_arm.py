@@ -31,6 +31,7 @@ from engine.bench.kd_shape import (
     weights_of,
 )
 from engine.kernels.dequantize import has_triton
+from engine.log.events import nan_if_absent
 from engine.models.load import load_packed_decoder
 from engine.plan.device import has_compiler
 from engine.plan.knobs import choose_attention, choose_loss_kernel
@@ -135,7 +136,7 @@ def _ours(arm: str, device: torch.device, shape: KdShape) -> Iterator[float]:
         checkpointing=False,
     )
     # The host does not run ahead of the device: rivals are also synchronised after each step.
-    return (step.loss for step in trainer.steps())
+    return (nan_if_absent(step.loss) for step in trainer.steps())
 
 
 def main() -> None:

@@ -41,23 +41,6 @@ class Objective(Protocol):
     ) -> LossTerms: ...
 
 
-class StepNumbers(Protocol):
-    """The fields of a finished step that checks read."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def updated(self) -> bool: ...
-    @property
-    def position(self) -> int: ...
-
-
 MOST_MICRO_BATCHES = 4
 
 

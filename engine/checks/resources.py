@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.checks.check import Answer, Numbers, failed, passed, unknown
-from engine.checks.context import Context, StepNumbers
+from engine.checks.context import Context
+from engine.log.events import StepDone
 from engine.units import format_bytes
 
 SETTLED = 3
@@ -20,7 +21,7 @@ class MemoryAsPlanned:
     def __init__(self, context: Context) -> None:
         self.begun = context.step
 
-    def after(self, context: Context, step: StepNumbers) -> Answer | None:
+    def after(self, context: Context, step: StepDone) -> Answer | None:
         if step.step < self.begun + SETTLED:
             return None
         memory = context.memory()
@@ -47,7 +48,7 @@ class NoLateCompile:
         self.said = -1
         """Number of late compilations at the last result."""
 
-    def after(self, context: Context, step: StepNumbers) -> Answer | None:
+    def after(self, context: Context, step: StepDone) -> Answer | None:
         if step.step < self.begun + SETTLED:
             return None
         late = context.late_compiles()

@@ -41,7 +41,7 @@ import torch
 from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
 from engine.checks.check import About, Answer, Result, When, unknown
 from engine.checks.checkpoint import CheckpointReloads
-from engine.checks.context import Context, StepNumbers
+from engine.checks.context import Context
 from engine.checks.data import (
     batch_not_degenerate,
     labels_are_next_tokens,
@@ -73,6 +73,7 @@ from engine.checks.teacher import (
 from engine.checks.updates import EffectiveLearningRate, TensorsMoved
 from engine.checks.vocabulary import vocabulary_by_bytes
 from engine.checks.weights import weights_alive
+from engine.log.events import StepDone
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
@@ -82,7 +83,7 @@ from engine.verdict import Level
 class Watch(Protocol):
     """A check that runs after each step until it returns an answer; None means not yet."""
 
-    def after(self, context: Context, step: StepNumbers) -> Answer | None: ...
+    def after(self, context: Context, step: StepDone) -> Answer | None: ...
 
 
 class Reread(Protocol):
@@ -215,7 +216,7 @@ class Checks:
         with undisturbed(context):
             self._watches = {name: WATCHES[name](context) for name in self._watches}
 
-    def after_step(self, step: StepNumbers) -> Iterator[Result]:
+    def after_step(self, step: StepDone) -> Iterator[Result]:
         """Run the checks that are due now that `step` is done; free when none is."""
         for name in list(self._watches):
             watch, about = self._watches[name], ABOUT[name]
@@ -229,7 +230,7 @@ class Checks:
             yield from self._ask_again(step)
         self._again.decide(step.step)
 
-    def _ask_again(self, step: StepNumbers) -> Iterator[Result]:
+    def _ask_again(self, step: StepDone) -> Iterator[Result]:
         """Run the repeatable checks on the rows of the next step, with the weights that `step` left."""
         assert self._context is not None and self._again is not None, "before_training comes first"
         context = dataclasses.replace(self._context, step=step.step, position=step.position)
@@ -302,7 +303,7 @@ class Checks:
             yield _result(about, answer, time.perf_counter() - begun, step)
 
 
-def _after(watch: Watch, step: StepNumbers, context: Context) -> Answer | None:
+def _after(watch: Watch, step: StepDone, context: Context) -> Answer | None:
     return watch.after(context, step)
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.checks.check import Answer, Numbers, failed
-from engine.checks.context import Context, StepNumbers
+from engine.checks.context import Context
+from engine.log.events import StepDone, nan_if_absent
 from engine.models.decoder import Decoder
 from engine.runtime.ranks import own_part, own_rows
 
@@ -82,7 +83,7 @@ class TensorsMoved:
         self.updates = 0
 
     @torch.no_grad()
-    def after(self, context: Context, step: StepNumbers) -> Answer | None:
+    def after(self, context: Context, step: StepDone) -> Answer | None:
         parameters = dict(context.student.named_parameters())
         frozen = [name for name, p in parameters.items() if not p.requires_grad]
         if frozen:
@@ -135,15 +136,16 @@ class EffectiveLearningRate:
         self.samples = _samples(context)
 
     @torch.no_grad()
-    def after(self, context: Context, step: StepNumbers) -> Answer | None:
+    def after(self, context: Context, step: StepDone) -> Answer | None:
         wanted = context.learning_rate(step.step - 1)
         groups = context.optimizer.param_groups
         held = {float(group["lr"]) for group in groups}
-        numbers = Numbers(step=step.step, wanted=wanted, logged=step.lr, held=max(held))
-        if held != {wanted} or step.lr != wanted:
+        logged = nan_if_absent(step.lr)
+        numbers = Numbers(step=step.step, wanted=wanted, logged=logged, held=max(held))
+        if held != {wanted} or logged != wanted:
             return numbers.failed(
                 f"step {step.step}: the spec's rate is {wanted:.3e}, the optimizer holds "
-                f"{', '.join(f'{rate:.3e}' for rate in sorted(held))}, {step.lr:.3e} is logged"
+                f"{', '.join(f'{rate:.3e}' for rate in sorted(held))}, {logged:.3e} is logged"
             )
         if not step.updated:
             return None

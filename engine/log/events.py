@@ -53,6 +53,10 @@ def is_written(value: float) -> bool:
     return abs(value) <= _MOST
 
 
+def nan_if_absent(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def name_of_non_finite(value: float) -> str:
     """Name a float that no line can hold: 'nan', '+inf' or '-inf'."""
     if math.isnan(value):
@@ -271,6 +275,11 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     phases: dict[str, Number] = {}
     """Seconds of each of STEP_PHASES by the device's clock; empty when not measured. IDLE is added where it is
     known: the time without work before a step that was launched while the previous one was in flight."""
+
+    @property
+    def updated(self) -> bool:
+        """False when a non-finite number kept the update from being applied."""
+        return all(math.isfinite(nan_if_absent(n)) for n in (self.loss, self.grad_norm))
 
 
 STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")

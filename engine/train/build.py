@@ -46,6 +46,7 @@ from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.record import Logged
+from engine.train.step import BeatObserver
 from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
 
@@ -169,7 +170,7 @@ class Builder:
             slow_by=spec.compute.slow_by,
             ranks=ranks,
             stop_asked=lambda: self.stop.reason is not None,
-            arrived=self.beat.write if self.beat else lambda step: None,
+            observers=(BeatObserver(self.beat),) if self.beat else (),
         )
 
     def entering(self) -> None:

@@ -20,6 +20,7 @@ from engine.checks.context import Context, Memory
 from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
+from engine.log.events import nan_if_absent
 from engine.loss.objective import LossTerms, distillation_loss
 from engine.models.decoder import Decoder
 from engine.models.head import Head
@@ -83,8 +84,8 @@ def context_of(
         position=trainer.position,
         student=trainer.student,
         optimizer=trainer.optimizer,
-        teacher=trainer.teacher if trainer.teaching else None,
-        teacher_decoder=teacher_decoder if trainer.teaching else None,
+        teacher=trainer.teacher if trainer.has_teacher else None,
+        teacher_decoder=teacher_decoder if trainer.has_teacher else None,
         batches=trainer.batches,
         train_stream=train_stream,
         heldout_stream=heldout_stream,
@@ -107,8 +108,8 @@ def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> float:
     The student's `.grad` then holds its gradients before clipping.
     """
     twin = copy.copy(trainer)
-    twin.batches = cast(Any, _Given(batches))
-    twin.optimizer = cast(Any, _Still(trainer.parameters))
+    twin.batches = cast(Any, _TheseBatches(batches))
+    twin.optimizer = cast(Any, _NoUpdate(trainer.parameters))
     # The trainer may already be at its last step.
     steps = max(trainer.train.steps, trainer.step + 1)
     twin.train = dataclasses.replace(
@@ -116,11 +117,11 @@ def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> float:
     )
     # Captured gradients are valid only until the next backward pass, so graphs cannot accumulate.
     twin.graphs = None
-    twin.forget_ahead()
-    return next(twin.steps()).loss
+    twin.fetch_no_further()
+    return nan_if_absent(next(twin.steps()).loss)
 
 
-class _Given:
+class _TheseBatches:
     """Returns the given batches in order and ignores the position."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -130,7 +131,7 @@ class _Given:
         return next(self._left)
 
 
-class _Still(Uncompiled):
+class _NoUpdate(Uncompiled):
     """An optimizer that changes nothing."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:

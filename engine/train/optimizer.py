@@ -11,7 +11,7 @@ So the host need not know whether a step is finite before it launches the next o
 
     torch    the oracle, on any device: torch's fused AdamW and its norm
     fused    on one GPU: our kernels (`engine.kernels.adamw`), which read and write each number once. The
-             embedding part of a tied weight's gradient is added in place to the head's (`Looked`)
+             embedding part of a tied weight's gradient is added in place to the head's (`EmbeddingRows`)
 
 Both keep the same state under the same names, so a run may be resumed with either.
 """
@@ -133,13 +133,13 @@ def update_if_finite(
 
     `norm` is the global norm of the gradients. They are clipped to `clip_norm`; 0 never clips.
     """
-    told = cast(Any, optimizer)
-    told.grad_scale = ((norm + 1e-6) / clip_norm).clamp(min=1.0) if clip_norm > 0 else None
-    told.found_inf = (~(torch.isfinite(loss) & torch.isfinite(norm))).float()
+    scaled = cast(Any, optimizer)
+    scaled.grad_scale = ((norm + 1e-6) / clip_norm).clamp(min=1.0) if clip_norm > 0 else None
+    scaled.found_inf = (~(torch.isfinite(loss) & torch.isfinite(norm))).float()
     optimizer.step()
 
 
-class Looked:
+class EmbeddingRows:
     """The embedding rows of a batch as a leaf tensor, for a student whose embedding is also its head.
 
     Such a tied weight has two gradients: the head's, which is dense, and the embedding's, which touches

@@ -1,8 +1,8 @@
 """Convert the engine's values to events of the run log: one function for each kind.
 
-Lower layers return Decisions, Steps and models, or yield them while they work: a phase must be in the log
+Lower layers return Decisions, steps and models, or yield them while they work: a phase must be in the log
 before the work that may hang in it begins. Only the composition root (`engine.train.run` and its loop of
-steps, `engine.train.session`; `engine.train.prepare` for its own command) holds a log and writes to it.
+steps, `engine.train.loop`; `engine.train.prepare` for its own command) holds a log and writes to it.
 
     def load() -> Logged[Teacher]:          yields what is to be logged, returns the teacher
         yield Phase(name="loading the teacher")
@@ -38,6 +38,7 @@ from engine.log.events import (
     NonFinite,
     Note,
     RunStarted,
+    StepDone,
     VocabularyCut,
     name_of_non_finite,
 )
@@ -51,7 +52,7 @@ from engine.runtime.c_library import CompiledLibrary
 from engine.spec import RunSpec
 from engine.teachers.truncating import DroppedMass
 from engine.train.roofline import Bound
-from engine.train.step import Step
+from engine.train.step import broken_invariants, non_finite
 from engine.train.trainer import Trainer
 from engine.version import VERSION
 
@@ -239,11 +240,11 @@ def start(
     )
 
 
-def step(done: Step, temperature: float) -> Iterator[Event]:
+def step(done: StepDone, temperature: float) -> Iterator[Event]:
     """Yield the step; first, as events of their own, its non-finite numbers and broken invariants."""
-    for name, value in done.non_finite():
+    for name, value in non_finite(done):
         yield NonFinite(step=done.step, field=name, value=name_of_non_finite(value))
-    for text in done.broken_invariants(temperature):
+    for text in broken_invariants(done, temperature):
         yield Note(level="error", text=text)
     yield done
 

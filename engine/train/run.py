@@ -4,7 +4,7 @@
     held-out losses -> student, receipt
 
 Everything below this module returns values or yields them while it works, and this module logs them
-(`engine.train.record.logged`); the training loop, `engine.train.session`, is part of it. Logged values
+(`engine.train.record.logged`); the training loop, `engine.train.loop`, is part of it. Logged values
 are read back from the built objects: the learning rate from the optimizer, the rows from the batches, the
 hashes from the tensors.
 """
@@ -46,11 +46,11 @@ from engine.train.checkpoint.keeper import Keeper
 from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
+from engine.train.loop import TrainingLoop
 from engine.train.ranks.sharding import least_available, shard_trainer, whole_student
 from engine.train.receipt import Outcome, save_student, write_receipt
 from engine.train.record import Logged
 from engine.train.roofline import Bound, flops_per_token, peak_flops
-from engine.train.session import Session
 from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
 
@@ -141,13 +141,13 @@ class _Job:
         self.beat = BeatWriter(folder, ranks.rank) if ranks.many else None
         self.compiles = Compiles()
         self.checks = Checks(spec)
-        self.session: Session | None = None
+        self.loop: TrainingLoop | None = None
         """None until there is something to train."""
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
         # A resume that fails before it has restored anything leaves the run at its last step.
         before = 0 if self.before is None else self.before.last_step
-        step = before if self.session is None else self.session.step
+        step = before if self.loop is None else self.loop.step
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
 
     def stopped(self) -> RunFinished:
@@ -195,7 +195,7 @@ class _Job:
             student, student_sha256 = self._logged(builder.student(taught.decoder))
             update = self._logged(builder.warm_up())
             trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
-        self.session = session = Session(
+        self.loop = loop = TrainingLoop(
             log,
             plan,
             data,
@@ -205,7 +205,7 @@ class _Job:
             compiles=self.compiles,
             stop=self.stop,
         )
-        resumed_from = self._resume(trainer, session, allow_fallback, allow_restart)
+        resumed_from = self._resume(trainer, loop, allow_fallback, allow_restart)
         # A compiler sees sharded layers as different ones, so those are compiled after sharding.
         self._put_to_run(trainer, plan, compiled=plan.execution.compiled and not ranks.many)
         bound = self._bound(trainer, inputs)
@@ -214,16 +214,16 @@ class _Job:
         if changed := versions_changed(self.before, begun):
             log.write(Note(level="warning", text=changed))
         if trainer.step == 0:
-            self._evaluate_untrained(trainer, session, data)
-        session.check(trainer)
+            self._evaluate_untrained(trainer, loop, data)
+        loop.check(trainer)
         if ranks.many:
             trainer = self._shard(trainer, builder)
-            session.look_at(trainer)
+            loop.look_at(trainer)
             # After this, nothing references the unsharded state that every rank had.
             self._put_to_run(trainer, plan, compiled=plan.execution.compiled)
         with compute.memory.use():  # AdamW allocates its moments in the first step
-            ended_early = session.train(trainer)
-        for counts in self.compiles.counts(session.step):
+            ended_early = loop.train(trainer)
+        for counts in self.compiles.counts(loop.step):
             log.write(counts)
         if isinstance(taught.teacher, CachedTeacher):
             log.write(Note(level="info", text=taught.teacher.summary))
@@ -233,7 +233,7 @@ class _Job:
             hashes = {"student_start": student_sha256}
             if taught.sha256 is not None:
                 hashes = {"teacher": taught.sha256, **hashes}
-            self._leave_results(trainer, session, inputs, data, hashes)
+            self._leave_results(trainer, loop, inputs, data, hashes)
         return RunFinished(
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
@@ -273,7 +273,7 @@ class _Job:
         return compute
 
     def _resume(
-        self, trainer: Trainer, session: Session, allow_fallback: bool, allow_restart: bool
+        self, trainer: Trainer, loop: TrainingLoop, allow_fallback: bool, allow_restart: bool
     ) -> int | None:
         """Resume from the newest checkpoint and return its step; None for a run that is not resumed."""
         if self.before is None:
@@ -282,10 +282,10 @@ class _Job:
         if not self.ranks.first:
             self.ranks.wait_for_all()
         # If restoring fails, the log still says which step the run is at.
-        session.step = self.before.last_step
+        loop.step = self.before.last_step
         restoring = self.keeper.restore(trainer, self.before, allow_fallback, allow_restart)
-        session.heldout_losses |= self._logged(restoring)
-        session.step = trainer.step
+        loop.heldout_losses |= self._logged(restoring)
+        loop.step = trainer.step
         if self.ranks.first:
             self.ranks.wait_for_all()
         return trainer.step
@@ -296,23 +296,23 @@ class _Job:
         return Bound(
             flops_per_token=flops_per_token(
                 inputs.student,
-                inputs.teacher if trainer.teaching else None,
+                inputs.teacher if trainer.has_teacher else None,
                 self.spec.data.seq_len,
             ),
             peak=peak_flops(name, self.ranks.world),
         )
 
-    def _evaluate_untrained(self, trainer: Trainer, session: Session, data: Data) -> None:
+    def _evaluate_untrained(self, trainer: Trainer, loop: TrainingLoop, data: Data) -> None:
         """Evaluate the teacher and the untrained student: the loss to approach, and the loss at the start."""
         teacher, student = trainer.teacher, trainer.student
         if isinstance(teacher, CachedTeacher) and not holds_heldout(teacher, data.heldout):
             known = recall_heldout(teacher, data.heldout)
             self.log.write(known)
             if isinstance(known, Evaluated) and known.loss is not None:
-                session.heldout_losses["teacher"] = known.loss
+                loop.heldout_losses["teacher"] = known.loss
         elif teacher is not None:
-            session.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
-        session.evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
+            loop.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
+        loop.evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""
@@ -338,7 +338,7 @@ class _Job:
     def _leave_results(
         self,
         trainer: Trainer,
-        session: Session,
+        loop: TrainingLoop,
         inputs: Inputs,
         data: Data,
         hashes: dict[str, str],
@@ -354,7 +354,7 @@ class _Job:
             spec=self.spec,
             data=data.ready,
             model_sha256=hashes | {"student": saved.sha256},
-            heldout_losses=session.heldout_losses,
+            heldout_losses=loop.heldout_losses,
             best_step=self.keeper.best_step,
             steps=trainer.step,
             rows=trainer.position,

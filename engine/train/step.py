@@ -1,10 +1,10 @@
-"""One optimizer step: its inputs on the device, the step in flight, and the record of a finished one.
+"""The parts of one optimizer step: a micro-batch on the device, the step's numbers, where its time went, and
+the points at which an observer sees it.
 
-`Ledger` measures where the time of a step goes, by the device's own clock:
+    MicroBatch -> LossTerms of each -> StepNumbers of the step -> LaunchedStep -> StepDone, the record that is logged
 
-    data | teacher | student | loss | backward | optimizer        each from its mark to the next
-
-Marks are CUDA events, recorded on the stream without waiting. They are read once the step is known to be
+`PhaseTimer` measures the phases of a step (`STEP_PHASES`) by the device's own clock, each from its mark to the
+next. Marks are CUDA events, recorded on the stream without waiting. They are read once the step is known to be
 over, which is one step later when the next step was launched meanwhile. The phases add up to the time
 from the first mark to the last. The time between the previous step's end and this step's first mark is
 `idle`: the device had no work. It is known only when this step was launched while the previous one was in
@@ -18,24 +18,147 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.data.batches import Batch
-from engine.log.events import StepDone
-from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE
+from engine.log.beats import BeatWriter
+from engine.log.events import IDLE, StepDone
+from engine.loss.chunks import SparseTargets
+from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE, LossTerms
+from engine.models.head import Head
+from engine.runtime.ranks import Ranks
 
-PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
+# Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, R ranks
 
 
-class Ledger:
+class MicroBatch(NamedTuple):
+    """A batch on the device, and its position in the data."""
+
+    batch: Batch
+    position: int
+    tokens_BT: Tensor
+    documents_BT: Tensor
+
+
+class TeacherOutput(NamedTuple):
+    """What a teacher gives for a micro-batch: hidden states with a head, or sparse targets; nothing when it is
+    not part of the objective."""
+
+    hidden_NE: Tensor | None = None
+    head: Head | None = None
+    targets: SparseTargets | None = None
+
+
+class StepObserver:
+    """Sees the real steps of a trainer at named points; does nothing by default.
+
+        begun -> forwarded, for each micro-batch -> gradients -> updated
+
+    An observer must change nothing that it sees. On a GPU it sees tensors whose values are still being
+    computed: reading them waits for the device, copying them does not.
+    """
+
+    def begun(self, step: int) -> None:
+        """Weights and moments are those before `step`."""
+
+    def forwarded(
+        self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
+    ) -> None:
+        """The hidden states of both are computed; the loss of this micro-batch is not."""
+
+    def gradients(self, step: int) -> None:
+        """Every `.grad` of this rank holds the sum over the step's micro-batches, neither clipped nor applied."""
+
+    def updated(self, step: int) -> None:
+        """Weights and moments are those after `step`."""
+
+
+class BeatObserver(StepObserver):
+    """Writes a rank's beat when it has done its part of a step and goes on to wait for the other ranks."""
+
+    def __init__(self, beat: BeatWriter) -> None:
+        self._beat = beat
+
+    def gradients(self, step: int) -> None:
+        self._beat.write(step)
+
+
+_T = TypeVar("_T")
+
+
+class StepNumbers(NamedTuple, Generic[_T]):
+    """The numbers of one step: 0-d fp32 tensors on the device, later floats on the host."""
+
+    loss: _T
+    """This and the next three are parts of the step's mean: over micro-batches and ranks they add up."""
+    ce: _T
+    kd: _T
+    """0 without a teacher, as is `agreement` where it is not known."""
+    agreement: _T
+    asked_to_stop: _T
+    """How many ranks were asked to stop."""
+    grad_norm: _T
+    """The global norm before clipping."""
+    lowest_kl: _T
+    """Infinite when no row has one."""
+    largest_dz_sum: _T
+
+    @staticmethod
+    def of_rank(
+        micro_batches: Sequence[LossTerms], grad_norm: Tensor, asked_to_stop: bool
+    ) -> StepNumbers[Tensor]:
+        """Return the numbers of this rank's part of a step."""
+
+        def over(name: str, combine: Any, absent: float) -> Tensor:
+            found = (getattr(terms, name) for terms in micro_batches)
+            return reduce(combine, [_number(x, absent, like=grad_norm) for x in found])
+
+        return StepNumbers(
+            loss=over("loss", torch.add, 0.0),
+            ce=over("ce", torch.add, 0.0),
+            kd=over("kd", torch.add, 0.0),
+            agreement=over("agreement", torch.add, 0.0),
+            asked_to_stop=grad_norm.new_full((), float(asked_to_stop)),
+            grad_norm=grad_norm,
+            # Over all micro-batches the worst row counts.
+            lowest_kl=over("lowest_kl", torch.minimum, math.inf),
+            largest_dz_sum=over("largest_dz_sum", torch.maximum, 0.0),
+        )
+
+    @staticmethod
+    def over_ranks(own: StepNumbers[Tensor], ranks: Ranks) -> StepNumbers[Tensor]:
+        """Return the numbers of the whole step; one collective with several ranks."""
+        if not ranks.many:
+            return own
+        # In double: a square leaves the range of fp32 long before the norm does.
+        each = StepNumbers(*ranks.gather(torch.stack(own).double()).unbind(1))
+        return StepNumbers(
+            loss=each.loss.sum().float(),
+            ce=each.ce.sum().float(),
+            kd=each.kd.sum().float(),
+            agreement=each.agreement.sum().float(),
+            asked_to_stop=each.asked_to_stop.sum().float(),
+            grad_norm=each.grad_norm.square().sum().sqrt().float(),
+            lowest_kl=each.lowest_kl.amin().float(),
+            largest_dz_sum=each.largest_dz_sum.amax().float(),
+        )
+
+
+def _number(value: Tensor | None, absent: float, *, like: Tensor) -> Tensor:
+    return like.new_full((), absent) if value is None else value.detach().float()
+
+
+class PhaseTimer:
     """The time marks of one step."""
 
-    def __init__(self, device: torch.device, before: Ledger | None) -> None:
-        """`before` is the ledger of the previous step when that step was still in flight."""
+    def __init__(self, device: torch.device, before: PhaseTimer | None) -> None:
+        """`before` is the timer of the previous step when that step was still in flight."""
         self._cuda = device.type == "cuda"
         self._before = None if before is None else before._marks[-1][1]
         self._marks: list[tuple[str, Any]] = []
@@ -64,7 +187,7 @@ class Ledger:
         for (phase, begun), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
             found[phase] = found.get(phase, 0.0) + self._between(begun, ended)
         if self._before is not None:
-            found["idle"] = self._between(self._before, self._marks[0][1])
+            found[IDLE] = self._between(self._before, self._marks[0][1])
         return found
 
     def _between(self, begun: Any, ended: Any) -> float:
@@ -73,67 +196,52 @@ class Ledger:
         return float(ended - begun)
 
 
-# Shapes: B rows, T tokens
-
-
-class Given(NamedTuple):
-    """A micro-batch on the device, and its position in the data."""
-
-    batch: Batch
-    position: int
-    tokens_BT: Tensor
-    documents_BT: Tensor
-
-
-class UnderWay(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
     """A step that was launched and may still be running on the device."""
 
-    ledger: Ledger
-    numbers: Tensor
-    """loss, ce, kd, agreement, number of ranks asked to stop, gradient norm, lowest KL, largest sum of
-    dz. Valid once the ledger's last mark has passed.
-    """
-    facts: dict[str, Any]
-    """The fields of the Step that the host already knows."""
-    begun: float
-
-
-class Step(StepDone, frozen=True, kw_only=True, tag="step"):
-    """One finished optimizer step as it is logged, with every number present.
-
-    `kd`, `agreement` and `teacher_s` are None without a teacher in the objective.
-    """
-
-    loss: float
-    ce: float
+    step: int
     lr: float
-    grad_norm: float
-    step_s: float
+    rows: int
+    """Over all ranks, as are `tokens` and `labelled`."""
+    tokens: int
+    labelled: int
+    position: int
     data_s: float
-    largest_dz_sum: float
+    teacher_s: float | None
+    has_teacher: bool
+    """Whether a teacher is part of the objective."""
+    has_agreement: bool
+    """Whether teacher and student were compared by their most probable tokens."""
+    begun_s: float
+    timer: PhaseTimer
+    on_host: Tensor
+    """The `StepNumbers` as one tensor, valid once the timer's last mark has passed."""
 
     @property
-    def updated(self) -> bool:
-        """False when a non-finite number kept the update from being applied."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+    def numbers(self) -> StepNumbers[float]:
+        """The numbers of the step; `timer.wait` comes first."""
+        return StepNumbers[float](*self.on_host.tolist())
 
-    def broken_invariants(self, temperature: float) -> Iterator[str]:
-        """Describe the numbers of this step's loss that are mathematically impossible."""
-        most = LARGEST_DZ_SUM * max(1.0, temperature)
-        if self.lowest_kl is not None and self.lowest_kl < LOWEST_DIVERGENCE:
-            yield (
-                f"step {self.step}: a row's divergence is {self.lowest_kl:.2e} nats: "
-                f"expected at least {LOWEST_DIVERGENCE:.0e}, which is rounding"
-            )
-        if self.largest_dz_sum > most:
-            yield (
-                f"step {self.step}: the gradients of a row's logits sum to {self.largest_dz_sum:.2e}: "
-                f"expected at most {most:.0e}, which is rounding"
-            )
 
-    def non_finite(self) -> Iterator[tuple[str, float]]:
-        """Yield the fields of this step that are NaN or infinite, with their values."""
-        for name in ("loss", "ce", "kd", "grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                yield name, value
+def non_finite(step: StepDone) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a step that are NaN or infinite, with their names."""
+    for name in ("loss", "ce", "kd", "grad_norm"):
+        value = getattr(step, name)
+        if value is not None and not math.isfinite(value):
+            yield name, value
+
+
+def broken_invariants(step: StepDone, temperature: float) -> Iterator[str]:
+    """Describe the numbers of a step's loss that are mathematically impossible."""
+    most = LARGEST_DZ_SUM * max(1.0, temperature)
+    if step.lowest_kl is not None and step.lowest_kl < LOWEST_DIVERGENCE:
+        yield (
+            f"step {step.step}: a row's divergence is {step.lowest_kl:.2e} nats: "
+            f"expected at least {LOWEST_DIVERGENCE:.0e}, which is rounding"
+        )
+    if step.largest_dz_sum is not None and step.largest_dz_sum > most:
+        yield (
+            f"step {step.step}: the gradients of a row's logits sum to {step.largest_dz_sum:.2e}: "
+            f"expected at most {most:.0e}, which is rounding"
+        )

@@ -18,6 +18,7 @@ from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
 from engine.data.tokens import TokenStream, tokenize
 from engine.formats.tokenizer import open_tokenizer
+from engine.log.events import StepDone
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.spec import RunSpec, build_spec
@@ -25,7 +26,6 @@ from engine.teachers.frozen import DequantizedTeacher
 from engine.train.checking import context_of
 from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
-from engine.train.step import Step
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
@@ -119,7 +119,7 @@ class Run:
         self.answer(self.checks.before_training(self.context))
         return self
 
-    def step(self, count: int = 1) -> list[Step]:
+    def step(self, count: int = 1) -> list[StepDone]:
         done = []
         steps = self.trainer.steps()
         for _ in range(count):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 from engine.data.batches import Batches
 from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
 from engine.formats.tokenizer import open_tokenizer
+from engine.log.events import StepDone
 from engine.models.config import read_config
 from engine.models.load import load_decoder, new_decoder
 from engine.spec import LossSection, TrainSection
@@ -32,6 +35,21 @@ def build(kit: Kit, train: TrainSection = TRAIN, loss: LossSection = LOSS) -> Tr
         device=torch.device("cpu"),
         precision="fp32",
     )
+
+
+def run_ahead(
+    trainer: Trainer, ahead: Callable[[int], bool] = lambda step: True
+) -> Iterator[StepDone]:
+    """Take every step as the training loop does; after a step for which `ahead` is true, the next is launched
+    before it is finished."""
+    trainer.student.train()
+    launched = None
+    while launched is not None or trainer.step < trainer.train.steps:
+        launched = launched or trainer.launch()
+        goes_on = trainer.step < trainer.train.steps and ahead(launched.step)
+        following = trainer.launch(launched) if goes_on else None
+        yield trainer.finish(launched)
+        launched = following
 
 
 def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:

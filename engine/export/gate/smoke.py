@@ -25,6 +25,7 @@ from engine.data.batches import Batch, Batches, Int64Array
 from engine.errors import TrainingFailed
 from engine.export.gate.gate import Subject
 from engine.export.outcome import Outcome, answered, unknown
+from engine.log.events import nan_if_absent
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder
 from engine.train.trainer import Trainer
@@ -78,8 +79,8 @@ def smoke(subject: Subject) -> Outcome:
     losses, entropies = [], []
     try:
         for step in trainer.steps():
-            losses.append(step.loss)
-            entropies.append(step.ce)
+            losses.append(nan_if_absent(step.loss))
+            entropies.append(nan_if_absent(step.ce))
     except TrainingFailed as error:
         return answered(ID, Level.FAIL, error.message)
     first, last = losses[0], losses[-1]

@@ -71,13 +71,13 @@ def test_every_step_of_the_smoke_gate_has_the_same_rows(
     from engine.train.trainer import Trainer
 
     seen = []
-    whole = Trainer._give
+    whole = Trainer._on_device
 
     def noted(self: Trainer, batch: Batch, position: int):  # type: ignore[no-untyped-def]
         seen.append(batch.row_ids.tolist())
         return whole(self, batch, position)
 
-    monkeypatch.setattr(Trainer, "_give", noted)
+    monkeypatch.setattr(Trainer, "_on_device", noted)
     subject = of_spec(spec, "gate.smoke_steps=3")
     smoke(subject)
     first = subject.rows.batches.take(0, 4).row_ids.tolist()

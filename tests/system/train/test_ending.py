@@ -82,7 +82,7 @@ def is_running(pid: int) -> bool:
             "engine.train.data:prepare_data", "sleep", signal.SIGINT, marks=pytest.mark.soak
         ),
         ("engine.train.build:Builder.teacher", "lock", signal.SIGTERM),
-        ("engine.train.session:Session.check", "import", signal.SIGTERM),
+        ("engine.train.loop:TrainingLoop.check", "import", signal.SIGTERM),
         ("engine.train.build:Builder.student", "sleep", signal.SIGTERM),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.data.batches import Batch
+from engine.log.events import STEP_PHASES, StepDone
 from engine.models.activation_checkpointing import configure_layers
 from engine.models.load import new_decoder
 from engine.spec import TrainSection
@@ -22,11 +23,11 @@ from engine.train import optimizer as optimizer_module
 from engine.train import trainer as subject
 from engine.train.checking import step_gradients
 from engine.train.optimizer import build_optimizer
-from engine.train.step import PHASES, Ledger, Step
+from engine.train.step import PhaseTimer, non_finite
 from engine.train.trainer import Trainer
 from tests.support.budgets import config, stream_of
 from tests.support.kit import Kit
-from tests.support.trainers import LOSS, TRAIN, build
+from tests.support.trainers import LOSS, TRAIN, build, run_ahead
 
 STEPS = TRAIN.steps
 
@@ -44,16 +45,16 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def numbers(step: Step) -> tuple[Any, ...]:
+def numbers(step: StepDone) -> tuple[Any, ...]:
     return (step.step, step.loss, step.ce, step.kd, step.grad_norm, step.lr, step.position)
 
 
 def walk(
     trainer: Trainer, ahead: Callable[[int], bool]
-) -> tuple[list[Step], list[int], list[dict[str, Tensor]]]:
-    """The Steps, which step had been launched at each, and the weights then."""
+) -> tuple[list[StepDone], list[int], list[dict[str, Tensor]]]:
+    """The steps, which step had been launched at each, and the weights then."""
     done, launched, held = [], [], []
-    for step in trainer.steps(ahead):
+    for step in run_ahead(trainer, ahead):
         done.append(step)
         launched.append(trainer.step)
         held.append(weights(trainer))
@@ -101,7 +102,7 @@ def test_a_step_that_is_not_finite_leaves_every_weight_and_moment(
     trainer = build(kit)
     done, _, held = walk(trainer, lambda step: ahead)
     assert [s.updated for s in done] == [n != bad for n in range(1, STEPS + 1)]
-    assert dict(done[bad - 1].non_finite()).keys() >= {"loss"}
+    assert dict(non_finite(done[bad - 1])).keys() >= {"loss"}
     if not ahead:
         assert same(held[bad - 1], held[bad - 2])
         assert not same(held[bad], held[bad - 1])
@@ -226,7 +227,7 @@ def test_a_batch_that_was_looked_at_is_not_yet_taken(
     assert max(taken) == 32 and trainer.step == STEPS
 
     other = build(kit)
-    other.forget_ahead()
+    other.fetch_no_further()
     plain = other.steps()
     expected = [next(plain).loss for _ in range(2)]
     other.position = 20
@@ -246,47 +247,28 @@ def test_the_gradients_of_a_check_leave_no_trace_in_the_walk(kit: Kit) -> None:
     assert found + [numbers(s) for s in steps] == expected
 
 
-def test_one_asked_to_stop_is_told_when_nothing_more_is_under_way(kit: Kit) -> None:
-    trainer = build(kit)
-    asked = [False]
-    trainer.stop_asked = lambda: asked[0]
-    seen = []
-    for step in trainer.steps(lambda step: not asked[0]):
-        seen.append((step.step, trainer.step, trainer.stops_here))
-        asked[0] = step.step >= 2
-        if trainer.stops_here:
-            break
-    assert seen == [(1, 2, False), (2, 3, False), (3, 3, True)]
-
-
-def test_a_control_that_waits_never_runs_ahead(kit: Kit) -> None:
-    trainer = build(kit)
-    trainer.slow_by = 0.01
-    assert [trainer.step for _ in trainer.steps(lambda step: True)] == list(range(1, STEPS + 1))
-
-
 def test_the_phases_of_a_step_add_up_to_it(kit: Kit) -> None:
     for ahead in (False, True):
         done, _, _ = walk(build(kit, loss=LOSS), lambda step, ahead=ahead: ahead)
         for step in done:
             spent = {n: s for n, s in step.phases.items() if n != "idle"}
-            assert set(spent) == set(PHASES) and all(s >= 0 for s in spent.values())
+            assert set(spent) == set(STEP_PHASES) and all(s >= 0 for s in spent.values())
             assert sum(spent.values()) > 0
             assert ("idle" in step.phases) == (ahead and step.step > 1)
             if not ahead:
                 assert sum(spent.values()) == pytest.approx(step.step_s)
 
 
-def test_a_ledger_adds_up_the_parts_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timer_adds_up_the_parts_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 6.0, 10.0, 17.0, 18.0])
     monkeypatch.setattr("engine.train.step.time.perf_counter", lambda: next(clock))
-    first = Ledger(torch.device("cpu"), None)
+    first = PhaseTimer(torch.device("cpu"), None)
     for phase in ("data", "student", "data", "student"):
         first.mark(phase)
     first.end()
     first.wait()
     assert first.seconds() == {"data": 4.0, "student": 6.0}
-    second = Ledger(torch.device("cpu"), first)
+    second = PhaseTimer(torch.device("cpu"), first)
     second.mark("data")
     second.end()
     assert second.seconds() == {"data": 1.0, "idle": 7.0}
@@ -312,7 +294,7 @@ def test_between_two_steps_nothing_waits_for_the_device(packed: bool) -> None:
         precision="bf16",
     )
     configure_layers(trainer.student, compiled=None, packed=packed, checkpointing=False)
-    steps = trainer.steps(lambda step: step > 2)
+    steps = run_ahead(trainer, lambda step: step > 2)
     losses = [next(steps).loss for _ in range(3)]
     try:
         with warnings.catch_warnings():

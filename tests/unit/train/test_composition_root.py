@@ -21,7 +21,7 @@ TRAINER_SIDE = (
 )
 HOLDERS = {
     "engine/train/run.py": "puts a run together",
-    "engine/train/session.py": "its loop: what a step shows decides what comes next",
+    "engine/train/loop.py": "its loop: what a step shows decides what comes next",
     "engine/train/record.py": "writes for both",
     "engine/train/prepare.py": "the same for `engine prepare`",
 }

@@ -11,6 +11,7 @@ import torch
 
 from engine.data.batches import Batches
 from engine.data.tokens import TokenStream
+from engine.log.events import StepDone
 from engine.log.folder import create_run
 from engine.log.follow import Follower
 from engine.log.write import LogWriter
@@ -21,12 +22,12 @@ from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train import record
 from engine.train import trainer as trainer_module
-from engine.train.step import Step
+from engine.train.step import broken_invariants
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
 
 
-def _steps(*, accumulation: int = 2, teacher: bool = True) -> list[Step]:
+def _steps(*, accumulation: int = 2, teacher: bool = True) -> list[StepDone]:
     import numpy as np
 
     config = ModelConfig.from_dict(tiny_config(), "tiny")
@@ -49,7 +50,7 @@ def test_a_sound_step_is_within_rounding() -> None:
     for step in _steps():
         assert step.lowest_kl is not None and 0 < step.lowest_kl < 10
         assert 0 <= step.largest_dz_sum < LARGEST_DZ_SUM
-        assert list(step.broken_invariants(temperature=1.0)) == []
+        assert list(broken_invariants(step, temperature=1.0)) == []
 
 
 def test_without_a_teacher_there_is_no_divergence_but_a_gradient() -> None:
@@ -75,9 +76,9 @@ def test_the_worst_row_of_any_micro_batch_is_what_is_told(monkeypatch: pytest.Mo
     monkeypatch.setattr(trainer_module, "distillation_loss", spoiled)
     first, *others = _steps()
     assert first.lowest_kl == pytest.approx(-0.01) and first.largest_dz_sum == pytest.approx(0.5)
-    words = list(first.broken_invariants(temperature=2.0))
+    words = list(broken_invariants(first, temperature=2.0))
     assert len(words) == 2 and "-1.00e-02" in words[0] and "5.00e-01" in words[1]
-    assert all(not list(step.broken_invariants(2.0)) for step in others)
+    assert all(not list(broken_invariants(step, 2.0)) for step in others)
 
 
 def test_a_broken_invariant_is_an_error_in_the_log(tmp_path: Path) -> None:

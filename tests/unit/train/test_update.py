@@ -11,11 +11,11 @@ from torch import Tensor
 from engine.errors import BadInput
 from engine.plan.knobs import choose_update
 from engine.train.checkpoint import state
-from engine.train.optimizer import AdamW, FusedAdamW, Looked, update_if_finite
+from engine.train.optimizer import AdamW, EmbeddingRows, FusedAdamW, update_if_finite
 from engine.train.trainer import Trainer
 from tests.support.gpu_trainers import gpu_trainer
 from tests.support.kit import Kit
-from tests.support.trainers import TRAIN, build
+from tests.support.trainers import TRAIN, build, run_ahead
 
 GPU: dict[str, Any] = dict(device="cuda", capability=(9, 0), has_triton=True, ranks=1)
 
@@ -68,14 +68,14 @@ def test_a_tied_embedding_gets_the_gradient_that_autograd_gives_it(kit: Kit) -> 
         student = trainer.student
         batch = trainer.batches.take(0, 4)
         tokens_BT, documents_BT, _ = batch.to_torch("cpu")
-        looked = Looked(student, tokens_BT) if looks else None
+        looked = EmbeddingRows(student, tokens_BT) if looks else None
         rows = None if looked is None else looked.rows_BTD
         hidden_BTD = student.hidden(tokens_BT, documents_BT, rows)
         torch.autograd.backward(student.logits_of(hidden_BTD).logsumexp(-1).sum())
         if looked is not None:
             looked.add_gradient()
         slopes.append({n: p.grad for n, p in student.named_parameters()})
-    assert Looked.possible(trainer.student)
+    assert EmbeddingRows.possible(trainer.student)
     for name, grad in slopes[0].items():
         assert grad is not None
         torch.testing.assert_close(slopes[1][name], grad, rtol=1e-5, atol=1e-6, msg=name)
@@ -93,7 +93,7 @@ def test_steps_of_the_kernels_are_those_of_torch(accumulation: int, tied: bool) 
         gpu_trainer(update, accumulation=accumulation, tied=tied) for update in ("torch", "fused")
     ]
     assert isinstance(runs[1].optimizer, FusedAdamW)
-    steps = [list(trainer.steps(lambda step: True)) for trainer in runs]
+    steps = [list(run_ahead(trainer)) for trainer in runs]
     for one, other in zip(*steps, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=2e-3)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)

@@ -1,12 +1,10 @@
-"""The training loop of one session of a run: steps, checks, evaluations and checkpoints.
+"""The training loop: the steps of one session of a run, and what is done between them.
 
-    check -> step, logged -> checks of the step -> evaluation -> checkpoint -> ... -> the last step,
-                                                                                  or an earlier end
+    fetch, forward, loss, backward, update -> log -> check -> evaluate -> save -> stop, and again
 
 A session is the part of a run that one process trains: from a fresh student or a checkpoint to the last
 step, to train.stop_after, or to a request to stop. When nothing needs the state of the run as a step left
-it, the next step is launched before the numbers of this one are read (`Trainer.steps`). `_may_run_ahead`
-lists everything that needs it.
+it, the next step is launched before the numbers of this one are read, so that the device never waits.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from engine.log.events import (
     Event,
     Phase,
     RunFinished,
+    StepDone,
     StopRequested,
     name_of_non_finite,
 )
@@ -47,6 +47,7 @@ from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import heldout_loss
 from engine.train.ranks.sharding import whole_student
+from engine.train.step import LaunchedStep, non_finite
 from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
 
@@ -61,7 +62,20 @@ OF = {
 }
 
 
-class Session:
+class _Due(NamedTuple):
+    """What follows a step."""
+
+    last: bool
+    measure_memory: bool
+    evaluate: bool
+    save: bool
+    pause: bool
+    """train.stop_after ends the session here."""
+    settling: bool
+    """The run is in its first steps, whose numbers are looked at before the next one is launched."""
+
+
+class TrainingLoop:
     """The training loop, part of the composition root.
 
     It writes every step, evaluation, check and checkpoint to the log as it happens. It holds the log
@@ -139,41 +153,78 @@ class Session:
         begun = f"from step {trainer.step} to {spec.train.steps}"
         self.log.write(Phase(name=TRAINING, detail=begun))
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
-        for step in trainer.steps(lambda step: self._may_run_ahead(step, begun_at)):
+        trainer.student.train()
+        launched: LaunchedStep | None = None
+        rank_stops = False
+        """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
+        while launched is not None or trainer.step < spec.train.steps:
+            # Fetch, forward, loss, backward, update.
+            launched = launched or trainer.launch()
+            due = self._due(launched.step, begun_at, trainer.device)
+            ahead = None
+            if not any(due) and self._may_run_ahead(trainer) and not rank_stops:
+                ahead = trainer.launch(launched)
+            step = trainer.finish(launched)
+
+            # Log.
             self.step = step.step
             self._log(record.step(step, spec.loss.temperature))
             if trainer.ranks.first:
                 held.look(step.step)
             self._log(self.compiles.done())
+
+            # Check.
             self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
                 # Whatever torch compiles lazily has been compiled by now.
                 self._log(self.compiles.seal())
             if not step.updated and spec.train.on_non_finite == "stop":
-                names = ", ".join(f"{n} is {name_of_non_finite(v)}" for n, v in step.non_finite())
-                raise TrainingFailed(
-                    f"{names} at step {step.step}; the weights were not changed by it",
-                    hint="look at the steps before it; train.on_non_finite=skip would go on past it",
-                )
-            last = step.step == spec.train.steps
-            settled = trainer.device.type == "cuda" and step.step == begun_at + MEMORY_SETTLED_AFTER
-            if last or settled:
+                raise _not_finite(step)
+            if due.measure_memory:
                 self.log.write(record.memory_peak(step.step, self.budget, trainer.device))
-            save = (last and spec.checkpoint.at_end) or _due(step.step, spec.checkpoint.every)
-            pause = last or save or _due(step.step, spec.eval.every)
-            if pause:
+
+            # Evaluate, save.
+            if due.evaluate:
                 student = whole_student(trainer.student)
                 self.evaluate("student", student.hidden, DenseHead(student.head_weight), trainer)
-            if save:
+            if due.save:
                 self.log.write(Phase(name="saving a checkpoint"))
                 self._save(trainer, student)
-            if pause and not last:
+            if due.evaluate and not due.last:
                 self.log.write(Phase(name=TRAINING))
-            if trainer.stops_here and not last:
+
+            # Stop. Ranks may have launched the next step or not, but all have read the numbers of this one
+            # before they launch the one after: so what they tell of a stop holds from the next step on.
+            asked = rank_stops if trainer.ranks.many else ahead is None and self.stop.reason
+            if asked and not due.last:
                 return self._stop_as_asked(trainer)
-            if step.step == self._paused_at(begun_at) and not last:
+            if due.pause:
                 return self._pause(trainer)
+            rank_stops = rank_stops or launched.numbers.asked_to_stop > 0
+            launched = ahead
         return None
+
+    def _due(self, step: int, begun_at: int, device: torch.device) -> _Due:
+        """Return what follows `step` in a session that began after step `begun_at`."""
+        spec = self.spec
+        last = step == spec.train.steps
+        settled_at = begun_at + MEMORY_SETTLED_AFTER
+        save = (last and spec.checkpoint.at_end) or _every(step, spec.checkpoint.every)
+        return _Due(
+            last=last,
+            measure_memory=last or (device.type == "cuda" and step == settled_at),
+            evaluate=last or save or _every(step, spec.eval.every),
+            save=save,
+            pause=spec.train.stop_after > 0
+            and step == begun_at + spec.train.stop_after
+            and not last,
+            settling=step <= settled_at,
+        )
+
+    def _may_run_ahead(self, trainer: Trainer) -> bool:
+        """Return whether no check, request to stop or control waits for the end of the step."""
+        waits = self.checks.looks_at_weights or self.stop.reason is not None or trainer.slow_by
+        return not waits
 
     def _context(self, trainer: Trainer) -> Context:
         device = trainer.device
@@ -216,22 +267,6 @@ class Session:
             f"If the check is wrong: `{past_checks(self.keeper.folder)}` goes on, and only reports what "
             f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
         )
-
-    def _may_run_ahead(self, step: int, begun_at: int) -> bool:
-        """Return whether nothing needs the state of the run as `step` leaves it."""
-        spec = self.spec
-        looks = (
-            step <= begun_at + MEMORY_SETTLED_AFTER
-            or step in (spec.train.steps, self._paused_at(begun_at))
-            or _due(step, spec.checkpoint.every)
-            or _due(step, spec.eval.every)
-        )
-        return not looks and not self.checks.looks_at_weights and self.stop.reason is None
-
-    def _paused_at(self, begun_at: int) -> int:
-        """Return the step at which train.stop_after ends the session; the last step when it is not set."""
-        after = self.spec.train.stop_after
-        return begun_at + after if after else self.spec.train.steps
 
     def _publish(self, trainer: Trainer) -> Path:
         return record.logged(
@@ -276,5 +311,13 @@ class Session:
         )
 
 
-def _due(step: int, every: int) -> bool:
+def _not_finite(step: StepDone) -> TrainingFailed:
+    names = ", ".join(f"{n} is {name_of_non_finite(v)}" for n, v in non_finite(step))
+    return TrainingFailed(
+        f"{names} at step {step.step}; the weights were not changed by it",
+        hint="look at the steps before it; train.on_non_finite=skip would go on past it",
+    )
+
+
+def _every(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
