@@ -221,13 +221,13 @@ def fail(
 
         points += 1
         exit_code = ended(child(work, place / "stderr"))
-        told = (place / "stderr").read_text()
+        stderr = (place / "stderr").read_text()
         where = f"{os.strerror(code)} at {nth}{' and after' if persistent else ''}"
         found = broken_promises(run, b"")
-        if exit_code not in (0, 65) or "Traceback" in told:
-            found.append(f"exit {exit_code}: {told[-1500:]}")
-        if exit_code == 65 and os.strerror(code) not in told:
-            found.append(f"the error is not told: {told}")
+        if exit_code not in (0, 65) or "Traceback" in stderr:
+            found.append(f"exit {exit_code}: {stderr[-1500:]}")
+        if exit_code == 65 and os.strerror(code) not in stderr:
+            found.append(f"the error is not told: {stderr}")
         if exit_code and not persistent:
             ends = [e for e in events_of(run) if isinstance(e, RunFinished)]
             if ends and (

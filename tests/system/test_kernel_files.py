@@ -35,9 +35,9 @@ def said(
     def run(*arguments: object) -> tuple[int, list[str], str]:
         capsys.readouterr()
         code = main([str(one) for one in arguments])
-        told = capsys.readouterr()
-        assert not state.exists() and "Traceback" not in told.err, told.err
-        return code, told.err.splitlines(), told.out
+        printed = capsys.readouterr()
+        assert not state.exists() and "Traceback" not in printed.err, printed.err
+        return code, printed.err.splitlines(), printed.out
 
     return run
 

@@ -28,9 +28,9 @@ def says(
 
     def run(*arguments: object) -> int:
         code = main([str(one) for one in arguments])
-        told = capfd.readouterr()
-        assert code in (0, 1, 2, 64, 65), (arguments, told.err)
-        assert code < 64 or len(told.err.splitlines()) <= 2, told.err
+        printed = capfd.readouterr()
+        assert code in (0, 1, 2, 64, 65), (arguments, printed.err)
+        assert code < 64 or len(printed.err.splitlines()) <= 2, printed.err
         return code
 
     return run

@@ -132,5 +132,5 @@ def test_whatever_becomes_of_checkpoints_a_run_goes_on_from_what_is_there_or_say
             continue
         assert code == 0 and view.started is not None, (about, view.finished.reason)
         assert view.started.resumed_from == expected, about
-        told = [note.text for note in view.notes if "step 4" in note.text]
-        assert bool(told) == (fates[4] == "gone"), (about, told)
+        noted = [note.text for note in view.notes if "step 4" in note.text]
+        assert bool(noted) == (fates[4] == "gone"), (about, noted)

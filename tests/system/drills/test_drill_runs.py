@@ -116,9 +116,9 @@ def test_what_drills_found_is_printed_and_kept_and_the_runs_of_those_that_passed
     assert unknown["level"] == "unknown"
     again = engine_here("drill", *names, "--out", out)
     assert again.returncode == 65 and "one that exists" in again.stderr
-    told = engine_here("drill", "zero_teacher", "--json", "--out", out, "--keep")
-    assert told.returncode == 0 and json.loads(told.stdout)["drills"] == [passed]
-    assert (out / "zero_teacher").exists() and "PASS" in told.stderr
+    done = engine_here("drill", "zero_teacher", "--json", "--out", out, "--keep")
+    assert done.returncode == 0 and json.loads(done.stdout)["drills"] == [passed]
+    assert (out / "zero_teacher").exists() and "PASS" in done.stderr
 
 
 def test_what_was_said_of_healthy_runs_is_counted_and_their_folders_are_kept(

@@ -416,11 +416,11 @@ def test_the_batch_size_and_a_second_time_change_nothing(
 ) -> None:
     model = open_model(knowing)
 
-    def told(name: str, rows: int) -> list[Result]:
+    def results_of(name: str, rows: int) -> list[Result]:
         lines = judged(model, problems, sandbox, tmp_path / name, rows=rows)
         return sorted(lines, key=lambda one: one.task_id)
 
-    assert told("a", 8) == told("b", 8) == told("c", 1) == told("d", 3)
+    assert results_of("a", 8) == results_of("b", 8) == results_of("c", 1) == results_of("d", 3)
 
 
 def test_a_killed_evaluation_goes_on_without_doing_anything_twice(
@@ -517,8 +517,8 @@ def test_nothing_in_the_data_marks_a_pass(ignorant: Path, sandbox: Sandbox, tmp_
         for line in humaneval_lines()
     ]
     found = read_problems(write_lines(tmp_path / "own.jsonl", lines), "humaneval")
-    told = judged(open_model(ignorant), found, sandbox, tmp_path / "results.jsonl")
-    assert [one.outcome for one in told] == ["fail"] * 4
+    results = judged(open_model(ignorant), found, sandbox, tmp_path / "results.jsonl")
+    assert [one.outcome for one in results] == ["fail"] * 4
 
 
 # The command
@@ -542,8 +542,8 @@ def test_the_command_prints_the_figures_and_compares(
         results = str(tmp_path / name)
         given = ["eval", "humaneval", str(model), "--data", data, "--results", results, "--json"]
         assert main([*given, "--max-tokens", "24", *more]) == 0
-        told: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return told
+        printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return printed
 
     first = command(ignorant, "a.jsonl")
     assert first["pass_at_k"] == {"1": 0.0} and first["mode"] == "measured"
@@ -576,10 +576,12 @@ def test_a_problem_that_is_left_out_is_named_in_every_receipt_and_counted_in_non
     assert "Own/0: its reference solution does not pass here" in capsys.readouterr().err
     given += ["--unfit", "1"]
     assert main([*given, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["problems"] == 3 and told["passed"] == 2 and told["pass_at_k"] == {"1": 2 / 3}
-    assert told["without"] == ["Own/0"] and list(told["left_out"]) == ["Own/0"]
-    assert "Own/0" not in [one["task_id"] for one in told["per_problem_results"]]
+    printed = json.loads(capsys.readouterr().out)
+    assert (
+        printed["problems"] == 3 and printed["passed"] == 2 and printed["pass_at_k"] == {"1": 2 / 3}
+    )
+    assert printed["without"] == ["Own/0"] and list(printed["left_out"]) == ["Own/0"]
+    assert "Own/0" not in [one["task_id"] for one in printed["per_problem_results"]]
     # It goes on where it was stopped, and a model beside it is asked the same problems.
     assert main([*given, "--against", str(ignorant)]) == 0
     out, err = capsys.readouterr()
@@ -653,8 +655,8 @@ def test_a_judge_that_dies_makes_the_command_exit_2(
     results = str(tmp_path / "results.jsonl")
     given = ["eval", "humaneval", str(knowing), "--data", data, "--results", results, "--json"]
     assert main([*given, "--max-tokens", "24"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert told["mode"] == "unknown" and told["passed"] is None and told["pass_at_k"] == {}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["mode"] == "unknown" and printed["passed"] is None and printed["pass_at_k"] == {}
 
 
 def test_without_a_sandbox_the_command_exits_2_and_runs_nothing(
@@ -680,8 +682,11 @@ def test_generate_prints_the_answer_it_has_learnt(
     assert capsys.readouterr().out == problem.reference.split("\n")[0] + "\n"
     given = ["generate", str(knowing), "--prompt", problem.prompt, "--json", "--max-tokens", "40"]
     assert main(given) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["text"].startswith(problem.reference) and told["ended"] in ("end_of_text", "length")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["text"].startswith(problem.reference) and printed["ended"] in (
+        "end_of_text",
+        "length",
+    )
 
 
 # Perplexity
@@ -749,13 +754,13 @@ def test_the_perplexity_command_prints_both_sides(
 ) -> None:
     given = ["eval", "ppl", str(ignorant), "--data", str(kit.corpus / "part_00.py")]
     assert main([*given, "--against", str(kit.teacher), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["kl"]["value"] > 0 and told["perplexity"] == pytest.approx(
-        math.exp(told["loss"]["value"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["kl"]["value"] > 0 and printed["perplexity"] == pytest.approx(
+        math.exp(printed["loss"]["value"])
     )
-    assert len(told["weights_sha256"]) == len(told["data_sha256"]) == 64
+    assert len(printed["weights_sha256"]) == len(printed["data_sha256"]) == 64
     assert main([*given, "--against", str(kit.teacher), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == told, "the same numbers twice"
+    assert json.loads(capsys.readouterr().out) == printed, "the same numbers twice"
     assert main([*given, "--against", str(kit.teacher)]) == 0
     said = capsys.readouterr().out
     assert "top-1 agreement" in said and "part_00.py" in said and "no interval" in said

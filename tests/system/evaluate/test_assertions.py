@@ -288,7 +288,7 @@ def test_one_hostile_program_neither_passes_nor_keeps_the_command_from_a_figure(
     given = ["eval", "humaneval", str(kit.teacher), "--data", str(data), "--json"]
     given += ["--max-tokens", "8", "--results", str(tmp_path / "results.jsonl")]
     assert main(given) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["mode"] == "measured" and told["passed"] == 1
-    assert [one["outcome"] for one in told["per_problem_results"]] == ["pass"] + ["fail"] * 4
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["mode"] == "measured" and printed["passed"] == 1
+    assert [one["outcome"] for one in printed["per_problem_results"]] == ["pass"] + ["fail"] * 4
     assert main(given) == 0 and asked == list(range(len(texts)))

@@ -288,8 +288,8 @@ def test_the_command_prints_each_gate_and_exits_by_the_lowest(
 ) -> None:
     run = str(whole.path)
     assert main(["gate", run, "--set", "gate.smoke_steps=4", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    levels = {gate["id"]: gate["level"] for gate in told["gates"]}
+    printed = json.loads(capsys.readouterr().out)
+    levels = {gate["id"]: gate["level"] for gate in printed["gates"]}
     assert levels == {
         "smoke": "pass",
         "teacher": "n/a",

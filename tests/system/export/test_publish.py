@@ -63,8 +63,8 @@ def test_a_published_student_loads_in_transformers_and_gives_the_same_text(
 ) -> None:
     folder = tmp_path / "out" / "tiny"
     assert main(["publish", str(run.path), str(folder), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    ways = {way["id"]: way for way in told["verification"]["ways"]}
+    printed = json.loads(capsys.readouterr().out)
+    ways = {way["id"]: way for way in printed["verification"]["ways"]}
     sure = ["files", "engine", "apr tiny.apr", "transformers", "gguf tiny-Q4_K_M.gguf"]
     assert {name: ways[name]["level"] for name in sure} == dict.fromkeys(sure, "pass"), ways
     assert ways["transformers"]["numbers"]["steps"] == 50
@@ -74,10 +74,10 @@ def test_a_published_student_loads_in_transformers_and_gives_the_same_text(
 
     # The text that both gave is the one that the run's own student gives.
     model = open_model(run.path, device="cpu", precision="fp32")
-    ids = model.tokenizer.encode_documents([told["verification"]["prompt"]])[0]
+    ids = model.tokenizer.encode_documents([printed["verification"]["prompt"]])[0]
     found = generate(model.decoder, [[int(one) for one in ids]], max_tokens=50, tile=1)
     text = model.tokenizer.decode([one.token for one in found])
-    assert text and told["verification"]["text"] == text
+    assert text and printed["verification"]["text"] == text
 
 
 def test_the_folder_holds_the_run_and_every_figure_of_its_card(

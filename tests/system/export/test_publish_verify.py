@@ -171,8 +171,8 @@ def test_a_file_of_other_weights_fails_and_the_command_exits_1(
 
     monkeypatch.setattr("engine.export.verify.ask", engine_alone)
     assert main(["publish", "--verify", str(model), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    found = {way["id"]: way["level"] for way in told["ways"]}
+    printed = json.loads(capsys.readouterr().out)
+    found = {way["id"]: way["level"] for way in printed["ways"]}
     assert found == {
         "files": "unknown",
         "engine": "pass",
@@ -181,7 +181,7 @@ def test_a_file_of_other_weights_fails_and_the_command_exits_1(
         "gguf m-Q8_0.gguf": "fail",
         "llama m-Q8_0.gguf": "unknown",
     }
-    assert told["level"] == "fail"
+    assert printed["level"] == "fail"
     assert asked.count("engine") == 2
 
 

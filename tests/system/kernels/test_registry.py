@@ -162,11 +162,13 @@ def test_threads_that_want_one_variant_compile_it_once() -> None:
 def test_warm_up_compiles_each_variant_once_and_tells_its_progress() -> None:
     registry = KernelRegistry(ARCH)
     wanted = [scaled(block, eps) for block in (32, 64, 128) for eps in (1e-5, 1e-6)]
-    told: list[tuple[int, int]] = []
-    warm_up(wanted + wanted, registry=registry, workers=3, progress=lambda *done: told.append(done))
+    reported: list[tuple[int, int]] = []
+    warm_up(
+        wanted + wanted, registry=registry, workers=3, progress=lambda *done: reported.append(done)
+    )
     assert registry.requested() == frozenset(wanted)
     assert len(registry.drain()) == len(wanted)
-    assert told == [(done, 6) for done in range(1, 7)]
+    assert reported == [(done, 6) for done in range(1, 7)]
 
 
 def test_kernels_that_compile_together_are_parsed_one_at_a_time(

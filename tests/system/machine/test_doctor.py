@@ -376,13 +376,13 @@ def test_the_command_writes_to_a_pipe_and_says_the_same(
 
 
 def test_the_allocator_that_the_environment_asks_for_is_the_one_that_is_told() -> None:
-    def told(name: str, wanted: str) -> Diagnosis:
+    def diagnosed(name: str, wanted: str) -> Diagnosis:
         return diagnose(MACHINES[name].facts, [], AROUND, wanted)
 
-    native = told("gb10", "native")
+    native = diagnosed("gb10", "native")
     assert native.allocator.choice == "native" and native.allocator.overridden
-    assert told("h200", "managed").allocator.choice == "managed"
-    refused = told("no_gpu", "managed")
+    assert diagnosed("h200", "managed").allocator.choice == "managed"
+    refused = diagnosed("no_gpu", "managed")
     assert refused.allocator.choice == "native" and refused.verdict.level == Level.FAIL
     assert any("a run would be refused: memory.allocator" in line for line in refused.broken)
 

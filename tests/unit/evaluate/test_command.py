@@ -146,12 +146,14 @@ def test_programs_that_had_not_ended_are_counted(
     eval_: Eval, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert eval_("--json")[0] == 0
-    told = json.loads(capsys.readouterr().out)
-    ended = [one["ended"] for one in told["per_problem_results"]]
-    assert told["cut"] == ended.count("length") and told["settings"]["max_tokens"] == 4
+    printed = json.loads(capsys.readouterr().out)
+    ended = [one["ended"] for one in printed["per_problem_results"]]
+    assert printed["cut"] == ended.count("length") and printed["settings"]["max_tokens"] == 4
     assert eval_()[0] == 0
     said = capsys.readouterr().out
-    assert told["cut"] > 0 and f"{told['cut']} programs were cut" in said and "after 4" in said
+    assert (
+        printed["cut"] > 0 and f"{printed['cut']} programs were cut" in said and "after 4" in said
+    )
 
 
 def test_a_comparison_says_in_what_it_is_not_of_like_and_refuses_several_programs(
@@ -243,13 +245,13 @@ def test_a_model_without_finite_logits_says_so_to_programs_too(
     eval_: Eval, broken: Path, kit: Kit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert eval_("--json", model=broken)[0] == 2
-    told = json.loads(capsys.readouterr().out)
-    assert told["mode"] == "unknown" and "finite logits" in told["error"]
-    assert "pass_at_k" not in told
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["mode"] == "unknown" and "finite logits" in printed["error"]
+    assert "pass_at_k" not in printed
     text = str(kit.corpus / "part_00.py")
     assert main(["eval", "ppl", str(broken), "--data", text, "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert told["mode"] == "unknown" and "finite number" in told["error"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["mode"] == "unknown" and "finite number" in printed["error"]
 
 
 def test_the_record_of_a_perplexity_says_what_it_depends_on(
@@ -258,13 +260,15 @@ def test_the_record_of_a_perplexity_says_what_it_depends_on(
     given = ["eval", "ppl", str(kit.teacher), "--data", str(kit.corpus / "part_00.py"), "--json"]
     assert main([*given, "--length", "32", "--against", str(kit.teacher)]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["length"] == 32 and told["against_weights_sha256"] == weights_sha256(kit.teacher)
-    assert "fewer than 20" in told["interval"]
+    printed = json.loads(out)
+    assert printed["length"] == 32 and printed["against_weights_sha256"] == weights_sha256(
+        kit.teacher
+    )
+    assert "fewer than 20" in printed["interval"]
     # How far it is, counted in tokens: one document may be all of the text.
-    assert f"{told['tokens']:,}/{told['tokens']:,} tokens" in err
+    assert f"{printed['tokens']:,}/{printed['tokens']:,} tokens" in err
     assert main([*given, "--length", "64"]) == 0
-    assert json.loads(capsys.readouterr().out)["loss"]["value"] != told["loss"]["value"]
+    assert json.loads(capsys.readouterr().out)["loss"]["value"] != printed["loss"]["value"]
 
 
 @pytest.mark.parametrize(

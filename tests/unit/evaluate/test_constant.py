@@ -37,9 +37,9 @@ def test_equal_logits_everywhere_are_unknown_to_programs_and_to_people(
 ) -> None:
     given = ["eval", "ppl", str(constant), "--data", str(kit.corpus / "part_00.py")]
     assert main([*given, "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert told["mode"] == "unknown" and "perplexity" not in told
-    assert "expected some that differ" in told["error"] and str(constant) in told["error"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["mode"] == "unknown" and "perplexity" not in printed
+    assert "expected some that differ" in printed["error"] and str(constant) in printed["error"]
     assert main(given) == 2
     out, err = capsys.readouterr()
     assert "perplexity" not in out and "expected some that differ" in err

@@ -47,12 +47,12 @@ def test_starts_and_positions_are_those_counted_by_hand(ids_BT: NDArray[np.int64
 @given(documents())
 def test_asking_the_device_gives_what_the_host_says(ids_BT: NDArray[np.int64]) -> None:
     asked = torch.from_numpy(ids_BT.copy())
-    told = torch.from_numpy(ids_BT.copy())
-    remember(told, ids_BT)
-    assert packing_of(asked).starts_S.tolist() == packing_of(told).starts_S.tolist()
-    assert packing_of(told).starts_S.dtype == packing_of(asked).starts_S.dtype == torch.int32
+    remembered = torch.from_numpy(ids_BT.copy())
+    remember(remembered, ids_BT)
+    assert packing_of(asked).starts_S.tolist() == packing_of(remembered).starts_S.tolist()
+    assert packing_of(remembered).starts_S.dtype == packing_of(asked).starts_S.dtype == torch.int32
     longest = int(np.diff(starts_of(ids_BT)).max())
-    for packing in (packing_of(asked), packing_of(told)):
+    for packing in (packing_of(asked), packing_of(remembered)):
         assert longest <= len(packing.longest_L) < longest + attention.LENGTH_STEP + ids_BT.shape[1]
 
 

@@ -65,8 +65,8 @@ def test_layers_are_captured_where_that_is_asked_for() -> None:
     left = choose_graphs("auto", **GPU)
     assert left.choice == "off" and "3.0 GiB in the place of 1.0 GiB" in left.reason
     assert choose_graphs("off", **GPU).choice == "off"
-    told = choose_graphs("on", **GPU)
-    assert told.choice == "on" and told.overridden
+    decision = choose_graphs("on", **GPU)
+    assert decision.choice == "on" and decision.overridden
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -296,10 +296,10 @@ class _Greedy(torch.nn.Module):
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
-        self.layer, self.told = layer, False
+        self.layer, self.wants_too_much = layer, False
 
     def forward(self, *given: Any) -> Any:
-        if self.told and torch.cuda.is_current_stream_capturing():
+        if self.wants_too_much and torch.cuda.is_current_stream_capturing():
             torch.empty(1 << 50, device="cuda", dtype=torch.uint8)
         return self.layer(*given)
 
@@ -316,7 +316,7 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
     assert agreement is not None and other.graphs is not None and not said
     # The next batch is captured anew, and now there is no memory for it.
     other.graphs._room = 0
-    greedy.told = True
+    greedy.wants_too_much = True
     for one, another in zip(plain.steps(), other.steps(), strict=True):
         assert another.loss == pytest.approx(one.loss, rel=2e-3)
         assert another.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)
@@ -324,7 +324,7 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
     assert torch.cuda.current_stream() == stream
     assert torch.equal(torch.cuda.get_rng_state(), random)
     # Nothing of the failed capture holds memory, and another one can be made.
-    greedy.told = False
+    greedy.wants_too_much = False
     other.optimizer.zero_grad(set_to_none=True)
     again = capture_student(other, length=256)
     assert again is not None and again.hidden == 0

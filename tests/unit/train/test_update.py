@@ -38,8 +38,8 @@ def test_torch_updates_where_the_kernels_cannot(changes: dict[str, Any], words: 
 
 def test_one_gpu_updates_by_the_kernels_unless_told_otherwise() -> None:
     assert choose_update("auto", **GPU).choice == "fused"
-    told = choose_update("torch", **GPU)
-    assert told.choice == "torch" and told.overridden
+    decision = choose_update("torch", **GPU)
+    assert decision.choice == "torch" and decision.overridden
 
 
 def test_torchs_update_without_its_compiler_is_torchs_to_the_bit() -> None:

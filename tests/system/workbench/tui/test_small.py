@@ -93,8 +93,8 @@ def test_on_few_rows_marks_stand_on_the_axis_and_the_cursor_takes_the_legend(
     assert "loss 2.5" in rows[0]
     assert sum("s" in row[7:] for row in rows[1:]) == 1, rows
     assert not ascii_only or "".join(rows).isascii()
-    told = low_line(cursor=30.0, readout=("step 30: loss 5.6",))
-    assert plain(render_chart(told, 38, height, ascii_only=ascii_only))[0].startswith("step 30")
+    line = low_line(cursor=30.0, readout=("step 30: loss 5.6",))
+    assert plain(render_chart(line, 38, height, ascii_only=ascii_only))[0].startswith("step 30")
 
 
 def test_a_level_outside_the_plot_names_no_line_in_it() -> None:
