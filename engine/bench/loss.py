@@ -32,8 +32,8 @@ from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
 from engine.loss.chunks import FUSED_HELD, LossKernel, default_chunk_rows
 from engine.loss.objective import distillation_loss
-from engine.models.head import Head, multiply
-from engine.models.packed import PackedHead, reserve
+from engine.models.head import Head, PackedHead, multiply
+from engine.models.packed import reserve
 from engine.plan.knobs import choose_loss_kernel
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack

@@ -1,9 +1,9 @@
 """The output matrix of a model, read in slices of its rows, so that it need not exist as a whole.
 
 The head of a 7B model is 1.1 GB in bf16 and 0.45 GB block-quantised. Logits are computed for a
-chunk of tokens at a time anyway, so a packed head (`engine.models.packed.PackedHead`) dequantises
-one slice of its rows, lets the caller multiply with it, and overwrites it with the next. A dense
-head is one slice, the tensor itself.
+chunk of tokens at a time anyway, so a `PackedHead` dequantises one slice of its rows, lets the
+caller multiply with it, and overwrites it with the next. A `DenseHead` is one slice, the tensor
+itself.
 
     for first, weight_RE in head.slices(columns, dtype):
         logits[:, first : first + len(weight_RE)] = hidden @ weight_RE^T
@@ -20,11 +20,16 @@ the same: a product of two bf16 numbers is exact in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from engine.kernels.dequantize import dequantize_rows
+from engine.kernels.linear import Scratch
+from engine.quant.planes import PackedMatrix
 
 # Shapes: N tokens, C tokens of a chunk, W vocabulary, V columns that are wanted, R rows of a slice,
 # D and E widths
@@ -68,6 +73,44 @@ class DenseHead:
 
     def slices(self, columns: int, dtype: torch.dtype) -> Slices:
         return ((0, self._weight_WE[:columns].to(dtype)),)
+
+
+class PackedHead:
+    """A block-quantised `Head`. Its values are rounded to the scratch's dtype first, as in the
+    model, whatever dtype a slice is requested in.
+    """
+
+    def __init__(self, weight: PackedMatrix, scratch: Scratch) -> None:
+        self._weight, self._scratch = weight, scratch
+
+    @property
+    def vocab_size(self) -> int:
+        return self._weight.rows
+
+    @property
+    def width(self) -> int:
+        return self._weight.columns
+
+    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
+        return _PackedSlices(self._weight, self._scratch, columns, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedSlices:
+    """Every iteration dequantises again."""
+
+    weight: PackedMatrix
+    scratch: Scratch
+    columns: int
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        step = self.scratch.fitting(self.columns, self.weight.columns)
+        for first in range(0, self.columns, step):
+            count = min(step, self.columns - first)
+            slice_RE = self.scratch.take(count, self.weight.columns)
+            dequantize_rows(self.weight, slice_RE, first, count)
+            yield first, slice_RE.to(self.dtype)
 
 
 def project(out_NV: Tensor, hidden_NE: Tensor, slices: Slices, *, scale: float = 1.0) -> None:

@@ -2,11 +2,10 @@
 
     PackedLinear      y = x W^T + b, W in blocks        in place of nn.Linear
     PackedEmbedding   the rows that are looked up       in place of nn.Embedding
-    PackedHead        W in slices, for the loss         beside `engine.models.head.DenseHead`
 
 A weight is dequantised before each matmul into a scratch buffer that all layers share
 (`engine.kernels.linear`), and overwritten by the next one. A tied model has one `PackedMatrix` in
-all three places.
+both places, and in its head (`engine.models.head.PackedHead`).
 
 There is no `nn.Parameter` here: everything is a buffer, so an optimizer finds nothing, and an input
 that requires a gradient is refused. Such a model is only used for its outputs.
@@ -14,19 +13,16 @@ that requires a gradient is refused. Such a model is only used for its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.dequantize import dequantize_gathered, dequantize_rows
+from engine.kernels.dequantize import dequantize_gathered
 from engine.kernels.linear import ROWS, Kernel, Scratch, packed_linear, packed_linear_many
 from engine.models.decoder import Decoder
-from engine.models.head import DenseHead, Head, Slices
+from engine.models.head import DenseHead, Head, PackedHead
 from engine.quant.planes import PackedMatrix
-
-# Shapes: W vocabulary, V columns that are wanted, E width, R rows of a slice
 
 
 class _Packed(nn.Module):
@@ -88,44 +84,6 @@ class PackedEmbedding(_Packed):
         )
         dequantize_gathered(self.packed, ids.flatten(), out)
         return out.view(*ids.shape, -1)
-
-
-class PackedHead:
-    """A block-quantised `Head`. Its values are rounded to the scratch's dtype first, as in the
-    model, whatever dtype a slice is requested in.
-    """
-
-    def __init__(self, weight: PackedMatrix, scratch: Scratch) -> None:
-        self._weight, self._scratch = weight, scratch
-
-    @property
-    def vocab_size(self) -> int:
-        return self._weight.rows
-
-    @property
-    def width(self) -> int:
-        return self._weight.columns
-
-    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
-        return _PackedSlices(self._weight, self._scratch, columns, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedSlices:
-    """Every iteration dequantises again."""
-
-    weight: PackedMatrix
-    scratch: Scratch
-    columns: int
-    dtype: torch.dtype
-
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        step = self.scratch.fitting(self.columns, self.weight.columns)
-        for first in range(0, self.columns, step):
-            count = min(step, self.columns - first)
-            slice_RE = self.scratch.take(count, self.weight.columns)
-            dequantize_rows(self.weight, slice_RE, first, count)
-            yield first, slice_RE.to(self.dtype)
 
 
 def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:

@@ -54,10 +54,10 @@ from engine.formats.open import open_weights
 from engine.kernels.linear import Scratch
 from engine.loss.chunks import SparseTargets
 from engine.models.config import config_of
-from engine.models.head import DenseHead, Head
+from engine.models.head import DenseHead, Head, PackedHead
 from engine.models.load import as_floats, check_tied, non_finite, refuse_non_finite
 from engine.models.names import check_fits, embedding_and_head
-from engine.models.packed import PackedHead, reserve
+from engine.models.packed import reserve
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
 from engine.teachers.prefetching import DeviceBatch

@@ -21,10 +21,10 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.kernels.linear import Scratch
 from engine.loss.objective import distillation_loss
 from engine.models.config import ModelConfig
-from engine.models.head import multiply, project
+from engine.models.head import PackedHead, multiply, project
 from engine.models.load import load_decoder, load_packed_decoder
 from engine.models.names import expected_tensors, names_for
-from engine.models.packed import PackedHead, PackedLinear
+from engine.models.packed import PackedLinear
 from engine.quant.blocks import BLOCK_TYPES, NOISE_FLOORS
 from engine.quant.planes import pack
 from engine.quant.quantize import quantize

@@ -27,8 +27,8 @@ from engine.loss.objective import (
 )
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.head import Head
-from engine.models.packed import PackedHead, reserve
+from engine.models.head import Head, PackedHead
+from engine.models.packed import reserve
 from engine.plan import memory
 from tests.support.budgets import (
     DEMO_STUDENT,

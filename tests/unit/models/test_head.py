@@ -14,8 +14,7 @@ from torch import Tensor
 from engine.kernels.linear import Scratch
 from engine.loss.objective import LossTerms, distillation_loss
 from engine.loss.reference import reference_loss
-from engine.models.head import DenseHead, Head, Slices, multiply, project
-from engine.models.packed import PackedHead
+from engine.models.head import DenseHead, Head, PackedHead, Slices, multiply, project
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix, pack, unpack
 from engine.quant.quantize import quantize
