@@ -51,7 +51,7 @@ def default_chunk_rows(device: str, vocabulary: int, *, fused: bool = False) -> 
 
 
 def logits_buffers(divergence: str | None, *, sparse: bool, fused: bool) -> int:
-    """Return the number of [C, V] buffers of a form, in fp32 or wider; `divergence` is None without a teacher."""
+    """Return how many [C, V] buffers of fp32 or wider a form has; `divergence` is None without a teacher."""
     if fused:
         return 1 if divergence is None or sparse else 2
     if divergence is None:
@@ -102,6 +102,14 @@ class Job:
     """Whether nothing will multiply the loss, so that the gradients can be divided when they are
     computed; the divisor is then a number on the host.
     """
+
+    @property
+    def buffers(self) -> int:
+        return logits_buffers(
+            None if self.teacher is None else self.divergence,
+            sparse=isinstance(self.teacher, SparseTargets),
+            fused=self.kernel == "fused",
+        )
 
 
 @dataclass(slots=True, kw_only=True)

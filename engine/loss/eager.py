@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from engine.divergences import DIVERGENCES, Logits
-from engine.loss.chunks import Job, SparseTargets, TeacherHidden, Totals, logits_buffers
+from engine.loss.chunks import Job, TeacherHidden, Totals
 from engine.models.head import multiply, project, sum_dtype
 
 # Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary, D student width,
@@ -46,11 +46,9 @@ class EagerChunks:
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         self._job = job
-        divergence = None if job.teacher is None else job.divergence
-        sparse = isinstance(job.teacher, SparseTargets)
         self._buffers = [
             torch.empty(rows, len(w_VD), dtype=sum_dtype(w_VD.dtype), device=w_VD.device)
-            for _ in range(logits_buffers(divergence, sparse=sparse, fused=False))
+            for _ in range(job.buffers)
         ]
         self._totals = Totals(ce=torch.zeros((), dtype=torch.float64, device=w_VD.device))
         self._narrow_CV: Tensor | None = None

@@ -36,7 +36,9 @@ class FusedForm:
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         self._job = job
         vocabulary, device = len(w_VD), w_VD.device
-        self._z_CV = row_buffer(rows, vocabulary, torch.float32, device)
+        self._buffers = [
+            row_buffer(rows, vocabulary, torch.float32, device) for _ in range(job.buffers)
+        ]
         held = min(rows * FUSED_HELD, len(job.labels_M))
         self._dz_GV = row_buffer(held, vocabulary, w_VD.dtype, device)
         self._begun = 0
@@ -44,7 +46,7 @@ class FusedForm:
     def _student_logits(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         """Return a chunk's logits, and the location for its dz."""
         count, place = chunk.stop - chunk.start, chunk.start - self._begun
-        z_CV, dz_CV = self._z_CV[:count], self._dz_GV[place : place + count]
+        z_CV, dz_CV = self._buffers[0][:count], self._dz_GV[place : place + count]
         multiply(z_CV, h_CD, w_VD.t())
         return z_CV, dz_CV
 
@@ -58,37 +60,30 @@ class FusedChunks(FusedForm):
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         super().__init__(job, rows, w_VD)
-        teacher = job.teacher
-        assert teacher is None or isinstance(teacher, TeacherHidden)
-        vocabulary, device = len(w_VD), w_VD.device
-        self._teacher = teacher
-        self._t_CV = (
-            None if teacher is None else row_buffer(rows, vocabulary, torch.float32, device)
-        )
-        self._rows = LossRows.empty(len(job.labels_M), vocabulary, device)
+        self._rows = LossRows.empty(len(job.labels_M), len(w_VD), w_VD.device)
 
     def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
         z_CV, dz_CV = self._student_logits(h_CD, w_VD, chunk)
-        t_CV = None
-        if self._teacher is not None and self._t_CV is not None:
-            t_CV = self._t_CV[: len(z_CV)]
-            project(t_CV, self._teacher.hidden_ME[chunk], self._teacher.slices)
+        job, t_CV = self._job, None
+        if isinstance(job.teacher, TeacherHidden):
+            t_CV = self._buffers[1][: len(z_CV)]
+            project(t_CV, job.teacher.hidden_ME[chunk], job.teacher.slices)
         self._rows.differentiate(
             z_CV,
             t_CV,
             dz_CV,
-            self._job.labels_M,
+            job.labels_M,
             chunk.start,
-            alpha=self._job.alpha,
-            temperature=self._job.temperature,
-            divergence=self._job.divergence,
+            alpha=job.alpha,
+            temperature=job.temperature,
+            divergence=job.divergence,
         )
 
     def totals(self) -> Totals:
         rows = self._rows
         totals = Totals(ce=rows.ce_M.sum(dtype=torch.float64))
         totals.add_gradient(rows.dz_sums_MS.sum(dim=1))
-        if self._teacher is not None:
+        if self._job.teacher is not None:
             totals.divergence = rows.divergence_M.sum(dtype=torch.float64)
             totals.agreeing = rows.agree_M.sum(dtype=torch.float64)
             totals.lowest = rows.divergence_M.amin()
