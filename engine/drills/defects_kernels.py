@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.drills.planting import replaced
 from engine.kernels import registry
-from engine.kernels.key import Constant, Variant
+from engine.kernels.compiler import Constant, Variant
 
 IGNORED = "BIAS"
 

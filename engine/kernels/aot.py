@@ -36,8 +36,7 @@ from engine.kernels import (
     small_m,
     sparse_loss,
 )
-from engine.kernels.compiler import ARCHITECTURES, compile_for
-from engine.kernels.key import Variant
+from engine.kernels.compiler import ARCHITECTURES, Variant, compile_for
 from engine.kernels.prewarm import Matrix, prewarm_variants
 from engine.quant.blocks import BLOCK_TYPES
 from engine.terminal import put

@@ -28,10 +28,10 @@ import triton
 from torch import Tensor
 
 from engine.kernels import decode_choose
+from engine.kernels.compiler import Variant
 from engine.kernels.decode import _gate, _norm
 from engine.kernels.decode_attend import _attend, _join
 from engine.kernels.dependent_launch import EARLY_ARCH
-from engine.kernels.key import Variant
 from engine.kernels.registry import REGISTRY, compiled_as, launch
 from engine.kernels.small_m_inputs import BLOCK, Inputs, empty_inputs
 from engine.kernels.small_m_table import Config, config_for

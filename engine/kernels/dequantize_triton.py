@@ -32,6 +32,7 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.kernels.compiler import Variant
 from engine.kernels.dequantize_32 import (
     _dequantize_q4_0,
     _dequantize_q5_0,
@@ -39,7 +40,6 @@ from engine.kernels.dequantize_32 import (
     _dequantize_q8_0,
 )
 from engine.kernels.dequantize_k import _dequantize_q4_k, _dequantize_q5_k, _dequantize_q6_k
-from engine.kernels.key import Variant
 from engine.kernels.registry import compiled_as, launch
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 from engine.quant.planes import PackedMatrix, fields

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.errors import InternalError
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant
 from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

@@ -53,7 +53,7 @@ from torch import Tensor
 
 from engine.divergences import DIVERGENCES, fused_divergences
 from engine.errors import InternalError
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant
 from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

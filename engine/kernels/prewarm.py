@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from engine.kernels import dequantize_triton, small_m
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant
 from engine.kernels.registry import REGISTRY, KernelRegistry
 from engine.quant.blocks import BlockType
 from engine.quant.planes import PackedMatrix

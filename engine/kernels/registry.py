@@ -36,9 +36,8 @@ from triton.runtime import driver
 
 from engine.errors import InternalError
 from engine.kernels.compile_record import CompileRecord, KernelCounts
-from engine.kernels.compiler import ALIGNMENT_BYTES, key_for
+from engine.kernels.compiler import ALIGNMENT_BYTES, Constant, KernelKey, Variant, key_for
 from engine.kernels.compiler import compile_for as compile_for
-from engine.kernels.key import Constant, KernelKey, Variant
 
 _POINTERS = {
     torch.uint8: "*u8",

@@ -34,7 +34,7 @@ from triton import knobs
 
 from engine.errors import InternalError
 from engine.kernels import small_m_inputs
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant
 from engine.kernels.registry import compiled_as, current_arch, launch
 from engine.kernels.small_m_codes import _products
 from engine.kernels.small_m_inputs import Inputs, as_integers

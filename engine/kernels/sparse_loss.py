@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.errors import InternalError
+from engine.kernels.compiler import Variant
 from engine.kernels.kd_loss import LEAST, LOG2_E, UNIT, _power, _read
-from engine.kernels.key import Variant
 from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

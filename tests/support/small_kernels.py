@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.key import Constant, Variant
+from engine.kernels.compiler import Constant, Variant
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 

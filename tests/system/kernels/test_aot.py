@@ -20,8 +20,7 @@ from triton.runtime.jit import JITFunction
 import engine.kernels
 from engine.kernels import aot
 from engine.kernels.aot import AotFigure, figure, regressions
-from engine.kernels.compiler import ARCHITECTURES, first_stage, key_for
-from engine.kernels.key import Constant, Variant
+from engine.kernels.compiler import ARCHITECTURES, Constant, Variant, first_stage, key_for
 from engine.loss import fused
 from tests.support.paths import TESTS
 from tests.support.small_kernels import crowded, scaled

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from engine.errors import InternalError
 from engine.kernels.compiler import (
     MANIFEST,
+    Variant,
     _compile,
     _Source,
     compile_for,
@@ -25,7 +26,6 @@ from engine.kernels.compiler import (
     key_for,
     verify,
 )
-from engine.kernels.key import Variant
 from tests.support.paths import ROOT
 from tests.support.small_kernels import deaf, scaled
 

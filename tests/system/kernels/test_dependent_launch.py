@@ -12,9 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from engine.kernels import decode_launch, small_m
-from engine.kernels.compiler import compile_for
+from engine.kernels.compiler import Variant, compile_for
 from engine.kernels.dependent_launch import EARLY_ARCH, can_be_early
-from engine.kernels.key import Variant
 from engine.kernels.small_m_table import config_for
 from engine.quant.blocks import BLOCK_TYPES
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InternalError
-from engine.kernels.compiler import key_for
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant, key_for
 from tests.support.small_kernels import _deaf, _scaled, scaled
 
 TYPES = st.sampled_from(["*fp32", "*bf16", "*u8", "i32", "i64", "fp32"])

@@ -14,8 +14,7 @@ import torch
 
 from engine.errors import InternalError
 from engine.kernels.compile_record import CompileRecord, KernelCounts
-from engine.kernels.compiler import key_for
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant, key_for
 from engine.kernels.prewarm import warm_up
 from engine.kernels.registry import KernelRegistry, check_arguments, pointer_type
 from tests.support.perf import within

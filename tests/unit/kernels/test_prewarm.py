@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from engine.kernels import dequantize_triton, small_m, small_m_inputs
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant
 from engine.kernels.linear import Kernel, Scratch, packed_linear
 from engine.kernels.prewarm import Matrix, matrices_of, prewarm_variants
 from engine.kernels.registry import pointer_type

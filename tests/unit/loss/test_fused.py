@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from engine.kernels import kd_loss
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant
 from engine.kernels.registry import pointer_type
 from engine.loss.chunks import LossKernel, default_chunk_rows
 from engine.loss.objective import (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant
 from engine.kernels.registry import REGISTRY
 from engine.models.decode_step import DecodeSteps
 from engine.models.decoder import Decoder

@@ -20,7 +20,7 @@ from tests.support.random_blocks import error, random_matrix
 pytest.importorskip("triton")
 
 from engine.kernels import small_m, small_m_inputs
-from engine.kernels.key import Variant
+from engine.kernels.compiler import Variant
 from engine.kernels.small_m_table import CODES_ROWS, MAX_ROWS, Config, config_for
 
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
