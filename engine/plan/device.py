@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,29 +50,29 @@ class ComputeDevice:
 
 
 def set_up_device(
-    spec: RunSpec,
-) -> Generator[Decision | CompiledLibrary, None, ComputeDevice]:
-    """Choose and set up device, allocator, precision and threads; yield each decision as it is made."""
+    spec: RunSpec, log: Callable[[Decision | CompiledLibrary], None]
+) -> ComputeDevice:
+    """Choose and set up device, allocator, precision and threads; log each decision as it is made."""
     chosen = choose_device(spec.compute.device)
-    yield chosen
+    log(chosen)
     device = torch.device(chosen.choice)
     # Only a process that will compute on the GPU queries CUDA itself.
     facts = read_facts(cuda=ask_here()) if device.type == "cuda" else read_facts()
     allocator = choose_allocator(spec.memory.allocator, facts, device.type)
-    yield allocator
+    log(allocator)
     memory = memory_scope(allocator.choice, device)
     if memory.compiled is not None:
-        yield memory.compiled
+        log(memory.compiled)
     limit_bytes = round(spec.memory.limit_gib * 2**30)
     if limit_bytes and device.type == "cuda" and allocator.choice == "native":
         limit_allocator(limit_bytes)
     precision = choose_precision("student.precision", spec.student.precision, device.type)
-    yield precision
+    log(precision)
     threads = choose_threads(spec.compute.threads)
-    yield threads
+    log(threads)
     torch.set_num_threads(int(threads.choice))
     # The supervisor sets this: OpenMP has read its environment before this line can run.
-    yield choose_thread_wait(spec.compute.thread_wait, os.environ)
+    log(choose_thread_wait(spec.compute.thread_wait, os.environ))
     # Setting this makes torch import its compiler, for more than a second, so it is set only if it
     # changes.
     if spec.compute.deterministic != torch.are_deterministic_algorithms_enabled():

@@ -5,16 +5,16 @@ other.
       ->  what memory allows  ->  kernel of a quantised teacher
 
 Everything follows from the spec, the headers of files and the device, so a run that cannot work is
-refused in the first second. Each decision is yielded as it is made, and the budget at the end. The
+refused in the first second. Each decision is logged as it is made, and the budget at the end. The
 choosers and their reasons are in `engine.plan.knobs`, the memory arithmetic in `engine.plan.memory`, and
 what is changed when the run does not fit in `engine.plan.fit_in_memory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,8 @@ from engine.teachers.store.manifest import check_teacher_files, fitting_manifest
 
 LOOKED_AT = 1024
 """Rows of the run that are looked up in the store before it begins."""
+
+Log: TypeAlias = Callable[[Decision], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +245,13 @@ class Plan:
 
 
 def plan_run(
-    spec: RunSpec, inputs: Inputs, compute: ComputeDevice, stream: TokenStream
-) -> Generator[Decision | MemoryBudget, None, Plan]:
-    """Plan a run; yield each decision and the budget.
+    spec: RunSpec,
+    inputs: Inputs,
+    compute: ComputeDevice,
+    stream: TokenStream,
+    log: Callable[[Decision | MemoryBudget], None],
+) -> Plan:
+    """Plan a run; log each decision and the budget.
 
     `stream` is the training data, whose rows a store should have. Raises CacheError for a store that does
     not fit this run, and BadInput for a run that does not fit into memory, unless memory.budget says to
@@ -255,53 +261,51 @@ def plan_run(
     facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store)
     if spec.has_teacher:
         precision = store.precision if store else KNOBS["teacher.precision"].decide(facts)
-        yield precision
+        log(precision)
         facts = replace(facts, teacher_precision=precision.choice)
-    loss_kernel: LossKernel = (
-        "fused" if (yield from _taken(facts, "loss.kernel")) == "fused" else "eager"
-    )
-    execution = yield from choose_layer_execution(facts)
-    memory = yield from plan_memory(facts, execution, fused_loss=loss_kernel == "fused")
+    loss_kernel: LossKernel = "fused" if _taken(facts, log, "loss.kernel") == "fused" else "eager"
+    execution = choose_layer_execution(facts, log)
+    memory = plan_memory(facts, execution, log, fused_loss=loss_kernel == "fused")
     budget = memory.budget()
-    yield budget
+    log(budget)
     if spec.memory.budget == "enforce":
         budget.refuse_if_too_big()
     if memory.backend == "quantized":
-        yield KNOBS["teacher.kernel"].decide(facts)
+        log(KNOBS["teacher.kernel"].decide(facts))
     return Plan(
         facts=facts, loss_kernel=loss_kernel, execution=execution, memory=memory, budget=budget
     )
 
 
-def _taken(facts: RunFacts, key: str, **computed: Any) -> Generator[Decision, None, str]:
-    """Decide one setting, yield the decision and return the choice."""
+def _taken(facts: RunFacts, log: Log, key: str, **computed: Any) -> str:
+    """Decide one setting, log the decision and return the choice."""
     decision = KNOBS[key].decide(facts, **computed)
-    yield decision
+    log(decision)
     return decision.choice
 
 
-def choose_layer_execution(facts: RunFacts) -> Generator[Decision, None, LayerExecution]:
+def choose_layer_execution(facts: RunFacts, log: Log) -> LayerExecution:
     """Decide whether layers are compiled and attention is packed.
 
     With stored teacher outputs, the teacher is neither compiled nor prefetched.
     """
-    compiled = yield from _taken(facts, "student.compile")
-    packed = yield from _taken(facts, "student.attention")
+    compiled = _taken(facts, log, "student.compile")
+    packed = _taken(facts, log, "student.attention")
     execution = LayerExecution(compiled=compiled == "on", packed=packed == "packed")
     if facts.teacher is None:
         return execution
-    packed = yield from _taken(facts, "teacher.attention")
+    packed = _taken(facts, log, "teacher.attention")
     execution = replace(execution, teacher_packed=packed == "packed")
     if facts.store is not None:
         return execution
-    compiled = yield from _taken(facts, "teacher.compile")
-    prefetches = yield from _taken(facts, "teacher.prefetch")
+    compiled = _taken(facts, log, "teacher.compile")
+    prefetches = _taken(facts, log, "teacher.prefetch")
     return replace(execution, teacher_compiled=compiled == "on", prefetches=prefetches == "on")
 
 
 def plan_memory(
-    facts: RunFacts, execution: LayerExecution, *, fused_loss: bool
-) -> Generator[Decision, None, MemoryPlan]:
+    facts: RunFacts, execution: LayerExecution, log: Log, *, fused_loss: bool
+) -> MemoryPlan:
     """Decide what memory depends on, and return the plan with those choices.
 
     These are the teacher's backend, checkpointing, tokens per chunk of the loss, sharding over ranks, and
@@ -337,21 +341,27 @@ def plan_memory(
         shared, theirs = fit(
             replace(whole, teacher_shard=True), usual_chunk_rows=usual, stored=facts.stored
         )
-        shard = yield from _taken(
-            facts, "teacher.shard", whole_bytes=plan.total_bytes, shared_bytes=shared.total_bytes
+        shard = _taken(
+            facts,
+            log,
+            "teacher.shard",
+            whole_bytes=plan.total_bytes,
+            shared_bytes=shared.total_bytes,
         )
         if shard == "on":
             plan, decisions = shared, theirs
-    yield from decisions
+    for decision in decisions:
+        log(decision)
     if facts.ranks > 1:
         kept = replace(plan, reshard=False)
-        reshard = yield from _taken(
-            facts, "student.reshard", kept_bytes=kept.total_bytes, given_bytes=plan.total_bytes
+        reshard = _taken(
+            facts, log, "student.reshard", kept_bytes=kept.total_bytes, given_bytes=plan.total_bytes
         )
         plan = kept if reshard == "off" else plan
     captured = replace(plan, graphs=True)
-    graphs = yield from _taken(
+    graphs = _taken(
         facts,
+        log,
         "student.graphs",
         packed=execution.packed,
         checkpointing=plan.checkpointing,

@@ -16,7 +16,7 @@ stored.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import torch
 from engine.data.batches import Batch
 from engine.formats.safetensors import tensors_sha256
 from engine.log.beats import BeatWriter
-from engine.log.events import Evaluated, Event, Note, Phase
+from engine.log.events import Evaluated, Note, Phase
 from engine.log.view import RunView
 from engine.models.decoder import Decoder
 from engine.models.head import Head
@@ -45,7 +45,7 @@ from engine.train import record
 from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles
 from engine.train.data import Data
-from engine.train.record import Logged
+from engine.train.record import Log
 from engine.train.step import BeatObserver
 from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
@@ -72,50 +72,49 @@ class Builder:
     ranks: Ranks
     beat: BeatWriter | None
     """The beats of this rank; None for a single process."""
-    later: Callable[[Event], None]
-    """Writes the events of a stored teacher that occur during training, when a row is missing from the store."""
+    log: Log
 
     @property
     def facts(self) -> RunFacts:
         return self.plan.facts
 
-    def teacher(self, before: RunView | None) -> Logged[LoadedTeacher]:
+    def teacher(self, before: RunView | None) -> LoadedTeacher:
         """Return the teacher, ready to run.
 
         Raises CheckpointError when an earlier session, whose log is `before`, read different weights from
         the same file.
         """
-        spec, plan = self.facts.spec.teacher, self.plan
+        spec, plan, log = self.facts.spec.teacher, self.plan, self.log
         backend, precision = plan.memory.backend, plan.facts.teacher_precision
         if backend == "none":
             return LoadedTeacher()
         if (store := plan.facts.store) is not None:
-            cached = yield from self._stored_teacher(store)
+            cached = self._stored_teacher(store)
             return LoadedTeacher(teacher=cached, sha256=store.identity.teacher_sha256)
-        yield Phase(name="loading the teacher", detail=spec.path)
+        log(Phase(name="loading the teacher", detail=spec.path))
         teacher, decoder = self._build(backend, precision)
-        yield from self._warm_up_teacher(decoder)
+        self._warm_up_teacher(decoder)
         model = record.model("teacher", spec.path, decoder.config, precision, decoder)
-        yield model
+        log(model)
         check_same_teacher(before, model.sha256, spec.path, backend, precision)
         if isinstance(teacher, TruncatingTeacher):
-            yield Phase(name="measuring what the cut of the vocabulary drops")
+            log(Phase(name="measuring what the cut of the vocabulary drops"))
             dropped = teacher.dropped_mass(
                 self.data.heldout[:1],
                 self.facts.compute.device,
                 temperature=self.facts.spec.loss.temperature,
             )
-            yield record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped)
+            log(record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped))
         if plan.execution.teacher_compiled:
-            yield Phase(name="compiling the teacher's layers")
-            yield from self.compiles.compile_teacher(
-                teacher, decoder, self.data.heldout[0], self.facts.spec.train.rows, precision
+            log(Phase(name="compiling the teacher's layers"))
+            self.compiles.compile_teacher(
+                teacher, decoder, self.data.heldout[0], self.facts.spec.train.rows, precision, log
             )
         if plan.execution.prefetches:
             teacher = PrefetchingTeacher(teacher, self.facts.compute.device)
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
 
-    def student(self, teacher_decoder: Decoder | None) -> Logged[tuple[Decoder, str]]:
+    def student(self, teacher_decoder: Decoder | None) -> tuple[Decoder, str]:
         """Return the initial student and the sha256 of its tensors.
 
         Raises WeightsError when it is the same model as the teacher, unless teacher.allow_identical is
@@ -127,31 +126,31 @@ class Builder:
             self.facts.compute.device,
         )
         if spec.path:
-            yield Phase(name="loading the student", detail=spec.path)
+            self.log(Phase(name="loading the student", detail=spec.path))
             student = load_decoder(Path(spec.path), dtype=torch.float32, device=device)
         else:
-            yield Phase(name="making the student", detail=f"fresh weights, seed {seed}")
+            self.log(Phase(name="making the student", detail=f"fresh weights, seed {seed}"))
             student = new_decoder(self.facts.inputs.student, seed=seed).to(device)
         source = spec.path or f"fresh weights of {spec.config}"
         precision = self.facts.compute.precision
         model = record.model("student", source, student.config, precision, student)
-        yield model
+        self.log(model)
         if teacher_decoder is not None:
             allowed = self.facts.spec.teacher.allow_identical
             note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
             if note is not None:
-                yield Note(level="warning", text=note)
+                self.log(Note(level="warning", text=note))
         return student, model.sha256
 
-    def warm_up(self) -> Logged[str]:
+    def warm_up(self) -> str:
         """Compile the kernels of the loss and the update; return the chosen implementation of the update."""
         spec = self.facts.spec
         if spec.kernels.prewarm and self.plan.loss_kernel == "fused":
-            yield from self.compiles.warm_up_loss(self.plan)
+            self.compiles.warm_up_loss(self.plan, self.log)
         update = KNOBS["train.update"].decide(self.facts)
-        yield update
+        self.log(update)
         if spec.kernels.prewarm and update.choice == "fused":
-            yield from self.compiles.warm_up_update()
+            self.compiles.warm_up_update(self.log)
         return update.choice
 
     def trainer(
@@ -178,25 +177,23 @@ class Builder:
         if self.beat is not None:
             self.beat.entering()
 
-    def _stored_teacher(self, stored: Stored) -> Logged[CachedTeacher]:
+    def _stored_teacher(self, stored: Stored) -> CachedTeacher:
         """Return the teacher read from its store, truncated to the student's vocabulary.
 
         It is logged as a loaded one is. At the first miss the teacher itself is built, if
         teacher.cache_miss is online. Raises WeightsError and, at a miss, CacheError.
         """
-        spec, device = self.facts.spec.teacher, self.facts.compute.device
+        spec, device, log = self.facts.spec.teacher, self.facts.compute.device, self.log
         ids = self.facts.inputs.student.vocab_size
         store, identity, config = stored.store, stored.identity, stored.config
         for text in store.refusals:
-            yield Note(level="warning", text=f"{text}; its rows are not used")
-        yield Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}")
-        yield record.model(
-            "teacher", spec.path, config, identity.precision, identity.teacher_sha256
-        )
+            log(Note(level="warning", text=f"{text}; its rows are not used"))
+        log(Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}"))
+        log(record.model("teacher", spec.path, config, identity.precision, identity.teacher_sha256))
 
         def online() -> Teacher:
             detail = f"{spec.path}: for what is not stored"
-            self.later(Phase(name="loading the teacher", detail=detail))
+            self.log(Phase(name="loading the teacher", detail=detail))
             built = self._build(identity.backend, identity.precision)
             found = _hash_of(built.decoder)
             if found != identity.teacher_sha256:
@@ -207,7 +204,7 @@ class Builder:
                     f"{spec.path} with {found}",
                 )
             detail = "with the teacher itself where nothing is stored"
-            self.later(Phase(name="training", detail=detail))
+            self.log(Phase(name="training", detail=detail))
             return built.teacher
 
         def teacher(head: Head | None, width: int) -> CachedTeacher:
@@ -217,13 +214,13 @@ class Builder:
                 vocab_size=width,
                 head=head,
                 online=online if spec.cache_miss == "online" else None,
-                say=lambda text: self.later(Note(level="warning", text=text)),
+                say=lambda text: self.log(Note(level="warning", text=text)),
             )
 
         if identity.form != "hidden":
-            yield from _measured_cut(stored, ids)
+            _measured_cut(stored, ids, log)
             return teacher(None, ids)
-        yield Phase(name="loading the teacher's head", detail=spec.path)
+        log(Phase(name="loading the teacher's head", detail=spec.path))
         head = load_head(
             spec.path,
             packed=identity.backend == "quantized",
@@ -236,13 +233,13 @@ class Builder:
         cut = TruncatingTeacher(whole, ids)
         with contextlib.closing(whole):
             if all(whole.holds(batch) for batch in self.data.heldout[:1]):
-                yield Phase(name="measuring what the cut of the vocabulary drops")
+                log(Phase(name="measuring what the cut of the vocabulary drops"))
                 dropped = cut.dropped_mass(
                     self.data.heldout[:1], device, temperature=self.facts.spec.loss.temperature
                 )
-                yield record.vocabulary_cut(config.vocab_size, ids, dropped)
+                log(record.vocabulary_cut(config.vocab_size, ids, dropped))
             else:
-                yield from _measured_cut(stored, ids)
+                _measured_cut(stored, ids, log)
         return teacher(cut.head(), ids)
 
     def _build(self, backend: str, precision: str) -> BuiltTeacher:
@@ -263,12 +260,12 @@ class Builder:
         built.decoder.packed = self.plan.execution.teacher_packed
         return built
 
-    def _warm_up_teacher(self, decoder: Decoder) -> Iterator[Event]:
+    def _warm_up_teacher(self, decoder: Decoder) -> None:
         """Compile every kernel that training and held-out batches launch in `decoder`."""
         if self.facts.spec.kernels.prewarm:
             rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
             tokens = {count * self.facts.spec.data.seq_len for count in rows}
-            yield from self.compiles.warm_up(decoder, tokens, self.facts.compute.device)
+            self.compiles.warm_up(decoder, tokens, self.facts.compute.device, self.log)
 
 
 def holds_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> bool:
@@ -299,12 +296,12 @@ def _hash_of(decoder: Decoder) -> str:
     return tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
 
 
-def _measured_cut(stored: Stored, student_vocab: int) -> Iterator[Event]:
-    """Yield the mass that truncating the vocabulary drops, as measured when the store was made."""
+def _measured_cut(stored: Stored, student_vocab: int, log: Log) -> None:
+    """Log the mass that truncating the vocabulary drops, as measured when the store was made."""
     measured, ids = stored.store.manifest.measured, stored.config.vocab_size
     if measured.dropped_mean is None or measured.dropped_max is None:
         return
     dropped = DroppedMass(
         mean=measured.dropped_mean, largest=measured.dropped_max, tokens=measured.dropped_tokens
     )
-    yield record.vocabulary_cut(ids, student_vocab, dropped)
+    log(record.vocabulary_cut(ids, student_vocab, dropped))

@@ -37,7 +37,7 @@ from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
 from engine.train.compiles import Compiles
 from engine.train.cuda_graphs import Graphs
-from engine.train.record import Logged
+from engine.train.record import Log
 from engine.train.trainer import Trainer
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
@@ -102,15 +102,16 @@ def configure_student(
     length: int,
     compiled: bool,
     graphs_given_up: Callable[[str], None],
-) -> Logged[None]:
+    log: Log,
+) -> None:
     """Compile or capture the student's layers as planned, for rows of `length` tokens.
 
-    Yields the distance of their output from the eager layers'. `compiled` says whether they are compiled
+    Logs the distance of their output from the eager layers'. `compiled` says whether they are compiled
     now. `graphs_given_up` is called with the reason when layers that were to be captured are not, now or
     in a later step. Raises TrainingFailed when the distance is more than rounding.
     """
     if compiled:
-        yield Phase(name="compiling the student's layers")
+        log(Phase(name="compiling the student's layers"))
     agreement = compile_student(
         trainer,
         length=length,
@@ -118,24 +119,24 @@ def configure_student(
         packed=plan.execution.packed,
         checkpointing=plan.memory.checkpointing,
     )
-    yield from compiles.done()
+    compiles.done(log)
     if agreement is not None:
         text = f"compiled layers are as far from the layers as written as rounding takes them: {agreement}"
-        yield Note(level="info", text=text)
+        log(Note(level="info", text=text))
     if plan.memory.graphs:
-        yield Phase(name="capturing the student's layers")
+        log(Phase(name="capturing the student's layers"))
         captured = capture_student(trainer, length=length, given_up=graphs_given_up)
         if captured is not None:
             text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
-            yield Note(level="info", text=text)
+            log(Note(level="info", text=text))
 
 
-def go_on_without_graphs(step: int, why: str) -> Logged[None]:
+def go_on_without_graphs(step: int, why: str, log: Log) -> None:
     """Log that the layers run without a CUDA graph from `step` on."""
     given_up = give_up_graphs(step, why)
-    yield given_up
+    log(given_up)
     text = f"{given_up.knob}: {given_up.reason}: {given_up.rejected[0][1]}"
-    yield Note(level="warning", text=text)
+    log(Note(level="warning", text=text))
 
 
 def compile_student(

@@ -6,13 +6,13 @@ then sealed. A later compilation is logged as late, together with what distingui
 ones.
 
 Our Triton kernels are counted, and Inductor's caches when something used torch.compile. Every method
-yields the events to log.
+logs what it compiles.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ import torch
 from engine.data.batches import Batch
 from engine.kernels.compile_record import CompileRecord
 from engine.kernels.inductor import CompileWatch
-from engine.log.events import Compiled, Event, KernelCounts, Note, Phase
+from engine.log.events import Compiled, KernelCounts, Note, Phase
 from engine.models.decoder import Decoder
 from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
 from engine.teachers.protocol import Teacher
+from engine.train.record import Log
 
 
 class Compiles:
@@ -36,8 +37,8 @@ class Compiles:
         """Keys of the compilations after warm-up, each of which kept a step waiting."""
 
     def warm_up(
-        self, decoder: Decoder, row_counts: Iterable[int], device: torch.device
-    ) -> Iterator[Event]:
+        self, decoder: Decoder, row_counts: Iterable[int], device: torch.device, log: Log
+    ) -> None:
         """Compile every kernel of ours that `decoder` launches for inputs of `row_counts` rows."""
         if device.type != "cuda":
             return
@@ -54,18 +55,18 @@ class Compiles:
         floats = {b.dtype for b in decoder.buffers() if b.is_floating_point()}
         arch = current_arch(torch.cuda.current_device())
         variants = prewarm_variants(matrices, floats, arch=arch, row_counts=row_counts)
-        yield Phase(name="compiling kernels", detail=f"{len(variants)} before the first step")
+        log(Phase(name="compiling kernels", detail=f"{len(variants)} before the first step"))
         warm_up(variants)
-        yield from self.done()
+        self.done(log)
 
-    def warm_up_loss(self, plan: Plan) -> Iterator[Event]:
+    def warm_up_loss(self, plan: Plan, log: Log) -> None:
         """Compile the kernels that the fused loss launches for the student."""
         from engine.kernels import kd_loss, sparse_loss
         from engine.kernels.prewarm import warm_up
 
         spec, vocabulary = plan.facts.spec, plan.facts.student.vocab_size
         teaching, temperature = spec.has_teacher and spec.loss.alpha < 1, spec.loss.temperature
-        yield Phase(name="compiling the loss", detail=f"for {vocabulary} ids")
+        log(Phase(name="compiling the loss", detail=f"for {vocabulary} ids"))
         # The checks of the loss use fp32, whatever the dtype of the matmuls.
         dtypes = (torch_dtype(plan.facts.student_precision), torch.float32)
         wanted = kd_loss.variants(
@@ -78,20 +79,20 @@ class Compiles:
         if teaching and plan.sparse:
             wanted = sparse_loss.variants(dtypes, temperature=temperature)
         warm_up(wanted)
-        yield from self.done()
+        self.done(log)
 
-    def warm_up_update(self) -> Iterator[Event]:
+    def warm_up_update(self, log: Log) -> None:
         """Compile the kernels that an update launches."""
         from engine.kernels.adamw import VARIANTS
         from engine.kernels.prewarm import warm_up
 
-        yield Phase(name="compiling the update", detail="norm, clipping and AdamW")
+        log(Phase(name="compiling the update", detail="norm, clipping and AdamW"))
         warm_up(VARIANTS)
-        yield from self.done()
+        self.done(log)
 
     def compile_teacher(
-        self, teacher: Teacher, decoder: Decoder, batch: Batch, rows: int, precision: str
-    ) -> Iterator[Event]:
+        self, teacher: Teacher, decoder: Decoder, batch: Batch, rows: int, precision: str, log: Log
+    ) -> None:
         """Compile the layers of `decoder`, on which `teacher` runs, for training and evaluation batches.
 
         Training batches have `rows` rows; rows have the length of those of `batch`. Raises TrainingFailed
@@ -106,28 +107,28 @@ class Compiles:
                 f"the teacher's compiled layers answer {count} rows {found.relative_rms:.2g} (relative) from "
                 f"the layers as written; rounding explains {found.allowed:.2g}"
             )
-            yield Note(level="info", text=text)
-        yield from self.done()
+            log(Note(level="info", text=text))
+        self.done(log)
 
-    def seal(self) -> Iterator[Event]:
+    def seal(self, log: Log) -> None:
         """End the warm-up: a later compilation is logged as one that kept a step waiting."""
-        yield from self.done()
+        self.done(log)
         self.watch.seal()
         if (registry := _registry()) is not None:
             registry.seal()
 
-    def done(self) -> Iterator[Event]:
-        """Yield what was compiled since the last call."""
+    def done(self, log: Log) -> None:
+        """Log what was compiled since the last call."""
         records = list(self.watch.drain())
         if (registry := _registry()) is not None:
             records += registry.drain()
         for found in records:
-            yield _event(found)
+            log(_event(found))
             if found.after_warm_up:
                 self.late.append(found.key)
 
-    def counts(self, step: int) -> Iterator[Event]:
-        """Yield the cache hits and misses so far; nothing when no kernel was requested."""
+    def counts(self, step: int, log: Log) -> None:
+        """Log the cache hits and misses so far; nothing when no kernel was requested."""
         by_kernel: dict[str, tuple[int, int]] = {}
         disk_hits = 0
         if (registry := _registry()) is not None:
@@ -142,13 +143,14 @@ class Compiles:
             disk_hits += inductor.disk_hits or 0
         if not by_kernel:
             return
-        yield KernelCounts(
+        counts = KernelCounts(
             step=step,
             hits=sum(hits for hits, _ in by_kernel.values()),
             misses=sum(misses for _, misses in by_kernel.values()),
             disk_hits=disk_hits,
             by_kernel=by_kernel,
         )
+        log(counts)
 
 
 def _registry() -> Any:

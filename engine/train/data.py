@@ -17,6 +17,7 @@ from engine.plan.inputs import Inputs
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.spec import RunSpec
 from engine.train import record
+from engine.train.record import Log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +28,14 @@ class Data:
     ready: DataReady
 
 
-def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None) -> record.Logged[Data]:
+def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log) -> Data:
     """Read, split and tokenize the corpus.
 
     `seen` is what the first session of a resumed run logged. Raises CorpusError when the tokens differ
     from it.
     """
     data = spec.data
-    yield Phase(name="reading the corpus", detail=data.corpus)
+    log(Phase(name="reading the corpus", detail=data.corpus))
     corpus = open_corpus(
         data.corpus,
         heldout_fraction=data.heldout_fraction,
@@ -42,12 +43,12 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None) -> recor
         max_bytes=data.max_bytes or None,
     )
     count = corpus.train.document_count + corpus.heldout.document_count
-    yield Phase(name="tokenizing", detail=f"{count} documents")
+    log(Phase(name="tokenizing", detail=f"{count} documents"))
     train = tokenize(corpus.train.documents, inputs.tokenizer)
     held = tokenize(corpus.heldout.documents, inputs.tokenizer)
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
     ready = record.data(corpus, train, held, data.seq_len)
-    yield ready
+    log(ready)
     if seen is not None and seen.train_sha256 != ready.train_sha256:
         raise CorpusError(
             f"corpus: {data.corpus} — expected the tokens this run began with "

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from engine.errors import TrainingFailed
 from engine.log.events import (
     TRAINING,
     Evaluated,
-    Event,
     Phase,
     RunFinished,
     StepDone,
@@ -35,7 +33,6 @@ from engine.log.events import (
     name_of_non_finite,
 )
 from engine.log.held import HeldWriter
-from engine.log.write import LogWriter
 from engine.models.decoder import Decoder
 from engine.models.head import DenseHead, Head
 from engine.plan.run_plan import Plan
@@ -47,6 +44,7 @@ from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import heldout_loss
 from engine.train.ranks.sharding import whole_student
+from engine.train.record import Log
 from engine.train.step import LaunchedStep, non_finite
 from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
@@ -84,7 +82,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        log: LogWriter,
+        log: Log,
         plan: Plan,
         data: Data,
         *,
@@ -104,7 +102,7 @@ class TrainingLoop:
 
     def check(self, trainer: Trainer) -> None:
         """Run the first-minute checks: all of them, before a failure stops the run."""
-        self.log.write(Phase(name="checking"))
+        self.log(Phase(name="checking"))
         self._answer(self.checks.before_training(self._context(trainer)))
 
     def look_at(self, trainer: Trainer) -> None:
@@ -120,20 +118,20 @@ class TrainingLoop:
     ) -> None:
         """Evaluate `subject` and log its held-out loss. Raises TrainingFailed when it is not finite."""
         begun_s = said_s = time.perf_counter()
-        self.log.write(Phase(name="evaluating", detail=OF[subject]))
+        self.log(Phase(name="evaluating", detail=OF[subject]))
 
         def say(number: int) -> None:
             nonlocal said_s
             if time.perf_counter() - said_s > SAID_EVERY_S:
                 said_s = time.perf_counter()
                 done = f"{OF[subject]}, {number} of {len(self.data.heldout)} batches"
-                self.log.write(Phase(name="evaluating", detail=done))
+                self.log(Phase(name="evaluating", detail=done))
 
         loss, labelled = heldout_loss(
             hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
         )
         self.heldout_losses[subject] = loss
-        self.log.write(
+        self.log(
             Evaluated(
                 step=trainer.step,
                 subject=subject,
@@ -143,7 +141,7 @@ class TrainingLoop:
             )
         )
         if not math.isfinite(loss):
-            record.logged(self.log, record.unusable(self.step, "heldout_loss", loss))
+            record.unusable(self.log, self.step, "heldout_loss", loss)
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, else how the session ended before that."""
@@ -151,7 +149,7 @@ class TrainingLoop:
         self.stop.steps_begin()
         self.step = self.keeper.saved_step = begun_at = trainer.step
         begun = f"from step {trainer.step} to {spec.train.steps}"
-        self.log.write(Phase(name=TRAINING, detail=begun))
+        self.log(Phase(name=TRAINING, detail=begun))
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         trainer.student.train()
         launched: LaunchedStep | None = None
@@ -168,30 +166,31 @@ class TrainingLoop:
 
             # Log.
             self.step = step.step
-            self._log(record.step(step, spec.loss.temperature))
+            for event in record.step(step, spec.loss.temperature):
+                self.log(event)
             if trainer.ranks.first:
                 held.look(step.step)
-            self._log(self.compiles.done())
+            self.compiles.done(self.log)
 
             # Check.
             self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
                 # Whatever torch compiles lazily has been compiled by now.
-                self._log(self.compiles.seal())
+                self.compiles.seal(self.log)
             if not step.updated and spec.train.on_non_finite == "stop":
                 raise _not_finite(step)
             if due.measure_memory:
-                self.log.write(record.memory_peak(step.step, self.budget, trainer.device))
+                self.log(record.memory_peak(step.step, self.budget, trainer.device))
 
             # Evaluate, save.
             if due.evaluate:
                 student = whole_student(trainer.student)
                 self.evaluate("student", student.hidden, DenseHead(student.head_weight), trainer)
             if due.save:
-                self.log.write(Phase(name="saving a checkpoint"))
+                self.log(Phase(name="saving a checkpoint"))
                 self._save(trainer, student)
             if due.evaluate and not due.last:
-                self.log.write(Phase(name=TRAINING))
+                self.log(Phase(name=TRAINING))
 
             # Stop. Ranks may have launched the next step or not, but all have read the numbers of this one
             # before they launch the one after: so what they tell of a stop holds from the next step on.
@@ -250,7 +249,7 @@ class TrainingLoop:
         """Log the results of checks, and then raise TrainingFailed if one of them ends the run."""
         worthless = []
         for result in results:
-            record.write(self.log, result)
+            self.log(result)
             if self.checks.ends_run(result):
                 worthless.append(result)
         if worthless:
@@ -268,30 +267,21 @@ class TrainingLoop:
             f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
         )
 
-    def _publish(self, trainer: Trainer) -> Path:
-        return record.logged(
-            self.log, self.keeper.save(trainer, self.heldout_losses.get("student"))
-        )
-
-    def _log(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self.log.write(event)
-
     def _save(self, trainer: Trainer, student: Decoder) -> None:
         """Save a checkpoint and run the checks that read it back.
 
         `student` is the full student, gathered if it is sharded.
         """
-        saved = self._publish(trainer)
+        saved = self.keeper.save(trainer, self.heldout_losses.get("student"))
         self._answer(self.checks.at_checkpoint(saved, self.step, student))
 
     def _pause(self, trainer: Trainer) -> RunFinished:
-        self.log.write(record.memory_peak(self.step, self.budget, trainer.device))
+        self.log(record.memory_peak(self.step, self.budget, trainer.device))
         reason = f"train.stop_after = {self.spec.train.stop_after}: the step was finished"
         if not self.spec.checkpoint.at_end:
             return RunFinished(state="stopped", reason=reason, exit_code=0, step=self.step)
         if self.keeper.saved_step != self.step:
-            self.log.write(Phase(name="saving a checkpoint"))
+            self.log(Phase(name="saving a checkpoint"))
             self._save(trainer, whole_student(trainer.student))
         return RunFinished(
             state="stopped", reason=f"{reason} and saved", exit_code=0, step=self.step
@@ -300,9 +290,9 @@ class TrainingLoop:
     def _stop_as_asked(self, trainer: Trainer) -> RunFinished:
         self.stop.answered()
         reason = self.stop.reason or "asked of another rank"
-        self.log.write(StopRequested(reason=reason, step=self.step))
+        self.log(StopRequested(reason=reason, step=self.step))
         if self.keeper.saved_step != self.step:
-            self._publish(trainer)
+            self.keeper.save(trainer, self.heldout_losses.get("student"))
         return RunFinished(
             state="stopped",
             reason=f"{reason}: the step was finished and saved",

@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,7 +102,7 @@ def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
     if not spec.has_teacher:
         raise BadInput("teacher.path: expected a teacher to ask, found none")
     inputs = check_inputs(spec)
-    data = record.logged(None, prepare_data(spec, inputs, None))
+    data = prepare_data(spec, inputs, None, record.nowhere)
     batches = batches_of(spec, data.stream)
     walk = Walk(
         batches=batches,
@@ -205,14 +206,15 @@ def _prepare(
 ) -> Prepared:
     out = job.wanted.out
     with only_writer(out), LogWriter(out / LOG, writer="prepare") as log:
+        write = partial(record.write, log)
 
         def note(text: str) -> None:
             say(text)
             log.write(Note(level="warning", text=text))
 
-        compute = record.logged(log, set_up_device(job.spec))
+        compute = set_up_device(job.spec, write)
         with compute.memory.use():
-            built, identity = record.logged(log, _load_teacher(job, compute, say))
+            built, identity = _load_teacher(job, compute, say, write)
         if (out / MANIFEST).exists():
             store = open_store(out)
             same_identity(store, identity)
@@ -244,11 +246,11 @@ def _prepare(
 
 
 def _load_teacher(
-    job: Job, compute: ComputeDevice, say: Say
-) -> record.Logged[tuple[BuiltTeacher, Identity]]:
+    job: Job, compute: ComputeDevice, say: Say, log: record.Log
+) -> tuple[BuiltTeacher, Identity]:
     spec, config = job.spec, job.inputs.teacher
     assert config is not None
-    yield job.precision
+    log(job.precision)
     precision = job.precision.choice
     facts = RunFacts(spec=spec, inputs=job.inputs, compute=compute, teacher_precision=precision)
     each = ITEM_BYTES[precision]
@@ -269,7 +271,7 @@ def _load_teacher(
     if job.plan.identity.backend and spec.teacher.backend in ("auto", "cached"):
         why = "the store was begun with it"
         choice = dataclasses.replace(choice, reason=why, overridden=False)
-    yield choice
+    log(choice)
     backend = choice.choice
     say("\n".join(choice.lines()))
     needed = packed if backend == "quantized" else dense
@@ -282,8 +284,8 @@ def _load_teacher(
             hint="teacher.precision=bf16 needs half of fp32, and blocks need less again",
         )
     if backend == "quantized":
-        yield KNOBS["teacher.kernel"].decide(facts)
-    execution = yield from choose_layer_execution(facts)
+        log(KNOBS["teacher.kernel"].decide(facts))
+    execution = choose_layer_execution(facts, log)
     say(f"loading the teacher: {spec.teacher.path}")
     built = build_teacher(
         spec.teacher.path,
@@ -297,16 +299,16 @@ def _load_teacher(
     built.decoder.packed = execution.teacher_packed
     decoder = built.decoder
     model = record.model("teacher", spec.teacher.path, decoder.config, precision, decoder)
-    yield model
+    log(model)
     compiles = Compiles()
     rows = {spec.train.rows} | {len(batch.tokens_BT) for batch in job.heldout}
-    yield from compiles.warm_up(
-        built.decoder, {count * spec.data.seq_len for count in rows}, compute.device
+    compiles.warm_up(
+        built.decoder, {count * spec.data.seq_len for count in rows}, compute.device, log
     )
     if execution.teacher_compiled:
         say("compiling the teacher's layers")
-        yield from compiles.compile_teacher(
-            built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision
+        compiles.compile_teacher(
+            built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision, log
         )
     return built, dataclasses.replace(
         job.plan.identity, backend=backend, teacher_sha256=model.sha256

@@ -1,22 +1,16 @@
 """Convert the engine's values to events of the run log: one function for each kind.
 
-Lower layers return Decisions, steps and models, or yield them while they work: a phase must be in the log
-before the work that may hang in it begins. Only the composition root (`engine.train.run` and its loop of
-steps, `engine.train.loop`; `engine.train.prepare` for its own command) holds a log and writes to it.
-
-    def load() -> Logged[Teacher]:          yields what is to be logged, returns the teacher
-        yield Phase(name="loading the teacher")
-        ...
-    teacher = record.logged(log, load())    each line is written before the work goes on
+Lower layers are given a function to call with what is to be logged (`Log`): Decisions, models, phases. A phase
+must be in the log before the work that may hang in it begins. Only the composition root (`engine.train.run`
+and its loop of steps, `engine.train.loop`; `engine.train.prepare` for its own command) holds a log.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
-from collections.abc import Generator, Iterator
-from typing import NoReturn, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeAlias
 
 import torch
 
@@ -57,22 +51,12 @@ from engine.train.trainer import Trainer
 from engine.version import VERSION
 
 Loggable: TypeAlias = Event | Decision | MemoryBudget | CompiledLibrary | Result
-_T = TypeVar("_T")
-Logged: TypeAlias = Generator[Loggable, None, _T]
-"""Work that yields what is to be logged as it goes on, and returns its result."""
+Log: TypeAlias = Callable[[Loggable], None]
+"""Writes one line to the log of the run, in place, before it returns."""
 
 
-def logged(log: LogWriter | None, work: Generator[Loggable, None, _T]) -> _T:
-    """Run `work` and return its result; each yielded value is written to `log`, if any, before it continues."""
-    with contextlib.closing(work):
-        while True:
-            try:
-                found = next(work)
-            except StopIteration as done:
-                result: _T = done.value
-                return result
-            if log is not None:
-                write(log, found)
+def nowhere(found: Loggable) -> None:
+    """A `Log` that keeps nothing."""
 
 
 def write(log: LogWriter, found: Loggable) -> None:
@@ -249,10 +233,10 @@ def step(done: StepDone, temperature: float) -> Iterator[Event]:
     yield done
 
 
-def unusable(step: int, name: str, value: float) -> Logged[NoReturn]:
+def unusable(log: Log, step: int, name: str, value: float) -> NoReturn:
     """End a run whose weights give NaN or infinity, before a checkpoint is written from them."""
     found = name_of_non_finite(value)
-    yield NonFinite(step=step, field=name, value=found)
+    log(NonFinite(step=step, field=name, value=found))
     raise TrainingFailed(
         f"{name} is {found} at step {step}: the weights are no longer usable, and no checkpoint holds them",
         hint="resume from the last checkpoint with a lower learning rate in a new run",

@@ -3,10 +3,10 @@
     settings -> device -> data -> plan -> teacher -> student -> (resume) -> steps, each logged ->
     held-out losses -> student, receipt
 
-Everything below this module returns values or yields them while it works, and this module logs them
-(`engine.train.record.logged`); the training loop, `engine.train.loop`, is part of it. Logged values
-are read back from the built objects: the learning rate from the optimizer, the rows from the batches, the
-hashes from the tensors.
+Everything below this module returns values, and is given a function to log with while it works
+(`engine.train.record.Log`). The training loop, `engine.train.loop`, is part of it. Logged values are read
+back from the built objects: the learning rate from the optimizer, the rows from the batches, the hashes from
+the tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import contextlib
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -49,12 +49,10 @@ from engine.train.data import Data, prepare_data
 from engine.train.loop import TrainingLoop
 from engine.train.ranks.sharding import least_available, shard_trainer, whole_student
 from engine.train.receipt import Outcome, save_student, write_receipt
-from engine.train.record import Logged
 from engine.train.roofline import Bound, flops_per_token, peak_flops
 from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
 
-_T = TypeVar("_T")
 LAST_LINE_S = 0.2
 """Seconds that the log's last line may take in a process that is about to exit."""
 
@@ -132,12 +130,13 @@ class _Job:
         before: RunView | None,
         ranks: Ranks,
     ) -> None:
-        self.spec, self.folder, self.log, self.stop = spec, folder, log, stop
+        self.spec, self.folder, self.stop = spec, folder, stop
+        self.log = partial(record.write, log)
         self.ranks = ranks
         self.before = before
         """The log of a resumed run's earlier sessions."""
         self.begun_s = time.monotonic()
-        self.keeper = Keeper(folder, spec, ranks, sync_log=log.sync)
+        self.keeper = Keeper(folder, spec, ranks, log=self.log, sync_log=log.sync)
         self.beat = BeatWriter(folder, ranks.rank) if ranks.many else None
         self.compiles = Compiles()
         self.checks = Checks(spec)
@@ -166,7 +165,7 @@ class _Job:
 
         def write() -> None:
             with contextlib.suppress(EngineError):
-                self.log.write(self.stopped())
+                self.log(self.stopped())
 
         thread = threading.Thread(target=write, name="last line", daemon=True)
         thread.start()
@@ -176,12 +175,12 @@ class _Job:
         spec, log, ranks = self.spec, self.log, self.ranks
         inputs = check_inputs(spec, self.folder.path)
         for note in inputs.notes:
-            log.write(Note(level="warning", text=note))
-        compute = self._meet()
+            log(Note(level="warning", text=note))
+        compute = self._join_ranks()
         seen = self.before.data if self.before else None
-        data = self._logged(prepare_data(spec, inputs, seen))
+        data = prepare_data(spec, inputs, seen, self.log)
         with compute.memory.use():
-            plan = self._logged(plan_run(spec, inputs, compute, data.stream))
+            plan = plan_run(spec, inputs, compute, data.stream, self.log)
             builder = Builder(
                 plan=plan,
                 data=data,
@@ -189,11 +188,11 @@ class _Job:
                 stop=self.stop,
                 ranks=ranks,
                 beat=self.beat,
-                later=log.write,
+                log=self.log,
             )
-            taught = self._logged(builder.teacher(self.before))
-            student, student_sha256 = self._logged(builder.student(taught.decoder))
-            update = self._logged(builder.warm_up())
+            taught = builder.teacher(self.before)
+            student, student_sha256 = builder.student(taught.decoder)
+            update = builder.warm_up()
             trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
         self.loop = loop = TrainingLoop(
             log,
@@ -210,9 +209,9 @@ class _Job:
         self._put_to_run(trainer, plan, compiled=plan.execution.compiled and not ranks.many)
         bound = self._bound(trainer, inputs)
         begun = record.start(self.folder.name, spec, trainer, resumed_from, bound)
-        log.write(begun)
+        log(begun)
         if changed := versions_changed(self.before, begun):
-            log.write(Note(level="warning", text=changed))
+            log(Note(level="warning", text=changed))
         if trainer.step == 0:
             self._evaluate_untrained(trainer, loop, data)
         loop.check(trainer)
@@ -223,10 +222,9 @@ class _Job:
             self._put_to_run(trainer, plan, compiled=plan.execution.compiled)
         with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = loop.train(trainer)
-        for counts in self.compiles.counts(loop.step):
-            log.write(counts)
+        self.compiles.counts(loop.step, self.log)
         if isinstance(taught.teacher, CachedTeacher):
-            log.write(Note(level="info", text=taught.teacher.summary))
+            log(Note(level="info", text=taught.teacher.summary))
         if ended_early is not None:
             return ended_early
         if spec.checkpoint.at_end:
@@ -238,32 +236,28 @@ class _Job:
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
 
-    def _logged(self, work: Logged[_T]) -> _T:
-        return record.logged(self.log, work)
-
     def _put_to_run(self, trainer: Trainer, plan: Plan, *, compiled: bool) -> None:
         def given_up(why: str) -> None:
-            self._logged(go_on_without_graphs(trainer.step + 1, why))
+            go_on_without_graphs(trainer.step + 1, why, self.log)
 
-        self._logged(
-            configure_student(
-                trainer,
-                compiles=self.compiles,
-                plan=plan,
-                length=self.spec.data.seq_len,
-                compiled=compiled,
-                graphs_given_up=given_up,
-            )
+        configure_student(
+            trainer,
+            compiles=self.compiles,
+            plan=plan,
+            length=self.spec.data.seq_len,
+            compiled=compiled,
+            graphs_given_up=given_up,
+            log=self.log,
         )
 
-    def _meet(self) -> ComputeDevice:
+    def _join_ranks(self) -> ComputeDevice:
         """Return this rank's device, once all ranks have joined and agreed on the memory to plan with."""
         use_own_gpu(self.ranks)
-        compute = self._logged(set_up_device(self.spec))
+        compute = set_up_device(self.spec, self.log)
         device = compute.device
         if self.ranks.many:
             world = f"{self.ranks.world} of them"
-            self.log.write(Phase(name="meeting the other ranks", detail=world))
+            self.log(Phase(name="meeting the other ranks", detail=world))
             join(self.ranks, device, timeout_s=self.spec.compute.collective_timeout_s)
             # Ranks that planned on their own would launch different collectives.
             available = least_available(self.ranks, compute.available, device)
@@ -283,8 +277,9 @@ class _Job:
             self.ranks.wait_for_all()
         # If restoring fails, the log still says which step the run is at.
         loop.step = self.before.last_step
-        restoring = self.keeper.restore(trainer, self.before, allow_fallback, allow_restart)
-        loop.heldout_losses |= self._logged(restoring)
+        loop.heldout_losses |= self.keeper.restore(
+            trainer, self.before, allow_fallback, allow_restart
+        )
         loop.step = trainer.step
         if self.ranks.first:
             self.ranks.wait_for_all()
@@ -307,7 +302,7 @@ class _Job:
         teacher, student = trainer.teacher, trainer.student
         if isinstance(teacher, CachedTeacher) and not holds_heldout(teacher, data.heldout):
             known = recall_heldout(teacher, data.heldout)
-            self.log.write(known)
+            self.log(known)
             if isinstance(known, Evaluated) and known.loss is not None:
                 loop.heldout_losses["teacher"] = known.loss
         elif teacher is not None:
@@ -317,7 +312,7 @@ class _Job:
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""
         over = f"over {self.ranks.world} ranks"
-        self.log.write(Phase(name="sharding the student", detail=over))
+        self.log(Phase(name="sharding the student", detail=over))
         trainer = shard_trainer(
             alone,
             self.spec,
@@ -331,7 +326,7 @@ class _Job:
         # Weights and two moments, in fp32: 12 bytes a parameter.
         size = 12 * sum(p.numel() for p in trainer.parameters)
         choice = choose_sharded(self.spec.checkpoint.sharded, whole_bytes=size)
-        record.write(self.log, choice)
+        self.log(choice)
         self.keeper.sharded = choice.choice == "on"
         return trainer
 
@@ -344,12 +339,12 @@ class _Job:
         hashes: dict[str, str],
     ) -> None:
         """Save the student and the receipt; `hashes` are those of the models that the run began with."""
-        self.log.write(Phase(name="saving the student", detail=str(self.folder.student)))
+        self.log(Phase(name="saving the student", detail=str(self.folder.student)))
         student = whole_student(trainer.student)
         if not self.ranks.first:
             return
         saved = save_student(self.folder, student, inputs, self.spec.student.save_as)
-        self.log.write(saved)
+        self.log(saved)
         outcome = Outcome(
             spec=self.spec,
             data=data.ready,

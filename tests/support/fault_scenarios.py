@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -181,21 +181,19 @@ class Checkpoint(Scenario):
         from engine.spec import RunSpec
         from engine.spec.sections import CheckpointSection
         from engine.train.checkpoint.keeper import Keeper
-        from engine.train.record import logged
+        from engine.train.record import write
 
         self.run = create_run(self.folder / "run", "", {})
         self.log = LogWriter(self.run.events, writer="trainer")
         spec = RunSpec(checkpoint=CheckpointSection(keep_last=2))
-        self.keeper = Keeper(self.run, spec, sync_log=self.log.sync)
+        self.keeper = Keeper(self.run, spec, log=partial(write, self.log), sync_log=self.log.sync)
         first, second, self.trainer = trainers_at_steps_1_to_3()
-        logged(self.log, self.keeper.save(first, None))
-        logged(self.log, self.keeper.save(second, None))
+        self.keeper.save(first, None)
+        self.keeper.save(second, None)
 
     def act(self) -> None:
-        from engine.train.record import logged
-
         try:
-            self.done.append(logged(self.log, self.keeper.save(self.trainer, None)).name)
+            self.done.append(self.keeper.save(self.trainer, None).name)
         except OSError:
             raise
         finally:

@@ -31,7 +31,6 @@ from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.checkpoint.manifest import verify
-from engine.train.record import Logged
 from engine.train.trainer import Trainer
 from tests.support.checked_runs import Run, World
 from tests.support.kit import Kit, tiny_config
@@ -219,8 +218,8 @@ def _one_step_in_a_process(target: RunFolder, *, resume: bool) -> int:
     if child == 0:
         save = Keeper.save
 
-        def saves_and_dies(keeper: Keeper, *arguments: Any) -> Logged[Path]:
-            yield from save(keeper, *arguments)
+        def saves_and_dies(keeper: Keeper, *arguments: Any) -> Path:
+            save(keeper, *arguments)
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError("a killed process goes on")
 

@@ -252,7 +252,7 @@ class MarkingKeeper(Keeper):
     """Marks in the journal that a checkpoint was acknowledged."""
 
     def save(self, *arguments: Any, **named: Any) -> Any:
-        saved = yield from super().save(*arguments, **named)
+        saved = super().save(*arguments, **named)
         SHIM.mark(self.saved_step)
         return saved
 

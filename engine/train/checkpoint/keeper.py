@@ -42,7 +42,7 @@ from engine.train.checkpoint.continuing import (
     written_sha256,
 )
 from engine.train.checkpoint.manifest import FileRecord, digest_of, newest
-from engine.train.record import Logged
+from engine.train.record import Log
 from engine.train.trainer import Trainer
 
 
@@ -121,10 +121,11 @@ class Keeper:
         spec: RunSpec,
         ranks: Ranks | None = None,
         *,
+        log: Log,
         sync_log: Callable[[], None],
     ) -> None:
-        """`sync_log` returns when every line that was yielded is on disk."""
-        self.folder, self.spec, self.sync_log = folder, spec, sync_log
+        """`sync_log` returns when every line that was logged is on disk."""
+        self.folder, self.spec, self.log, self.sync_log = folder, spec, log, sync_log
         self.ranks = ranks or Ranks()
         self.sharded = False
         """Whether every rank writes its own part of a checkpoint."""
@@ -132,7 +133,7 @@ class Keeper:
         self.best_loss: float | None = None
         self.best_step: int | None = None
 
-    def save(self, trainer: Trainer, heldout_loss: float | None) -> Logged[Path]:
+    def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
         """Publish a checkpoint, log it once it is safe, then delete what is no longer kept; returns its
         path.
 
@@ -143,7 +144,7 @@ class Keeper:
         with torch.no_grad():
             norm = float(whole(nn.utils.get_total_norm(trainer.parameters)))
         if not math.isfinite(norm):
-            yield from record.unusable(trainer.step, "weight_norm", norm)
+            record.unusable(self.log, trainer.step, "weight_norm", norm)
         best = heldout_loss is not None and (
             self.best_loss is None or heldout_loss < self.best_loss
         )
@@ -167,13 +168,15 @@ class Keeper:
             if parts is not None:
                 parts.give_up()
         self.ranks.wait_for_all()
-        yield CheckpointSaved(
-            step=trainer.step,
-            path=str(saved.path),
-            size_bytes=saved.bytes,
-            save_s=saved.seconds,
-            manifest_sha256=saved.manifest_sha256,
-            best=best,
+        self.log(
+            CheckpointSaved(
+                step=trainer.step,
+                path=str(saved.path),
+                size_bytes=saved.bytes,
+                save_s=saved.seconds,
+                manifest_sha256=saved.manifest_sha256,
+                best=best,
+            )
         )
         self.sync_log()
         kept = {self.best_step} if self.best_step is not None else set()
@@ -186,7 +189,7 @@ class Keeper:
         before: RunView,
         allow_fallback: bool,
         allow_restart: bool = False,
-    ) -> Logged[dict[str, float]]:
+    ) -> dict[str, float]:
         """Resume from the newest checkpoint; without one the trainer stays at step 0.
 
         `before` is the log of the earlier sessions. Returns the held-out losses that it holds up to the
@@ -207,19 +210,19 @@ class Keeper:
                 if promised is None
                 else f"the checkpoint of step {promised} is gone, and a restart was allowed"
             )
-            yield Note(level="warning", text=f"{why}: starting again from step 0")
+            self.log(Note(level="warning", text=f"{why}: starting again from step 0"))
             return {}
         if missing := missing_newest(self.folder, before):
-            yield Note(level="warning", text=missing)
+            self.log(Note(level="warning", text=missing))
         for path, reason in last.refused:
             aside = checkpoint.set_aside(path)
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
-            yield Note(level="error", text=text)
+            self.log(Note(level="error", text=text))
         found = state.unpack(last)
         changes = changes_since(self.folder, found.spec_sha256)
         if changes is not None:
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
-            yield Note(level="warning", text=text)
+            self.log(Note(level="warning", text=text))
         elif found.spec_sha256 not in (self.spec.sha256, written_sha256(self.folder)):
             raise CheckpointError(
                 f"checkpoint: {last.path} — expected spec {self.spec.sha256[:12]}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train.checkpoint.keeper import Keeper
-from engine.train.record import logged
+from engine.train.record import write
 from tests.support.checked_runs import Run, World, context, make_run, make_world
 from tests.support.kit import Kit
 
@@ -94,8 +95,8 @@ def resumed(world: World, folder: Path) -> Run:
     first.save(run_folder.checkpoints)
     again = make_run(world)
     with LogWriter(run_folder.events, writer="trainer") as log:
-        keeper = Keeper(run_folder, again.spec, sync_log=log.sync)
-        logged(log, keeper.restore(again.trainer, RunView(), False))
+        keeper = Keeper(run_folder, again.spec, log=partial(write, log), sync_log=log.sync)
+        keeper.restore(again.trainer, RunView(), False)
     again.context = context(world, again.spec, again.trainer)
     return again
 

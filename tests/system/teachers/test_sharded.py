@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,6 @@ from engine.runtime.ranks import Ranks
 from engine.spec import spec_from_dict
 from engine.teachers.sharded import ShardedLayers
 from engine.train import record
-from engine.train.record import logged
 from engine.units import format_bytes
 from tests.support.packed_models import lively, make_config, write
 from tests.support.running import environment
@@ -229,8 +229,9 @@ def _planned(
     run = RunFolder(folder)
     with LogWriter(run.events, writer="trainer") as log:
         facts = RunFacts(spec=spec, inputs=inputs, compute=compute)
-        fitted = logged(log, plan_memory(facts, execution, fused_loss=False))
-        record.write(log, fitted.budget())
+        write = partial(record.write, log)
+        fitted = plan_memory(facts, execution, write, fused_loss=False)
+        write(fitted.budget())
     return fitted, Follower(run).read_all()
 
 

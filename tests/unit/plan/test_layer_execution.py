@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from engine.plan.inputs import Inputs
 from engine.plan.run_plan import LayerExecution, RunFacts, choose_layer_execution
 from engine.runtime.managed import memory_scope
 from engine.spec import spec_from_dict
-from engine.train.record import logged
+from engine.train.record import write
 from tests.support.packed_models import make_config
 
 PLAIN = {
@@ -61,7 +62,7 @@ def layer_execution(
             teacher_precision=precision,
             store=store,
         )
-        return logged(log, choose_layer_execution(facts))
+        return choose_layer_execution(facts, partial(write, log))
 
 
 @pytest.fixture(autouse=True)

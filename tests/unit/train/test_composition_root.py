@@ -1,10 +1,11 @@
-"""Who may hold the trainer's log: the composition root alone. Everybody else returns or yields what is to
-be logged, so that what a run says, and in which order, can be read in one place."""
+"""Who may hold the trainer's log: the composition root alone. Everybody else returns what is to be logged, or
+is given a function for it, so that what a run says, and in which order, can be read in one place."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from engine.decision import Decision
@@ -12,7 +13,7 @@ from engine.log.events import Phase
 from engine.log.folder import create_run
 from engine.log.follow import Follower
 from engine.log.write import LogWriter
-from engine.train.record import Logged, logged
+from engine.train.record import write
 from tests.support.paths import ROOT
 
 TRAINER_SIDE = (
@@ -21,8 +22,7 @@ TRAINER_SIDE = (
 )
 HOLDERS = {
     "engine/train/run.py": "puts a run together",
-    "engine/train/loop.py": "its loop: what a step shows decides what comes next",
-    "engine/train/record.py": "writes for both",
+    "engine/train/record.py": "writes for it",
     "engine/train/prepare.py": "the same for `engine prepare`",
 }
 
@@ -45,22 +45,13 @@ def test_no_module_of_the_trainer_but_its_composition_root_has_a_log_writer() ->
     assert found == HOLDERS.keys()
 
 
-def test_what_work_yields_is_in_the_log_before_the_work_goes_on(tmp_path: Path) -> None:
+def test_what_is_logged_is_in_the_log_before_the_work_goes_on(tmp_path: Path) -> None:
     """A silent run is stuck in the phase that its log names last."""
     run = create_run(tmp_path / "run", "", {})
-    closed = []
-
-    def work() -> Logged[int]:
-        try:
-            for name in ("reading", "loading"):
-                yield Phase(name=name)
-                assert Follower(run).read_all().phase.name == name
-            yield Decision(knob="student.compile", choice="off", reason="it is short")
-            return len(Follower(run).read_all().decisions)
-        finally:
-            closed.append(True)
-
-    with LogWriter(run.events, writer="trainer") as log:
-        assert logged(log, work()) == 1
-        assert logged(None, (event for event in ())) is None
-    assert closed == [True]
+    with LogWriter(run.events, writer="trainer") as writer:
+        log = partial(write, writer)
+        for name in ("reading", "loading"):
+            log(Phase(name=name))
+            assert Follower(run).read_all().phase.name == name
+        log(Decision(knob="student.compile", choice="off", reason="it is short"))
+        assert len(Follower(run).read_all().decisions) == 1
