@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_threads(spec.compute.thread_wait)
 
     from engine.train.prepare import plan_job, prepare
-    from engine.train.stopping import StopRequest
+    from engine.train.stop_request import StopRequest
 
     say("reading and hashing the rows")
     job = plan_job(spec, wanted)

@@ -47,7 +47,7 @@ from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.record import Log
 from engine.train.step import BeatObserver
-from engine.train.stopping import StopRequest
+from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 
 

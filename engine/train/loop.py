@@ -26,11 +26,11 @@ from engine.errors import TrainingFailed
 from engine.log.events import (
     TRAINING,
     Evaluated,
+    Note,
     Phase,
     RunFinished,
     StepDone,
     StopRequested,
-    name_of_non_finite,
 )
 from engine.log.held import HeldWriter
 from engine.models.decoder import Decoder
@@ -43,10 +43,11 @@ from engine.train.checkpoint.keeper import Keeper
 from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import heldout_loss
+from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
-from engine.train.step import LaunchedStep, non_finite
-from engine.train.stopping import StopRequest
+from engine.train.step import LaunchedStep, broken_invariants
+from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 
 MEMORY_SETTLED_AFTER = 3
@@ -141,7 +142,7 @@ class TrainingLoop:
             )
         )
         if not math.isfinite(loss):
-            record.unusable(self.log, self.step, "heldout_loss", loss)
+            stop_for_weights(self.log, self.step, "heldout_loss", loss)
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, else how the session ended before that."""
@@ -166,8 +167,7 @@ class TrainingLoop:
 
             # Log.
             self.step = step.step
-            for event in record.step(step, spec.loss.temperature):
-                self.log(event)
+            log_step(self.log, step, spec.loss.temperature)
             if trainer.ranks.first:
                 held.look(step.step)
             self.compiles.done(self.log)
@@ -177,8 +177,8 @@ class TrainingLoop:
             if step.step == begun_at + 1:
                 # Whatever torch compiles lazily has been compiled by now.
                 self.compiles.seal(self.log)
-            if not step.updated and spec.train.on_non_finite == "stop":
-                raise _not_finite(step)
+            if spec.train.on_non_finite == "stop":
+                stop_unless_finite(step)
             if due.measure_memory:
                 self.log(record.memory_peak(step.step, self.budget, trainer.device))
 
@@ -301,12 +301,13 @@ class TrainingLoop:
         )
 
 
-def _not_finite(step: StepDone) -> TrainingFailed:
-    names = ", ".join(f"{n} is {name_of_non_finite(v)}" for n, v in non_finite(step))
-    return TrainingFailed(
-        f"{names} at step {step.step}; the weights were not changed by it",
-        hint="look at the steps before it; train.on_non_finite=skip would go on past it",
-    )
+def log_step(log: Log, step: StepDone, temperature: float) -> None:
+    """Log a step; before it, as lines of their own, its non-finite numbers and broken invariants."""
+    for found in non_finite(step):
+        log(found)
+    for text in broken_invariants(step, temperature):
+        log(Note(level="error", text=text))
+    log(step)
 
 
 def _every(step: int, every: int) -> bool:

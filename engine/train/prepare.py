@@ -64,7 +64,7 @@ from engine.train import record
 from engine.train.compiles import Compiles
 from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
-from engine.train.stopping import StopRequest
+from engine.train.stop_request import StopRequest
 from engine.units import format_bytes
 from engine.version import VERSION
 

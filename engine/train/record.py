@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -18,7 +18,6 @@ from engine.checks.check import Result
 from engine.data.corpus import Corpus
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
-from engine.errors import TrainingFailed
 from engine.formats.safetensors import tensors_sha256
 from engine.log.events import (
     Checked,
@@ -29,12 +28,8 @@ from engine.log.events import (
     MemoryMeasured,
     MemoryPlanned,
     ModelReady,
-    NonFinite,
-    Note,
     RunStarted,
-    StepDone,
     VocabularyCut,
-    name_of_non_finite,
 )
 from engine.log.held import ALLOCATOR, PROCESS, Held
 from engine.log.write import LogWriter
@@ -46,7 +41,6 @@ from engine.runtime.c_library import CompiledLibrary
 from engine.spec import RunSpec
 from engine.teachers.truncating import DroppedMass
 from engine.train.roofline import Bound
-from engine.train.step import broken_invariants, non_finite
 from engine.train.trainer import Trainer
 from engine.version import VERSION
 
@@ -221,23 +215,4 @@ def start(
         flops_per_token=bound.flops_per_token,
         peak_flops_per_s=bound.peak.number,
         peak_source=bound.peak.absent or bound.peak.source,
-    )
-
-
-def step(done: StepDone, temperature: float) -> Iterator[Event]:
-    """Yield the step; first, as events of their own, its non-finite numbers and broken invariants."""
-    for name, value in non_finite(done):
-        yield NonFinite(step=done.step, field=name, value=name_of_non_finite(value))
-    for text in broken_invariants(done, temperature):
-        yield Note(level="error", text=text)
-    yield done
-
-
-def unusable(log: Log, step: int, name: str, value: float) -> NoReturn:
-    """End a run whose weights give NaN or infinity, before a checkpoint is written from them."""
-    found = name_of_non_finite(value)
-    log(NonFinite(step=step, field=name, value=found))
-    raise TrainingFailed(
-        f"{name} is {found} at step {step}: the weights are no longer usable, and no checkpoint holds them",
-        hint="resume from the last checkpoint with a lower learning rate in a new run",
     )

@@ -50,7 +50,7 @@ from engine.train.loop import TrainingLoop
 from engine.train.ranks.sharding import least_available, shard_trainer, whole_student
 from engine.train.receipt import Outcome, save_student, write_receipt
 from engine.train.roofline import Bound, flops_per_token, peak_flops
-from engine.train.stopping import StopRequest
+from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 
 LAST_LINE_S = 0.2

@@ -224,14 +224,6 @@ class LaunchedStep:
         return StepNumbers[float](*self.on_host.tolist())
 
 
-def non_finite(step: StepDone) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a step that are NaN or infinite, with their names."""
-    for name in ("loss", "ce", "kd", "grad_norm"):
-        value = getattr(step, name)
-        if value is not None and not math.isfinite(value):
-            yield name, value
-
-
 def broken_invariants(step: StepDone, temperature: float) -> Iterator[str]:
     """Describe the numbers of a step's loss that are mathematically impossible."""
     most = LARGEST_DZ_SUM * max(1.0, temperature)

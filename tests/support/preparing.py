@@ -22,7 +22,7 @@ from tests.support.faults import KILL, Shim
 def make_store(spec: Path, out: Path, *sets: str, **wanted: Any) -> Any:
     """Return the `Prepared` of a store in `out`; a `stop` among the keywords ends it early."""
     from engine.train.prepare import Wanted, plan_job, prepare
-    from engine.train.stopping import StopRequest
+    from engine.train.stop_request import StopRequest
 
     stop = wanted.pop("stop", None) or StopRequest()
     progress = wanted.pop("progress", lambda rows, seconds: None)

@@ -31,7 +31,6 @@ from engine.log.view import RunView
 from engine.runtime.parts import own_folder, part_name, write_parts
 from engine.runtime.ranks import Ranks, whole
 from engine.spec import RunSpec
-from engine.train import record
 from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
 from engine.train.checkpoint.continuing import (
@@ -42,6 +41,7 @@ from engine.train.checkpoint.continuing import (
     written_sha256,
 )
 from engine.train.checkpoint.manifest import FileRecord, digest_of, newest
+from engine.train.non_finite import stop_for_weights
 from engine.train.record import Log
 from engine.train.trainer import Trainer
 
@@ -144,7 +144,7 @@ class Keeper:
         with torch.no_grad():
             norm = float(whole(nn.utils.get_total_norm(trainer.parameters)))
         if not math.isfinite(norm):
-            record.unusable(self.log, trainer.step, "weight_norm", norm)
+            stop_for_weights(self.log, trainer.step, "weight_norm", norm)
         best = heldout_loss is not None and (
             self.best_loss is None or heldout_loss < self.best_loss
         )

@@ -42,7 +42,7 @@ from engine.log.beats import (
 from engine.log.folder import RunFolder, open_run
 from engine.spec import spec_from_dict
 from engine.terminal import say
-from engine.train.stopping import GRACE_S
+from engine.train.stop_request import GRACE_S
 
 SHUTDOWN_S = 5
 LEEWAY_S = 5.0

@@ -21,7 +21,7 @@ from engine.teachers.store.folder import open_store, shard_path
 from engine.teachers.store.keys import CacheError
 from engine.teachers.store.write import StorePlan
 from engine.train.prepare import Wanted, plan_job
-from engine.train.stopping import StopRequest
+from engine.train.stop_request import StopRequest
 from tests.support import faults
 from tests.support.kit import Kit
 from tests.support.paths import ROOT

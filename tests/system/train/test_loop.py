@@ -20,7 +20,7 @@ from engine.log.read import LogReader
 from engine.spec import load_spec
 from engine.train import run as trainer_module
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
-from engine.train.stopping import StopRequest
+from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 from tests.support.kit import Kit
 from tests.support.trainers import TRAIN, build, run_ahead

@@ -54,7 +54,7 @@ def held_after(steps: int, how: str, folder: Path) -> Iterator[None]:
     """A trainer that is started meanwhile stands still when so many steps are in its log."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("APR_WORKBENCH_TRAINER", "tests.support.holding engine.train.__main__")
-        patch.setenv("HOLD", "engine.train.record:step")
+        patch.setenv("HOLD", "engine.train.loop:log_step")
         patch.setenv("HOLD_AFTER", str(steps))
         patch.setenv("HOLD_IN", how)
         patch.setenv("HELD", str(folder / "held"))

@@ -20,8 +20,8 @@ from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
 from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher
-from engine.train import record
 from engine.train import trainer as trainer_module
+from engine.train.loop import log_step
 from engine.train.step import broken_invariants
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
@@ -86,8 +86,8 @@ def test_a_broken_invariant_is_an_error_in_the_log(tmp_path: Path) -> None:
     sound = _steps()[0]
     broken = msgspec.structs.replace(sound, lowest_kl=2 * LOWEST_DIVERGENCE)
     with LogWriter(run.events, writer="trainer") as log:
-        for event in [*record.step(sound, 1.0), *record.step(broken, 1.0)]:
-            log.write(event)
+        for step in (sound, broken):
+            log_step(log.write, step, 1.0)
     view = Follower(run).read_all()
     assert [note.level for note in view.notes] == ["error"]
     assert "divergence" in view.notes[0].text

@@ -36,7 +36,7 @@ class StopRequest:
         """Called where the process exits before the first step without unwinding: there the log's last line is
         written."""
         self._answered = threading.Event()
-        self._has_steps = True
+        self._steps_begun = True
         self._watches = False
 
     def watch_signals(self) -> None:
@@ -45,7 +45,7 @@ class StopRequest:
         A second signal has the system's default action and ends the process. Until `steps_begin`, the
         first one raises `Stopped`.
         """
-        self._has_steps, self._watches = False, True
+        self._steps_begun, self._watches = False, True
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
             only_once(number)
@@ -54,7 +54,7 @@ class StopRequest:
 
     def steps_begin(self) -> None:
         """Make requests wait for the end of a step from now on."""
-        self._has_steps = True
+        self._steps_begun = True
         if not self._watches:
             return
         hand_over()
@@ -69,7 +69,7 @@ class StopRequest:
             signal.Signals(number).name,
             EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED,
         )
-        if not self._has_steps:
+        if not self._steps_begun:
             raise_stopped(number, frame, self.before_exit)
 
     def watch_supervisor(self, keep_alive_fd: int, write_note: Callable[[str], None]) -> None:
@@ -82,9 +82,9 @@ class StopRequest:
                 return  # the run is over, and the supervisor closed the pipe normally
             write_note("the supervisor is gone: saving and stopping, so that nothing runs unseen")
             self._request("supervisor lost", EXIT_TERMINATED)
-            if self._watches and not self._has_steps:
+            if self._watches and not self._steps_begun:
                 os.kill(os.getpid(), signal.SIGTERM)
-                if not self._answered.wait(UNWIND_S) and not self._has_steps:
+                if not self._answered.wait(UNWIND_S) and not self._steps_begun:
                     self.before_exit()
                     os._exit(EXIT_TERMINATED)
             if not self._answered.wait(GRACE_S):
