@@ -21,7 +21,7 @@ from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.in_order import InOrder, blocks
 from engine.log.read import BrokenLog, Liveness, LogReader
-from engine.log.table import Table
+from engine.log.table import Table, batches_of
 from engine.log.text import status_text
 from engine.log.view import SOURCES, RunView, Source
 from workbench.feed import Snapshot
@@ -83,7 +83,7 @@ class ReplayFeed:
             self.is_read = True
             return
         for source, lines in stretch.lines.items():
-            self._view = fold(self._view, source, [line.event for line in lines])
+            self._view = fold(self._view, source, batches_of([line.event for line in lines]))
             self._taken[source] += len(lines)
         # The lines of a view are complete events, which can be read from the log again.
         kept = replace(self._view, lines=())
@@ -138,7 +138,7 @@ def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEven
     if opens or not _goes_on(view, later):
         # A resume may remove rows, and its counts depend on all of them.
         for source, events in between.items():
-            view = fold(view, source, events)
+            view = fold(view, source, batches_of(events))
         return view
     last = [{name: view.steps.last(name) for name in view.steps.columns}] if len(view.steps) else []
     thin = replace(
@@ -149,7 +149,7 @@ def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEven
         gpu_tables={n: Table(table.columns) for n, table in view.gpu_tables.items()},
     )
     for source, events in between.items():
-        thin = fold(thin, source, events)
+        thin = fold(thin, source, batches_of(events))
     counts = {n: len(table) for n, table in view.gpu_tables.items()}
     rows = len(view.steps) - len(last) + len(thin.steps)
     return replace(

@@ -22,14 +22,12 @@ reader, which alone reports faults, reads it.
 **When a segment is valid.** Its file must be complete and of this layout version. Then the log is tested for
 whether it still has these lines:
 
-- The log is the same file, on a machine that has not rebooted since. Such a log is only appended to, or cut
-  behind
+- The log is the same file, on a machine that has not rebooted since. Such a log is only appended to, or cut behind
   its last whole line or in front of the hole that a power loss left (`engine.log.write`); the lines that follow a cut
   have other sequence numbers and timestamps. So if the last TAIL_BYTES of the lines are unchanged and in place,
   everything in front of them is.
 - Anything else: a copy, a replaced log, a rebooted machine whose disk may have zeros where its page cache had
-  lines,
-  a segment written by another user. Then every byte is compared (CRC-32).
+  lines, a segment written by another user. Then every byte is compared (CRC-32).
 
 When any test fails the segment is ignored and the lines are decoded. Overwriting bytes in the middle of a log
 in place is not detected. So segments are for looking at a run; code that verifies something reads the lines.
@@ -38,6 +36,7 @@ in place is not detected. So segments are for looking at a run; code that verifi
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import struct
 import subprocess
@@ -50,36 +49,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import msgspec
-import numpy as np
 
 from engine.errors import BadInput, RunLogError
 from engine.files import open_plain, read_bytes
 from engine.limits import COLUMNS_FILE, LOG_ELAPSED, LOG_FILE, LOG_GPU, LOG_LINE, LOG_NUMBER
-from engine.log.events import (
-    AnyEvent,
-    Count,
-    Elapsed,
-    Known,
-    LogOpened,
-    Number,
-    RunStarted,
-    StepDone,
-)
+from engine.log.events import AnyEvent, Count, Known, LogOpened, RunStarted, StepDone
 from engine.log.folder import RunFolder
 from engine.log.read import (
     LINES_KEPT,
     NOT_JSON,
+    READ_BYTES,
     FileId,
     LogReader,
+    Point,
     decode_line,
-    decode_lines,
+    end_of_lines,
     id_of,
 )
-from engine.log.table import NOT_A_READING, columns_of, fields_of, split
+from engine.log.table import NOT_A_READING, Batch, batches_of, fields_of, split
 from engine.log.write import read_boot_id
 
 if TYPE_CHECKING:
@@ -87,10 +79,8 @@ if TYPE_CHECKING:
 
 FOLDER = "columns"
 VERSION = 1
-"""Layout version; increase it whenever the same lines would give a different segment."""
+"""Layout version; increase it whenever an older reader would misread a segment."""
 CHUNK_BYTES = 1 << 20
-PART_LINES = 256
-"""Lines between two places from which the log can be read again."""
 TAIL_BYTES = 1 << 10
 LEFT_BYTES = 1 << 30
 """Disk space in bytes that segments leave free for the run itself."""
@@ -99,6 +89,8 @@ SHARE = 0.003
 HELP_FROM_BYTES = 48 << 20
 """Bytes left to decode from which helper processes are started; starting one takes about 0.2 s."""
 UNKNOWN = "unknown"
+LINES_BYTES = 4 << 20
+"""Most lines that are decoded at a time: the events of many more do not fit the cache of a processor."""
 _HEAD = struct.Struct("<8sII")
 _MAGIC = b"aprcols1"
 _PARTIAL = ".partial-"
@@ -108,33 +100,25 @@ _WHOLE = {"t_s", "step", "rows", "tokens", "labelled", "position", *_PLACES}
 """Columns that are present and finite in every row."""
 
 
-class StepRow(msgspec.Struct, kw_only=True, gc=False, tag_field="kind", tag="step"):
-    """The fields of a `StepDone` that a table keeps; decodes in two thirds of the time of a `StepDone`."""
-
-    seq: Count = -1
-    t_s: Elapsed = -1.0
-    nf: dict[str, str] | None = None
-    step: Count
-    loss: Number | None
-    ce: Number | None
-    kd: Number | None
-    agreement: Number | None
-    lr: Number | None
-    grad_norm: Number | None
-    rows: Count
-    tokens: Count
-    labelled: Count
-    step_s: Number | None
-    data_s: Number | None
-    teacher_s: Number | None
-    position: Count
-
-
-_skimmed: Any = StepRow
+# A step as its table keeps it: without its phases it decodes in two thirds of the time, and decoding is most of what
+# making a segment costs.
+_FIELDS = {"seq", "t_s", "nf", *fields_of("step")}
+_skimmed: Any = msgspec.defstruct(
+    "StepRow",
+    [
+        (field.name, field.type) if field.required else (field.name, field.type, field.default)
+        for field in msgspec.structs.fields(StepDone)
+        if field.name in _FIELDS
+    ],
+    kw_only=True,
+    gc=False,
+    tag_field="kind",
+    tag="step",
+)
 for _kind in get_args(Known):
     if _kind is not StepDone:
         _skimmed = _skimmed | _kind
-_decoder = msgspec.json.Decoder(_skimmed)
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_skimmed)
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -178,13 +162,10 @@ class Segment:
     lines: int
     file_id: FileId
     """Device and inode of the log."""
-    tables: dict[str, dict[str, Numbers]]
-    """Columns of each table, `t_s` included, under the table names of `split`."""
+    batch: Batch
     places: dict[str, Numbers]
     rest: list[bytes]
     """The lines that are kept one by one."""
-    events: list[AnyEvent]
-    """The events of `rest`."""
 
 
 class Stretch(NamedTuple):
@@ -210,66 +191,47 @@ def read_stretch(log: Path, number: int) -> Stretch | None:
 
 
 def segment_of(stretch: Stretch) -> Segment | None:
-    """Build a segment; None when the lines have to be read one by one."""
-    raw = BytesIO(stretch.lines).readlines()
-    events = _decoded(raw)
-    # The decoder skips empty lines.
-    if len(events) != len(raw) or not events:
+    """Build a segment; None where a log reader has to read the lines."""
+    import numpy as np
+
+    lines = stretch.lines
+    try:
+        first = decode_line(lines[: lines.find(b"\n")], "").seq
+        at = Point(first, stretch.begin, 0.0, -math.inf)
+        reader = LogReader(Path(), at=at, decoder=_decoder)
+        events = reader.decode(lines)
+    except RunLogError:
         return None
-    first = events[0].seq
-    groups, others = split(events)
-    tables = {name: columns_of(name, rows) for name, rows in groups.items()}
-    if (
-        [event.seq for event in events] != list(range(first, first + len(events)))
-        or not all(columns["t_s"].min() >= 0 for columns in tables.values())
-        or not all(event.t_s >= 0 for event in others)
-        or len(max(raw, key=len)) > LOG_LINE.most
-        or {LogOpened, RunStarted} & set(map(type, others))
-    ):
+    (batch, *more) = batches_of(events)
+    if more or end_of_lines(lines) != len(lines) or type(events[0]) in (LogOpened, RunStarted):
         return None
-    told = [*others, *(event for name, rows in groups.items() for event in _telling(name, rows))]
-    rows = sorted(event.seq - first for event in told)
-    rest = [raw[row][:-1] for row in rows]
-    places = np.array([*range(PART_LINES, len(raw), PART_LINES), len(raw)])
-    ends = stretch.begin + np.cumsum([len(line) for line in raw])
+    told = [
+        *batch.others,
+        *(event for name, rows in batch.rows.items() for event in _telling(name, rows)),
+    ]
+    told.sort(key=attrgetter("seq"))
+    raw = BytesIO(lines).readlines()
+    rest = [raw[event.seq - first][:-1] for event in told]
+    points = reader.points[1:]
     return Segment(
         begin=stretch.begin,
-        end=stretch.begin + len(stretch.lines),
+        end=stretch.begin + len(lines),
         first=first,
         lines=len(events),
         file_id=stretch.file_id,
-        tables=tables,
+        batch=_batch(batch.tables, [decode_line(line, "") for line in rest]),
         places={
-            "line": places.astype(float),
-            "byte": ends[places - 1].astype(float),
-            "t_s": np.array([events[place - 1].t_s for place in places]),
+            "line": np.array([point.number - first for point in points], float),
+            "byte": np.array([point.offset for point in points], float),
+            "t_s": np.array([point.unix_s for point in points]),
         },
         rest=rest,
-        events=[decode_line(line, "") for line in rest],
     )
 
 
-def _decoded(raw: list[bytes]) -> list[Any]:
-    """Decode lines, steps as StepRows; the result is shorter than `raw` when a line is not a record."""
-    events: list[Any] = []
-    for start in range(0, len(raw), PART_LINES):
-        part = raw[start : start + PART_LINES]
-        try:
-            events += decode_lines(_decoder, b"".join(part))
-        except (*NOT_JSON, LookupError, ValueError):
-            # One line with an unusual form must not slow down all the others.
-            try:
-                events += map(_decoded_alone, part)
-            except RunLogError:
-                return []
-    return events
-
-
-def _decoded_alone(line: bytes) -> Any:
-    event = decode_line(line, "")
-    if not isinstance(event, StepDone):
-        return event
-    return StepRow(**{name: getattr(event, name) for name in StepRow.__struct_fields__})
+def _batch(tables: dict[str, dict[str, Numbers]], told: list[AnyEvent]) -> Batch:
+    rows, others = split(told)
+    return Batch(tables, rows, others, others)
 
 
 def _telling(table: str, rows: list[Any]) -> list[Any]:
@@ -303,6 +265,9 @@ class SegmentFiles:
 
     def path(self, number: int) -> Path:
         return self.folder / f"{self.log.stem}-{number:06}.columns"
+
+    def has(self, number: int) -> bool:
+        return self.path(number).exists()
 
     def load(self, number: int) -> Segment | None:
         """Load the segment of a chunk; None when there is no valid one."""
@@ -339,7 +304,9 @@ class SegmentFiles:
 
     def save(self, number: int, segment: Segment, lines: bytes) -> bool:
         """Write a segment of `lines`; False without the space or the permission. Never raises."""
-        tables = {**segment.tables, "places": segment.places}
+        import numpy as np
+
+        tables = {**segment.batch.tables, "places": segment.places}
         header = Header(
             version=VERSION,
             boot_id=self._boot_id,
@@ -374,14 +341,13 @@ class SegmentFiles:
             return False
         return True
 
-    def make(self, number: int, *, keep: bool) -> tuple[bool, Segment | None]:
-        """Return whether a chunk is complete, and its segment if it has one; `keep` also saves the segment.
-        Raises OSError."""
+    def make(self, number: int) -> tuple[bool, Segment | None]:
+        """Return whether a chunk is complete, and its segment if it has one, which is saved. Raises OSError."""
         stretch = read_stretch(self.log, number)
         if stretch is None:
             return False, None
         segment = segment_of(stretch)
-        if keep and segment is not None:
+        if segment is not None:
             self.save(number, segment, stretch.lines)
         return True, segment
 
@@ -395,6 +361,8 @@ class SegmentFiles:
 def _opened(header: Header, body: memoryview, file_id: FileId) -> Segment | None:
     """Decode an untrusted segment body; None where its parts are inconsistent, or a log reader would reject
     their content."""
+    import numpy as np
+
     tables: dict[str, dict[str, Numbers]] = {}
     for name, shape in header.tables.items():
         size = 8 * shape.rows
@@ -423,15 +391,16 @@ def _opened(header: Header, body: memoryview, file_id: FileId) -> Segment | None
         first=header.first,
         lines=header.lines,
         file_id=file_id,
-        tables=tables,
+        batch=_batch(tables, events),
         places=places,
         rest=rest,
-        events=events,
     )
 
 
 def _is_sound(name: str, columns: dict[str, Numbers]) -> bool:
     """Whether the columns are those of log lines, with values in the ranges that lines are checked for."""
+    import numpy as np
+
     wanted = list(_PLACES) if name == "places" else fields_of(name)
     index = name.removeprefix("gpu")
     is_gpu = name.startswith("gpu") and index.isdecimal() and int(index) <= LOG_GPU.most
@@ -486,13 +455,13 @@ class SegmentWriter:
         try:
             if files.log.stat().st_size < (number + 1) * CHUNK_BYTES:
                 return False
-            return files.load(number) is not None or files.make(number, keep=True)[0]
+            return files.load(number) is not None or files.make(number)[0]
         except OSError:
             return False
 
 
-class SegmentReader:
-    """Reads the bulk of a long log as segments, from their files or built from the lines.
+class BatchReader:
+    """Reads one log as batches: the bulk of a long one from segment files, all else from its lines.
 
     A segment is used only when it begins exactly at the reader's position and continues its sequence numbers.
     The newest LINES_KEPT lines of each session are read as lines, because by the clock they may be the newest
@@ -500,18 +469,23 @@ class SegmentReader:
     it.
     """
 
-    def __init__(self, reader: LogReader, *, files: bool, keep: bool) -> None:
-        """`files` uses the segments beside the log; `keep` also saves those that had to be built."""
-        self._reader, self._use, self._keep = reader, files, keep
-        self._files = SegmentFiles(reader.path)
-        self._has_asked = False
+    def __init__(self, lines: LogReader, *, files: bool = False, keep: bool = False) -> None:
+        """`files` uses the segments beside the log; `keep` also saves those that are missing."""
+        self.lines, self._use, self._keep = lines, files or keep, keep
+        self._files: SegmentFiles | None = None
         self._ahead: deque[Segment] = deque()
         self._refused: set[int] = set()
         """Chunks known to have no segment."""
 
-    def read(self, max_bytes: int) -> tuple[list[Segment], int]:
-        """Return the next segments, of about `max_bytes`; when there are none, how many bytes to read line by line."""
-        reader, ahead = self._reader, self._ahead
+    def poll(self, max_bytes: int = READ_BYTES) -> list[Batch]:
+        """Return what follows in the log, at most about `max_bytes` of it; empty when there is nothing new. Raises
+        BrokenLog."""
+        segments, max_bytes = self._segments(max_bytes) if self._use else ([], max_bytes)
+        return segments or batches_of(self.lines.poll(min(max_bytes, LINES_BYTES)))
+
+    def _segments(self, max_bytes: int) -> tuple[list[Batch], int]:
+        """Return the next segments; when there are none, how many bytes to read line by line."""
+        reader, ahead = self.lines, self._ahead
         begin, first = reader.read_bytes, reader.lines_read
         number = begin // CHUNK_BYTES
         try:
@@ -522,9 +496,10 @@ class SegmentReader:
         is_long = (number + 2) * CHUNK_BYTES <= status.st_size <= LOG_FILE.most
         if not is_long or reader.file_id not in (None, file_id):
             return [], max_bytes
-        if self._keep and not self._has_asked:
-            self._has_asked = True
-            self._ask_for_help(range(number, status.st_size // CHUNK_BYTES))
+        if self._files is None:
+            self._files = SegmentFiles(reader.path)
+            if self._keep:
+                self._ask_for_help(self._files, range(number, status.st_size // CHUNK_BYTES))
         while ahead and (ahead[0].begin, ahead[0].first, ahead[0].file_id) != (
             begin,
             first,
@@ -537,7 +512,7 @@ class SegmentReader:
             later = list(ahead)[1:]
             if ahead and sum(one.lines for one in later) >= LINES_KEPT:
                 usable.append(ahead.popleft())
-            elif (segment := self._next(place, file_id)) is not None:
+            elif (segment := self._next(self._files, place, file_id)) is not None:
                 ahead.append(segment)
                 place = segment.end, segment.first + segment.lines
             else:
@@ -545,17 +520,23 @@ class SegmentReader:
         for segment in usable:
             places = zip(*(segment.places[name].tolist() for name in _PLACES), strict=True)
             reader.pass_over(segment.file_id, places)
-        return usable, min(max_bytes, (number + 1) * CHUNK_BYTES - reader.read_bytes)
+        # Up to the next chunk that may have a segment.
+        end = (number + 1) * CHUNK_BYTES
+        while (
+            not self._keep and end < begin + max_bytes and not self._files.has(end // CHUNK_BYTES)
+        ):
+            end += CHUNK_BYTES
+        return [one.batch for one in usable], min(max_bytes, end - begin)
 
-    def _next(self, place: tuple[int, int], file_id: FileId) -> Segment | None:
+    def _next(self, files: SegmentFiles, place: tuple[int, int], file_id: FileId) -> Segment | None:
         """Return the segment that begins at this byte offset and line number; None when there is none."""
         number = place[0] // CHUNK_BYTES
         if number in self._refused:
             return None
-        found = self._files.load(number) if self._use else None
-        if found is None:
+        found = files.load(number)
+        if found is None and self._keep:
             try:
-                is_whole, found = self._files.make(number, keep=self._keep)
+                is_whole, found = files.make(number)
             except OSError:
                 is_whole = False
             if not is_whole:
@@ -565,15 +546,15 @@ class SegmentReader:
             return None
         return found
 
-    def _ask_for_help(self, numbers: range) -> None:
+    def _ask_for_help(self, files: SegmentFiles, numbers: range) -> None:
         """Start processes that build the missing segments from the end of the log, while this one starts at the
         front. They are an optimisation: if none can be started, or one dies, this process does all the work."""
-        missing = [n for n in numbers if not self._files.path(n).exists()]
+        missing = [n for n in numbers if not files.has(n)]
         if len(missing) * CHUNK_BYTES < HELP_FROM_BYTES:
             return
         count = min(3, len(os.sched_getaffinity(0)) - 1)
         # -S: everything that `site` would add is in PYTHONPATH already.
-        command = [sys.executable, "-S", "-m", "engine.log.columns", str(self._reader.path)]
+        command = [sys.executable, "-S", "-m", "engine.log.columns", str(self.lines.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         quiet = subprocess.DEVNULL
         for helper in range(count):
@@ -592,8 +573,8 @@ def help_with(log: Path, first: int, last: int, step: int) -> None:
     for number in range(last, first, step):
         if os.getppid() != parent:
             return
-        if not files.path(number).exists():
-            files.make(number, keep=True)
+        if not files.has(number):
+            files.make(number)
 
 
 if __name__ == "__main__":

@@ -246,7 +246,8 @@ class Checked(Event, frozen=True, kw_only=True, tag="check"):
     """Optimizer steps done when the check ran."""
 
 
-class StepDone(Event, frozen=True, kw_only=True, tag="step"):
+# No cycle can go through a step, and the collector need not look at a million of them.
+class StepDone(Event, frozen=True, kw_only=True, tag="step", gc=False):
     """One optimizer step. Losses are means over the step's labelled tokens, in nats."""
 
     step: Count

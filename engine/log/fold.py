@@ -1,7 +1,7 @@
-"""Fold the logs of a run into its view: `fold(view, source, events) -> view`.
+"""Fold the logs of a run into its view: `fold(view, source, batches) -> view`.
 
 The fold is pure. The same lines give the same view: live or a year later, in one batch or in many, whichever
-of the three logs is read first, and as events or as segments (`engine.log.columns`).
+of the three logs is read first, and from its lines or from segment files.
 
 A resumed run repeats the steps after its last checkpoint. The view keeps the repetition and drops what it
 replaces, so that a step is never counted twice.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from operator import itemgetter, le, lt
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,11 +53,10 @@ from engine.log.events import (
     VocabularyCut,
 )
 from engine.log.read import LINES_KEPT
-from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Table, columns_of, split
+from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
 from engine.log.view import Clock, LineKey, LogLine, RunView, Source
 
 if TYPE_CHECKING:
-    from engine.log.columns import Segment
     from engine.log.table import Numbers
 
 LOG_LINES_KEPT = LINES_KEPT
@@ -84,31 +83,23 @@ Sample = TypeVar("Sample", HostSample, GpuSample)
 _READINGS = frozenset({HostSample, GpuSample})
 
 
-def fold(view: RunView, source: Source, events: Sequence[AnyEvent] | Sequence[Segment]) -> RunView:
-    """Return `view` after `events` of one log, or segments of it, in the order they were read.
+def fold(view: RunView, source: Source, batches: Sequence[Batch]) -> RunView:
+    """Return `view` after `batches` of one log, in the order they were read.
 
     The result depends neither on how the lines are split into batches nor on the order in which the logs are
     read.
     """
-    if not events:
+    if not batches:
         return view
-    batch = _Batch(view, source)
-    if not isinstance(events[0], msgspec.Struct):
-        for segment in events:
-            batch.take_segment(segment)  # type: ignore[arg-type]
-        return batch.finish()
-    # An event that opens a session, or rewinds the steps, is applied before the events that follow it.
-    begins = (
-        row for row, event in enumerate(events) if row and type(event) in (LogOpened, RunStarted)
-    )
-    for begin, end in pairwise((0, *begins, len(events))):
-        batch.take_events(events[begin:end])  # type: ignore[arg-type]
-    return batch.finish()
+    changes = _Changes(view, source)
+    for batch in batches:
+        changes.take(batch)
+    return changes.finish()
 
 
-class _Batch:
-    """Collects the changes of one batch, so that a long log is folded in one pass and the view is not copied
-    once per line. Steps and readings, of which there may be a million, become columns together."""
+class _Changes:
+    """Collects the changes of some batches, so that a long log is folded in one pass and the view is not copied
+    once per line."""
 
     def __init__(self, view: RunView, source: Source) -> None:
         self.view, self.source = view, source
@@ -140,27 +131,11 @@ class _Batch:
     def unix_s(self, event: AnyEvent) -> float:
         return self.clock.unix_s + event.t_s if self.clock else event.t_s
 
-    def take_events(self, events: Sequence[AnyEvent]) -> None:
-        """Add events of one session of the writer; if its opening is among them it comes first."""
-        if isinstance(events[0], LogOpened):
-            self.open_session(events[0])
-        groups, others = split(events)
-        self.show(events)
-        self.take(groups, others, {name: columns_of(name, rows) for name, rows in groups.items()})
-
-    def take_segment(self, segment: Segment) -> None:
-        """Add lines of one session of the writer, none of which opens it."""
-        groups, others = split(segment.events)
-        self.show(others)
-        self.take(groups, others, segment.tables)
-
-    def take(
-        self,
-        groups: dict[str, list[Any]],
-        others: Sequence[AnyEvent],
-        tables: dict[str, dict[str, Numbers]],
-    ) -> None:
-        """Add rows of tables, the steps and readings among them that carry the newest values, and other events."""
+    def take(self, batch: Batch) -> None:
+        groups, others, tables = batch.rows, batch.others, batch.tables
+        if others and isinstance(others[0], LogOpened):
+            self.open_session(others[0])
+        self.show(batch.shown)
         heard = [float(columns["t_s"].max()) for columns in tables.values()]
         starts = [float(columns["t_s"].min()) for columns in tables.values()]
         times = [event.t_s for event in others]

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from engine.log.events import AnyEvent
+from engine.log.columns import BatchReader
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.read import READ_BYTES, BrokenLog, Liveness, LogReader
+from engine.log.table import batches_of
 from engine.log.view import SOURCES, LogLine, RunView, Source
-
-if TYPE_CHECKING:
-    from engine.log.columns import Segment, SegmentReader
-
-LONG_BYTES = 4 << 20
-"""Unread bytes from which using segments pays off."""
 
 
 class Follower:
@@ -26,16 +19,13 @@ class Follower:
     the last poll."""
 
     def __init__(self, run: RunFolder, *, files: bool = False, keep: bool = False) -> None:
-        """`files` uses valid segments beside a long log (`engine.log.columns`); `keep` also saves those that had
-        to be built."""
+        """`files` uses valid segments beside a long log (`engine.log.columns`); `keep` also saves those that are
+        missing."""
         self.run = run
-        self._files, self._keep = files, keep
-        self._readers: dict[Source, LogReader] = {
-            "events": LogReader(run.events),
-            "device": LogReader(run.device),
-            "watch": LogReader(run.watch),
+        self._readers: dict[Source, BatchReader] = {
+            source: BatchReader(LogReader(getattr(run, source)), files=files, keep=keep)
+            for source in SOURCES
         }
-        self._segments: dict[Source, SegmentReader] = {}
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
         self.is_behind = False
@@ -57,13 +47,13 @@ class Follower:
 
     def reader(self, source: Source) -> LogReader:
         """Return the reader of one of the logs."""
-        return self._readers[source]
+        return self._readers[source].lines
 
     @property
     def share_read(self) -> float:
         """Return how much of what is on disk now has been read, 0 to 1."""
-        sizes = {source: _size(reader.path) for source, reader in self._readers.items()}
-        done = sum(min(self._readers[s].read_bytes, size) for s, size in sizes.items())
+        sizes = {reader.lines: _size(reader.lines.path) for reader in self._readers.values()}
+        done = sum(min(lines.read_bytes, size) for lines, size in sizes.items())
         return done / sum(sizes.values()) if sum(sizes.values()) else 1.0
 
     @property
@@ -81,28 +71,14 @@ class Follower:
         before = self.view
         fault: BrokenLog | None = None
         for source in SOURCES:
-            events: Sequence[AnyEvent] | Sequence[Segment]
             try:
-                events = self._read(source, max_bytes)
+                batches = self._readers[source].poll(max_bytes)
             except BrokenLog as broken:
-                events, fault = broken.before, fault or broken
-            self.view = fold(self.view, source, events)
+                batches, fault = batches_of(broken.before), fault or broken
+            self.view = fold(self.view, source, batches)
         if fault is not None:
             raise fault
         return self.view is not before
-
-    def _read(self, source: Source, max_bytes: int) -> Sequence[AnyEvent] | Sequence[Segment]:
-        """Return what follows in one log: segments where it is long, events otherwise."""
-        reader = self._readers[source]
-        if source not in self._segments:
-            if _size(reader.path) - reader.read_bytes < LONG_BYTES:
-                return reader.poll(max_bytes)
-            # Imported here because it imports numpy.
-            from engine.log.columns import SegmentReader
-
-            self._segments[source] = SegmentReader(reader, files=self._files, keep=self._keep)
-        segments, max_bytes = self._segments[source].read(max_bytes)
-        return segments or reader.poll(max_bytes)
 
     def read_all(self, until_s: float = math.inf) -> RunView:
         """Read until nothing new is left, or until a time of the monotonic clock; `is_behind` tells which.

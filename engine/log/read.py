@@ -102,24 +102,6 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
         ) from None
 
 
-def decode_lines(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
-    """Decode whole lines at once with a decoder of records.
-
-    Raises one of NOT_JSON when a line is not as expected, and ValueError or LookupError when a non-finite
-    number cannot be put back here: then each line has to be decoded by itself.
-    """
-    events = decoder.decode_lines(lines)
-    if FactsRead in set(map(type, events)):
-        facts = (event.facts for event in events if type(event) is FactsRead)
-        # One less: the facts are nested in a record.
-        if any(depth_of(one) >= JSON_DEPTH.most for one in facts):
-            raise ValueError("facts are nested too deep")
-    # Every kind has `nf`.
-    if any(map(attrgetter("nf"), events)):
-        events = [_put_back(event) if event.nf else event for event in events]
-    return events
-
-
 def _put_back(step: Any) -> Any:
     """Put the values named under `nf` into the fields of a step; ValueError for a nested name or another kind."""
     if type(step).__struct_config__.tag != "step":
@@ -180,9 +162,12 @@ def _replaced(value: Any, way: Way, number: float) -> Any:
 class LogReader:
     """Reads one log from its start and then follows it. A file that does not exist yet reads as empty."""
 
-    def __init__(self, path: Path, *, at: Point | None = None) -> None:
-        """Read from the beginning, or from a point that another reader of this log has noted."""
-        self.path = path
+    def __init__(
+        self, path: Path, *, at: Point | None = None, decoder: msgspec.json.Decoder[Any] = _known
+    ) -> None:
+        """Read from the beginning, or from a point that another reader of this log has noted. `decoder` decodes
+        the lines whose form is plain; the others become events."""
+        self.path, self._decoder = path, decoder
         begin = at or Point(0, 0, 0.0, -math.inf)
         self._offset = begin.offset
         self._next_seq = begin.number
@@ -193,7 +178,7 @@ class LogReader:
     def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
         """Return the events since the last call, at most about `max_bytes` of them (at least one line); empty
         when there is nothing new. Raises BrokenLog."""
-        return self._decode(self._read_lines(max_bytes))
+        return self.decode(self._read_lines(max_bytes))
 
     @property
     def read_bytes(self) -> int:
@@ -237,7 +222,7 @@ class LogReader:
             raise BrokenLog(
                 f"run log: {self.path} — expected to read it, found {error.strerror}"
             ) from error
-        end = _end_of_lines(block)
+        end = end_of_lines(block)
         if not end and len(block) >= LONGEST_LINE_BYTES:
             raise BrokenLog(
                 f"run log: {self.path} @{self._offset} — expected lines under "
@@ -266,7 +251,8 @@ class LogReader:
         """How many lines have been returned so far."""
         return self._next_seq
 
-    def _decode(self, lines: bytes) -> list[AnyEvent]:
+    def decode(self, lines: bytes) -> list[AnyEvent]:
+        """Decode the whole lines that follow, and advance behind them. Raises BrokenLog."""
         events: list[AnyEvent] = []
         # In parts: one line with an unusual form must not slow down a long block.
         for part in _parts(lines):
@@ -283,12 +269,21 @@ class LogReader:
     def _decode_at_once(self, lines: bytes) -> list[AnyEvent] | None:
         """Decode many lines; None when they have to be decoded one by one."""
         try:
-            events: list[AnyEvent] = decode_lines(_known, lines)
+            events: list[Any] = self._decoder.decode_lines(lines)
+            # One less: the facts are nested in a record.
+            facts = (event.facts for event in events if type(event) is FactsRead)
+            if any(depth_of(one) >= JSON_DEPTH.most for one in facts):
+                return None
+            # Every kind has `nf`.
+            if any(map(attrgetter("nf"), events)):
+                events = [_put_back(event) if event.nf else event for event in events]
         except (*NOT_JSON, LookupError, ValueError):
             return None
         # The decoder skips empty lines.
         numbers = range(self._next_seq, self._next_seq + lines.count(b"\n"))
-        if [event.seq for event in events] != list(numbers) or min(e.t_s for e in events) < 0:
+        if [event.seq for event in events] != list(numbers) or min(
+            map(attrgetter("t_s"), events)
+        ) < 0:
             return None
         self._advance(lines, events)
         return events
@@ -331,7 +326,8 @@ class LogReader:
         number, _, opened_s, latest_s = self.points[-1]
         if not events:
             return
-        for event in events:
+        opens = LogOpened in set(map(type, events))
+        for event in events if opens else (max(events, key=attrgetter("t_s")),):
             if type(event) is LogOpened:
                 opened_s = event.unix_s
             latest_s = max(latest_s, opened_s + event.t_s)
@@ -340,7 +336,7 @@ class LogReader:
         self.points.append(Point(self._next_seq, self._offset, opened_s, latest_s))
 
 
-def _end_of_lines(block: bytes) -> int:
+def end_of_lines(block: bytes) -> int:
     """Return where the last whole line ends, or the last one in front of a line that is too long."""
     end = 0
     while (newline := block.rfind(b"\n", end, end + LONGEST_LINE_BYTES)) >= 0:

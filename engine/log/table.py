@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from engine.log.events import GpuSample
+from engine.log.events import AnyEvent, LogOpened, RunStarted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,6 +85,8 @@ GPU_FIELDS = (
 )
 NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
 """Fields of a sample that are not measurements."""
+_ROWS = {"step", "host", "gpu"}
+"""Kinds of events that are rows of a table."""
 _DERIVED = {"unix_s", "clock_s", "tokens_per_s"}
 
 
@@ -234,8 +237,9 @@ def numbers(column: Column) -> Numbers:
     if isinstance(column, np.ndarray):
         return column
     try:
-        return np.frombuffer(array("d", column))  # type: ignore[type-var]
-    except TypeError:
+        # The fastest way from objects to doubles.
+        return np.frombuffer(struct.pack(f"{len(column)}d", *column))
+    except struct.error:
         return np.frombuffer(array("d", [ABSENT if entry is None else entry for entry in column]))
 
 
@@ -249,22 +253,52 @@ def is_absent(column: Numbers) -> NDArray[np.bool_]:
 # Events as columns.
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Consecutive lines of one session of a log, as `fold` takes them: from decoded lines (`batches_of`) or from a
+    segment file (`engine.log.columns`). If the opening of the session is among them it comes first."""
+
+    tables: dict[str, dict[str, Numbers]]
+    """The columns of all steps and readings, `t_s` included, by table: `step`, `host`, `gpu0`."""
+    rows: dict[str, list[Any]]
+    """The steps and readings themselves, at least those that carry the newest values."""
+    others: Sequence[AnyEvent]
+    """The events that are no rows."""
+    shown: Sequence[AnyEvent]
+    """What a log pane may show, in order; rows are among it unless LINES_KEPT lines of the session follow."""
+
+
+def batches_of(events: Sequence[AnyEvent]) -> list[Batch]:
+    """Group events of a log. One that opens a session, or rewinds the steps, is applied before those after it."""
+    begins = (row for row, event in enumerate(events) if type(event) in (LogOpened, RunStarted))
+    batches = []
+    for begin, end in pairwise(sorted({0, *begins, len(events)})):
+        part = events[begin:end]
+        rows, others = split(part)
+        tables = {name: columns_of(name, found) for name, found in rows.items()}
+        batches.append(Batch(tables, rows, others, part))
+    return batches
+
+
 def split(events: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
     """Split events into rows of tables, by table name (`step`, `host`, `gpu0`), and the other events."""
     groups: dict[str, list[Any]] = {}
     kinds = list(map(type, events))
     tags: dict[Any, Any] = {kind: kind.__struct_config__.tag for kind in set(kinds)}  # type: ignore[attr-defined]
-    for kind, tag in tags.items():
-        if tag not in ("step", "host", "gpu"):
-            continue
-        rows = [event for event, one in zip(events, kinds, strict=True) if one is kind]
-        if kind is not GpuSample:
+
+    def those(wanted: Container[Any]) -> list[Any]:
+        of_kind = {kind for kind, tag in tags.items() if tag in wanted}
+        return [event for event, kind in zip(events, kinds, strict=True) if kind in of_kind]
+
+    found = _ROWS & set(tags.values())
+    for tag in sorted(found):
+        rows = those({tag})
+        if tag != "gpu":
             groups[tag] = rows
             continue
         for index in sorted({row.index for row in rows}):
             groups[f"gpu{index}"] = [row for row in rows if row.index == index]
-    is_other = {kind: tag not in ("step", "host", "gpu") for kind, tag in tags.items()}
-    return groups, [event for event, kind in zip(events, kinds, strict=True) if is_other[kind]]
+    return groups, those(set(tags.values()) - found)
 
 
 def fields_of(table: str) -> list[str]:

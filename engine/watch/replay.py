@@ -21,6 +21,7 @@ from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
 from engine.log.read import BrokenLog, LogReader
+from engine.log.table import batches_of
 from engine.log.view import SOURCES, RunView
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
@@ -128,7 +129,7 @@ class _Replay:
 
     def fold_waiting(self) -> None:
         for source, lines in groupby(self.waiting, attrgetter("source")):
-            self.view = fold(self.view, source, [line.event for line in lines])
+            self.view = fold(self.view, source, batches_of([line.event for line in lines]))
         self.waiting, self.steps = [], 0
 
     def end(self, fault: BrokenLog | None) -> Diagnosis:

@@ -21,12 +21,11 @@ from engine.log.events import (
     StepDone,
     TrainerStarted,
 )
-from engine.log.fold import fold
 from engine.log.view import RunView, Source
 from engine.spec import RunSpec, build_spec
 from engine.watch.rules import RULES
 from engine.watch.rules.rule import Alert, Case, Unknown
-from tests.support.run_events import example_of, opened, step
+from tests.support.run_events import example_of, fold_events, opened, step
 
 GIB = 2.0**30
 START = 1_700_000_000.0
@@ -161,7 +160,7 @@ class Log:
     def view(self) -> RunView:
         view = RunView()
         for source, events in self.logs().items():
-            view = fold(view, source, events)
+            view = fold_events(view, source, events)
         return view
 
     def case(self) -> Case:

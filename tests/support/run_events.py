@@ -36,6 +36,8 @@ from engine.log.events import (
     TrainerExited,
     TrainerStarted,
 )
+from engine.log.fold import fold
+from engine.log.table import batches_of
 from engine.log.view import SOURCES, RunView, Source, Table
 from engine.log.write import encode
 
@@ -160,6 +162,11 @@ def write_log(path: Path, events: Iterable[Event], every_s: float = 1.0) -> list
     out = numbered(events, every_s)
     path.write_bytes(b"".join(encode(typing.cast(Event, e), e.seq, e.t_s) for e in out))
     return out
+
+
+def fold_events(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
+    """Return `view` after events of one log, in one batch for each session."""
+    return fold(view, source, batches_of(events))
 
 
 def picture(view: RunView) -> dict[str, str]:

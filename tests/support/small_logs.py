@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import engine.log.columns as columns_module
 import engine.log.fold as fold_module
-import engine.log.follow as follow_module
-from engine.log.columns import SegmentReader
+import engine.log.read as read_module
+from engine.log.columns import BatchReader
 from engine.log.events import AnyEvent, Evaluated, Event, LogOpened, Note
 from engine.log.fold import fold
 from engine.log.read import LogReader, decode_line
 from engine.log.view import RunView, Source
 from engine.log.write import encode
-from tests.support.run_events import numbered, opened, runs, started, step, write_log
+from tests.support.run_events import fold_events, numbered, opened, runs, started, step, write_log
 from tests.support.run_folders import Unknown
 
 
@@ -27,12 +27,11 @@ class small_sizes:
         self.patch = pytest.MonkeyPatch()
         for module, name, value in (
             (columns_module, "LINES_KEPT", 3),
-            (columns_module, "PART_LINES", 2),
             (columns_module, "CHUNK_BYTES", 1500),
             (columns_module, "LEFT_BYTES", 0),
             (columns_module, "TAIL_BYTES", 32),
             (fold_module, "LOG_LINES_KEPT", 3),
-            (follow_module, "LONG_BYTES", 1),
+            (read_module, "PART_BYTES", 600),
         ):
             self.patch.setattr(module, name, value)
 
@@ -74,7 +73,7 @@ def long_logs(draw: st.DrawFn) -> dict[Source, bytes]:
 def one_by_one(view: RunView, source: Source, data: bytes) -> RunView:
     for line in data[: data.rfind(b"\n") + 1].splitlines():
         event = decode_line(line, "")
-        view = fold(view, source, [event])
+        view = fold_events(view, source, [event])
     return view
 
 
@@ -88,13 +87,10 @@ def followed(
     keep: bool = False,
 ) -> RunView:
     """Return `view` after what follows in a log, read as a Follower reads a long one."""
-    segments = SegmentReader(reader, files=files, keep=keep)
-    while True:
-        found, left = segments.read(most)
-        events = found or reader.poll(left)
-        if not events:
-            return view
-        view = fold(view, source, events)
+    batches = BatchReader(reader, files=files, keep=keep)
+    while found := batches.poll(most):
+        view = fold(view, source, found)
+    return view
 
 
 def long_log(path: Path, count: int = 200) -> list[AnyEvent]:

@@ -18,13 +18,12 @@ from engine.drills.catalogue import planted
 from engine.drills.defects_training import defect
 from engine.errors import SpecError
 from engine.log.events import Checked
-from engine.log.fold import fold
 from engine.log.text import check_lines
 from engine.log.view import RunView
 from engine.spec import build_spec
 from tests.support.checked_runs import Run, World, make_run, make_spec, make_world
 from tests.support.kit import Kit
-from tests.support.run_events import numbered, opened
+from tests.support.run_events import fold_events, numbered, opened
 
 AGAIN = [about.id for about in CATALOGUE if about.again]
 OTHERS = ", ".join(about.id for about in CATALOGUE if not about.again)
@@ -176,14 +175,14 @@ def test_what_asking_again_took_is_told_with_the_answers() -> None:
 
     first = [answer("loss_gradient", 0), answer("rows_in_update", 0)]
     again = [answer("loss_gradient", 20), answer("rows_in_update", 20, "fail")]
-    view = fold(RunView(), "events", numbered([opened(1.0), *first]))
+    view = fold_events(RunView(), "events", numbered([opened(1.0), *first]))
     assert check_lines(view)[0] == "2 pass, 0 unknown, 0 fail; they took 1.0 s"
-    view = fold(RunView(), "events", numbered([opened(1.0), *first, *again]))
+    view = fold_events(RunView(), "events", numbered([opened(1.0), *first, *again]))
     head, worst, _ = check_lines(view)
     assert head == "1 pass, 0 unknown, 1 fail; they took 1.0 s; 2 repeated answers took 1.0 s"
     assert worst.startswith("x FAIL rows_in_update")
     # Of another session nothing was asked again.
-    resumed = fold(view, "events", numbered([opened(9.0), *first]))
+    resumed = fold_events(view, "events", numbered([opened(9.0), *first]))
     assert resumed.checked_again == (0, 0.0)
 
 

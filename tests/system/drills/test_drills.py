@@ -27,14 +27,13 @@ from engine.log.events import (
     StepDone,
     TrainerExited,
 )
-from engine.log.fold import fold
 from engine.log.view import RunView
 from engine.models.decoder import AttentionInputs
 from engine.teachers.build import build_teacher
 from engine.watch.exit_cause import ExitState
 from engine.watch.rules import RULES
 from tests.support.paths import ROOT
-from tests.support.run_events import example_of, opened
+from tests.support.run_events import example_of, fold_events, opened
 
 START = 1_700_000_000.0
 ISSUE = (
@@ -105,7 +104,7 @@ def view_of(*events: Event, watch: tuple[Event, ...] = ()) -> RunView:
             msgspec.structs.replace(event, seq=seq, t_s=begin + seq if seq else 0.0)
             for seq, event in enumerate(lines)
         ]
-        view = fold(view, source, timed)  # type: ignore[arg-type]
+        view = fold_events(view, source, timed)  # type: ignore[arg-type]
     return view
 
 

@@ -30,11 +30,10 @@ import engine.log.columns as columns_module
 import engine.log.read as read_module
 from engine.errors import RunLogError
 from engine.log.columns import (
+    BatchReader,
     Segment,
     SegmentFiles,
-    SegmentReader,
     SegmentWriter,
-    StepRow,
     Stretch,
     read_stretch,
     segment_of,
@@ -43,7 +42,7 @@ from engine.log.events import Event, Known
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from engine.log.read import BrokenLog, LogReader, decode_line, decode_lines
+from engine.log.read import BrokenLog, LogReader, decode_line
 from engine.log.table import ABSENT
 from engine.log.view import SOURCES, RunView, Source
 from engine.log.write import LogWriter, encode
@@ -54,7 +53,7 @@ from engine.watch.watcher import Watcher
 from tests.support.faults import HERE, compiled, environment
 from tests.support.long_runs import write_long_run
 from tests.support.perf import ratio_within
-from tests.support.run_events import KINDS, example_of, opened, picture, started, step
+from tests.support.run_events import KINDS, example_of, fold_events, opened, picture, started, step
 from tests.support.small_logs import followed, long_log, long_logs, one_by_one, small_sizes
 
 
@@ -66,10 +65,14 @@ def small() -> Iterator[None]:
 
 def shown(path: Path, source: Source = "events", *, files: bool, keep: bool = False) -> object:
     """All that is shown of a log, or what is wrong with it and what is shown in front of that."""
+    batches, view = BatchReader(LogReader(path), files=files, keep=keep), RunView()
     try:
-        return picture(followed(RunView(), source, LogReader(path), files=files, keep=keep))
+        while found := batches.poll():
+            view = fold(view, source, found)
     except BrokenLog as broken:
-        return broken.message, broken.hole, len(broken.before)
+        view = fold_events(view, source, broken.before)
+        return broken.message, broken.hole, picture(view)
+    return picture(view)
 
 
 def kept(path: Path) -> SegmentFiles:
@@ -128,7 +131,7 @@ def test_a_run_read_as_columns_is_the_same_view(logs: dict[Source, bytes], most:
             path.write_bytes(logs[source])
             reader = LogReader(path)
             wanted = one_by_one(wanted, source, logs[source])
-            found = followed(found, source, reader, most)
+            found = followed(found, source, reader, most, keep=True)
             # Each place is one from which the log can be read again.
             for point in reader.points:
                 assert logs[source][: point.offset].count(b"\n") == point.number
@@ -142,15 +145,12 @@ def test_most_of_a_long_log_comes_as_columns_and_the_newest_lines_whole(
 ) -> None:
     events = long_log(tmp_path / "log")
     reader = LogReader(tmp_path / "log")
-    segments, packed, read = SegmentReader(reader, files=False, keep=False), 0, 0
-    while True:
-        found, left = segments.read(1 << 20)
-        packed += sum(one.lines for one in found)
-        lines = [] if found else reader.poll(left)
-        read += len(lines)
-        if not found and not lines:
-            break
-    assert packed + read == len(events) == reader.lines_read
+    batches, rows, read = BatchReader(reader, keep=True), 0, 0
+    while found := batches.poll(1 << 20):
+        rows += sum(len(one.tables["step"]["t_s"]) for one in found if one.tables)
+        # Of a segment the lines that are rows are not shown.
+        read += sum(len(one.shown) for one in found)
+    assert rows + 2 == len(events) == reader.lines_read
     # The first chunk, which opens the session, the last whole one, and what is behind it.
     assert 0 < read < 30
 
@@ -169,25 +169,19 @@ def test_numbers_that_are_not_finite_and_absent_ones_are_themselves(value: float
     events: list[Event] = [step(n, loss=value, grad_norm=value, kd=None) for n in range(1, 9)]
     segment = segment_of(Stretch((0, 0), 0, lines_of(events)))
     assert segment is not None
-    columns = segment.tables["step"]
+    columns = segment.batch.tables["step"]
     for name in ("loss", "grad_norm"):
         assert columns[name].tobytes() == np.full(8, value).tobytes()
     assert columns["kd"].tobytes() == np.full(8, ABSENT).tobytes()
-    steps = fold(RunView(), "events", [segment]).steps
+    steps = fold(RunView(), "events", [segment.batch]).steps
     assert (repr(steps.values("loss")), steps.values("kd")) == (repr([value] * 8), [None] * 8)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_kind_is_decoded_for_columns_as_it_is_decoded_alone(kind: type[Event]) -> None:
+def test_every_kind_is_decoded_among_others_as_it_is_decoded_alone(kind: type[Event]) -> None:
     lines = lines_of([example_of(kind) for _ in range(8)])
-    fast = decode_lines(columns_module._decoder, lines)
-    slow = [decode_line(line, "") for line in lines.splitlines()]
-    assert len(fast) == len(slow)
-    for one, other in zip(fast, slow, strict=True):
-        if isinstance(one, StepRow):
-            assert all(getattr(one, n) == getattr(other, n) for n in one.__struct_fields__)
-        else:
-            assert one == other
+    fast = LogReader(Path())._decode_at_once(lines)
+    assert fast == [decode_line(line, "") for line in lines.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +231,7 @@ def test_one_line_of_another_version_does_not_make_a_long_stretch_slow(
     looked.clear()
     segment = segment_of(Stretch((0, 0), 0, b"".join(lines[2:])))
     assert segment is not None and segment.lines == 3998
-    assert sum(len(columns["t_s"]) for columns in segment.tables.values()) == 3997
+    assert sum(len(columns["t_s"]) for columns in segment.batch.tables.values()) == 3997
     assert 0 < len(looked) < most
 
 
@@ -272,28 +266,28 @@ def test_a_fault_is_found_where_reading_each_line_finds_it(
         LogReader(path).poll()
     run = RunFolder(tmp_path)
     path.rename(run.events)
-    follower = Follower(run)
+    follower = Follower(run, keep=True)
     for _ in range(2):
         with pytest.raises(BrokenLog) as found:
             follower.read_all()
         assert found.value.message.replace("events.jsonl", "log") == wanted.value.message
         assert found.value.hole == wanted.value.hole
-    assert picture(follower.view) == picture(fold(RunView(), "events", wanted.value.before))
+    assert picture(follower.view) == picture(fold_events(RunView(), "events", wanted.value.before))
 
 
 def test_a_log_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, small: None) -> None:
     path = tmp_path / "log"
     long_log(path)
     reader = LogReader(path)
-    segments = SegmentReader(reader, files=False, keep=False)
-    reader.poll(segments.read(2000)[1])
-    assert segments.read(2000)[0]
+    batches = BatchReader(reader, keep=True)
+    batches.poll(2000)
+    assert batches.poll(2000) and batches._ahead
     other = tmp_path / "other"
     other.write_bytes(path.read_bytes())
     other.replace(path)
-    assert not segments.read(2000)[0]
-    with pytest.raises(BrokenLog, match="cut or replaced"):
-        followed(RunView(), "events", reader)
+    for _ in range(2):
+        with pytest.raises(BrokenLog, match="cut or replaced"):
+            batches.poll(2000)
 
 
 def test_a_log_that_grows_while_it_is_read_is_read_to_its_end(tmp_path: Path, small: None) -> None:
@@ -301,12 +295,12 @@ def test_a_log_that_grows_while_it_is_read_is_read_to_its_end(tmp_path: Path, sm
     events = long_log(run.events, 400)
     lines = run.events.read_bytes().splitlines(keepends=True)
     run.events.write_bytes(b"".join(lines[:200]) + lines[200][:50])
-    follower = Follower(run)
+    follower = Follower(run, keep=True)
     follower.poll()
     with run.events.open("r+b") as file:
         file.seek(0, os.SEEK_END)
         file.write(lines[200][50:] + b"".join(lines[201:]))
-    assert picture(follower.read_all()) == picture(fold(RunView(), "events", events))
+    assert picture(follower.read_all()) == picture(fold_events(RunView(), "events", events))
 
 
 # The same view, whatever the log went through.
@@ -379,11 +373,14 @@ def test_most_of_a_log_comes_out_of_its_files(
         "read_stretch",
         lambda path, number: made.append(number) or real(path, number),
     )
-    shown(path, files=True)
+    shown(path, files=True, keep=True)
     # The first opens the session, the last is not whole.
     assert made == [0, path.stat().st_size // 1500]
-    shown(path, files=False)
-    assert len(made) > len(numbers(files))
+    shutil.rmtree(files.folder)
+    shown(path, files=True)
+    assert len(made) == 2
+    shown(path, files=True, keep=True)
+    assert len(made) > len(chunks(path))
 
 
 # What is not believed.
@@ -539,16 +536,19 @@ def test_a_segment_that_somebody_else_forged_is_not_shown(tmp_path: Path) -> Non
     lines = read_stretch(run.events, number)
     assert lines is not None
 
+    def with_tables(tables: Any) -> Segment:
+        return replace(sound, batch=replace(sound.batch, tables=tables))
+
     def with_number(name: str, value: float, table: str = "step") -> Segment:
-        columns = dict(sound.tables[table])
+        columns = dict(sound.batch.tables[table])
         columns[name] = columns[name].copy()
         columns[name][1] = value
-        return replace(sound, tables={**sound.tables, table: columns})
+        return with_tables({**sound.batch.tables, table: columns})
 
     def with_line(event: Event) -> Segment:
         return replace(sound, rest=[*sound.rest, encode(event, 0, 0.0)[:-1]])
 
-    steps = sound.tables["step"]
+    steps = sound.batch.tables["step"]
     few = {name: column for name, column in steps.items() if name != "kd"}
     places = {name: column[::-1] for name, column in sound.places.items()}
     forged = {
@@ -558,12 +558,12 @@ def test_a_segment_that_somebody_else_forged_is_not_shown(tmp_path: Path) -> Non
         "a step that is none": with_number("step", math.nan),
         "a step that is absent": with_number("step", ABSENT),
         "a loss": with_number("loss", 1e200),
-        "a column that is lacking": replace(sound, tables={"step": few}),
+        "a column that is lacking": with_tables({"step": few}),
         "a line": replace(sound, rest=[b"no record"]),
         "a session": with_line(opened(1.0)),
         "a start": with_line(started()),
-        "a GPU": replace(sound, tables={"gpu300": steps}),
-        "a table": replace(sound, tables={"other": steps}),
+        "a GPU": with_tables({"gpu300": steps}),
+        "a table": with_tables({"other": steps}),
         "places": replace(sound, places=places),
         "a place": replace(sound, places={n: c[:1] for n, c in sound.places.items()}),
     }
@@ -729,15 +729,15 @@ def test_a_helper_keeps_what_its_reader_has_not(
     run = RunFolder(write_long_run(tmp_path / "run", steps=25_000, resume=False).folder)
     monkeypatch.setattr(columns_module, "HELP_FROM_BYTES", 1)
     wanted = picture(Follower(run).read_all())
-    segments = SegmentReader(LogReader(run.events), files=True, keep=True)
+    batches, files = BatchReader(LogReader(run.events), keep=True), SegmentFiles(run.events)
     last, until_s = max(chunks(run.events)), time.monotonic() + 60
-    segments._ask_for_help(range(last + 1))
+    batches._ask_for_help(files, range(last + 1))
     # The first of those that are lacking is its reader's, and has what opens the session.
     while believed(SegmentFiles(run.events)) != chunks(run.events):
         assert time.monotonic() < until_s, "nobody helps"
         time.sleep(0.05)
     monkeypatch.setattr(subprocess, "Popen", None)
-    segments._ask_for_help(range(1, last + 1))  # nothing is lacking
+    batches._ask_for_help(files, range(1, last + 1))  # nothing is lacking
     assert picture(Follower(run, files=True).read_all()) == wanted
     shutil.rmtree(run.path / "columns")
     parents = iter([7, 7, 1, 1, 1, 1])
@@ -767,7 +767,7 @@ def test_helpers_change_nothing_however_they_end(
 
     monkeypatch.setattr(subprocess, "Popen", noted)
     view = followed(RunView(), "events", LogReader(path), keep=True)
-    assert picture(view) == picture(fold(RunView(), "events", events))
+    assert picture(view) == picture(fold_events(RunView(), "events", events))
     assert bool(started) == (script is not None and len(os.sched_getaffinity(0)) > 1)
     for one in started:
         one.kill()
@@ -854,6 +854,7 @@ def test_a_long_run_is_not_opened_event_by_event(
 ) -> None:
     """Of 50 000 lines only the newest of a session, and those near what opens it, are looked at one by one."""
     written = write_long_run(tmp_path / "run", steps=50_000)
+    keep_all(RunFolder(tmp_path / "run"))
     read: dict[Path, int] = {}
     real = LogReader._read_lines
 
@@ -863,7 +864,7 @@ def test_a_long_run_is_not_opened_event_by_event(
         return lines
 
     monkeypatch.setattr(LogReader, "_read_lines", counted)
-    view = Follower(RunFolder(tmp_path / "run")).read_all()
+    view = Follower(RunFolder(tmp_path / "run"), files=True).read_all()
     assert len(view.steps) == view.last_step == 50_000 == written.steps
     assert sum(read.values()) < 0.3 * written.lines
 

@@ -25,7 +25,6 @@ from engine.log.events import (
     Unrecognised,
     kind_of,
 )
-from engine.log.fold import fold
 from engine.log.folder import RunFolder, create_run, find_runs, open_run
 from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader, decode_line, writer_is_alive
@@ -37,6 +36,7 @@ from tests.support.run_events import (
     example_of,
     exited,
     finished,
+    fold_events,
     numbered,
     opened,
     picture,
@@ -432,7 +432,7 @@ def test_following_in_small_reads_gives_the_view_of_one_read(tmp_path: Path) -> 
     events = [opened(1.0), started(300), *(step(n, kd=math.nan) for n in range(1, 300))]
     write_log(run.events, events)
     write_log(run.watch, [opened(0.0), Note(level="info", text="x"), exited("CRASHED")])
-    once = fold(RunView(), "events", numbered(events))
+    once = fold_events(RunView(), "events", numbered(events))
     small = Follower(run)
     while small.poll(max_bytes=500):
         pass

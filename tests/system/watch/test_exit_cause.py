@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.log.events import HostSample
-from engine.log.fold import fold
 from engine.log.view import RunView
 from engine.machine.host import Cgroup, Host
 from engine.machine.kill_counters import KillCounters, read_kill_counters
@@ -29,7 +28,7 @@ from engine.watch.exit_cause import (
     find_kernel_line,
     memory_words,
 )
-from tests.support.run_events import numbered, opened
+from tests.support.run_events import fold_events, numbered, opened
 
 GROUP = Cgroup(version=2, directory=Path("/cg/run.scope"), mount=Path("/cg"))
 MEMCG_LINE = (
@@ -557,7 +556,7 @@ def test_memory_before_the_end_is_the_least_and_the_worst_of_the_last_minute() -
         )
         for free, full in [(1.0, 90.0), *[(50.0, 0.0)] * 70, (4.0, 43.0), (60.0, 0.0)]
     ]
-    view = fold(RunView(), "device", numbered([opened(1.0), *samples]))
+    view = fold_events(RunView(), "device", numbered([opened(1.0), *samples]))
     assert memory_words(view) == (
         "In its last 60 s the least memory available was 4.0 GiB of 100.0 GiB and the highest "
         "memory pressure 43 %."

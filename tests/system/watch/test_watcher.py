@@ -23,7 +23,6 @@ from engine.log.events import (
     Phase,
     StackDump,
 )
-from engine.log.fold import fold
 from engine.log.view import RunView
 from engine.spec import build_spec
 from engine.watch.active_alerts import ActiveAlerts
@@ -39,7 +38,7 @@ from engine.watch.watcher import (
 )
 from tests.support.diagnosing import healthy_step
 from tests.support.perf import within
-from tests.support.run_events import numbered, opened
+from tests.support.run_events import fold_events, numbered, opened
 from tests.support.run_folders import START_UNIX_S, Scene, started
 
 
@@ -253,7 +252,7 @@ def test_stacks_that_cannot_be_kept_are_a_note_and_the_alert_comes(watched: Watc
 def test_the_middle_of_a_long_run_is_not_kept_and_the_rules_say_the_same() -> None:
     count = 2 * (2 * HEAD_ROWS + TAIL_ROWS) + 10
     events = numbered([opened(1.0), *(healthy_step(n) for n in range(1, count + 1))])
-    view = fold(RunView(), "events", events)
+    view = fold_events(RunView(), "events", events)
     small = trimmed(view)
     assert len(small.steps) == 2 * HEAD_ROWS + TAIL_ROWS
     numbers = small.steps.values("step")
@@ -262,7 +261,7 @@ def test_the_middle_of_a_long_run_is_not_kept_and_the_rules_say_the_same() -> No
     assert small.last_step == view.last_step == count
     for name in small.steps.columns:
         assert small.steps.values(name)[-TAIL_ROWS:] == view.steps.values(name)[-TAIL_ROWS:]
-    more = fold(small, "events", [healthy_step(count + 1)])
+    more = fold_events(small, "events", [healthy_step(count + 1)])
     assert more.last_step == count + 1
     assert trimmed(more) is more
 
@@ -271,7 +270,7 @@ def test_the_middle_of_a_long_run_is_not_kept_and_the_rules_say_the_same() -> No
 def test_the_beginning_of_the_session_is_kept_wherever_it_lies(begin: int) -> None:
     count = 2 * (2 * HEAD_ROWS + TAIL_ROWS)
     events = numbered([opened(1.0), *(healthy_step(n) for n in range(1, count + 1))])
-    view = dataclasses.replace(fold(RunView(), "events", events), session_row=begin)
+    view = dataclasses.replace(fold_events(RunView(), "events", events), session_row=begin)
     small = trimmed(view)
     assert small.steps.value("step", small.session_row) == begin + 1
     numbers = [n or 0.0 for n in small.steps.values("step")]
@@ -282,7 +281,7 @@ def test_readings_of_a_week_are_not_kept() -> None:
     device = [opened(1.0)]
     for _ in range(2 * TAIL_ROWS):
         device += [HostSample(load1=1.0), GpuSample(index=0, gpu_util_pct=1.0)]  # type: ignore[list-item]
-    small = trimmed(fold(RunView(), "device", numbered(device)))
+    small = trimmed(fold_events(RunView(), "device", numbered(device)))
     assert len(small.hosts) == len(small.gpu_tables[0]) == TAIL_ROWS
 
 

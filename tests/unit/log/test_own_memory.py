@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from engine.log.events import HostSample, MemoryPlanned
-from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.held import (
     ALLOCATOR,
@@ -28,7 +27,7 @@ from engine.machine.reading import absent
 from engine.machine.sampler import Sampler
 from engine.train.record import held_by
 from tests.support.diagnosing import GIB, Log, at, quiet, raised
-from tests.support.run_events import example_of, numbered, opened
+from tests.support.run_events import example_of, fold_events, numbered, opened
 
 NO_NVML = absent("no NVIDIA driver library on this machine", "nvmlInit")
 ON_GPU = Held(source=ALLOCATOR, held_bytes=3 * GIB, reserved_bytes=5 * GIB, peak_bytes=4 * GIB)
@@ -119,7 +118,7 @@ def test_a_sample_has_it_beside_the_readings_of_others(tmp_path: Path) -> None:
 
 def view_of(**readings: Any) -> RunView:
     sample = HostSample(host_available_bytes=GIB, host_total_bytes=GIB, **readings)
-    return fold(RunView(), "device", numbered([opened(1.0), sample]))
+    return fold_events(RunView(), "device", numbered([opened(1.0), sample]))
 
 
 def test_it_is_shown_with_who_counted_it() -> None:

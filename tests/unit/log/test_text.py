@@ -31,7 +31,6 @@ from engine.log.events import (
     StudentSaved,
     Unrecognised,
 )
-from engine.log.fold import fold
 from engine.log.read import Liveness
 from engine.log.text import (
     alert_lines,
@@ -57,6 +56,7 @@ from tests.support.run_events import (
     example_of,
     exited,
     finished,
+    fold_events,
     numbered,
     opened,
     started,
@@ -69,7 +69,7 @@ UNWATCHED = Liveness(trainer=True, supervisor=False)
 
 
 def view_of(*events: Event, source: Source = "events") -> RunView:
-    return fold(RunView(), source, numbered(events))
+    return fold_events(RunView(), source, numbered(events))
 
 
 # One line per event.
@@ -289,7 +289,7 @@ def test_the_status_is_one_line(events: list[Event], alive: Liveness, text: str)
 
 @pytest.mark.parametrize("state", ["KILLED", "CRASHED", "OOM_MEMCG"])
 def test_the_status_of_a_run_that_was_ended_says_how(state: str) -> None:
-    view = fold(view_of(*BEGUN, step(1)), "watch", numbered([opened(1.0), exited(state)]))
+    view = fold_events(view_of(*BEGUN, step(1)), "watch", numbered([opened(1.0), exited(state)]))
     assert status_text(view, DEAD) == f"{state} | step 1/10 | loss 2.0000 | it was {state}"
 
 
@@ -460,7 +460,9 @@ def test_an_alert_reads_with_its_numbers_its_window_and_its_flip() -> None:
 
 def test_the_status_names_the_alerts_that_stand() -> None:
     other = AlertRaised(id="data_wait", severity="warning", title="t")
-    view = fold(view_of(opened(1.0), started()), "watch", numbered([opened(1.0), ALERT, other]))
+    view = fold_events(
+        view_of(opened(1.0), started()), "watch", numbered([opened(1.0), ALERT, other])
+    )
     assert alerts_text(view) == "2 alerts: data_wait, gpu_idle"
     assert "| 2 alerts: data_wait, gpu_idle" in status_text(view, ALIVE)
     assert alerts_text(RunView()) == ""
@@ -491,7 +493,7 @@ def test_the_memory_of_the_job_stands_beside_that_of_all_processes_and_of_the_po
     view = view_of(opened(1.0), peak)
     facts = FactsRead(facts={"cuda0_integrated": "yes"})
     host = HostSample(host_available_bytes=1024.0**3, host_total_bytes=2 * 1024.0**3)
-    view = fold(view, "device", numbered([opened(1.0), facts, host, GpuSample(index=0)]))
+    view = fold_events(view, "device", numbered([opened(1.0), facts, host, GpuSample(index=0)]))
     words = "\n".join(device_lines(view))
     assert "job 3.0 GiB at its peak by step 9 (torch's allocator)" in words
     assert "available 1.0 GiB / 2.0 GiB (host pool, shared with the GPU)" in words

@@ -37,7 +37,7 @@ from engine.log.events import (
     TrainerStarted,
     Unrecognised,
 )
-from engine.log.fold import LOG_LINES_KEPT, fold
+from engine.log.fold import LOG_LINES_KEPT
 from engine.log.folder import create_run
 from engine.log.follow import Follower
 from engine.log.read import Liveness
@@ -54,6 +54,7 @@ from tests.support.run_events import (
     example_of,
     exited,
     finished,
+    fold_events,
     numbered,
     opened,
     picture,
@@ -71,13 +72,13 @@ UNWATCHED = Liveness(trainer=True, supervisor=False)
 
 def view_of(*events: Event, source: Source = "events", every_s: float = 1.0) -> RunView:
     """The view of one log."""
-    return fold(RunView(), source, numbered(events, every_s))
+    return fold_events(RunView(), source, numbered(events, every_s))
 
 
 def fold_all(logs: dict[Source, list[AnyEvent]]) -> RunView:
     view = RunView()
     for source in SOURCES:
-        view = fold(view, source, logs[source])
+        view = fold_events(view, source, logs[source])
     return view
 
 
@@ -152,9 +153,9 @@ def test_batches_and_turns_change_nothing(
     one_by_one, dealt_out = RunView(), RunView()
     for source in reversed(SOURCES):
         for event in logs[source]:
-            one_by_one = fold(one_by_one, source, [event])
+            one_by_one = fold_events(one_by_one, source, [event])
     for source, batch in data.draw(dealt(logs)):
-        dealt_out = fold(dealt_out, source, batch)
+        dealt_out = fold_events(dealt_out, source, batch)
     assert picture(one_by_one) == expected
     assert picture(dealt_out) == expected
 
@@ -167,7 +168,7 @@ def test_a_view_never_changes_after_it_was_made(
     view = RunView()
     taken = [(view, picture(view))]
     for source, batch in data.draw(dealt(logs)):
-        view = fold(view, source, batch)
+        view = fold_events(view, source, batch)
         taken.append((view, picture(view)))
     for old, was in taken:
         assert picture(old) == was
@@ -175,7 +176,7 @@ def test_a_view_never_changes_after_it_was_made(
     last = picture(view)
     middle = taken[len(taken) // 2][0]
     for source in SOURCES:
-        fold(middle, source, logs[source])
+        fold_events(middle, source, logs[source])
     assert picture(view) == last
 
 
@@ -208,7 +209,7 @@ def test_a_resume_drops_what_it_repeats_and_nothing_else(
 
 def test_no_events_are_no_new_view() -> None:
     view = view_of(opened(1.0))
-    assert fold(view, "events", []) is view
+    assert fold_events(view, "events", []) is view
 
 
 def test_a_first_session_tells_its_story() -> None:
@@ -293,7 +294,7 @@ def test_notes_of_different_logs_stand_in_the_order_of_time() -> None:
     for order in ((("events", events), ("watch", watch)), (("watch", watch), ("events", events))):
         view = RunView()
         for source, log in order:
-            view = fold(view, source, log)  # type: ignore[arg-type]
+            view = fold_events(view, source, log)  # type: ignore[arg-type]
         assert [note.text for note in view.notes] == texts
 
 
@@ -304,12 +305,12 @@ def test_only_the_newest_lines_are_kept_and_readings_are_not_lines() -> None:
     many = LOG_LINES_KEPT + 123
     events = numbered([opened(0.0), *(step(n) for n in range(1, many))])
     device = numbered([opened(0.0), *(HostSample(load1=1.0) for _ in range(50))])
-    at_once = fold(fold(RunView(), "events", events), "device", device)
+    at_once = fold_events(fold_events(RunView(), "events", events), "device", device)
     assert len(at_once.lines) == LOG_LINES_KEPT
     assert [line.event.seq for line in at_once.lines] == list(range(123, many))
-    one_by_one = fold(RunView(), "device", device)
+    one_by_one = fold_events(RunView(), "device", device)
     for event in events:
-        one_by_one = fold(one_by_one, "events", [event])
+        one_by_one = fold_events(one_by_one, "events", [event])
     assert one_by_one.lines == at_once.lines
 
 
@@ -356,9 +357,9 @@ TRAINER = TrainerStarted(trainer_pid=5, supervisor_pid=4)
 def test_the_state_is_one_word(
     events: list[Event], watch: list[Event], alive: Liveness, state: str
 ) -> None:
-    view = fold(fold(RunView(), "events", numbered(events)), "watch", numbered(watch))
+    view = fold_events(fold_events(RunView(), "events", numbered(events)), "watch", numbered(watch))
     assert view.state(alive) == state
-    view = fold(fold(RunView(), "watch", numbered(watch)), "events", numbered(events))
+    view = fold_events(fold_events(RunView(), "watch", numbered(watch)), "events", numbered(events))
     assert view.state(alive) == state
 
 
@@ -400,7 +401,7 @@ def test_a_step_of_the_wall_clock_does_not_undo_the_end_of_a_run() -> None:
     """The trainer opened its log after the supervisor, but an hour earlier by the clock."""
     events = numbered([opened(10_000.0 - 3600), started(2), step(1), finished("completed")])
     watch = numbered([opened(10_000.0), exited("COMPLETED")])
-    view = fold(fold(RunView(), "events", events), "watch", watch)
+    view = fold_events(fold_events(RunView(), "events", events), "watch", watch)
     assert view.finished is not None and view.state(DEAD) == "completed"
 
 
@@ -412,7 +413,7 @@ def test_a_new_supervisor_is_not_the_one_whose_launcher_left() -> None:
         source="watch",
     )
     assert (view.launcher_gone, view.trainer_pid) == ("hangup", 5)
-    view = fold(view, "watch", numbered([opened(9.0)]))
+    view = fold_events(view, "watch", numbered([opened(9.0)]))
     assert view.launcher_gone is None and view.trainer_pid is None
 
 
@@ -466,7 +467,7 @@ def test_a_resumed_run_is_judged_by_its_own_pace() -> None:
     for number, t_s in ((5, 200.0), (6, 201.0)):
         event = msgspec.structs.replace(step(number), seq=len(events), t_s=t_s)
         events.append(event)
-    view = fold(RunView(), "events", events)
+    view = fold_events(RunView(), "events", events)
     assert view.eta_s() == pytest.approx(4.0) and view.first_step_unix_s == 1200.0
     assert view.tokens_per_second() == pytest.approx(2000.0)
 
@@ -553,7 +554,7 @@ def test_many_events_of_a_rare_kind_do_not_take_quadratic_time() -> None:
     def seconds(count: int) -> float:
         events = numbered([opened(0.0), *([bad] * count), *([note] * count)])
         begin = time.process_time()
-        view = fold(RunView(), "events", events)
+        view = fold_events(RunView(), "events", events)
         assert len(view.non_finite) == len(view.notes) == count
         return time.process_time() - begin
 
@@ -579,7 +580,7 @@ def test_the_heartbeat_is_the_newest_line_of_the_trainer_that_is_no_note() -> No
     assert view.heartbeat_unix_s == 12.0
     assert view_of(*log, source="watch").heartbeat_unix_s is None
     # In one batch or in many.
-    alone = fold(view, "events", [msgspec.structs.replace(log[3], seq=4, t_s=9.0)])  # type: ignore[list-item]
+    alone = fold_events(view, "events", [msgspec.structs.replace(log[3], seq=4, t_s=9.0)])  # type: ignore[list-item]
     assert alone.heartbeat_unix_s == 12.0
 
 

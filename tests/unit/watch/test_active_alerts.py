@@ -28,7 +28,6 @@ from engine.log.events import (
     RunFinished,
     RunStarted,
 )
-from engine.log.fold import fold
 from engine.log.folder import RunFolder, create_run
 from engine.log.view import SOURCES, RunView
 from engine.watch import replay
@@ -38,7 +37,7 @@ from engine.watch.rules import RULES
 from engine.watch.rules.rule import WARNING, Alert, CannotJudge, Case, Rule, Symptom, Unknown, rule
 from tests.support.diagnosing import START, Log, healthy_step, spec
 from tests.support.perf import within
-from tests.support.run_events import example_of, numbered, opened, runs, write_log
+from tests.support.run_events import example_of, fold_events, numbered, opened, runs, write_log
 from tests.support.run_folders import completed, killed, resumed, running, torn, vanished
 
 # The registry.
@@ -81,7 +80,7 @@ def test_no_rule_fails_on_any_run(data: st.DataObject) -> None:
     logs = data.draw(runs())
     view = RunView()
     for source in SOURCES:
-        view = fold(view, source, logs[source])
+        view = fold_events(view, source, logs[source])
     now = data.draw(st.floats(0, 1e6))
     known = data.draw(st.sampled_from([None, spec(), spec(train__warmup_steps=1000)]))
     _must_not_fail(Case(view=view, settings=known, now_unix_s=now))
@@ -126,7 +125,9 @@ def test_no_rule_fails_on_odd_numbers(seed: int) -> None:
         device.append(
             HostSample(**odd("trainer_cpu_pct", "host_available_bytes", "host_total_bytes"))
         )
-    view = fold(fold(RunView(), "events", numbered(events)), "device", numbered(device))
+    view = fold_events(
+        fold_events(RunView(), "events", numbered(events)), "device", numbered(device)
+    )
     now = rng.choice([START, START + 60, START + 300, START + 1e9, 0.0])
     _must_not_fail(Case(view=view, settings=spec(), now_unix_s=now))
 

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from engine.log.events import DecisionMade, Phase, RunFinished, StackDump
-from engine.log.fold import fold
 from engine.log.view import RunView
 from engine.watch.rules.gpu import (
     BUSY_PCT,
@@ -22,6 +21,7 @@ from engine.watch.rules.gpu import (
 )
 from engine.watch.rules.rule import Case
 from tests.support.diagnosing import Log, at, quiet, raised, unknown
+from tests.support.run_events import fold_events
 
 WORKING: dict[str, Any] = {
     "gpu_util_pct": 95.0,
@@ -69,9 +69,9 @@ def measuring(device: str, *, silent_s: float = 40.0, phase: str = "measuring th
         DecisionMade(knob="teacher.backend", choice="quantized", reason="r"),
     ]
     begun = [at(event, 2.0) for event in decided] + [at(Phase(name=phase), 10.0)]
-    view = fold(RunView(), "events", [logs["events"][0], *begun])  # type: ignore[list-item]
+    view = fold_events(RunView(), "events", [logs["events"][0], *begun])  # type: ignore[list-item]
     for source in ("device", "watch"):
-        view = fold(view, source, logs[source])  # type: ignore[arg-type, index]
+        view = fold_events(view, source, logs[source])  # type: ignore[arg-type, index]
     return dataclasses.replace(log.case(), view=view)
 
 
@@ -118,7 +118,7 @@ def test_a_gpu_among_several_is_known_by_the_facts_or_not_at_all() -> None:
     logs = log.logs()
     view = log.view()
     other = [e for e in logs["device"] if getattr(e, "index", None) == 0]
-    view = fold(view, "device", [msgspec.structs.replace(e, index=1) for e in other])  # type: ignore[misc]
+    view = fold_events(view, "device", [msgspec.structs.replace(e, index=1) for e in other])  # type: ignore[misc]
     case = dataclasses.replace(log.case(), view=view)
     raised("gpu_idle", case)
     blind = dataclasses.replace(case, view=dataclasses.replace(view, facts={}))
@@ -160,7 +160,7 @@ def test_before_the_first_step_the_stacks_tell_whether_it_is_the_teacher() -> No
         dump = StackDump(
             path="p", state="s", summary="s", python_frame="f", native_frame="", python_stack=stack
         )
-        with_stack = dataclasses.replace(case, view=fold(case.view, "watch", [dump]))
+        with_stack = dataclasses.replace(case, view=fold_events(case.view, "watch", [dump]))
         (raised if seen else quiet)("cpu_bound_teacher", with_stack)
 
 
@@ -174,7 +174,7 @@ def test_a_teacher_on_the_cpu_is_named_with_its_line_where_the_stacks_are_known(
         native_frame="",
         python_stack=["/x/softmax.py:66 in attend", "/x/engine/teachers/frozen.py:47 in hidden"],
     )
-    case = dataclasses.replace(case, view=fold(case.view, "watch", [dump]))
+    case = dataclasses.replace(case, view=fold_events(case.view, "watch", [dump]))
     alert = raised("cpu_bound_teacher", case)
     assert alert.title.endswith("% CPU, at /x/softmax.py:66 in attend")
     assert "stacks/7.txt" in alert.meaning and alert.flip == "--set teacher.backend=dequantized"

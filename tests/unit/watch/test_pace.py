@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from engine.log.events import Compiled, FactsRead, RunFinished
-from engine.log.fold import fold
 from engine.watch.rules import memory, pace
 from tests.support.diagnosing import GIB, Log, quiet, raised, spec, unknown
-from tests.support.run_events import example_of
+from tests.support.run_events import example_of, fold_events
 
 # Data.
 
@@ -248,6 +247,6 @@ def test_on_shared_memory_the_host_s_is_what_was_free() -> None:
     case = log.case()
     unknown("allocator_ceiling", case, "Not Supported")
     facts = FactsRead(facts={"cuda0_integrated": "yes", "cuda0_nvml_index": 0})
-    shared = dataclasses.replace(case, view=fold(case.view, "device", [facts]))
+    shared = dataclasses.replace(case, view=fold_events(case.view, "device", [facts]))
     assert "CPU and GPU share" in raised("allocator_ceiling", shared).title
     unknown("allocator_ceiling", Log(count=3).case(), "when the run has ended")

@@ -17,13 +17,12 @@ from engine.log.events import (
     StackDump,
     TrainerStarted,
 )
-from engine.log.fold import fold
 from engine.log.view import RunView
 from engine.watch.rules import stall
 from engine.watch.rules.rule import Case
 from engine.watch.rules.stall import silence
 from tests.support.diagnosing import START, Log, at, quiet, raised, spec, unknown
-from tests.support.run_events import example_of, opened
+from tests.support.run_events import example_of, fold_events, opened
 
 BOTH = ("stalled", "stalled_at_start")
 
@@ -111,7 +110,7 @@ def test_a_note_is_no_heartbeat_and_any_other_line_is() -> None:
 
 
 def test_a_trainer_that_never_wrote_a_line_is_silent_since_it_was_started() -> None:
-    view = fold(
+    view = fold_events(
         RunView(),
         "watch",
         [opened(START), at(TrainerStarted(trainer_pid=1, supervisor_pid=2), 1.0)],
@@ -132,7 +131,7 @@ def test_a_run_that_ended_is_not_stalled() -> None:
 def test_a_resumed_run_is_not_silent_since_its_last_session() -> None:
     log = silent(0.0)
     hour = 3600.0
-    view = fold(
+    view = fold_events(
         log.view(),
         "watch",
         [opened(START + hour), at(TrainerStarted(trainer_pid=1, supervisor_pid=2), 0.5)],  # type: ignore[list-item]
@@ -160,13 +159,13 @@ def test_the_alert_names_the_line_and_the_flip_when_it_is_the_teacher() -> None:
     log.extra = [(7.0, DecisionMade(knob="teacher.backend", choice="quantized", reason="r"))]
     case = log.case()
     clock = [opened(START), at(DUMP, log.last_s + 35)]
-    seen = dataclasses.replace(case, view=fold(case.view, "watch", clock))  # type: ignore[arg-type]
+    seen = dataclasses.replace(case, view=fold_events(case.view, "watch", clock))  # type: ignore[arg-type]
     alert = raised("stalled", seen)
     assert "decoder.py:88 in norm (mkl_blas)" in alert.title and "stacks/5.txt" in alert.meaning
     assert alert.flip == "--set teacher.backend=dequantized"
     # Stacks of an earlier silence say nothing of this one.
     old = [opened(START), at(DUMP, log.last_s - 5)]
-    blind = dataclasses.replace(case, view=fold(case.view, "watch", old))  # type: ignore[arg-type]
+    blind = dataclasses.replace(case, view=fold_events(case.view, "watch", old))  # type: ignore[arg-type]
     assert "not taken" in raised("stalled", blind).meaning
 
 
@@ -185,7 +184,7 @@ def test_a_wait_for_the_gpu_is_told_from_work(python: str, native: str, words: s
     )
     clock = [opened(START), at(dump, log.last_s + 35)]
     case = log.case()
-    seen = dataclasses.replace(case, view=fold(case.view, "watch", clock))  # type: ignore[arg-type]
+    seen = dataclasses.replace(case, view=fold_events(case.view, "watch", clock))  # type: ignore[arg-type]
     assert words in raised("stalled", seen).title
 
 

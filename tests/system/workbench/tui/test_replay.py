@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import workbench.replay as replay_module
 from engine.log import in_order
 from engine.log.events import AnyEvent, Event, LogOpened
-from engine.log.fold import fold
 from engine.log.folder import RunFolder, create_run
+from engine.log.table import batches_of
 from engine.log.text import line_text
 from engine.log.view import SOURCES, RunView, Source
 from engine.log.write import encode
-from tests.support.run_events import picture, runs
+from tests.support.run_events import fold_events, picture, runs
 from tests.support.run_folders import START_UNIX_S, completed, killed, resumed
 from workbench.feed import RunFeed
 from workbench.replay import ReplayFeed
@@ -43,7 +43,7 @@ def plain(logs: dict[Source, list[AnyEvent]], unix_s: float) -> RunView:
             latest_s = max(latest_s, opened_s + event.t_s)
             if latest_s <= unix_s:
                 kept.append(event)
-        view = fold(view, source, kept)
+        view = fold_events(view, source, kept)
     return view
 
 
@@ -93,9 +93,9 @@ def test_a_scrub_reads_thousands_of_lines_of_a_long_log_and_not_all(
     feed = read(completed(tmp_path / "run", total=20_000))
     whole = feed.at(feed.last_unix_s).view.steps
     folded: list[int] = []
-    real = fold
+    real = batches_of
     monkeypatch.setattr(
-        replay_module, "fold", lambda v, s, e: folded.append(len(e)) or real(v, s, e)
+        replay_module, "batches_of", lambda events: folded.append(len(events)) or real(events)
     )
     for share in (0.1, 0.5, 0.9):
         folded.clear()
