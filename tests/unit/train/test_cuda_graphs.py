@@ -36,7 +36,7 @@ from tests.support.gpu_trainers import gpu_trainer
 from tests.support.kit import Kit
 from tests.support.paths import ROOT
 from tests.support.running import environment
-from tests.support.trainers import build, snapshot
+from tests.support.trainers import build, run_ahead, snapshot
 
 GPU: dict[str, Any] = dict(
     device="cuda", packed=True, checkpointing=False, accumulation=1, ranks=1, allocator="native",
@@ -233,9 +233,7 @@ def test_steps_of_captured_layers_are_those_of_layers_launched_one_by_one(
     agreement = capture_student(captured, length=256)
     assert agreement.hidden == 0 and agreement.worst < 0.02
     assert captured.graphs is not None and captured.graphs.captures == 1
-    for one, other in zip(
-        plain.steps(lambda step: True), captured.steps(lambda step: True), strict=True
-    ):
+    for one, other in zip(run_ahead(plain), run_ahead(captured), strict=True):
         assert other.loss == pytest.approx(one.loss, rel=2e-3)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=2e-2)
 
