@@ -47,6 +47,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from itertools import islice
 from operator import attrgetter
@@ -89,8 +90,6 @@ SHARE = 0.003
 HELP_FROM_BYTES = 48 << 20
 """Bytes left to decode from which helper processes are started; starting one takes about 0.2 s."""
 UNKNOWN = "unknown"
-LINES_BYTES = 4 << 20
-"""Most lines that are decoded at a time: the events of many more do not fit the cache of a processor."""
 _HEAD = struct.Struct("<8sII")
 _MAGIC = b"aprcols1"
 _PARTIAL = ".partial-"
@@ -261,13 +260,13 @@ class SegmentFiles:
     def __init__(self, log: Path) -> None:
         self.log = log
         self.folder = log.parent / FOLDER
-        self._boot_id = read_boot_id()
+
+    @cached_property
+    def _boot_id(self) -> str:
+        return read_boot_id()
 
     def path(self, number: int) -> Path:
         return self.folder / f"{self.log.stem}-{number:06}.columns"
-
-    def has(self, number: int) -> bool:
-        return self.path(number).exists()
 
     def load(self, number: int) -> Segment | None:
         """Load the segment of a chunk; None when there is no valid one."""
@@ -341,13 +340,14 @@ class SegmentFiles:
             return False
         return True
 
-    def make(self, number: int) -> tuple[bool, Segment | None]:
-        """Return whether a chunk is complete, and its segment if it has one, which is saved. Raises OSError."""
+    def make(self, number: int, *, keep: bool) -> tuple[bool, Segment | None]:
+        """Return whether a chunk is complete, and its segment if it has one; `keep` also saves the segment.
+        Raises OSError."""
         stretch = read_stretch(self.log, number)
         if stretch is None:
             return False, None
         segment = segment_of(stretch)
-        if segment is not None:
+        if keep and segment is not None:
             self.save(number, segment, stretch.lines)
         return True, segment
 
@@ -455,13 +455,13 @@ class SegmentWriter:
         try:
             if files.log.stat().st_size < (number + 1) * CHUNK_BYTES:
                 return False
-            return files.load(number) is not None or files.make(number)[0]
+            return files.load(number) is not None or files.make(number, keep=True)[0]
         except OSError:
             return False
 
 
 class BatchReader:
-    """Reads one log as batches: the bulk of a long one from segment files, all else from its lines.
+    """Reads one log as batches: the bulk of a long one as segments, from their files or built from its lines.
 
     A segment is used only when it begins exactly at the reader's position and continues its sequence numbers.
     The newest LINES_KEPT lines of each session are read as lines, because by the clock they may be the newest
@@ -470,9 +470,10 @@ class BatchReader:
     """
 
     def __init__(self, lines: LogReader, *, files: bool = False, keep: bool = False) -> None:
-        """`files` uses the segments beside the log; `keep` also saves those that are missing."""
-        self.lines, self._use, self._keep = lines, files or keep, keep
-        self._files: SegmentFiles | None = None
+        """`files` uses the segments beside the log; `keep` saves those that had to be built."""
+        self.lines, self._use, self._keep = lines, files, keep
+        self._files = SegmentFiles(lines.path)
+        self._has_asked = False
         self._ahead: deque[Segment] = deque()
         self._refused: set[int] = set()
         """Chunks known to have no segment."""
@@ -480,8 +481,8 @@ class BatchReader:
     def poll(self, max_bytes: int = READ_BYTES) -> list[Batch]:
         """Return what follows in the log, at most about `max_bytes` of it; empty when there is nothing new. Raises
         BrokenLog."""
-        segments, max_bytes = self._segments(max_bytes) if self._use else ([], max_bytes)
-        return segments or batches_of(self.lines.poll(min(max_bytes, LINES_BYTES)))
+        segments, max_bytes = self._segments(max_bytes)
+        return segments or batches_of(self.lines.poll(max_bytes))
 
     def _segments(self, max_bytes: int) -> tuple[list[Batch], int]:
         """Return the next segments; when there are none, how many bytes to read line by line."""
@@ -496,10 +497,9 @@ class BatchReader:
         is_long = (number + 2) * CHUNK_BYTES <= status.st_size <= LOG_FILE.most
         if not is_long or reader.file_id not in (None, file_id):
             return [], max_bytes
-        if self._files is None:
-            self._files = SegmentFiles(reader.path)
-            if self._keep:
-                self._ask_for_help(self._files, range(number, status.st_size // CHUNK_BYTES))
+        if self._keep and not self._has_asked:
+            self._has_asked = True
+            self._ask_for_help(range(number, status.st_size // CHUNK_BYTES))
         while ahead and (ahead[0].begin, ahead[0].first, ahead[0].file_id) != (
             begin,
             first,
@@ -512,7 +512,7 @@ class BatchReader:
             later = list(ahead)[1:]
             if ahead and sum(one.lines for one in later) >= LINES_KEPT:
                 usable.append(ahead.popleft())
-            elif (segment := self._next(self._files, place, file_id)) is not None:
+            elif (segment := self._next(place, file_id)) is not None:
                 ahead.append(segment)
                 place = segment.end, segment.first + segment.lines
             else:
@@ -520,23 +520,19 @@ class BatchReader:
         for segment in usable:
             places = zip(*(segment.places[name].tolist() for name in _PLACES), strict=True)
             reader.pass_over(segment.file_id, places)
-        # Up to the next chunk that may have a segment.
-        end = (number + 1) * CHUNK_BYTES
-        while (
-            not self._keep and end < begin + max_bytes and not self._files.has(end // CHUNK_BYTES)
-        ):
-            end += CHUNK_BYTES
-        return [one.batch for one in usable], min(max_bytes, end - begin)
+        return [one.batch for one in usable], min(
+            max_bytes, (number + 1) * CHUNK_BYTES - reader.read_bytes
+        )
 
-    def _next(self, files: SegmentFiles, place: tuple[int, int], file_id: FileId) -> Segment | None:
+    def _next(self, place: tuple[int, int], file_id: FileId) -> Segment | None:
         """Return the segment that begins at this byte offset and line number; None when there is none."""
         number = place[0] // CHUNK_BYTES
         if number in self._refused:
             return None
-        found = files.load(number)
-        if found is None and self._keep:
+        found = self._files.load(number) if self._use else None
+        if found is None:
             try:
-                is_whole, found = files.make(number)
+                is_whole, found = self._files.make(number, keep=self._keep)
             except OSError:
                 is_whole = False
             if not is_whole:
@@ -546,10 +542,10 @@ class BatchReader:
             return None
         return found
 
-    def _ask_for_help(self, files: SegmentFiles, numbers: range) -> None:
+    def _ask_for_help(self, numbers: range) -> None:
         """Start processes that build the missing segments from the end of the log, while this one starts at the
         front. They are an optimisation: if none can be started, or one dies, this process does all the work."""
-        missing = [n for n in numbers if not files.has(n)]
+        missing = [n for n in numbers if not self._files.path(n).exists()]
         if len(missing) * CHUNK_BYTES < HELP_FROM_BYTES:
             return
         count = min(3, len(os.sched_getaffinity(0)) - 1)
@@ -573,8 +569,8 @@ def help_with(log: Path, first: int, last: int, step: int) -> None:
     for number in range(last, first, step):
         if os.getppid() != parent:
             return
-        if not files.has(number):
-            files.make(number)
+        if not files.path(number).exists():
+            files.make(number, keep=True)
 
 
 if __name__ == "__main__":

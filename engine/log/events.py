@@ -246,8 +246,7 @@ class Checked(Event, frozen=True, kw_only=True, tag="check"):
     """Optimizer steps done when the check ran."""
 
 
-# No cycle can go through a step, and the collector need not look at a million of them.
-class StepDone(Event, frozen=True, kw_only=True, tag="step", gc=False):
+class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     """One optimizer step. Losses are means over the step's labelled tokens, in nats."""
 
     step: Count

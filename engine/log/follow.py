@@ -19,8 +19,8 @@ class Follower:
     the last poll."""
 
     def __init__(self, run: RunFolder, *, files: bool = False, keep: bool = False) -> None:
-        """`files` uses valid segments beside a long log (`engine.log.columns`); `keep` also saves those that are
-        missing."""
+        """`files` uses valid segments beside a long log (`engine.log.columns`); `keep` also saves those that had
+        to be built."""
         self.run = run
         self._readers: dict[Source, BatchReader] = {
             source: BatchReader(LogReader(getattr(run, source)), files=files, keep=keep)
