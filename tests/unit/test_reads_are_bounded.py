@@ -52,6 +52,7 @@ ALLOWED: dict[str, str] = {
             "engine/drills/runs.py",
             "engine/flips/surroundings.py",
             "engine/signals.py",
+            "engine/attach/probe/apr_watch/writer.py",
             "engine/watch/exit_cause.py",
             "engine/watch/stacks.py",
             "workbench/cli.py",

@@ -1,0 +1,262 @@
+"""What is hooked in torch: the optimizers, backward, clipping and the data loader.
+
+Each wrapper returns what the original returns and lets its exceptions through. While `torch.compile` traces, a wrapper
+is its original: nothing of ours becomes part of a graph. Frames of ours that run between two graphs are marked so that
+the compiler leaves them alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from . import step, values, writer
+from .step import Steps
+from .writer import NotTheWriter
+
+
+class Hooks:
+    """All that is hooked in this process, so that it can be taken away again."""
+
+    def __init__(self, torch: Any, folder: str) -> None:
+        self._torch = torch
+        self._steps = Steps(torch, folder)
+        self._on = False
+        self._undo: list[Callable[[], None]] = []
+        self._step_code: CodeType | None = None
+        compiler = getattr(torch, "compiler", None)
+        self._is_compiling: Callable[[], bool] = getattr(compiler, "is_compiling", lambda: False)
+
+    def install(self) -> None:
+        optimizers = sys.modules.get("torch.optim.optimizer")
+        if not hasattr(optimizers, "register_optimizer_step_post_hook"):
+            return  # an older torch: there are no steps to record
+        clip_grad = sys.modules.get("torch.nn.utils.clip_grad")
+        loaders = sys.modules.get("torch.utils.data.dataloader")
+        self._on = True
+        try:
+            self._hook_optimizers(optimizers)
+            self._replace(self._torch.Tensor, "backward", self._wrap_backward)
+            self._replace(self._torch.autograd, "backward", self._wrap_backward)
+            self._replace(clip_grad, "clip_grad_norm_", self._wrap_clipping)
+            clipping = getattr(clip_grad, "clip_grad_norm_", None)
+            self._replace(self._torch.nn.utils, "clip_grad_norm_", lambda original: clipping)
+            self._replace(
+                getattr(loaders, "_BaseDataLoaderIter", None), "__next__", self._wrap_next
+            )
+            _leave_alone_when_compiling(self._torch)
+        except BaseException:
+            self._on = False
+            self.remove()
+            raise
+        os.register_at_fork(after_in_child=lambda: self._ours(self._steps.forked))
+        atexit.register(self._finish)
+
+    def remove(self) -> None:
+        """Restore the originals. A wrapper that the script has wrapped again stays, and does nothing."""
+        # torch walks over its hooks during a step, and they must not change below it.
+        if not _is_below(sys._getframe(1), self._step_code):
+            while self._undo:
+                self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+        wrapper = wrap(original)
+        setattr(owner, name, wrapper)
+
+        def restore() -> None:
+            if getattr(owner, name, None) is wrapper:
+                setattr(owner, name, original)
+
+        self._undo.append(restore)
+
+    def _hook_optimizers(self, optimizers: Any) -> None:
+        is_compiling = self._is_compiling
+
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not is_compiling():
+                self._ours(self._before_step, sys._getframe(1))
+
+        def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not is_compiling():
+                self._ours(self._after_step, sys._getframe(1), optimizer)
+
+        self._undo += [
+            optimizers.register_optimizer_step_pre_hook(before_step).remove,
+            optimizers.register_optimizer_step_post_hook(after_step).remove,
+        ]
+
+    def _before_step(self, caller: FrameType) -> None:
+        self._step_code = caller.f_code
+        if not _is_below(caller.f_back, self._step_code):
+            self._steps.optimizer_begins()
+
+    def _after_step(self, caller: FrameType, optimizer: Any) -> None:
+        # An optimizer that steps another one, or whose step calls its parent's, is one optimizer.
+        if not _is_below(caller.f_back, caller.f_code):
+            self._steps.optimizer_ends(optimizer)
+
+    def _wrap_backward(self, original: Any) -> Any:
+        is_compiling, steps = self._is_compiling, self._steps
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not self._is_on():
+                return original(*args, **kwargs)
+            tensors = args[0] if args else kwargs.get("tensors", ())
+            if not self._ours(steps.backward_begins, tensors):
+                return original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                self._ours(steps.backward_failed)
+                raise
+            self._ours(steps.backward_ends)
+            return result
+
+        return backward
+
+    def _wrap_clipping(self, original: Any) -> Any:
+        is_compiling, steps = self._is_compiling, self._steps
+
+        @functools.wraps(original)
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            norm = original(*args, **kwargs)
+            if not is_compiling() and self._is_on():
+                kind = args[2] if len(args) > 2 else kwargs.get("norm_type", 2.0)
+                if kind == 2:
+                    self._ours(steps.clipped, norm)
+            return norm
+
+        return clip_grad_norm_
+
+    def _wrap_next(self, original: Any) -> Any:
+        is_compiling, steps = self._is_compiling, self._steps
+
+        @functools.wraps(original)
+        def __next__(iterator: Any) -> Any:
+            if is_compiling() or not self._is_on():
+                return original(iterator)
+            timed = self._ours(steps.data_begins)
+            try:
+                batch = original(iterator)
+            except BaseException:
+                if timed:
+                    self._ours(steps.data_ends)
+                raise
+            if timed:
+                self._ours(steps.data_ends)
+            self._ours(steps.batch_fetched, iterator, batch)
+            return batch
+
+        return __next__
+
+    def _is_on(self) -> bool:
+        if not self._on and self._undo:
+            self.remove()
+        return self._on
+
+    def _ours(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what is ours. Whatever it raises ends the probe and nothing else; then the result is None."""
+        if not self._on:
+            return None
+        try:
+            return function(*arguments)
+        except NotTheWriter:
+            self._on = False
+        except Exception as error:
+            if _is_of_a_signal_handler(error):
+                raise
+            self._on = False
+            self._say_why(error)
+        if not self._on:
+            self.remove()
+        return None
+
+    def _finish(self) -> None:
+        # Also after a failure: the steps whose values were not there yet are still true.
+        try:
+            self._steps.finish()
+        except Exception:  # noqa: BLE001  the script's exit code is not ours to change
+            pass
+
+    def _say_why(self, error: Exception) -> None:
+        try:
+            log = self._steps.log
+            if log is not None:
+                text = f"the probe removed itself, the run goes on: {type(error).__name__}: {error}"
+                log.write("note", level="warning", text=text)
+        except Exception:  # noqa: BLE001  a log that cannot be written says nothing
+            pass
+
+
+def _is_below(frame: FrameType | None, code: CodeType | None) -> bool:
+    """Whether a call of this code is in progress, at `frame` or above it."""
+    while frame is not None and code is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_a_signal_handler(error: Exception) -> bool:
+    """Whether a signal handler of the script's raised this while code of ours happened to run."""
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _leave_alone_when_compiling(torch: Any) -> None:
+    """Tell the compiler not to compile our frames where a graph breaks around them: neither graphs nor their number
+    may depend on us. What the wrappers call in turn, the originals, is compiled or not as without us."""
+    compiler = torch._C._dynamo.eval_frame
+    if hasattr(compiler, "set_code_exec_strategy"):
+        skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
+        frame = compiler._FrameExecStrategy(skip, default)
+        all_below = compiler._FrameExecStrategy(skip, skip)
+
+        def leave_alone(code: CodeType, and_below: bool) -> None:
+            compiler.set_code_exec_strategy(code, all_below if and_below else frame)
+
+    elif hasattr(compiler, "skip_code"):
+
+        def leave_alone(code: CodeType, and_below: bool) -> None:
+            compiler.skip_code(code)
+
+    else:
+        return
+    for code in _codes(Hooks, _is_below):
+        leave_alone(code, code.co_name == "_ours")
+    for module in (step, values, writer):
+        for code in _codes(*vars(module).values()):
+            leave_alone(code, True)
+
+
+def _codes(*of: Any) -> set[CodeType]:
+    """The code of functions and of the methods of classes of ours, with the functions inside them."""
+    found: set[CodeType] = set()
+    for one in of:
+        if not getattr(one, "__module__", "").startswith(__package__ or ""):
+            continue
+        if isinstance(one, type):
+            found |= _codes(*vars(one).values())
+        elif isinstance(one, FunctionType):
+            left = [one.__code__]
+            while left:
+                code = left.pop()
+                found.add(code)
+                left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return found

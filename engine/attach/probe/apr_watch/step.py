@@ -1,0 +1,301 @@
+"""What a step is: the time, the batches and the losses since the step before, and when its line is written.
+
+A step ends with the `step()` of the optimizer that stepped first in this process. With several optimizers, as in a
+GAN, the losses in front of another one's `step()` are that one's and are not counted; its time is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from threading import get_ident
+from typing import Any
+
+from .values import Kept, Values, as_number, is_capturing, wait_for
+from .writer import Log, NotTheWriter
+
+PHASES = ("data", "forward", "backward", "optimizer", "rest")
+
+
+class Clock:
+    """Host seconds since the last step, by phase. What lies between two phases is `forward` in front of a backward
+    pass and `rest` elsewhere; a phase inside another one (the closure of LBFGS) interrupts it."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.begin_s: float | None = None
+        self._mark_s = 0.0
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def enter(self, phase: str) -> None:
+        between = "forward" if phase == "backward" else "rest"
+        self._charge(self.running[-1] if self.running else between)
+        self.running.append(phase)
+
+    def leave(self, phase: str) -> None:
+        # Not running: the process forked inside the phase, and this is the child.
+        if phase in self.running:
+            self._charge(phase)
+            self.drop(phase)
+
+    def drop(self, phase: str) -> None:
+        """End a phase, and what it had begun, without looking at the time."""
+        if phase in self.running:
+            del self.running[self.running.index(phase) :]
+
+    def _charge(self, phase: str) -> None:
+        now = time.monotonic()
+        if self.begin_s is None:
+            self.begin_s = self._mark_s = now
+        self.seconds[phase] += now - self._mark_s
+        self._mark_s = now
+
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """End the step with the last phase that was left: its seconds, in all and by phase."""
+        assert self.begin_s is not None
+        taken, seconds = self._mark_s - self.begin_s, self.seconds
+        self.begin_s = self._mark_s
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        return taken, seconds
+
+
+class Batches:
+    """Rows and tokens of the batches that were trained on. A data loader feeds the training once a backward pass
+    has directly followed one of its batches; what an evaluation reads is not counted."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._feeding: set[int] = set()
+        self._latest: int | None = None
+        self._sizes: list[tuple[int, int | None, int | None]] = []
+
+    def fetched(self, dataset: int, batch: Any) -> None:
+        self._latest = dataset
+        self._sizes.append((dataset, *self._size(batch)))
+
+    def trained_on(self) -> None:
+        """A backward pass begins."""
+        if self._latest is not None:
+            self._feeding.add(self._latest)
+
+    def lap(self) -> tuple[int | None, int | None]:
+        """Rows and tokens since the last step; None where they are not known of every batch."""
+        sizes = [size for size in self._sizes if size[0] in self._feeding]
+        self._sizes = []
+        return _sum([rows for _, rows, _ in sizes]), _sum([tokens for _, _, tokens in sizes])
+
+    def _size(self, batch: Any) -> tuple[int | None, int | None]:
+        torch = self._torch
+        named = batch if isinstance(batch, Mapping) else {}
+        if isinstance(batch, torch.Tensor):
+            found = [batch]
+        elif isinstance(batch, (Mapping, tuple, list)):
+            parts = batch.values() if isinstance(batch, Mapping) else batch
+            found = [part for part in parts if isinstance(part, torch.Tensor)][:1]
+        else:
+            found = []
+        rows = next((int(tensor.shape[0]) for tensor in found if tensor.dim()), None)
+        ids = named.get("input_ids", None)
+        for tensor in (ids, *found):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.dim() == 2
+                and _is_integer(torch, tensor)
+            ):
+                return rows, int(tensor.shape[0]) * int(tensor.shape[1])
+        return rows, None
+
+
+def _is_integer(torch: Any, tensor: Any) -> bool:
+    return tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+def _sum(numbers: list[Any]) -> Any:
+    """The sum; None if there is nothing to add, or something unknown."""
+    return None if not numbers or None in numbers else sum(numbers)
+
+
+class Steps:
+    """The steps of this process. The hooks tell it what happens; it writes."""
+
+    def __init__(self, torch: Any, folder: str) -> None:
+        self._torch, self._folder = torch, folder
+        self._side_streams: dict[Any, Any] = {}
+        self._left_to_parent: list[Any] = []
+        self._batches = Batches(torch)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.log: Log | None = None
+        self._clock = Clock()
+        self._thread: int | None = None
+        self._first: Any = None
+        self._step = 0
+        self._waiting: deque[tuple[Values, dict[str, Any]]] = deque()
+        self._forget_losses()
+
+    def _forget_losses(self) -> None:
+        self._values = Values(self._torch)
+        self._losses: list[float | Kept | None] = []
+        self._norm: float | Kept | None = None
+        self._backwards = 0
+
+    # Data.
+
+    def data_begins(self) -> bool:
+        """Whether the time of this call is the step's: not of a loader inside a loader, or in a thread that
+        prefetches."""
+        if self._thread is None:
+            self._thread = get_ident()
+        if self._thread != get_ident() or "data" in self._clock.running:
+            return False
+        self._clock.enter("data")
+        return True
+
+    def data_ends(self) -> None:
+        self._clock.leave("data")
+
+    def batch_fetched(self, iterator: Any, batch: Any) -> None:
+        if "data" not in self._clock.running:
+            self._batches.fetched(id(getattr(iterator, "_dataset", iterator)), batch)
+
+    # Backward.
+
+    def backward_begins(self, tensors: Any) -> bool:
+        """Whether this is a backward pass of its own: not one that checkpointing runs inside another, on
+        whichever thread of autograd's."""
+        if "backward" in self._clock.running:
+            return False
+        self._take_thread()
+        self._clock.enter("backward")
+        self._batches.trained_on()
+        self._backwards += 1
+        one = isinstance(tensors, self._torch.Tensor)
+        self._losses += [self._values.keep(tensor) for tensor in ((tensors,) if one else tensors)]
+        return True
+
+    def backward_ends(self) -> None:
+        self._clock.leave("backward")
+
+    def backward_failed(self) -> None:
+        """The script may catch the error and go on (out of memory): the loss of this step is unknown."""
+        self._clock.leave("backward")
+        self._losses.append(None)
+
+    def clipped(self, norm: Any) -> None:
+        self._norm = self._values.keep(norm)
+
+    # Optimizer.
+
+    def optimizer_begins(self) -> None:
+        self._take_thread()
+        # Still running: the optimizer's last step raised, and the script caught it.
+        self._clock.drop("optimizer")
+        self._clock.enter("optimizer")
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self._clock.leave("optimizer")
+        if is_capturing(self._torch):
+            return
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(optimizer)
+        if self._first() is optimizer:
+            self._step_ends(optimizer)
+        self._forget_losses()
+
+    def _step_ends(self, optimizer: Any) -> None:
+        group = optimizer.param_groups[0]
+        device = next((p.device for p in group["params"]), self._torch.device("cpu"))
+        log = self._open(optimizer, device)
+        self._step += 1
+        step_s, phases = self._clock.lap()
+        rows, tokens = self._batches.lap()
+        rate = group.get("lr")
+        if isinstance(rate, self._torch.Tensor):
+            rate = self._values.keep(rate)
+        step = {
+            "step": self._step,
+            "loss": self._losses,
+            "lr": rate if isinstance(rate, Kept) or rate is None else float(rate),
+            "grad_norm": self._norm,
+            "rows": rows,
+            "tokens": tokens,
+            "step_s": step_s,
+            "data_s": phases["data"],
+            # On a GPU the host's seconds are those of launching.
+            "phases": phases if device.type == "cpu" else {},
+            "backwards": self._backwards,
+        }
+        self._waiting.append((self._values, step))
+        self._write_ready(log)
+
+    def _open(self, optimizer: Any, device: Any) -> Log:
+        if self.log is not None:
+            return self.log
+        if os.environ.get("RANK", "0") != "0":
+            raise NotTheWriter
+        self.log = Log(self._folder)
+        self.log.write(
+            "watched",
+            pid=os.getpid(),
+            python=".".join(map(str, sys.version_info[:3])),
+            executable=sys.executable or "",
+            torch=str(self._torch.__version__),
+            device=str(device),
+            rank=0,
+            world=_world(),
+            parameters=sum(
+                p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad
+            ),
+            optimizer=type(optimizer).__name__,
+        )
+        self.log.write("phase", name="training", detail="")
+        return self.log
+
+    def _write_ready(self, log: Log) -> None:
+        """Write the steps whose values are known, in order."""
+        while self._waiting and self._waiting[0][0].are_read(self._side_streams):
+            self._write(log, self._waiting.popleft()[1])
+
+    def _write(self, log: Log, step: dict[str, Any]) -> None:
+        losses = [as_number(loss) for loss in step["loss"]]
+        step = {**step, "loss": _sum(losses)}
+        for name in ("lr", "grad_norm"):
+            step[name] = as_number(step[name])
+        log.write("step", **step)
+
+    def _take_thread(self) -> None:
+        """The thread that trains is the one whose time is measured."""
+        if self._thread != get_ident():
+            self._thread = get_ident()
+            self._clock.running.clear()
+
+    # The end.
+
+    def finish(self) -> None:
+        """Write what is left; a value that does not come is unknown."""
+        if self.log is None or not self._waiting:
+            return
+        try:
+            wait_for([values for values, _ in self._waiting], self._side_streams)
+        finally:
+            while self._waiting:
+                self._write(self.log, self._waiting.popleft()[1])
+
+    def forked(self) -> None:
+        """In a forked child: leave the log to the parent."""
+        if self.log is not None:
+            self.log.close()
+        # Not freed: the child may not touch the parent's GPU.
+        self._left_to_parent += [self._values, self._waiting, self._side_streams]
+        self._side_streams = {}
+        self._begin_anew()
+
+
+def _world() -> int:
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1

@@ -1,0 +1,125 @@
+"""Write lines in the format of the engine's run logs (`engine/log/write.py`), with the standard library alone.
+
+The lock is the engine's too: whoever holds it is the log's only writer, and a reader can tell from it that the
+writer lives. It is released by the kernel, so a process that was killed leaves no stale lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import time
+from typing import Any
+
+VERSION = 1
+_MOST = 1e100
+"""The largest number that a line may hold (`LOG_NUMBER` of engine/limits.py)."""
+_TEXT = 64 * 1024
+_LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.002
+
+
+class NotTheWriter(Exception):
+    """This process is not the one that writes the log: it stays silent."""
+
+
+class Log:
+    """events.jsonl of one run folder. Raises NotTheWriter if it has a writer or lines; OSError."""
+
+    def __init__(self, folder: str) -> None:
+        path = os.path.join(folder, "events.jsonl")
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(self._fd)
+            status = os.fstat(self._fd)
+            if status.st_size:
+                raise NotTheWriter
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._file = (status.st_dev, status.st_ino)
+        self._seq = self._end = self._written = 0
+        self._origin = time.monotonic()
+        self.write(
+            "log_opened",
+            unix_s=time.time(),
+            boot_id=_boot_id(),
+            pid=os.getpid(),
+            writer="probe",
+            torn_bytes_dropped=0,
+        )
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one line with one system call. Raises OSError, with the file as it was before."""
+        status = os.fstat(self._fd)
+        if (status.st_dev, status.st_ino) != self._file:
+            raise OSError(errno.EBADF, "the script closed the log's file descriptor")
+        if status.st_size == self._end + self._written:
+            # True unless a signal handler of the script's raised between a write and the lines below it.
+            self._seq += bool(self._written)
+            self._end, self._written = status.st_size, 0
+        elif status.st_size != self._end:
+            raise OSError(errno.EIO, f"expected a log of {self._end} bytes, found {status.st_size}")
+        line = encode(kind, fields, self._seq, time.monotonic() - self._origin)
+        self._written = len(line)
+        if os.write(self._fd, line) != len(line):
+            os.ftruncate(self._fd, self._end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Close the file, unless the script has given its number to another one."""
+        try:
+            status = os.fstat(self._fd)
+            if (status.st_dev, status.st_ino) == self._file:
+                os.close(self._fd)
+        except OSError:
+            pass
+
+
+def encode(kind: str, fields: dict[str, Any], seq: int, t_s: float) -> bytes:
+    """One line; a float that JSON cannot hold is null, with its name under `nf`."""
+    record: dict[str, Any] = {"v": VERSION, "seq": seq, "t_s": round(t_s, 6), "kind": kind}
+    non_finite: dict[str, str] = {}
+    for name, value in fields.items():
+        record[name] = _as_json(value, name, non_finite)
+    if non_finite:
+        record["nf"] = non_finite
+    return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
+    if isinstance(value, float):
+        if abs(value) <= _MOST:
+            return value
+        non_finite[path] = "nan" if math.isnan(value) else "+inf" if value > 0 else "-inf"
+        return None
+    if isinstance(value, str):
+        # A path may hold bytes that are not UTF-8, which Python keeps as lone surrogates.
+        return value[:_TEXT].encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {
+            name: _as_json(inner, f"{path}/{name}", non_finite) for name, inner in value.items()
+        }
+    return value
+
+
+def _lock(fd: int) -> None:
+    # A reader that asks whether there is a writer holds the lock for an instant, a writer for good.
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if attempt == _LOCK_TRIES - 1:
+                raise NotTheWriter from None
+            time.sleep(_LOCK_PAUSE_S)
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read(64).strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,137 @@
+"""Training scripts that know nothing of the probe, and what a run of them with and without it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.paths import ROOT
+
+PROBE = ROOT / "engine" / "attach" / "probe"
+
+BEGIN = """
+import json, os, sys
+import torch
+torch.manual_seed(7)
+torch.set_num_threads(1)
+
+def model(width=8):
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, 16), torch.nn.ReLU(inplace=True), torch.nn.Dropout(0.1),
+        torch.nn.Linear(16, 1))
+
+def say(**numbers):
+    print(json.dumps(numbers), flush=True)
+
+def save(*modules):
+    torch.save([m.state_dict() for m in modules] + [torch.get_rng_state()], "weights.pt")
+"""
+"""What every script begins with; `say` prints what a step's line has to hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One run of a script."""
+
+    folder: Path
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.stdout.splitlines() if line.startswith("{")]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.folder / "weights.pt").read_bytes()
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        path = self.folder / "run" / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return self.of_kind("step")
+
+
+def begin_run(
+    folder: Path, script: str, *options: str, watched: bool, path: Path | None = None
+) -> subprocess.Popen[str]:
+    """Start a script in a folder of its own; `path` is what the user has on PYTHONPATH."""
+    (folder / "run").mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(BEGIN + script)
+    names = ("APR_WATCH_RUN", "PYTHONPATH", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    entries = [str(path)] if path else []
+    if watched:
+        environment["APR_WATCH_RUN"] = str(folder / "run")
+        entries.insert(0, str(PROBE))
+    if entries:
+        environment["PYTHONPATH"] = os.pathsep.join(entries)
+    return subprocess.Popen(
+        [sys.executable, *options, "train.py"],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end_run(folder: Path, process: subprocess.Popen[str]) -> Ran:
+    stdout, stderr = process.communicate(timeout=120)
+    return Ran(folder=folder, returncode=process.returncode, stdout=stdout, stderr=stderr)
+
+
+def run_watched(folder: Path, script: str, *options: str, path: Path | None = None) -> Ran:
+    return end_run(folder, begin_run(folder, script, *options, watched=True, path=path))
+
+
+def run_twice(
+    folder: Path, script: str, *options: str, path: Path | None = None
+) -> tuple[Ran, Ran]:
+    """Run a script with and without the probe, at the same time; both have to succeed and to agree."""
+    folders = {True: folder / "watched", False: folder / "alone"}
+    begun = {
+        watched: begin_run(where, script, *options, watched=watched, path=path)
+        for watched, where in folders.items()
+    }
+    watched, alone = (end_run(folders[which], begun[which]) for which in (True, False))
+    for ran in (watched, alone):
+        assert ran.returncode == 0, ran.stderr
+    assert watched.stdout == alone.stdout
+    assert watched.stderr == alone.stderr
+    assert watched.weights == alone.weights
+    return watched, alone
+
+
+def agree(ran: Ran) -> None:
+    """Each step of the log holds what the script said of that step, and there are as many."""
+    assert ran.said and len(ran.steps) == len(ran.said)
+    for number, (step, said) in enumerate(zip(ran.steps, ran.said, strict=True), 1):
+        assert step["step"] == number
+        assert {name: step[name] for name in said} == said, number
+        assert step["step_s"] > 0 and set(step["phases"]) == {
+            "data",
+            "forward",
+            "backward",
+            "optimizer",
+            "rest",
+        }
+        # Both sums are of the same differences, in another order.
+        assert abs(sum(step["phases"].values()) - step["step_s"]) < 1e-6
+        assert step["data_s"] == step["phases"]["data"]
+    assert [line["seq"] for line in ran.lines] == list(range(len(ran.lines)))
+    assert [line["kind"] for line in ran.lines[:3]] == ["log_opened", "watched", "phase"]
