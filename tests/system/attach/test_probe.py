@@ -2,38 +2,131 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
-from tests.support.attached import agree, run_twice
+import pytest
 
-PLAIN = """
-net = model()
-optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-rows = torch.utils.data.TensorDataset(torch.randn(44, 8), torch.randn(44, 1))
-test = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(90, 8)), 30)
-for epoch in range(2):
-    for x, y in torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True):
-        optimizer.zero_grad()
-        loss = (net(x) - y).square().mean()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        said = dict(loss=loss.item(), lr=optimizer.param_groups[0]["lr"], grad_norm=norm.item())
-        optimizer.step()
-        schedule.step()
-        say(**said, rows=len(x), tokens=None, backwards=1)
-    with torch.no_grad():
-        for (x,) in test:
-            net(x)
-save(net)
-"""
+from tests.support import attached_scripts as scripts
+from tests.support.attached import PROBE, Ran, agree, begin_run, end_run, run_twice, run_watched
 
 
-def test_a_plain_loop_is_the_same_to_the_byte_and_every_step_is_in_the_log(tmp_path: Path) -> None:
-    watched, alone = run_twice(tmp_path, PLAIN, "-W", "error")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
+    """A plain loop with and without the probe, where every warning is an error."""
+    return run_twice(tmp_path_factory.mktemp("plain"), scripts.PLAIN, "-W", "error")
+
+
+def test_a_plain_loop_is_the_same_to_the_byte_and_every_step_is_in_the_log(
+    plain: tuple[Ran, Ran],
+) -> None:
+    watched, alone = plain
     agree(watched)
     assert len(watched.steps) == 12 and not alone.lines
     (facts,) = watched.of_kind("watched")
     assert facts["parameters"] == 8 * 16 + 16 + 16 + 1
     assert (facts["optimizer"], facts["device"]) == ("AdamW", "cpu")
     assert (facts["rank"], facts["world"]) == (0, 1)
+
+
+def test_micro_batches_of_a_step_are_summed_whichever_backward_was_called(tmp_path: Path) -> None:
+    watched, _ = run_twice(tmp_path, scripts.ACCUMULATION)
+    agree(watched)
+    assert len(watched.steps) == 5
+
+
+def test_closures_and_several_optimizers_have_the_steps_of_the_first(tmp_path: Path) -> None:
+    """LBFGS, a GAN, an optimizer inside another one whose step once raises, and one for each parameter that steps
+    in the backward pass."""
+    watched, _ = run_twice(tmp_path, scripts.OTHER_STEPS)
+    agree(watched)
+
+
+@pytest.mark.parametrize(("workers", "how"), [(2, "fork"), (1, "spawn")])
+def test_workers_of_a_loader_write_nothing(tmp_path: Path, workers: int, how: str) -> None:
+    watched, _ = run_twice(tmp_path, scripts.WORKERS % (workers, how))
+    agree(watched)
+    assert all(step["data_s"] > 0 for step in watched.steps)
+
+
+def test_a_forked_child_leaves_the_log_to_its_parent(tmp_path: Path) -> None:
+    watched, _ = run_twice(tmp_path, scripts.FORKS)
+    agree(watched)
+
+
+def test_compiling_makes_the_same_graphs_breaks_and_recompiles(tmp_path: Path) -> None:
+    watched, _ = run_twice(tmp_path, scripts.COMPILED)
+    agree(watched)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modules_of_the_user_are_imported_as_without_the_probe(tmp_path: Path, fails: bool) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    text = "import random\nMINE, STATE = 'my sitecustomize', random.getstate()\n"
+    (mine / "sitecustomize.py").write_text(text + "raise ValueError('mine')\n" * fails)
+    script = scripts.SURROUNDINGS
+    for name in ("watched", "alone"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "engine.py").write_text("MINE = 'my engine'\n")
+    if fails:
+        script = "print('sitecustomize' in sys.modules)\nsave(model())\n"
+    watched, _ = run_twice(tmp_path, script, path=mine)
+    assert ("Error in sitecustomize" in watched.stderr) == fails
+
+
+def test_non_finite_numbers_are_named_beside_a_null(tmp_path: Path) -> None:
+    watched = run_watched(tmp_path, scripts.NON_FINITE)
+    found = [(step["loss"], step["grad_norm"], step.get("nf")) for step in watched.steps]
+    assert found[0][0] == 3.0 and found[0][2] is None
+    assert found[1:] == [
+        (None, None, {"loss": "nan", "grad_norm": "nan"}),
+        (None, None, {"loss": "+inf", "grad_norm": "+inf"}),
+    ]
+
+
+def test_a_log_that_is_locked_or_has_lines_or_cannot_be_opened_is_left_alone(
+    tmp_path: Path, plain: tuple[Ran, Ran]
+) -> None:
+    places = {name: tmp_path / name / "run" / "events.jsonl" for name in ("held", "old", "shut")}
+    for place in places.values():
+        place.parent.mkdir(parents=True)
+    places["old"].write_text("a line\n")
+    # A folder of that name stands for a run folder that cannot be written: root may write everywhere.
+    places["shut"].mkdir()
+    places["shut"].parent.chmod(0o555)
+    with places["held"].open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for name in places:
+            folder = tmp_path / name
+            ran = end_run(folder, begin_run(folder, scripts.PLAIN, "-W", "error", watched=True))
+            assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain[1].stdout), name
+            assert ran.weights == plain[1].weights
+    assert places["held"].read_bytes() == b""
+    assert places["old"].read_text() == "a line\n"
+    assert not os.listdir(places["shut"])
+
+
+def test_a_rank_that_is_not_the_first_writes_nothing(
+    tmp_path: Path, plain: tuple[Ran, Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "os.environ.update(RANK='1', WORLD_SIZE='2')\n" + scripts.PLAIN
+    ran = run_watched(tmp_path, script)
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain[1].stdout)
+    assert not ran.lines and not list((tmp_path / "run").iterdir())
+
+
+def test_a_fault_in_any_hook_removes_the_probe_and_nothing_else(tmp_path: Path) -> None:
+    ran = end_run(tmp_path, begin_run(tmp_path, scripts.FAULTS, watched=False, path=PROBE))
+    assert ran.returncode == 0, ran.stderr
+    *faults, signalled = ran.said
+    assert len(faults) == 20
+    for fault in faults:
+        assert fault["called"] and fault["same"] and fault["restored"], fault
+        if fault["steps"]:
+            (note,) = fault["notes"]
+            assert note.startswith("the probe removed itself") and "ValueError: planted" in note
+    assert sum(bool(fault["steps"]) for fault in faults) >= 9
+    # What a signal handler of the script's raises is the script's, wherever it was raised.
+    assert signalled["called"] and signalled["weights"] == "stopped"
