@@ -107,13 +107,17 @@ def guard_command() -> None:
 def leave_command(exit_code: int) -> None:
     """End the command. If it ended by itself, its guard is dismissed. If a signal stopped it, the process exits
     here and the guard does the rest. Threads and libraries are not waited for."""
-    messages = _Guarded.messages
     if _Guarded.stopped:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(exit_code)
-    if messages is None:
+    dismiss_guard()
+
+
+def dismiss_guard() -> None:
+    """Do without the guard from here on: signals, and processes that outlive this one, are the caller's."""
+    if _Guarded.messages is None:
         return
     hand_over()
     _tell(_LEAVING)

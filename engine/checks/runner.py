@@ -233,6 +233,7 @@ class Checks:
     def _ask_again(self, step: StepDone) -> Iterator[Result]:
         """Run the repeatable checks on the rows of the next step, with the weights that `step` left."""
         assert self._context is not None and self._again is not None, "before_training comes first"
+        assert step.position is not None, "a step of ours"
         context = dataclasses.replace(self._context, step=step.step, position=step.position)
         cost_s = 0.0
         for name in self._answered:

@@ -31,6 +31,7 @@ from engine.cli import (
     report,
     runs,
     spec,
+    watch,
     weights,
     why,
 )
@@ -60,6 +61,7 @@ COMMANDS = (
         "prepare", "run the teacher once and store its outputs", prepare.add_arguments, prepare.run
     ),
     # Looking at a run.
+    Command("watch", watch.HELP, watch.add_arguments, watch.run),
     Command(
         "tail",
         "show a run: state, losses, decisions, device, log",

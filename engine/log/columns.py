@@ -95,7 +95,7 @@ _MAGIC = b"aprcols1"
 _PARTIAL = ".partial-"
 _PLACES = ("line", "byte", "t_s")
 """A place from which the log can be read again: lines before it, its byte offset, `t_s` of the line before it."""
-_WHOLE = {"t_s", "step", "rows", "tokens", "labelled", "position", *_PLACES}
+_WHOLE = {"t_s", "step", *_PLACES}
 """Columns that are present and finite in every row."""
 
 

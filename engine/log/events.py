@@ -123,6 +123,23 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     """The source of the peak, or why it is not known."""
 
 
+class Watched(Event, frozen=True, kw_only=True, tag="watched"):
+    """A training script that is not ours, as its probe (`apr_watch`) found it at its first optimizer step."""
+
+    pid: Pid
+    python: str
+    executable: str
+    torch: str
+    device: str
+    """Of the first parameter of the optimizer."""
+    optimizer: str
+    """The name of its class."""
+    parameters: Count
+    """Elements that the optimizer holds."""
+    rank: Count = 0
+    world: Count = 1
+
+
 TRAINING = "training"
 """The phase that begins with the first step; before it a run has nothing to save."""
 
@@ -247,26 +264,30 @@ class Checked(Event, frozen=True, kw_only=True, tag="check"):
 
 
 class StepDone(Event, frozen=True, kw_only=True, tag="step"):
-    """One optimizer step. Losses are means over the step's labelled tokens, in nats."""
+    """One optimizer step. Losses are means over the step's labelled tokens, in nats.
+
+    Of a run that is watched from inside its own script (`Watched`) only what could be seen is present, and
+    `loss` is the sum of what `backward` was called on.
+    """
 
     step: Count
-    loss: Number | None
-    ce: Number | None
-    kd: Number | None
+    loss: Number | None = None
+    ce: Number | None = None
+    kd: Number | None = None
     """T^2 * KL(teacher || student); absent when there is no teacher in the objective."""
-    agreement: Number | None
+    agreement: Number | None = None
     """Share of labelled tokens where teacher and student have the same most likely token."""
-    lr: Number | None
-    grad_norm: Number | None
+    lr: Number | None = None
+    grad_norm: Number | None = None
     """Global norm before clipping."""
-    rows: Count
-    tokens: Count
-    labelled: Count
-    step_s: Number | None
-    data_s: Number | None
-    teacher_s: Number | None
+    rows: Count | None = None
+    tokens: Count | None = None
+    labelled: Count | None = None
+    step_s: Number | None = None
+    data_s: Number | None = None
+    teacher_s: Number | None = None
     """Host seconds in the teacher's forward; on a GPU this is the time to launch it, not to run it."""
-    position: Count
+    position: Count | None = None
     """Rows consumed since the start of training: where the data loader would resume."""
     lowest_kl: Number | None = None
     """The smallest divergence of a row from its teacher, in nats; below 0 only by rounding."""
@@ -505,6 +526,7 @@ class StopForwarded(Event, frozen=True, kw_only=True, tag="stop_forwarded"):
 Known: TypeAlias = (
     LogOpened
     | RunStarted
+    | Watched
     | Phase
     | DecisionMade
     | DataReady

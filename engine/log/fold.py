@@ -51,6 +51,7 @@ from engine.log.events import (
     TrainerExited,
     TrainerStarted,
     VocabularyCut,
+    Watched,
 )
 from engine.log.read import LINES_KEPT
 from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
@@ -67,6 +68,7 @@ _NEWEST: dict[type, str] = {
     KernelCounts: "kernel_counts",
     VocabularyCut: "vocabulary_cut",
     StudentSaved: "student",
+    Watched: "watched",
     RunFinished: "finished",
 }
 """View fields that hold the newest event of a kind."""

@@ -25,6 +25,9 @@ from engine.log.read import Liveness, writer_is_alive
 from engine.log.write import read_boot_id, sync_folder
 
 RESERVE_BYTES = 64 << 10
+COMMAND = "command"
+"""The key of effective.json that tells a run of somebody's own script: the command, its folder and its commit in the
+place of settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,12 @@ class RunFolder:
                 "settings", self.effective, "sections under 'spec'", "others"
             )
         return found
+
+
+def read_command(run: RunFolder) -> list[str] | None:
+    """Return the command of a run that is somebody's own script; None for one of ours. Raises RunLogError."""
+    found = run.read_effective().get(COMMAND)
+    return list(map(str, found["arguments"])) if isinstance(found, dict) else None
 
 
 def is_run(path: Path) -> bool:

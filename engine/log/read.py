@@ -33,6 +33,8 @@ from engine.log.events import (
     FactsRead,
     Known,
     LogOpened,
+    Number,
+    StepDone,
     Unrecognised,
 )
 from engine.terminal import clipped
@@ -102,13 +104,19 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
         ) from None
 
 
+_STEP_NUMBERS = {
+    field.name for field in msgspec.structs.fields(StepDone) if field.type == Number | None
+}
+"""The fields of a step that may be NaN or infinite; a count may not."""
+
+
 def _put_back(step: Any) -> Any:
     """Put the values named under `nf` into the fields of a step; ValueError for a nested name or another kind."""
     if type(step).__struct_config__.tag != "step":
         raise ValueError("only the numbers of steps are put back here")
     values = {name: NON_FINITE[text] for name, text in step.nf.items()}
-    if any(getattr(step, name, 0.0) is not None for name in values):
-        raise ValueError("`nf` names what is not null")
+    if not values.keys() <= _STEP_NUMBERS or any(getattr(step, n, 0.0) is not None for n in values):
+        raise ValueError("`nf` names what is not null, or no number")
     return msgspec.structs.replace(step, nf=None, **values)
 
 

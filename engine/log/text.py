@@ -46,6 +46,7 @@ from engine.log.events import (
     TrainerStarted,
     Unrecognised,
     VocabularyCut,
+    Watched,
 )
 from engine.log.read import Liveness
 from engine.log.view import GOING_ON, LogLine, RunView
@@ -125,6 +126,8 @@ def _event_text(event: AnyEvent) -> str:
             torn = event.torn_bytes_dropped
             cut = f", {torn} bytes of an unfinished line dropped" if torn else ""
             return f"{event.writer} (pid {event.pid}) opened its log{cut}"
+        case Watched():
+            return _watched_text(event)
         case RunStarted():
             return _started_text(event)
         case Phase():
@@ -211,6 +214,13 @@ def _event_text(event: AnyEvent) -> str:
             return f"{event.kind} (written by another version): {event.fields}"
 
 
+def _watched_text(event: Watched) -> str:
+    return (
+        f"watching process {event.pid}: {event.optimizer} of {format_count(event.parameters)} parameters on "
+        f"{event.device}, torch {event.torch}, Python {event.python}"
+    )
+
+
 def _started_text(event: RunStarted) -> str:
     again = f", resumed from step {event.resumed_from}" if event.resumed_from is not None else ""
     return (
@@ -257,9 +267,11 @@ def check_text(check: Checked) -> str:
 
 
 def step_text(step: StepDone) -> str:
-    """Render a step with every logged number. Numbers that need a teacher are left out where there is none; any
-    other missing number is reported as missing."""
-    parts = [f"step {step.step}", f"loss {format_value(step.loss)}", f"ce {format_value(step.ce)}"]
+    """Render a step with every logged number. Numbers that need a teacher are left out where there is none, and
+    cross entropy where the loss is not ours; any other missing number is reported as missing."""
+    parts = [f"step {step.step}", f"loss {format_value(step.loss)}"]
+    if step.ce is not None:
+        parts.append(f"ce {format_value(step.ce)}")
     if step.kd is not None:
         parts.append(f"kd {format_value(step.kd)}")
     if step.agreement is not None:
@@ -423,6 +435,8 @@ def status_text(view: RunView, alive: Liveness) -> str:
     parts = [state.upper()]
     if view.total_steps is not None:
         parts.append(f"step {view.last_step}/{view.total_steps}")
+    elif view.last_step:
+        parts.append(f"step {view.last_step}")
     if state == "starting" and view.phase is not None:
         parts.append(event_text(view.phase))
     if failed := checks_failed_text(view):

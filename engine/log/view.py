@@ -38,6 +38,7 @@ from engine.log.events import (
     StudentSaved,
     TrainerExited,
     VocabularyCut,
+    Watched,
 )
 from engine.log.read import Liveness
 from engine.log.table import HOST_FIELDS, STEP_FIELDS
@@ -88,6 +89,8 @@ class RunView:
     """How many trainers have worked on this run: 1, and one more for each resume."""
     started: RunStarted | None = None
     started_unix_s: float | None = None
+    watched: Watched | None = None
+    """The script that trains, where it is not ours."""
     session_unix_s: float | None = None
     phase: Phase | None = None
     phase_unix_s: float | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.errors import BadInput, InternalError, RunLogError, write_error
-from engine.log.folder import RunFolder
+from engine.log.folder import RunFolder, read_command
 from engine.log.follow import Follower
 from engine.log.read import id_of
 
@@ -134,13 +134,23 @@ def _check_holds(pid: int, log: Path) -> None:
 
 
 def stop(run: RunFolder, *, now: bool = False) -> str:
-    """Ask a run to finish its step, save and stop; `now` ends it without saving. Returns a description of what
-    was done."""
+    """Ask a run to finish its step, save and stop; `now` ends it without saving. A command that is not ours gets
+    SIGTERM, or SIGKILL. Returns a description of what was done."""
     follower = Follower(run)
     view = follower.read_all()
     if not follower.alive.trainer and not follower.alive.supervisor:
         raise BadInput(f"run {run.name} — expected one that is going on, found it {follower.state}")
     watcher = view.clocks.get("watch")
+    if read_command(run) is not None:
+        if watcher is None or view.trainer_pid is None or not follower.alive.supervisor:
+            raise BadInput(
+                f"run {run.name} — expected somebody who watches its command, found nobody"
+            )
+        # Whoever holds the log has written which process the command is.
+        _check_holds(watcher.pid, run.watch)
+        number = signal.SIGKILL if now else signal.SIGTERM
+        _signal(run, view.trainer_pid, number)
+        return f"sent {number.name} to the command of run {run.name}"
     # A pid from the log is trusted only while its process holds the log: a log may name any pid.
     if follower.alive.supervisor and watcher is not None and not now:
         _check_holds(watcher.pid, run.watch)

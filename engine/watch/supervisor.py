@@ -30,45 +30,30 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
-from engine.errors import DiskFull, RunLogError
 from engine.files import open_plain
 from engine.log.beats import read_lost_rank
 from engine.log.events import (
     TRAINING,
-    Event,
-    FactsRead,
-    GpuSample,
-    HostSample,
     LauncherGone,
     Note,
     StopForwarded,
-    TrainerExited,
     TrainerStarted,
 )
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from engine.log.held import forget_held, held_readings
+from engine.log.held import forget_held
 from engine.log.write import LogWriter, repair
-from engine.machine.facts import read_facts
-from engine.machine.kill_counters import KillCounters, read_kill_counters
-from engine.machine.nvml import open_nvml
-from engine.machine.sampler import Sampler
 from engine.machine.threads import VARIABLE, choose_thread_wait
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
 from engine.watch.exit_cause import (
-    attribute_exit,
     exception_name,
-    find_kernel_line,
-    memory_words,
 )
-from engine.watch.machine_guard import ClockWatch, MemoryGuard
-from engine.watch.watcher import Watcher
+from engine.watch.machine_guard import Warned
+from engine.watch.observe import RunObserver
 
-TICK_S = 1.0
 TRAINER = "APR_WORKBENCH_TRAINER"
 """Environment variable with the module and arguments to start in place of `engine.train`, with the same
 arguments after them: a drill plants its defect this way (`engine.drills.plant`). The watch log records it."""
@@ -102,8 +87,6 @@ class _Supervisor:
         """Pidfds of the descendants of a trainer that was asked to stop before its first step; ended after it."""
         self.ended_early: int | None = None
         """The signal that the supervisor had to send a second time."""
-        self.integrated_gpu = False
-        self.guard, self.clocks = MemoryGuard(), ClockWatch()
 
     def run_trainer(self, flags: list[str]) -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -117,61 +100,44 @@ class _Supervisor:
             # forwards it.
             signal.signal(number, lambda n, _frame: self.signals.append(n))
         forget_held(self.run)
-        begun_s = time.monotonic()
         trainer, keep_alive = _start_trainer(self.run, flags)
-        before = read_kill_counters(pid=trainer.pid)
+        self.observer = RunObserver(
+            self.run,
+            trainer.pid,
+            self.watch,
+            self.device,
+            sample_seconds=_spec(self.run).watch.sample_seconds,
+            stop=lambda why, now: self._stop(trainer, why, "watch.on_stall", now=now),
+        )
         self.watch.write(TrainerStarted(trainer_pid=trainer.pid, supervisor_pid=os.getpid()))
         if os.environ.get(TRAINER):
             text = f"the trainer is `python -m {os.environ[TRAINER]}` ({TRAINER}), not engine.train"
-            self._write_watch(Note(level="warning", text=text))
+            self.observer.write_watch(Note(level="warning", text=text))
         self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
 
-        watcher = Watcher(
-            self.run,
-            trainer.pid,
-            self._write_watch,
-            lambda why, now: self._stop(trainer, why, "watch.on_stall", now=now),
-        )
-        self._watch_until_exit(trainer, watcher, wake_read)
+        self._watch_until_exit(trainer, wake_read)
         returncode = trainer.wait()
         end(self.started.values())
         os.close(keep_alive)
-        self._record_exit(trainer.pid, returncode, before, begun_s, memory_words(watcher.view))
+        lost = read_lost_rank(self.run)
+        self.observer.record_exit(
+            returncode,
+            stop_requested=self.stop_signal,
+            finished=self._wrote_its_end(),
+            exception=exception_name(_tail(self.run.stderr)),
+            lost_rank=None if lost is None else lost.sentence,
+        )
         if self.ended_early is not None:
             return 128 + self.ended_early
         return returncode if returncode >= 0 else 128 - returncode
 
-    def _watch_until_exit(
-        self, trainer: subprocess.Popen[bytes], watcher: Watcher, wake_read: int
-    ) -> None:
-        nvml = open_nvml()
-        facts = read_facts(nvml=nvml)
-        self.integrated_gpu = facts.has_integrated_gpu is True
-        self._write_device(FactsRead(facts=facts.as_event_fields()))
-        every_s = _spec(self.run).watch.sample_seconds
-        sampler = Sampler(
-            lambda: trainer.pid,
-            nvml=nvml,
-            tick_s=every_s,
-            own_memory=partial(held_readings, self.run),
-        )
-        # Imported here because it imports numpy, which the trainer's start must not wait for.
-        from engine.log.columns import SegmentWriter
-
-        segments = SegmentWriter(self.run)
-        next_tick = time.monotonic()
-        next_sample = next_tick if every_s else math.inf
+    def _watch_until_exit(self, trainer: subprocess.Popen[bytes], wake_read: int) -> None:
+        observer = self.observer
+        observer.begin()
         self._forward_all(trainer)
         while True:
-            if time.monotonic() >= next_sample:
-                next_sample = max(next_sample + sampler.tick_s, time.monotonic())
-                self._sample(sampler)
-            watcher.tick()
-            segments.tick()
-            self._look_after_machine(trainer, watcher)
-            # Missed ticks (a suspended machine) are skipped, not made up for.
-            next_tick = max(next_tick + TICK_S, time.monotonic())
-            while (left := next_tick - time.monotonic()) > 0:
+            self._look_after_machine(trainer, observer.tick())
+            while (left := observer.left_s) > 0:
                 if time.monotonic() >= self.leave_by_s:
                     self._end_early(trainer)
                 left = min(left, max(0.0, self.leave_by_s - time.monotonic()))
@@ -185,24 +151,6 @@ class _Supervisor:
                             with contextlib.suppress(BlockingIOError):
                                 os.read(wake_read, 4096)
                 self._forward_all(trainer)
-
-    def _sample(self, sampler: Sampler) -> None:
-        for sample in sampler.sample():
-            kind = {"host": HostSample, "gpu": GpuSample}[sample.kind]
-            self._write_device(kind(**sample.fields, absent=sample.absent))
-        if (news := sampler.news()) is not None:
-            self._write_watch(Note(level="info", text=news))
-
-    def _write_device(self, event: Event) -> None:
-        # A full disk may lose readings. It must not lose the exit record, and the trainer stops by itself
-        # when it cannot write.
-        with contextlib.suppress(DiskFull):
-            self.device.write(event)
-
-    def _write_watch(self, event: Event) -> None:
-        # A full disk may lose the watcher's events too.
-        with contextlib.suppress(DiskFull):
-            self.watch.write(event)
 
     def _read_launcher(self) -> None:
         byte = os.read(sys.stdin.fileno(), 1)
@@ -233,75 +181,30 @@ class _Supervisor:
         self.leave_by_s = math.inf if again else time.monotonic() + AGAIN_S
         if not again:
             text = f"the trainer is still there {GRACE_S:g} s after {self.stop_signal}, before its first step: "
-            self._write_watch(Note(level="info", text=f"{text}it is ended"))
+            self.observer.write_watch(Note(level="info", text=f"{text}it is ended"))
         self.started = descendants(trainer.pid) | self.started
         trainer.send_signal(signal.SIGKILL if again else self.asked)
 
-    def _look_after_machine(self, trainer: subprocess.Popen[bytes], watcher: Watcher) -> None:
-        for sentence in self.clocks.look():
-            self._write_watch(Note(level="warning", text=sentence))
-        found = self.guard.look()
-        if found.low:
-            # Sync: if the machine hangs, the last readings are what remains to look at.
-            with contextlib.suppress(RunLogError, DiskFull):
-                self.device.sync()
+    def _look_after_machine(self, trainer: subprocess.Popen[bytes], found: Warned) -> None:
         if not (found.stop or found.end):
             if found.why:
-                self._write_watch(Note(level="info", text=found.why))
+                self.observer.write_watch(Note(level="info", text=found.why))
             return
-        if watcher.settings is not None and watcher.settings.watch.on_thrash == "stop":
+        settings = self.observer.watcher.settings
+        if settings is not None and settings.watch.on_thrash == "stop":
             self._stop(trainer, found.why, "watch.on_thrash", now=found.end)
         elif found.stop:
-            self._write_watch(Note(level="warning", text=f"{found.why}; watch.on_thrash = report"))
+            text = f"{found.why}; watch.on_thrash = report"
+            self.observer.write_watch(Note(level="warning", text=text))
 
     def _stop(self, trainer: subprocess.Popen[bytes], why: str, setting: str, *, now: bool) -> None:
         """Do what a setting with the value `stop` asks for."""
         number = signal.SIGKILL if now else signal.SIGTERM
         self.stop_signal = f"{number.name}, {setting} = stop"
-        self._write_watch(Note(level="warning", text=f"{number.name} to the trainer: {why}"))
+        self.observer.write_watch(
+            Note(level="warning", text=f"{number.name} to the trainer: {why}")
+        )
         trainer.send_signal(number)
-
-    def _record_exit(
-        self,
-        pid: int,
-        returncode: int,
-        before: KillCounters,
-        begun_s: float,
-        memory: str | None,
-    ) -> None:
-        after = read_kill_counters(cgroup=before.cgroup)
-        killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-        line, unreadable = (
-            find_kernel_line(pid, since_s=begun_s) if killed else (None, "not looked for")
-        )
-        exit_ = attribute_exit(
-            returncode,
-            before,
-            after,
-            stop_requested=self.stop_signal,
-            kernel_line=line,
-            finished=self._wrote_its_end(),
-            exception=exception_name(_tail(self.run.stderr)),
-            integrated_gpu=self.integrated_gpu,
-            memory=memory,
-        )
-        lost = read_lost_rank(self.run)
-        self.watch.write(
-            TrainerExited(
-                trainer_pid=pid,
-                returncode=returncode,
-                state=str(exit_.state),
-                signal=exit_.signal_name,
-                cause=exit_.cause,
-                certainty=exit_.certainty,
-                sentence=exit_.sentence if lost is None else f"{lost.sentence}: {exit_.sentence}",
-            )
-        )
-        if killed and unreadable is not None:
-            self.watch.write(
-                Note(level="info", text=f"the kernel's log was not read: {unreadable}")
-            )
-        self.watch.sync()
 
     def _wrote_its_end(self) -> bool:
         """Whether the trainer's own log says how the run ended."""

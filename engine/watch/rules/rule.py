@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from engine.errors import BadInput
 from engine.log.events import TRAINING, AlertRaised, RunStarted
-from engine.log.folder import RunFolder
+from engine.log.folder import COMMAND, RunFolder
 from engine.log.view import RunView, Table
 from engine.spec import RunSpec, spec_from_dict
 
@@ -329,6 +329,7 @@ def read_settings(run: RunFolder) -> RunSpec | None:
     """Read the settings of a run; None when they are missing or of another version, which the rules that need
     them then report."""
     try:
-        return spec_from_dict(run.read_effective()["spec"])
+        effective = run.read_effective()
+        return None if COMMAND in effective else spec_from_dict(effective["spec"])
     except BadInput:
         return None

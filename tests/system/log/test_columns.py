@@ -48,8 +48,8 @@ from engine.log.view import SOURCES, RunView, Source
 from engine.log.write import LogWriter, encode
 from engine.spec import LossSection, RunSpec
 from engine.spec.sections import StudentSection
+from engine.watch.observe import RunObserver
 from engine.watch.supervisor import _Supervisor
-from engine.watch.watcher import Watcher
 from tests.support.faults import HERE, compiled, environment
 from tests.support.long_runs import write_long_run
 from tests.support.perf import ratio_within
@@ -914,8 +914,10 @@ def test_the_supervisor_keeps_the_columns_of_its_run(tmp_path: Path) -> None:
         supervisor = _Supervisor(run, watch, device)
         exit_fd = os.pidfd_open(trainer.pid)
         supervisor.selector.register(exit_fd, selectors.EVENT_READ, "trainer")
-        watcher = Watcher(run, trainer.pid, watch.write, lambda *_: None)
-        supervisor._watch_until_exit(trainer, watcher, exit_fd)
+        supervisor.observer = RunObserver(
+            run, trainer.pid, watch, device, sample_seconds=1.0, stop=lambda *_: None
+        )
+        supervisor._watch_until_exit(trainer, exit_fd)
     assert trainer.wait() == 0
     os.close(exit_fd)
     assert {1} <= believed(SegmentFiles(run.events)) <= chunks(run.events)

@@ -1,0 +1,164 @@
+"""Run a command in the foreground as if it had been started without us, with a probe and an observer beside it.
+
+    engine watch -- COMMAND
+      |-- COMMAND                     this terminal, this process group; APR_WATCH_RUN, PYTHONPATH with the probe
+      |-- engine.attach.supervisor    a session of its own
+
+The command keeps stdin, stdout, stderr, the terminal and job control. The terminal sends Ctrl-C, Ctrl-\\ and
+Ctrl-Z to the whole process group, so this process ignores them; what is sent to this process alone is passed on.
+It ends as the command ends: with its exit code, or by the same signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from engine.errors import BadInput
+from engine.findings.redact import Redactor
+from engine.log.folder import COMMAND, RunFolder, create_run
+from engine.signals import dismiss_guard
+from engine.terminal import say
+
+PROBE = Path(__file__).parent / "probe"
+RUN_VARIABLE = "APR_WATCH_RUN"
+FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
+PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+RECORDED_S = 5.0
+"""How long recording the end of the command may keep the terminal waiting."""
+
+
+def new_run(arguments: Sequence[str], folder: Path, name: str | None) -> RunFolder:
+    """Create the run folder of a command. Secrets in its arguments are redacted.
+
+    Raises BadInput when there is no such command.
+    """
+    if shutil.which(arguments[0]) is None:
+        raise BadInput.expected("command", arguments[0], "a program to start", "none")
+    word = next((Path(a).stem for a in arguments if a.endswith(".py")), Path(arguments[0]).stem)
+    path = folder / (name or f"{word}-{datetime.now():%Y%m%d-%H%M%S}")
+    about: dict[str, Any] = {
+        "arguments": list(Redactor().argv(arguments)[0]),
+        "folder": os.getcwd(),
+        "commit": _commit(),
+    }
+    return create_run(path.absolute(), "", {"spec": {}, COMMAND: about})
+
+
+def run_command(arguments: Sequence[str], run: RunFolder) -> int:
+    """Run a command to its end; returns its exit code, minus the number of the signal that ended it.
+
+    Raises BadInput when it cannot be started.
+    """
+    # The guard of our own commands would end the command with this process.
+    dismiss_guard()
+    for number in FROM_TERMINAL:
+        # A handler, and not SIG_IGN, which the command would inherit.
+        signal.signal(number, lambda _number, _frame: None)
+    supervisor = _start_supervisor(run)
+    probed = os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, RUN_VARIABLE: str(run.path), "PYTHONPATH": probed}
+    try:
+        process = subprocess.Popen(arguments, env=environment)
+    except OSError as error:
+        _leave(supervisor, None)
+        raise BadInput.expected(
+            "command", arguments[0], "a program to start", str(error.strerror)
+        ) from error
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    for number in PASSED_ON:
+        signal.signal(number, pass_on)
+    _tell(supervisor, f"{process.pid}\n")
+    code = _wait(process)
+    _leave(supervisor, code)
+    return code
+
+
+def end_as(code: int) -> int:
+    """Return the exit code of a command, or die of the signal that ended it."""
+    if code >= 0:
+        return code
+    number = -code
+    # The dump of the core, if there is one, is the command's.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), number)
+    time.sleep(1.0)
+    return 128 + number
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of the command, and stop with it when it is stopped, so that the shell gets the terminal."""
+    while True:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            continue
+        process.returncode = os.waitstatus_to_exitcode(status)
+        return process.returncode
+
+
+def _start_supervisor(run: RunFolder) -> subprocess.Popen[str] | None:
+    try:
+        with run.stderr.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "engine.attach.supervisor", str(run.path)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+                start_new_session=True,
+            )
+    except OSError as error:
+        say(f"not watched from outside: {error.strerror}")
+        return None
+
+
+def _tell(supervisor: subprocess.Popen[str] | None, line: str) -> None:
+    if supervisor is not None and supervisor.stdin is not None:
+        with contextlib.suppress(OSError):
+            supervisor.stdin.write(line)
+            supervisor.stdin.flush()
+
+
+def _leave(supervisor: subprocess.Popen[str] | None, code: int | None) -> None:
+    """Say how the command ended, and wait for the record of it."""
+    if supervisor is None or supervisor.stdin is None:
+        return
+    if code is not None:
+        _tell(supervisor, f"{code}\n")
+    with contextlib.suppress(OSError):
+        supervisor.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        supervisor.wait(RECORDED_S)
+
+
+def _commit() -> str | None:
+    """Return the commit of the current folder, with `+` where files differ from it; None outside a repository."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=2,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

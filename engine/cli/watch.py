@@ -1,0 +1,44 @@
+"""Run a training script that is not ours, and watch it: its steps, loss, machine, stalls and how it ends.
+
+    engine watch -- python train.py --lr 1e-4
+    engine watch --name try-3 -- torchrun --nproc-per-node 2 train.py
+    apr-workbench runs/NAME         the same run on screen, from another terminal, now or later
+
+The script is not changed and keeps its terminal, its signals and its exit code. In a Python process of it that
+imports torch, a probe of the standard library alone (`apr_watch`) notes each optimizer step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from engine.cli.arguments import add_flag, add_path
+from engine.errors import UsageError
+from engine.terminal import say
+
+HELP = "run a training script that is not ours, and watch it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_path(parser, "--runs", "DIR", "folder for the run folder (runs)", default=Path("runs"))
+    parser.add_argument("--name", help="name of the run folder (default: SCRIPT-DATE-TIME)")
+    add_flag(parser, "--quiet", "say nothing at the end")
+    parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --: what to run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from engine.attach.command import end_as, new_run, run_command
+    from engine.attach.summary import summary_lines
+
+    command: list[str] = arguments.command
+    if not command:
+        raise UsageError(
+            "engine watch: expected a command after --", hint="engine watch -- python train.py"
+        )
+    folder = new_run(command, arguments.runs, arguments.name)
+    code = run_command(command, folder)
+    if not arguments.quiet:
+        for line in summary_lines(folder):
+            say(line)
+    return end_as(code)

@@ -1,0 +1,166 @@
+"""Observe the process of a run from outside: sample the machine, follow the logs, and record how it ended.
+
+Nothing here starts, stops or signals anything. The supervisor of our own trainer (`engine.watch.supervisor`) and
+that of somebody else's command (`engine.attach.supervisor`) are built on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+
+from engine.errors import DiskFull, RunLogError
+from engine.log.events import Event, FactsRead, GpuSample, HostSample, Note, TrainerExited
+from engine.log.folder import RunFolder
+from engine.log.held import held_readings
+from engine.log.write import LogWriter
+from engine.machine.facts import read_facts
+from engine.machine.kill_counters import read_kill_counters
+from engine.machine.nvml import open_nvml
+from engine.machine.sampler import Sampler
+from engine.watch.exit_cause import attribute_exit, find_kernel_line, memory_words
+from engine.watch.machine_guard import ClockWatch, MemoryGuard, Warned
+from engine.watch.watcher import Watcher
+
+TICK_S = 1.0
+
+
+class RunObserver:
+    """Observes the process `pid` of a run, from its start."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        pid: int,
+        watch: LogWriter,
+        device: LogWriter,
+        *,
+        sample_seconds: float,
+        stop: Callable[[str, bool], None],
+    ) -> None:
+        """`stop(why, now)` is called where a setting of the run says that a stall ends it."""
+        self.run, self.pid, self.watch, self.device = run, pid, watch, device
+        self._begun_s = time.monotonic()
+        self._before = read_kill_counters(pid=pid)
+        self._sample_seconds = sample_seconds
+        self._guard, self._clocks = MemoryGuard(), ClockWatch()
+        self._integrated_gpu = False
+        self.watcher = Watcher(run, pid, self.write_watch, stop)
+
+    def begin(self) -> None:
+        """Read what is known of the machine, and get ready to sample it."""
+        nvml = open_nvml()
+        facts = read_facts(nvml=nvml)
+        self._integrated_gpu = facts.has_integrated_gpu is True
+        self.write_device(FactsRead(facts=facts.as_event_fields()))
+        self._sampler = Sampler(
+            self._trainer_pid,
+            nvml=nvml,
+            tick_s=self._sample_seconds,
+            own_memory=partial(held_readings, self.run),
+        )
+        # Imported here because it imports numpy, which the trainer's start must not wait for.
+        from engine.log.columns import SegmentWriter
+
+        self._segments = SegmentWriter(self.run)
+        self._next_tick_s = time.monotonic()
+        self._next_sample_s = self._next_tick_s if self._sample_seconds else math.inf
+
+    def tick(self) -> Warned:
+        """Do what is due: sample, read the logs, judge. Returns what the machine's memory is like."""
+        if time.monotonic() >= self._next_sample_s:
+            self._next_sample_s = max(self._next_sample_s + self._sampler.tick_s, time.monotonic())
+            self._sample()
+        self.watcher.tick()
+        self._segments.tick()
+        found = self._look_at_machine()
+        # Missed ticks (a suspended machine) are skipped, not made up for.
+        self._next_tick_s = max(self._next_tick_s + TICK_S, time.monotonic())
+        return found
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the next tick."""
+        return self._next_tick_s - time.monotonic()
+
+    def write_device(self, event: Event) -> None:
+        # A full disk may lose readings. It must not lose the exit record, and the trainer stops by itself
+        # when it cannot write.
+        with contextlib.suppress(DiskFull):
+            self.device.write(event)
+
+    def write_watch(self, event: Event) -> None:
+        # A full disk may lose the watcher's events too.
+        with contextlib.suppress(DiskFull):
+            self.watch.write(event)
+
+    def record_exit(
+        self,
+        returncode: int,
+        *,
+        stop_requested: str | None,
+        finished: bool,
+        exception: str | None = None,
+        lost_rank: str | None = None,
+    ) -> None:
+        """Write how the process ended. `finished` says that it recorded the end of its work itself."""
+        after = read_kill_counters(cgroup=self._before.cgroup)
+        killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        line, unreadable = (
+            find_kernel_line(self.pid, since_s=self._begun_s)
+            if killed
+            else (None, "not looked for")
+        )
+        exit_ = attribute_exit(
+            returncode,
+            self._before,
+            after,
+            stop_requested=stop_requested,
+            kernel_line=line,
+            finished=finished,
+            exception=exception,
+            integrated_gpu=self._integrated_gpu,
+            memory=memory_words(self.watcher.view),
+        )
+        self.watch.write(
+            TrainerExited(
+                trainer_pid=self.pid,
+                returncode=returncode,
+                state=str(exit_.state),
+                signal=exit_.signal_name,
+                cause=exit_.cause,
+                certainty=exit_.certainty,
+                sentence=exit_.sentence if lost_rank is None else f"{lost_rank}: {exit_.sentence}",
+            )
+        )
+        if killed and unreadable is not None:
+            self.watch.write(
+                Note(level="info", text=f"the kernel's log was not read: {unreadable}")
+            )
+        self.watch.sync()
+
+    def _trainer_pid(self) -> int:
+        """The process that trains: the command itself may only start it."""
+        watched = self.watcher.view.watched
+        return self.pid if watched is None else watched.pid
+
+    def _sample(self) -> None:
+        for sample in self._sampler.sample():
+            kind = {"host": HostSample, "gpu": GpuSample}[sample.kind]
+            self.write_device(kind(**sample.fields, absent=sample.absent))
+        if (news := self._sampler.news()) is not None:
+            self.write_watch(Note(level="info", text=news))
+
+    def _look_at_machine(self) -> Warned:
+        for sentence in self._clocks.look():
+            self.write_watch(Note(level="warning", text=sentence))
+        found = self._guard.look()
+        if found.low:
+            # Sync: if the machine hangs, the last readings are what remains to look at.
+            with contextlib.suppress(RunLogError, DiskFull):
+                self.device.sync()
+        return found

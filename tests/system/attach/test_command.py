@@ -1,0 +1,269 @@
+"""`engine watch -- COMMAND`: the command keeps its terminal, its signals and its exit code, and lives on whatever
+happens to what watches it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import BadInput
+from engine.log.events import AnyEvent, LauncherGone, Note, TrainerExited, TrainerStarted
+from engine.log.folder import RunFolder, read_command
+from engine.log.follow import Follower
+from engine.log.read import LogReader
+from engine.watch.rules.rule import read_settings
+from engine.watch.start_and_stop import stop
+
+WATCH = [sys.executable, "-m", "engine", "watch"]
+LIMIT_S = 60.0
+
+
+def command(folder: Path, *words: str, name: str = "run", quiet: bool = True) -> list[str]:
+    options = ["--runs", str(folder), "--name", name, *(["--quiet"] if quiet else [])]
+    return [*WATCH, *options, "--", *words]
+
+
+def watched(
+    folder: Path, *words: str, **more: Any
+) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
+    quiet = more.pop("quiet", True)
+    done = subprocess.run(
+        command(folder, *words, quiet=quiet),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        **more,
+    )
+    return done, RunFolder(folder / "run")
+
+
+def watch_log(run: RunFolder) -> list[AnyEvent]:
+    return list(LogReader(run.watch).poll())
+
+
+def wait_for_file(path: Path) -> None:
+    """Wait until a file is there, by the events of its folder."""
+    waiter = (
+        "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
+    )
+    subprocess.run([sys.executable, "-S", "-c", waiter, str(path)], check=True, timeout=LIMIT_S)
+
+
+def wait_for_supervisor(run: RunFolder) -> None:
+    """Wait until the supervisor has left, by its lock on the log."""
+    waiter = "import fcntl, sys\nwith open(sys.argv[1]) as file: fcntl.flock(file, fcntl.LOCK_SH)"
+    subprocess.run(
+        [sys.executable, "-S", "-c", waiter, str(run.watch)], check=True, timeout=LIMIT_S
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 255])
+def test_the_exit_code_is_the_commands_own(tmp_path: Path, code: int) -> None:
+    done, run = watched(tmp_path, "sh", "-c", f"echo out; echo err >&2; exit {code}")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", "err\n")
+    (exit_,) = [e for e in watch_log(run) if isinstance(e, TrainerExited)]
+    assert (exit_.returncode, exit_.state) == (code, "FAILED" if code else "COMPLETED")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_it_dies_of_the_signal_that_the_command_died_of(tmp_path: Path, number: int) -> None:
+    done, run = watched(tmp_path, "sh", "-c", f"kill -{int(number)} $$")
+    assert done.returncode == -number
+    (exit_,) = [e for e in watch_log(run) if isinstance(e, TrainerExited)]
+    assert exit_.returncode == -number
+    assert "OOM" not in exit_.state
+
+
+def test_the_command_reads_our_stdin_and_its_arguments_arrive_as_they_are(tmp_path: Path) -> None:
+    script = 'cat; printf "%s|" "$@"'
+    words = ["a b", "--name", "--", "*", "-x", ""]
+    done, run = watched(tmp_path, "sh", "-c", script, "sh", *words, input="line\n")
+    assert done.stdout == "line\n" + "".join(f"{word}|" for word in words)
+    assert read_command(run) == ["sh", "-c", script, "sh", *words]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_sent_to_the_watch_reaches_the_command(tmp_path: Path, number: int) -> None:
+    up = tmp_path / "up"
+    script = f"trap 'exit 5' {int(number)}; : > '{up}'; while :; do sleep 0.05; done"
+    process = subprocess.Popen(command(tmp_path, "sh", "-c", script))
+    wait_for_file(up)
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == 5
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_command_once_and_its_answer_counts(
+    tmp_path: Path,
+) -> None:
+    program = (
+        "import signal, sys, time\n"
+        "def got(n, f): print('interrupted', flush=True)\n"
+        "signal.signal(signal.SIGINT, got)\n"
+        "print('tty', sys.stdin.isatty(), sys.stdout.isatty(), flush=True)\n"
+        "sys.stdin.readline()\n"
+        "sys.exit(3)\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        words = command(tmp_path, sys.executable, "-S", "-c", program)
+        os.execv(words[0], words)
+    screen = read_until(terminal, "tty True True")
+    os.write(terminal, b"\x03")
+    screen += read_until(terminal, "interrupted")
+    os.write(terminal, b"go on\n")
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 3
+    assert screen.count("interrupted") == 1
+
+
+def test_ctrl_z_stops_the_command_and_the_watch_and_both_go_on(tmp_path: Path) -> None:
+    program = "import sys; print('up', flush=True); sys.stdin.readline(); sys.exit(4)"
+    words = command(tmp_path, sys.executable, "-S", "-c", program)
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        os.killpg(process.pid, signal.SIGTSTP)
+        # The shell sees its job stopped.
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        os.killpg(process.pid, signal.SIGCONT)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.wait(LIMIT_S) == 4
+
+
+def read_until(terminal: int, words: str) -> str:
+    screen = ""
+    while words not in screen:
+        ready, _, _ = select.select([terminal], [], [], LIMIT_S)
+        assert ready, screen
+        screen += os.read(terminal, 4096).decode()
+    return screen
+
+
+def test_the_command_outlives_a_kill_of_the_watch_and_the_log_says_that_its_end_is_not_known(
+    tmp_path: Path,
+) -> None:
+    up, go, alive = tmp_path / "up", tmp_path / "go", tmp_path / "alive"
+    script = f": > '{up}'; while ! test -e '{go}'; do sleep 0.02; done; : > '{alive}'"
+    process = subprocess.Popen(command(tmp_path, "sh", "-c", script))
+    wait_for_file(up)
+    run = RunFolder(tmp_path / "run")
+    wait_for_file(run.watch)
+    process.kill()
+    process.wait(LIMIT_S)
+    go.touch()
+    wait_for_file(alive)
+    wait_for_supervisor(run)
+    events = watch_log(run)
+    assert [e.how for e in events if isinstance(e, LauncherGone)] == ["killed"]
+    assert not [e for e in events if isinstance(e, TrainerExited)]
+    assert "exit code went with" in [e.text for e in events if isinstance(e, Note)][-1]
+    assert Follower(run).read_all().exit is None
+
+
+def test_a_kill_of_the_supervisor_never_touches_the_command(tmp_path: Path) -> None:
+    up, go = tmp_path / "up", tmp_path / "go"
+    script = f": > '{up}'; while ! test -e '{go}'; do sleep 0.02; done; exit 6"
+    process = subprocess.Popen(command(tmp_path, "sh", "-c", script))
+    wait_for_file(up)
+    run = RunFolder(tmp_path / "run")
+    wait_for_file(run.watch)
+    supervisor = next(e.supervisor_pid for e in started(run))
+    os.kill(supervisor, signal.SIGKILL)
+    go.touch()
+    assert process.wait(LIMIT_S) == 6
+
+
+def test_a_watched_command_is_stopped_by_its_run_folder(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    process = subprocess.Popen(command(tmp_path, "sh", "-c", f": > '{up}'; exec sleep 60"))
+    wait_for_file(up)
+    run = RunFolder(tmp_path / "run")
+    wait_for_file(run.watch)
+    started(run)
+    assert stop(run) == "sent SIGTERM to the command of run run"
+    assert process.wait(LIMIT_S) == -signal.SIGTERM
+    with pytest.raises(BadInput, match="going on"):
+        stop(run)
+
+
+def started(run: RunFolder) -> list[TrainerStarted]:
+    reader, found = LogReader(run.watch), []
+    while not found:
+        found = [e for e in reader.poll() if isinstance(e, TrainerStarted)]
+    return found
+
+
+def test_secrets_of_the_command_line_are_not_kept(tmp_path: Path) -> None:
+    done, run = watched(
+        tmp_path, "true", "--api-key", "s3cr3t-of-mine-0", "HF_TOKEN=hf_abcdefghijklmnopqrs"
+    )
+    assert done.returncode == 0
+    kept = "".join(p.read_text() for p in run.path.iterdir())
+    assert "s3cr3t" not in kept and "hf_abc" not in kept and "--api-key" in kept
+
+
+def test_a_command_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
+    done, run = watched(tmp_path, "no-such-command-here")
+    assert done.returncode == 65 and "no-such-command-here" in done.stderr
+    assert not run.path.exists()
+    done = subprocess.run([*WATCH, "--"], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 64
+
+
+def test_a_command_without_a_probe_is_seen_from_outside_only_and_never_judged_by_our_settings(
+    tmp_path: Path,
+) -> None:
+    done, run = watched(tmp_path, "sh", "-c", "exit 0", quiet=False)
+    assert done.stdout == "" and "seen from outside only" in done.stderr
+    assert "apr-workbench" in done.stderr.splitlines()[-1]
+    assert read_settings(run) is None
+    assert json.loads(run.effective.read_text())["command"]["folder"] == os.getcwd()
+
+
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(1, 6):
+    x = torch.randn(8, 4)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, loss.item(), optimizer.param_groups[0]["lr"])
+"""
+
+
+def test_a_plain_loop_is_read_as_a_run_with_every_step_that_it_prints(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done, run = watched(tmp_path, sys.executable, str(script), quiet=False)
+    assert done.returncode == 0
+    printed = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+    view = Follower(run).read_all()
+    columns = (view.steps.values(name) for name in ("step", "loss", "lr"))
+    assert list(zip(*columns, strict=True)) == printed and len(printed) == 5
+    assert view.watched is not None and view.watched.optimizer == "AdamW"
+    assert {"forward", "backward", "optimizer"} <= view.phases.keys()
+    assert view.state(run.liveness()) == "completed"
+    # What the log does not hold is absent, and never 0.
+    assert view.steps.values("tokens") == [None] * 5 and view.total_steps is None
+    assert "5 steps" in done.stderr and "step 5 |" in done.stderr
+    shown = subprocess.run(
+        [sys.executable, "-m", "engine", "tail", str(run.path)], capture_output=True, text=True
+    )
+    assert f"command: {sys.executable} {script}" in shown.stdout
