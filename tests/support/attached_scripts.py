@@ -144,10 +144,28 @@ def optimizers_in_the_backward_pass():
         say(loss=loss.item(), lr=0.25, backwards=1)
     return net
 
+def a_gradient_scaler_that_leaves_out_a_step():
+    net = model().eval()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean() * (float("inf") if number == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if number != 1:
+            say(loss=loss.item(), grad_norm=norm.item(), lr=0.25, backwards=1)
+    return net
+
 # Nothing holds the optimizer of one of them when the next begins.
 import gc
+# The last of them holds its own: autograd keeps the hooks of its parameters.
 save(*[(train(), gc.collect())[0] for train in (
-    a_closure, two_optimizers, an_optimizer_inside_another, optimizers_in_the_backward_pass)])
+    a_closure, two_optimizers, an_optimizer_inside_another,
+    a_gradient_scaler_that_leaves_out_a_step, optimizers_in_the_backward_pass)])
 """
 
 WORKERS = """

@@ -37,8 +37,8 @@ def test_micro_batches_of_a_step_are_summed_whichever_backward_was_called(tmp_pa
 
 
 def test_closures_and_several_optimizers_have_the_steps_of_the_first(tmp_path: Path) -> None:
-    """LBFGS, a GAN, an optimizer inside another one whose step once raises, and one for each parameter that steps
-    in the backward pass."""
+    """LBFGS, a GAN, an optimizer inside another one whose step once raises, one for each parameter that steps in
+    the backward pass, and a gradient scaler that leaves out a step."""
     watched, _ = run_twice(tmp_path, scripts.OTHER_STEPS)
     agree(watched)
 

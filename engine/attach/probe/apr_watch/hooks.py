@@ -1,4 +1,4 @@
-"""What is hooked in torch: the optimizers, backward, clipping and the data loader.
+"""What is hooked in torch: the optimizers, backward, clipping, the gradient scaler and the data loader.
 
 Each wrapper returns what the original returns and lets its exceptions through. While `torch.compile` traces, a wrapper
 is its original: nothing of ours becomes part of a graph. Frames of ours that run between two graphs are marked so that
@@ -50,6 +50,9 @@ class Hooks:
             self._replace(
                 getattr(loaders, "_BaseDataLoaderIter", None), "__next__", self._wrap_next
             )
+            scaler = getattr(sys.modules.get("torch.amp.grad_scaler"), "GradScaler", None)
+            self._replace(scaler, "scale", self._wrap_scale)
+            self._replace(scaler, "update", self._wrap_update)
             _leave_alone_when_compiling(self._torch)
         except BaseException:
             self._on = False
@@ -137,6 +140,30 @@ class Hooks:
             return norm
 
         return clip_grad_norm_
+
+    def _wrap_scale(self, original: Any) -> Any:
+        is_compiling, steps = self._is_compiling, self._steps
+
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            products = original(scaler, outputs)
+            if not is_compiling() and self._is_on():
+                self._ours(steps.scaled, outputs, products)
+            return products
+
+        return scale
+
+    def _wrap_update(self, original: Any) -> Any:
+        is_compiling, steps = self._is_compiling, self._steps
+
+        @functools.wraps(original)
+        def update(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not is_compiling() and self._is_on():
+                self._ours(steps.scaler_updated)
+            return result
+
+        return update
 
     def _wrap_next(self, original: Any) -> Any:
         is_compiling, steps = self._is_compiling, self._steps

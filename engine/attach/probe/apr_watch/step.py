@@ -141,6 +141,7 @@ class Steps:
     def _forget_losses(self) -> None:
         self._values = Values(self._torch)
         self._losses: list[float | Kept | None] = []
+        self._scaled: dict[int, tuple[Any, float | Kept | None]] = {}
         self._norm: float | Kept | None = None
         self._backwards = 0
 
@@ -174,9 +175,17 @@ class Steps:
         self._clock.enter("backward")
         self._batches.trained_on()
         self._backwards += 1
-        one = isinstance(tensors, self._torch.Tensor)
-        self._losses += [self._values.keep(tensor) for tensor in ((tensors,) if one else tensors)]
+        self._losses += [self._loss_of(tensor) for tensor in self._as_list(tensors)]
         return True
+
+    def _loss_of(self, tensor: Any) -> float | Kept | None:
+        reference, unscaled = self._scaled.get(id(tensor), (None, None))
+        if reference is not None and reference() is tensor:
+            return unscaled
+        return self._values.keep(tensor)
+
+    def _as_list(self, tensors: Any) -> list[Any]:
+        return [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
 
     def backward_ends(self) -> None:
         self._clock.leave("backward")
@@ -185,6 +194,18 @@ class Steps:
         """The script may catch the error and go on (out of memory): the loss of this step is unknown."""
         self._clock.leave("backward")
         self._losses.append(None)
+
+    def scaled(self, outputs: Any, products: Any) -> None:
+        """A gradient scaler has multiplied losses; the loss of the step is the one before that."""
+        if isinstance(products, (self._torch.Tensor, list, tuple)) and products is not outputs:
+            pairs = zip(self._as_list(outputs), self._as_list(products), strict=True)
+            for tensor, product in pairs:
+                self._scaled[id(product)] = weakref.ref(product), self._values.keep(tensor)
+
+    def scaler_updated(self) -> None:
+        """An iteration ends. Where the scaler left out the optimizer's step (an infinite gradient), its losses
+        belong to no step."""
+        self._forget_losses()
 
     def clipped(self, norm: Any) -> None:
         self._norm = self._values.keep(norm)
