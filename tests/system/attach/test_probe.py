@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.events import LogOpened, Phase, StepDone, Watched
+from engine.log.read import LogReader
 from tests.support import attached_scripts as scripts
 from tests.support.attached import PROBE, Ran, agree, begin_run, end_run, run_twice, run_watched
 
@@ -28,6 +30,9 @@ def test_a_plain_loop_is_the_same_to_the_byte_and_every_step_is_in_the_log(
     assert facts["parameters"] == 8 * 16 + 16 + 16 + 1
     assert (facts["optimizer"], facts["device"]) == ("AdamW", "cpu")
     assert (facts["rank"], facts["world"]) == (0, 1)
+    events = LogReader(watched.folder / "run" / "events.jsonl").poll()
+    assert [type(event) for event in events[:3]] == [LogOpened, Watched, Phase]
+    assert [event.step for event in events if isinstance(event, StepDone)] == [*range(1, 13)]
 
 
 def test_micro_batches_of_a_step_are_summed_whichever_backward_was_called(tmp_path: Path) -> None:

@@ -221,6 +221,8 @@ class Steps:
     def optimizer_ends(self, optimizer: Any) -> None:
         self._clock.leave("optimizer")
         if is_capturing(self._torch):
+            # Nothing ran: a step was recorded, to be replayed out of sight.
+            self._forget_losses()
             return
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)

@@ -37,13 +37,13 @@ class Values:
         """The value of a tensor of one element; None if it cannot be read without a cost to the run."""
         torch = self._torch
         # A subclass may need a collective to know its value (DTensor), or have none (fake tensors).
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) is not torch.Tensor or tensor.numel() != 1:
             return None
-        if tensor.numel() != 1 or not tensor.is_floating_point() or tensor.layout != torch.strided:
+        if not tensor.is_floating_point() or tensor.layout != torch.strided:
             return None
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             return float(tensor.detach().item())
-        if tensor.device.type != "cuda" or is_capturing(torch):
+        if not tensor.is_cuda or is_capturing(torch):
             return None
         kept = Kept(tensor.detach().clone())
         stream = torch.cuda.current_stream(tensor.device)

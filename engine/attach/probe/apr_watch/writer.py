@@ -80,29 +80,33 @@ class Log:
 
 def encode(kind: str, fields: dict[str, Any], seq: int, t_s: float) -> bytes:
     """One line; a float that JSON cannot hold is null, with its name under `nf`."""
-    record: dict[str, Any] = {"v": VERSION, "seq": seq, "t_s": round(t_s, 6), "kind": kind}
     non_finite: dict[str, str] = {}
-    for name, value in fields.items():
-        record[name] = _as_json(value, name, non_finite)
+    record: dict[str, Any] = {"v": VERSION, "seq": seq, "t_s": round(t_s, 6), "kind": kind}
+    text = _as_json({**record, **fields}, "", non_finite)
     if non_finite:
-        record["nf"] = non_finite
-    return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        text = f'{text[:-1]},"nf":{json.dumps(non_finite)}}}'
+    return text.encode() + b"\n"
 
 
-def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
+def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> str:
+    # By hand: json.dumps took a third of the time of a step's line, and cannot name what is not finite.
+    if value is None:
+        return "null"
     if isinstance(value, float):
-        if abs(value) <= _MOST:
-            return value
+        if -_MOST <= value <= _MOST:
+            return repr(value)
         non_finite[path] = "nan" if math.isnan(value) else "+inf" if value > 0 else "-inf"
-        return None
-    if isinstance(value, str):
-        # A path may hold bytes that are not UTF-8, which Python keeps as lone surrogates.
-        return value[:_TEXT].encode("utf-8", "backslashreplace").decode()
+        return "null"
+    if isinstance(value, int):
+        return str(int(value))
     if isinstance(value, dict):
-        return {
-            name: _as_json(inner, f"{path}/{name}", non_finite) for name, inner in value.items()
-        }
-    return value
+        under = path and path + "/"
+        parts = [
+            f'"{name}":{_as_json(one, under + name, non_finite)}' for name, one in value.items()
+        ]
+        return "{" + ",".join(parts) + "}"
+    # A path may hold bytes that are not UTF-8, which Python keeps as lone surrogates.
+    return json.dumps(str(value)[:_TEXT].encode("utf-8", "backslashreplace").decode())
 
 
 def _lock(fd: int) -> None:
