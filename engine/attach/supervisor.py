@@ -17,14 +17,17 @@ import shlex
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from engine.errors import EngineError
 from engine.log.events import LauncherGone, Note, TrainerStarted
 from engine.log.folder import COMMAND, RunFolder, open_run
+from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.terminal import say
 from engine.watch.observe import RunObserver
+from engine.watch.stacks import FOLDER
 
 SAMPLE_SECONDS = 1.0
 ENDED_S = 2.0
@@ -74,6 +77,7 @@ def supervise(run: RunFolder) -> int:
             device,
             sample_seconds=SAMPLE_SECONDS,
             stop=lambda why, now: None,
+            process=partial(training_process, run, int(pid)),
         )
         code = _wait_for_end(observer, launcher)
         if code is None:
@@ -82,6 +86,25 @@ def supervise(run: RunFolder) -> int:
         else:
             observer.record_exit(code, stop_requested=None, finished=code == 0)
     return 0
+
+
+def training_process(run: RunFolder, pid: int, view: RunView) -> tuple[int, str]:
+    """Return the process below the command `pid` that trains, and the name of the file to which it writes its stacks:
+    the one that has stepped an optimizer, else the newest that has imported torch, else the command."""
+    if view.watched is not None:
+        pid = view.watched.pid
+    else:
+        paths = sorted((run.path / FOLDER).glob("[0-9]*.txt"), key=_made_ns)
+        numbers = [int(path.stem) for path in paths if path.stem.isdecimal()]
+        pid = next((n for n in reversed(numbers) if Path(f"/proc/{n}").exists()), pid)
+    return pid, f"{pid}.txt"
+
+
+def _made_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _about(run: RunFolder) -> str:

@@ -17,6 +17,7 @@ from engine.errors import DiskFull, RunLogError
 from engine.log.events import Event, FactsRead, GpuSample, HostSample, Note, TrainerExited
 from engine.log.folder import RunFolder
 from engine.log.held import held_readings
+from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.machine.facts import read_facts
 from engine.machine.kill_counters import read_kill_counters
@@ -41,15 +42,18 @@ class RunObserver:
         *,
         sample_seconds: float,
         stop: Callable[[str, bool], None],
+        process: Callable[[RunView], tuple[int, str]] | None = None,
     ) -> None:
-        """`stop(why, now)` is called where a setting of the run says that a stall ends it."""
+        """`stop(why, now)` is called where a setting of the run says that a stall ends it. `process` returns the
+        process that trains, where `pid` may only have started it, and the file to which it writes its stacks."""
         self.run, self.pid, self.watch, self.device = run, pid, watch, device
         self._begun_s = time.monotonic()
         self._before = read_kill_counters(pid=pid)
         self._sample_seconds = sample_seconds
         self._guard, self._clocks = MemoryGuard(), ClockWatch()
         self._integrated_gpu = False
-        self.watcher = Watcher(run, pid, self.write_watch, stop)
+        self.watcher = Watcher(run, pid, self.write_watch, stop, process=process)
+        self._process = process
 
     def begin(self) -> None:
         """Read what is known of the machine, and get ready to sample it."""
@@ -144,9 +148,7 @@ class RunObserver:
         self.watch.sync()
 
     def _trainer_pid(self) -> int:
-        """The process that trains: the command itself may only start it."""
-        watched = self.watcher.view.watched
-        return self.pid if watched is None else watched.pid
+        return self.pid if self._process is None else self._process(self.watcher.view)[0]
 
     def _sample(self) -> None:
         for sample in self._sampler.sample():

@@ -65,6 +65,7 @@ _MAIN = re.compile(r"^main thread (0x[0-9a-f]+)$", re.MULTILINE)
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*:$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 BUSY_PCT = 50.0
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
 _X86 = {
     **{
         0: "read",
@@ -160,8 +161,12 @@ def read_dump(text: str, main_id: str | None) -> PythonStacks | None:
 
 
 def own_frame(stack: Sequence[str]) -> str:
-    """Return the innermost frame of this project, which tells a reader more than one inside a library."""
-    return next((f for f in stack if "/engine/" in f.partition(" in ")[0]), "")
+    """Return the innermost frame of the engine, or else of a script, which tells a reader more than one inside a
+    library."""
+    files = {frame: frame.partition(" in ")[0] for frame in stack}
+    ours = (frame for frame, file in files.items() if "/engine/" in file)
+    scripts = (f for f, file in files.items() if not any(part in file for part in _LIBRARIES))
+    return next(ours, next(scripts, ""))
 
 
 def takes_signal(pid: int, proc: Path = Path("/proc")) -> bool:
@@ -316,13 +321,14 @@ def _state(look: Look, cpu_pct: float | None) -> str:
 
 @dataclass(slots=True)
 class Capture:
-    """One capture of the stacks of `pid`, written to RUN/stacks/`name`.txt."""
+    """One capture of the stacks of `pid`, written to RUN/stacks/`name`.txt. Its own handler writes them to
+    RUN/stacks/`dump_file`."""
 
     run: Path
     pid: int
     name: str
     why: str
-    rank: int = 0
+    dump_file: str = TRAINER_FILE
     proc: Path = Path("/proc")
     begun_s: float = field(default_factory=time.monotonic)
     _before: Looks | None = None
@@ -343,14 +349,14 @@ class Capture:
                 f"Python stacks: the process is in state {letter} and takes no signal"
             )
         elif not takes_signal(self.pid, self.proc):
-            self._missing.append("Python stacks: the trainer has no handler for the signal yet")
+            self._missing.append("Python stacks: the process has no handler for the signal yet")
         else:
             os.kill(self.pid, DUMP_SIGNAL)
         self._start_py_spy(folder)
 
     def _dump_size(self) -> int:
         try:
-            return (self.run / FOLDER / dump_file(self.rank)).stat().st_size
+            return (self.run / FOLDER / self.dump_file).stat().st_size
         except OSError:
             return 0
 
@@ -423,7 +429,7 @@ class Capture:
 
     def _python(self) -> tuple[str, PythonStacks | None]:
         try:
-            with open_plain(self.run / FOLDER / dump_file(self.rank)) as file:
+            with open_plain(self.run / FOLDER / self.dump_file) as file:
                 text = file.read().decode("utf-8", "replace")
         except OSError:
             return "", None
@@ -431,7 +437,7 @@ class Capture:
         new = text.encode()[self._offset :].decode("utf-8", "replace")
         stacks = read_dump(new, main[-1] if main else None)
         if stacks is None and not self._missing_python():
-            self._missing.append("Python stacks: the trainer did not answer the signal")
+            self._missing.append("Python stacks: the process did not answer the signal")
         return new, stacks
 
     def _missing_python(self) -> bool:

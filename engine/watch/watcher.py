@@ -33,7 +33,7 @@ from engine.units import format_seconds
 from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.rule import CannotJudge, Case, read_settings
 from engine.watch.rules.stall import Silence, silence
-from engine.watch.stacks import Capture
+from engine.watch.stacks import TRAINER_FILE, Capture, dump_file
 
 LOOK_S = 5.0
 CHUNK_BYTES = 1 << 20
@@ -52,11 +52,15 @@ class Watcher:
         write: Callable[[Event], None],
         stop: Callable[[str, bool], None],
         *,
+        process: Callable[[RunView], tuple[int, str]] | None = None,
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it."""
-        self.run, self.pid = run, pid
+        """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it. `process`
+        returns which process's stacks to take, and the file to which that process writes them, where that is not
+        `pid`."""
+        self.run = run
+        self._process = process or (lambda view: (pid, TRAINER_FILE))
         self._write, self._stop = write, stop
         self._wall, self._monotonic = wall, monotonic
         self.settings = read_settings(run)
@@ -141,14 +145,14 @@ class Watcher:
     def _begin_capture(self, why: str) -> None:
         self._captures += 1
         name = f"{self._captures:03}-step-{self.view.last_step}"
-        pid, rank = self.pid, 0
+        pid, file = self._process(self.view)
         beats = read_beats(self.run)
         if beats:
             # Ranks that wait for another all look alike, so the rank they wait for is captured.
             first = (behind(beats) or beats)[0]
-            pid, rank = first.pid, first.rank
+            pid, file = first.pid, dump_file(first.rank)
             why = f"{why}; {waited_for(beats) or 'all ranks have come equally far'}"
-        capture = Capture(run=self.run.path, pid=pid, rank=rank, name=f"{pid}-{name}", why=why)
+        capture = Capture(run=self.run.path, pid=pid, dump_file=file, name=f"{pid}-{name}", why=why)
         try:
             capture.begin()
         except OSError as error:

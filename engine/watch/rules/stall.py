@@ -61,6 +61,8 @@ its progress every few seconds."""
 OTHER_PHASE_S = 120.0
 FIRST_LINE_S = 120.0
 """From the start of the process to its first line: importing torch from a cold disk."""
+UNSEEN_WORK_S = 600.0
+"""Between two steps of a script that is not ours: it may do anything there, and computes or reads while it does."""
 STILL_S = 50.0
 STILL_WINDOW_S = 30.0
 """The counters of the process tree are read every ten seconds; this window lies within the silence."""
@@ -135,6 +137,8 @@ def _limit(case: Case) -> tuple[float, str]:
             return FIRST_STEP_S, "before the first step"
         named = next((s for name, s in PHASE_S.items() if phase.startswith(name)), None)
         return named or OTHER_PHASE_S, f"phase {phase!r}"
+    if view.watched is not None:
+        return UNSEEN_WORK_S, "evaluating or saving in a script is not seen"
     rows = range(max(view.session_row, len(view.steps) - STEPS), len(view.steps))
     if len(rows) < 2:
         return max(FIRST_STEP_S, _long_work(case)), "before the second step"

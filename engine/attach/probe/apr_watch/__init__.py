@@ -6,6 +6,7 @@ comparison for each import. Standard library only, Python 3.10 on; it never impo
     __init__.py  waits for the import of torch
     hooks.py     what is hooked in torch, and how it is removed again
     step.py      what a step is: its time, its batches, when its line is written
+    stacks.py    how the stacks of a process that hangs are taken from outside
     values.py    the values of tensors, read without making a GPU wait
     writer.py    the lines of the log
 
@@ -80,5 +81,8 @@ class _TorchFinder:
                 from .hooks import Hooks
 
                 Hooks(torch, self._run).install()
+                from .stacks import register
+
+                register(self._run)
         except Exception:  # noqa: BLE001  the script's own import of torch has succeeded
             pass

@@ -1,0 +1,26 @@
+"""Let the stacks of a process that hangs be taken from outside, as for the engine's own trainer
+(`engine/watch/stacks.py`): on a signal that no library uses, a C handler writes them to RUN/stacks/PID.txt, even while
+the interpreter is stuck in a call that holds its lock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+
+DUMP_SIGNAL = signal.SIGRTMIN + 3
+
+
+def register(folder: str) -> None:
+    """Raises OSError. Does nothing where the script handles the signal itself."""
+    if signal.getsignal(DUMP_SIGNAL) != signal.SIG_DFL:
+        return
+    stacks = os.path.join(folder, "stacks")
+    os.makedirs(stacks, exist_ok=True)
+    path = os.path.join(stacks, f"{os.getpid()}.txt")
+    # The handler writes to the descriptor, which stays open for the life of the process.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    os.write(fd, f"main thread 0x{threading.main_thread().ident or 0:016x}\n".encode())
+    faulthandler.register(DUMP_SIGNAL, file=fd, all_threads=True)
