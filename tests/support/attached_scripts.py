@@ -389,7 +389,7 @@ for name in ("data_begins", "data_ends", "batch_fetched", "backward_begins", "ba
              "optimizer_begins", "optimizer_ends"):
     for at in (1, 4):
         say(**with_fault(Steps, name, fail, at))
-say(**with_fault(apr_watch.step.Values, "keep", fail, 4))
+say(**with_fault(apr_watch.values.Reader, "keep", fail, 4))
 say(**with_fault(apr_watch.step, "Log", fail, 1))
 say(**with_fault(Log, "write", fail, 5))
 say(**with_fault(apr_watch.hooks, "_is_below", fail, 7))

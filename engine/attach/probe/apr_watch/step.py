@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from threading import get_ident
 from typing import Any
 
-from .values import Kept, Values, as_number, is_capturing, wait_for
+from .values import Kept, Reader, Values, as_number, is_capturing
 from .writer import Log, NotTheWriter
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
@@ -124,13 +124,14 @@ class Steps:
 
     def __init__(self, torch: Any, folder: str) -> None:
         self._torch, self._folder = torch, folder
-        self._side_streams: dict[Any, Any] = {}
         self._left_to_parent: list[Any] = []
         self._batches = Batches(torch)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self.log: Log | None = None
+        self._reader = Reader(self._torch)
+        self._values = Values()
         self._clock = Clock()
         self._thread: int | None = None
         self._first: Any = None
@@ -139,7 +140,8 @@ class Steps:
         self._forget_losses()
 
     def _forget_losses(self) -> None:
-        self._values = Values(self._torch)
+        self._reader.drop(self._values)
+        self._values = Values()
         self._losses: list[float | Kept | None] = []
         self._scaled: dict[int, tuple[Any, float | Kept | None]] = {}
         self._norm: float | Kept | None = None
@@ -182,7 +184,10 @@ class Steps:
         reference, unscaled = self._scaled.get(id(tensor), (None, None))
         if reference is not None and reference() is tensor:
             return unscaled
-        return self._values.keep(tensor)
+        return self._keep(tensor)
+
+    def _keep(self, tensor: Any) -> float | Kept | None:
+        return self._reader.keep(tensor, self._values)
 
     def _as_list(self, tensors: Any) -> list[Any]:
         return [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
@@ -200,7 +205,7 @@ class Steps:
         if isinstance(products, (self._torch.Tensor, list, tuple)) and products is not outputs:
             pairs = zip(self._as_list(outputs), self._as_list(products), strict=True)
             for tensor, product in pairs:
-                self._scaled[id(product)] = weakref.ref(product), self._values.keep(tensor)
+                self._scaled[id(product)] = weakref.ref(product), self._keep(tensor)
 
     def scaler_updated(self) -> None:
         """An iteration ends. Where the scaler left out the optimizer's step (an infinite gradient), its losses
@@ -208,7 +213,7 @@ class Steps:
         self._forget_losses()
 
     def clipped(self, norm: Any) -> None:
-        self._norm = self._values.keep(norm)
+        self._norm = self._keep(norm)
 
     # Optimizer.
 
@@ -239,7 +244,7 @@ class Steps:
         rows, tokens = self._batches.lap()
         rate = group.get("lr")
         if isinstance(rate, self._torch.Tensor):
-            rate = self._values.keep(rate)
+            rate = self._keep(rate)
         step = {
             "step": self._step,
             "loss": self._losses,
@@ -254,6 +259,7 @@ class Steps:
             "backwards": self._backwards,
         }
         self._waiting.append((self._values, step))
+        self._values = Values()
         self._write_ready(log)
 
     def _open(self, optimizer: Any, device: Any) -> Log:
@@ -281,7 +287,8 @@ class Steps:
 
     def _write_ready(self, log: Log) -> None:
         """Write the steps whose values are known, in order."""
-        while self._waiting and self._waiting[0][0].are_read(self._side_streams):
+        self._reader.read(values for values, _ in self._waiting)
+        while self._waiting and not self._waiting[0][0].kept:
             self._write(log, self._waiting.popleft()[1])
 
     def _write(self, log: Log, step: dict[str, Any]) -> None:
@@ -304,7 +311,7 @@ class Steps:
         if self.log is None or not self._waiting:
             return
         try:
-            wait_for([values for values, _ in self._waiting], self._side_streams)
+            self._reader.wait_for([values for values, _ in self._waiting])
         finally:
             while self._waiting:
                 self._write(self.log, self._waiting.popleft()[1])
@@ -314,8 +321,7 @@ class Steps:
         if self.log is not None:
             self.log.close()
         # Not freed: the child may not touch the parent's GPU.
-        self._left_to_parent += [self._values, self._waiting, self._side_streams]
-        self._side_streams = {}
+        self._left_to_parent += [self._values, self._waiting, self._reader]
         self._begin_anew()
 
 

@@ -1,8 +1,9 @@
 """Read the values of tensors without changing what the training stream of a GPU does.
 
-On a CPU a value is read at once. On a GPU that would make the host wait for everything launched so far, so the value
-is cloned on its own stream, an event is recorded behind it, and the number is copied on another stream once the event
-has passed. Nothing is pinned and nothing is synchronised.
+On a CPU a value is read at once. On a GPU that would make the host wait for everything launched so far. There, a
+value is copied into a slot on its own stream and an event is recorded behind it; once the events of some steps have
+passed, all slots are copied to the host together, on another stream. Nothing is pinned (the first pinned allocation
+synchronises), nothing is allocated after the first value, and nothing of the training stream is waited for.
 """
 
 from __future__ import annotations
@@ -11,29 +12,61 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+_SLOTS = 512
+"""Values on their way on one stream; one more is unknown."""
+_STEPS_TOGETHER, _READ_EVERY_S = 8, 0.25
+"""A copy for so many steps, or after so long: it costs the host as much as a line."""
+_QUERIES = 50
 _EXIT_WAIT_S = 2.0
 """How long the end of a process waits for values: a GPU that hangs must not keep the process."""
 
 
-class Kept:
-    """A value on a GPU. `events` holds one event for each stream, shared by all values of one step."""
+class Slots:
+    """Numbers of one stream on their way to the host. A float64 holds each of a smaller type exactly."""
 
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.host: Any = None
+    def __init__(self, torch: Any, device: Any) -> None:
+        self.numbers = torch.empty(_SLOTS, dtype=torch.float64, device=device)
+        self.each = [self.numbers[at] for at in range(_SLOTS)]
+        self.free = list(range(_SLOTS))
+        self.host = torch.empty(_SLOTS, dtype=torch.float64, device="cpu")
+        self.side = torch.cuda.Stream(device)
+        self.copied = torch.cuda.Event()
+
+
+class Kept:
+    """A value on a GPU; `number` is None until it has been read."""
+
+    def __init__(self, slots: Slots, at: int) -> None:
+        self.slots, self.at = slots, at
         self.number: float | None = None
 
 
 class Values:
-    """The values of one step, and where they can be read."""
+    """The values of one step."""
+
+    def __init__(self) -> None:
+        self.events: dict[Slots, Any] = {}
+        """For each stream, what passes behind the step's last value there."""
+        self.kept: list[Kept] = []
+        """Values that are not on the host yet."""
+
+    def have_passed(self) -> bool:
+        """Whether the GPU has computed them all. Never waits."""
+        if self.events and all(event.query() for event in self.events.values()):
+            self.events = {}
+        return not self.events
+
+
+class Reader:
+    """Reads the values of all steps."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._events: dict[Any, Any] = {}
-        self._kept: list[Kept] = []
-        self._copied: list[Any] = []
+        self._streams: dict[Any, Slots] = {}
+        self._copying: list[Values] = []
+        self._read_s = 0.0
 
-    def keep(self, tensor: Any) -> float | Kept | None:
+    def keep(self, tensor: Any, values: Values) -> float | Kept | None:
         """The value of a tensor of one element; None if it cannot be read without a cost to the run."""
         torch = self._torch
         # A subclass may need a collective to know its value (DTensor), or have none (fake tensors).
@@ -45,48 +78,67 @@ class Values:
             return float(tensor.detach().item())
         if not tensor.is_cuda or is_capturing(torch):
             return None
-        kept = Kept(tensor.detach().clone())
         stream = torch.cuda.current_stream(tensor.device)
-        if stream not in self._events:
-            self._events[stream] = torch.cuda.Event()
-        self._events[stream].record(stream)
-        self._kept.append(kept)
+        slots = self._streams.get(stream)
+        if slots is None:
+            slots = self._streams[stream] = Slots(torch, tensor.device)
+        if not slots.free:
+            return None
+        kept = Kept(slots, slots.free.pop())
+        slots.each[kept.at].copy_(tensor.detach().reshape(()))
+        if slots not in values.events:
+            values.events[slots] = torch.cuda.Event()
+        values.events[slots].record(stream)
+        values.kept.append(kept)
         return kept
 
-    def are_read(self, side_streams: dict[Any, Any]) -> bool:
-        """Whether all values are numbers now. Never waits: a copy is started once the events have passed."""
-        if not self._kept:
-            return True
-        torch = self._torch
-        if not self._copied:
-            if not all(event.query() for event in self._events.values()):
+    def drop(self, values: Values) -> None:
+        """Nobody will ask for these. A slot may be written again at once: by its own stream, in order."""
+        for kept in values.kept:
+            kept.slots.free.append(kept.at)
+        values.kept = []
+
+    def read(self, steps: Iterable[Values], *, now: bool = False) -> None:
+        """Read the values of the first steps, in order, that are there. Never waits."""
+        if self._copying and not self._arrived():
+            return
+        ready = []
+        for values in steps:
+            if not values.have_passed():
+                break
+            if values.kept:
+                ready.append(values)
+        late = now or time.monotonic() - self._read_s > _READ_EVERY_S
+        if ready and (late or len(ready) >= _STEPS_TOGETHER):
+            self._copying = ready
+            for slots in {kept.slots for values in ready for kept in values.kept}:
+                with self._torch.cuda.stream(slots.side):
+                    slots.host.copy_(slots.numbers, non_blocking=True)
+                    slots.copied.record(slots.side)
+            self._arrived()
+
+    def _arrived(self) -> bool:
+        """Take the numbers from a copy that has ended: it takes microseconds, so that it is asked a few times."""
+        every = {kept.slots for values in self._copying for kept in values.kept}
+        for slots in every:
+            if not any(slots.copied.query() for _ in range(_QUERIES)):
                 return False
-            for device in {kept.tensor.device for kept in self._kept}:
-                if device not in side_streams:
-                    side_streams[device] = torch.cuda.Stream(device)
-                with torch.cuda.stream(side_streams[device]):
-                    for kept in self._kept:
-                        if kept.tensor.device == device:
-                            # Pageable memory: the first pinned allocation would synchronise.
-                            kept.host = torch.empty((), dtype=kept.tensor.dtype, device="cpu")
-                            kept.host.copy_(kept.tensor.reshape(()), non_blocking=True)
-                    copied = torch.cuda.Event()
-                    copied.record(side_streams[device])
-                    self._copied.append(copied)
-        if not all(event.query() for event in self._copied):
-            return False
-        for kept in self._kept:
-            kept.number = float(kept.host.item())
-        self._kept = []
+        numbers = {slots: slots.host.tolist() for slots in every}
+        for values in self._copying:
+            for kept in values.kept:
+                kept.number = numbers[kept.slots][kept.at]
+            self.drop(values)
+        self._copying = []
+        self._read_s = time.monotonic()
         return True
 
-
-def wait_for(all_values: Iterable[Values], side_streams: dict[Any, Any]) -> None:
-    """At the end of the process: give a GPU that still works a moment to finish."""
-    deadline = time.monotonic() + _EXIT_WAIT_S
-    for values in all_values:
-        while not values.are_read(side_streams) and time.monotonic() < deadline:
-            time.sleep(0.001)
+    def wait_for(self, steps: list[Values]) -> None:
+        """At the end of the process: give a GPU that still works a moment to finish."""
+        deadline = time.monotonic() + _EXIT_WAIT_S
+        while any(values.kept for values in steps) and time.monotonic() < deadline:
+            self.read(steps, now=True)
+            if any(values.kept for values in steps):
+                time.sleep(0.001)
 
 
 def as_number(value: float | Kept | None) -> float | None:
