@@ -71,6 +71,7 @@ ALLOWED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
+            "engine/attach/probe/apr_watch/stacks.py",
             "engine/crash.py",
             "engine/train/checkpoint/write.py",
             "engine/train/checkpoint/keeper.py",
