@@ -19,7 +19,7 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from engine.log.table import Table
-from engine.log.text import clock_text
+from engine.log.text import clock_text, number_text
 from engine.log.view import RunView
 from engine.units import format_count, format_seconds, format_value
 from workbench.feed import Snapshot
@@ -111,6 +111,7 @@ class TimelinePane(ChartView, can_focus=True):
     def watch_snapshot(self, before: Snapshot | None, snapshot: Snapshot | None) -> None:
         if _view_of(before) is not _view_of(snapshot):
             self.refresh()
+            self._write_title()
 
     watch_whole = watch_snapshot
 
@@ -120,7 +121,10 @@ class TimelinePane(ChartView, can_focus=True):
     watch_log_y = watch_by_time = watch_window
 
     def _write_title(self) -> None:
-        words = [self._title, "log axis" if self.log_y else ""]
+        view = _view_of(self.snapshot)
+        # The unit of somebody else's loss is not known.
+        title = self._title if view is None or view.watched is None else "1 loss"
+        words = [title, "log axis" if self.log_y else ""]
         words += ["by time" if self.by_time else ""]
         words += ["zoomed, 0 shows all" if self.window.span is not None else ""]
         self.border_title = ", ".join(word for word in words if word)
@@ -392,7 +396,7 @@ def step_words(steps: Table, row: int) -> str:
         format_seconds(steps.value("step_s", row)),
         *([] if pace is None else [f"{format_count(pace)} tok/s"]),
         f"|g| {text('grad_norm', 3)}",
-        f"lr {steps.value('lr', row) or 0.0:.2e}",
+        f"lr {number_text(steps.value('lr', row), '.2e')}",
     ]
     return "  ".join(parts)
 
