@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "--runs", "DIR", "folder for the run folder (runs)", default=Path("runs"))
     parser.add_argument("--name", help="name of the run folder (default: SCRIPT-DATE-TIME)")
     add_flag(parser, "--quiet", "say nothing at the end")
-    parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --: what to run")
+    parser.add_argument("program", nargs="*", metavar="COMMAND", help="after --: what to run")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.attach.command import end_as, new_run, run_command
     from engine.attach.summary import summary_lines
 
-    command: list[str] = arguments.command
+    command: list[str] = arguments.program
     if not command:
         raise UsageError(
             "engine watch: expected a command after --", hint="engine watch -- python train.py"

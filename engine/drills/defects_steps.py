@@ -235,7 +235,7 @@ def optimizer_lost() -> AbstractContextManager[None]:
 def position_lost() -> AbstractContextManager[None]:
     def make(restore: Callable[..., Any]) -> Callable[..., Any]:
         def spoilt(self: Any, resumed: Trainer, *others: Any) -> Any:
-            answer = yield from restore(self, resumed, *others)
+            answer = restore(self, resumed, *others)
             resumed.position = 0
             return answer
 

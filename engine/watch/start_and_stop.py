@@ -141,7 +141,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     if not follower.alive.trainer and not follower.alive.supervisor:
         raise BadInput(f"run {run.name} — expected one that is going on, found it {follower.state}")
     watcher = view.clocks.get("watch")
-    if read_command(run) is not None:
+    if _is_command(run):
         if watcher is None or view.trainer_pid is None or not follower.alive.supervisor:
             raise BadInput(
                 f"run {run.name} — expected somebody who watches its command, found nobody"
@@ -164,6 +164,14 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     _check_holds(trainer.pid, run.events)
     _signal(run, trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
     return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"
+
+
+def _is_command(run: RunFolder) -> bool:
+    """Whether the run is a command that is not ours; settings that cannot be read are those of a run of ours."""
+    try:
+        return read_command(run) is not None
+    except RunLogError:
+        return False
 
 
 def _signal(run: RunFolder, pid: int, number: int) -> None:

@@ -26,7 +26,7 @@ from engine.errors import RunLogError
 from engine.flips.arms import sum_up
 from engine.flips.proof import equal
 from engine.log import write as write_module
-from engine.log.events import LauncherGone, Note
+from engine.log.events import LauncherGone, Note, StepDone
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader
@@ -42,6 +42,7 @@ from engine.train import run as trainer_module
 from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.manifest import newest
 from engine.train.checkpoint.write import save
+from engine.train.step import LaunchedStep
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from engine.watch.exit_cause import ExitState, attribute_exit
@@ -171,15 +172,14 @@ def test_an_exception_in_a_step_is_told_and_keeps_the_checkpoint(
     code: int,
     said: str,
 ) -> None:
-    real = Trainer.steps
+    real = Trainer.finish
 
-    def fails_after_seven(self: Trainer, *arguments: Any) -> Iterator[Any]:
-        for step in real(self, *arguments):
-            yield step
-            if step.step == 7:
-                raise error
+    def fails_at_eight(self: Trainer, launched: LaunchedStep) -> StepDone:
+        if launched.step == 8:
+            raise error
+        return real(self, launched)
 
-    monkeypatch.setattr(Trainer, "steps", fails_after_seven)
+    monkeypatch.setattr(Trainer, "finish", fails_at_eight)
     found, run = trained_here(kit, tmp_path)
     view = Follower(run).read_all()
     assert found == code and view.finished is not None
@@ -535,11 +535,14 @@ def test_the_supervisor_does_what_the_guard_finds_and_says_why(
         LogWriter(run.device, writer="sampler") as device,
     ):
         supervisor = _Supervisor(run, watch, device)
-        supervisor.guard = MemoryGuard(proc(tmp_path, 500_000, 65.0), monotonic=lambda: now[0])
+        guard = MemoryGuard(proc(tmp_path, 500_000, 65.0), monotonic=lambda: now[0])
         settings = SimpleNamespace(watch=SimpleNamespace(on_thrash=asked))
-        watcher: Any = SimpleNamespace(settings=settings)
+        observer: Any = SimpleNamespace(
+            watcher=SimpleNamespace(settings=settings), write_watch=watch.write
+        )
+        supervisor.observer = observer
         for _ in range(8):
-            supervisor._look_after_machine(child, watcher)
+            supervisor._look_after_machine(child, guard.look())
             now[0] += 1.0
     try:
         with suppress(subprocess.TimeoutExpired):
