@@ -127,7 +127,10 @@ class TimelinePane(ChartView, can_focus=True):
         words = [title, "log axis" if self.log_y else ""]
         words += ["by time" if self.by_time else ""]
         words += ["zoomed, 0 shows all" if self.window.span is not None else ""]
-        self.border_title = ", ".join(word for word in words if word)
+        title = ", ".join(word for word in words if word)
+        # Setting it draws it.
+        if title != self.border_title:
+            self.border_title = title
 
     # Drawing.
 
