@@ -1,35 +1,326 @@
-"""What is known of a watched command at its end, on one screen: verdict, why, evidence, next step."""
+"""What is known of a watched command at its end, on one screen: verdict, why, evidence, next step.
+
+Everything comes from the run folder. What it does not hold is left out or said to be unknown, never guessed.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
 from engine.errors import RunLogError
+from engine.log.events import IDLE, StepDone
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from engine.log.text import alert_lines, status_text
-from engine.units import format_count, format_seconds, format_value
+from engine.log.text import one_line
+from engine.log.view import RunView
+from engine.units import format_bytes, format_count, format_seconds, format_value
+from engine.watch.rules.pace import DATA_SHARE
+from engine.watch.rules.rule import median
+from engine.watch.stacks import FOLDER
+from engine.watch.watcher import STALLS
 
-OUTSIDE = (
-    "seen from outside only: no probe reported a step. The command stepped no torch optimizer, or ran Python with "
-    "-I or -E, in a container, on another machine, or with an environment of its own"
+WIDTH = 100
+MOST_LINES = 20
+WHY_LINES = 10
+TEXT_LINES = 4
+"""Of one text."""
+ALERTS = 3
+"""So many alerts are told; the others are counted."""
+OUTSIDE = "seen from outside only"
+NO_TORCH = (
+    "no Python process that imports torch carried the probe: PYTHONPATH did not reach it (Python with -I or -E, "
+    "a container, another machine, an environment of its own), or there was none"
 )
+NO_STEP = "torch was imported, and no torch optimizer stepped on rank 0"
+LET_IN = (
+    "engine watch -- python SCRIPT, without -I or -E; in a container or under sudo, start engine watch inside, or "
+    "pass PYTHONPATH and APR_WATCH_RUN on and mount their folders"
+)
+MORE_WORKERS = (
+    "more loader workers: num_workers of DataLoader, dataloader_num_workers of TrainingArguments"
+)
+_MEMORY = ("OOM_MEMCG", "OOM_GLOBAL", "ALLOC_FAILED")
 
 
 def summary_lines(run: RunFolder) -> list[str]:
+    """At most MOST_LINES lines of WIDTH characters."""
     follower = Follower(run)
     try:
         follower.read_all()
     except RunLogError as broken:
         return [f"watched: {broken}"]
-    view = follower.view
-    lines = [f"watched: {run.name}: {status_text(view, follower.alive)}"]
-    if view.watched is None:
-        lines.append(f"  {OUTSIDE}")
-    elif len(view.steps):
-        losses = view.steps.values("loss")
-        first, last = format_value(losses[0]), format_value(losses[-1])
-        times = sorted(s for s in view.steps.values("step_s") if s is not None)
-        middle = f", {format_seconds(times[len(times) // 2])} a step (median)" if times else ""
-        lines.append(f"  {format_count(len(view.steps))} steps{middle}; loss {first} -> {last}")
-    for alert in view.alerts.values():
-        lines += [f"  {line}" for line in alert_lines(alert)]
-    return [*lines, f"  look at it: apr-workbench {run.path}"]
+    found = _Summary(run, follower.view, follower.state)
+    lines = [
+        *_part("verdict", [found.verdict()]),
+        *_part("why", found.why())[:WHY_LINES],
+        *_part("evidence", found.evidence()),
+    ]
+    next_step = _part("next step", [found.next_step()])
+    return [*lines[: MOST_LINES - len(next_step)], *next_step]
+
+
+def _part(name: str, texts: list[str]) -> list[str]:
+    lines: list[str] = []
+    for text in texts:
+        indent = f"{'' if lines else name:11}"
+        lines += textwrap.wrap(
+            one_line(text),
+            WIDTH,
+            initial_indent=indent,
+            subsequent_indent=" " * 11,
+            # A path or a command that is copied stays in one piece.
+            break_long_words=False,
+            break_on_hyphens=False,
+            max_lines=TEXT_LINES,
+            placeholder=" ...",
+        )
+    return lines
+
+
+@dataclass(frozen=True)
+class _Summary:
+    run: RunFolder
+    view: RunView
+    state: str
+
+    # Verdict.
+
+    def verdict(self) -> str:
+        view, steps = self.view, self._steps
+        done = f"after {_steps_text(steps)}" if steps else "without a step that was seen"
+        if self._is_outside:
+            done = OUTSIDE
+        took = self._took
+        done = f"{done}, {took}" if took else done
+        ended = view.exit
+        if ended is None:
+            known = "its end was not recorded" if self.state == "vanished" else self.state
+            return f"{self.run.name}: {known}; {done}"
+        how = f"with exit code {ended.returncode}"
+        if ended.signal is not None:
+            how = f"by {ended.signal}"
+        if self._stall is not None:
+            how = f"stalled, then ended {how}"
+        elif ended.returncode == 0:
+            how = "finished (exit code 0)" if steps else "ended with exit code 0"
+        elif ended.state in _MEMORY:
+            how = f"out of memory: ended {how}"
+        elif ended.signal is not None:
+            word = {"CRASHED": "crashed", "INTERRUPTED": "interrupted"}.get(ended.state, "ended")
+            how = f"{word} {how}"
+        else:
+            how = f"failed {how}"
+        standing = len(view.alerts)
+        alerts = f"; {standing} alert{'s' * (standing > 1)} at the end" if standing else ""
+        return f"{self.run.name}: {how}; {done}{alerts}"
+
+    @property
+    def _stall(self) -> str | None:
+        return next(
+            (self.view.alerts[name].title for name in STALLS if name in self.view.alerts), None
+        )
+
+    @property
+    def _is_outside(self) -> bool:
+        return self.view.watched is None
+
+    @property
+    def _steps(self) -> int:
+        return self.view.last_step
+
+    @property
+    def _took(self) -> str:
+        begin, end = self.view.trainer_started_unix_s, self.view.exit_unix_s
+        return f"{format_seconds(end - begin)} in all" if begin and end and end >= begin else ""
+
+    # Why.
+
+    def why(self) -> list[str]:
+        view, ended = self.view, self.view.exit
+        lines = []
+        if ended is not None and ended.signal is not None:
+            lines.append(
+                f"{ended.signal}: who sent it is not recorded"
+                if ended.state in ("TERMINATED", "INTERRUPTED")
+                else ended.sentence
+            )
+        elif ended is not None and ended.state in _MEMORY:
+            lines.append(ended.sentence)
+        elif ended is not None and ended.returncode:
+            lines.append("what the command printed says why; the folder does not hold it")
+        if self._is_outside:
+            lines.append(NO_STEP if self._imported_torch else NO_TORCH)
+        lines += [note.text for note in view.notes if "probe removed itself" in note.text][:1]
+        if (first := self._first_non_finite) is not None:
+            lines.append(f"the loss is not finite from step {first} on")
+        alerts = list(view.alerts.values())
+        lines += [f"{one.severity} {one.id}: {one.title}" for one in alerts[:ALERTS]]
+        if len(alerts) > ALERTS:
+            lines.append(f"{len(alerts) - ALERTS} more alerts: engine diagnose {self.path}")
+        if shares := self._shares_text():
+            lines.append(shares)
+        if view.launcher_gone is not None and ended is None:
+            lines.append("what started the command was gone before it, and its exit code with it")
+        return lines or ["unknown: too little was seen to say what the time went to"]
+
+    @property
+    def _imported_torch(self) -> bool:
+        return any((self.run.path / FOLDER).glob("[0-9]*.txt"))
+
+    @property
+    def _first_non_finite(self) -> int | None:
+        """Where the losses stopped being finite; None where the last known loss is finite."""
+        found = None
+        steps, losses = self.view.steps.values("step"), self.view.steps.values("loss")
+        for step, loss in zip(reversed(steps), reversed(losses), strict=True):
+            if loss is None:
+                continue
+            if math.isfinite(loss):
+                break
+            found = step
+        return None if found is None else int(found)
+
+    @cached_property
+    def _shares(self) -> dict[str, float]:
+        """Share of each phase of the time of the steps, without the first, which also waits for what is set up."""
+        steps = [line.event for line in self.view.lines if isinstance(line.event, StepDone)]
+        steps = [step for step in steps if step.step > 1 and step.phases]
+        seconds: dict[str, float] = {}
+        for step in steps:
+            for name, taken in step.phases.items():
+                if name != IDLE and math.isfinite(taken):
+                    seconds[name] = seconds.get(name, 0.0) + taken
+        total = sum(seconds.values())
+        if total > 0:
+            # No time at all: no loader was seen.
+            return {name: taken / total for name, taken in seconds.items() if taken}
+        waited = self._pairs("data_s")
+        whole = sum(taken for _, taken in waited)
+        data = sum(seconds for seconds, _ in waited)
+        return {"data": data / whole} if data > 0 and whole > 0 else {}
+
+    def _shares_text(self) -> str:
+        if not self._shares:
+            return ""
+        names = {"data": "waiting for data", "rest": "the rest"}
+        order = sorted(self._shares.items(), key=lambda item: -item[1])
+        words = [f"{names.get(name, name)} {100 * share:.0f} %" for name, share in order]
+        more = ""
+        if "backward" not in self._shares:
+            more = "; its other seconds are not split, since a GPU works behind the script's clock"
+        elif "data" not in self._shares:
+            more = "; no DataLoader was seen: what reads the data is part of forward"
+        return f"a step is {', '.join(words)}{more}"
+
+    @property
+    def _waits_for_data(self) -> bool:
+        return "data_wait" in self.view.alerts or self._shares.get("data", 0.0) >= DATA_SHARE
+
+    # Evidence.
+
+    def evidence(self) -> list[str]:
+        view = self.view
+        lines = []
+        if self._steps:
+            words = [_steps_text(self._steps)]
+            times = [s for s in view.steps.values("step_s") if s is not None and math.isfinite(s)]
+            if times:
+                words.append(f"{format_seconds(median(times))} each (median)")
+            words += filter(None, (self._rate("rows"), self._rate("tokens")))
+            lines.append(", ".join(words))
+            words = [f"loss {self._first_and_last('loss')}"]
+            rate = self._first_and_last("lr", lambda value: f"{value:.3g}")
+            words.append(f"learning rate {rate}")
+            lines.append("; ".join(words))
+        if view.watched is not None:
+            one = view.watched
+            lines.append(
+                f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
+            )
+        lines.append(self._memory())
+        if view.stack_dump is not None:
+            dump = view.stack_dump
+            lines.append(f"stack: {dump.python_frame or dump.summary} ({dump.path})")
+        files = [
+            file.name
+            for file in (self.run.events, self.run.watch, self.run.device)
+            if file.exists()
+        ]
+        lines.append(f"{self.path}: {', '.join(files)}")
+        return list(filter(None, lines))
+
+    def _pairs(self, name: str) -> list[tuple[float, float]]:
+        """Values of a column beside the seconds of their steps, without the first step."""
+        begin = min(1, max(0, len(self.view.steps) - 1))
+        columns = (self.view.steps.values(one, begin) for one in (name, "step_s"))
+        return [
+            (value, taken)
+            for value, taken in zip(*columns, strict=True)
+            if value is not None and taken is not None and math.isfinite(value + taken)
+        ]
+
+    def _rate(self, name: str) -> str:
+        pairs = self._pairs(name)
+        taken = sum(seconds for _, seconds in pairs)
+        return f"{format_count(sum(n for n, _ in pairs) / taken)} {name}/s" if taken > 0 else ""
+
+    def _first_and_last(self, name: str, text: Callable[[float], str] = format_value) -> str:
+        values = [value for value in self.view.steps.values(name) if value is not None]
+        if not values:
+            return "unknown"
+        first, last = text(values[0]), text(values[-1])
+        return first if len(values) == 1 or first == last else f"{first} -> {last}"
+
+    def _memory(self) -> str:
+        hosts, words = self.view.hosts, []
+        if (peak := hosts.last("memory_peak_bytes")) is not None:
+            words.append(f"{format_bytes(peak)} as the command counts it")
+        resident = [b for b in hosts.values("trainer_rss_bytes") if b is not None]
+        if resident:
+            words.append(f"{format_bytes(max(resident))} resident in the process")
+        for index, table in sorted(self.view.gpu_tables.items()):
+            used = [b for b in table.values("gpu_mem_used_bytes") if b is not None]
+            if used:
+                words.append(f"{format_bytes(max(used))} of GPU {index}, by all processes")
+        return (
+            f"peak memory, read once a second: {', '.join(words)}"
+            if words
+            else "peak memory: unknown"
+        )
+
+    # Next step.
+
+    @property
+    def path(self) -> Path:
+        """The run folder as somebody in the current folder names it."""
+        whole = self.run.path.absolute()
+        here = Path(os.getcwd())
+        return whole.relative_to(here) if whole.is_relative_to(here) else whole
+
+    def next_step(self) -> str:
+        ended, look = self.view.exit, f"apr-workbench {self.path}"
+        if self._is_outside:
+            return (
+                "let the script's optimizer step, and watch it again"
+                if self._imported_torch
+                else LET_IN
+            )
+        if self._stall is not None or (ended is not None and ended.signal == "SIGKILL"):
+            return f"engine diagnose {self.path}"
+        if ended is None or ended.returncode:
+            return look
+        if self._waits_for_data:
+            return f"{MORE_WORKERS}; then {look}"
+        if self.view.alerts or self._first_non_finite is not None:
+            return f"engine diagnose {self.path}"
+        return look
+
+
+def _steps_text(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"

@@ -84,7 +84,7 @@ def supervise(run: RunFolder) -> int:
             text = "the command ended; its exit code went with the process that started it"
             watch.write(Note(level="warning", text=text))
         else:
-            observer.record_exit(code, stop_requested=None, finished=code == 0)
+            observer.record_exit(code, stop_requested=None, finished=code == 0, is_ours=False)
     return 0
 
 

@@ -146,6 +146,7 @@ def attribute_exit(
     exception: str | None = None,
     integrated_gpu: bool = False,
     memory: str | None = None,
+    is_ours: bool = True,
 ) -> ExitAttribution:
     """Attribute the end of a process by the table above.
 
@@ -153,6 +154,7 @@ def attribute_exit(
     process to stop, if anyone did. `kernel_line` is the result of `find_kernel_line`. `finished` means that
     the run recorded its own end. `exception` is the name of the exception that ended it, from its log or
     `exception_name(stderr)`. `memory` describes the machine's memory before the end, as the sampler saw it.
+    `is_ours` is False for a command that is not ours, whose exit codes mean what it likes.
     """
     boots = (before.boot_id.value, after.boot_id.value)
     if None not in boots and boots[0] != boots[1]:
@@ -163,7 +165,7 @@ def attribute_exit(
         )
     number = _signal_number(returncode)
     if number is None:
-        return _exited(returncode, stop_requested, finished, exception)
+        return _exited(returncode, stop_requested, finished, exception, is_ours)
     if number == signal.SIGKILL:
         found = _killed(before, after, stop_requested, kernel_line, integrated_gpu)
         unexplained = found.state in (ExitState.KILLED_EXTERNAL, ExitState.UNKNOWN)
@@ -205,7 +207,7 @@ def _host_lost(finished: bool, integrated_gpu: bool) -> ExitAttribution:
 
 
 def _exited(
-    code: int, stop_requested: str | None, finished: bool, exception: str | None
+    code: int, stop_requested: str | None, finished: bool, exception: str | None, is_ours: bool
 ) -> ExitAttribution:
     if code == 0 and finished:
         return _said(
@@ -225,6 +227,9 @@ def _exited(
         text = f"An allocation of {kind} memory failed inside the process, which ended itself"
         text += f" ({exception}, exit {code})"
         return _said(ExitState.ALLOC_FAILED, f"{kind} allocation failed", Certainty.PROVED, text)
+    if not is_ours:
+        text = f"The command ended itself with exit {code}"
+        return _said(ExitState.FAILED, f"exit {code}", Certainty.PROVED, text)
     state, meaning = _EXIT_STATES.get(code, (ExitState.FAILED, "it gave a code without a meaning"))
     cause = f"exit {code}" if exception is None else f"exit {code}, {exception}"
     return _said(

@@ -110,8 +110,10 @@ class RunObserver:
         finished: bool,
         exception: str | None = None,
         lost_rank: str | None = None,
+        is_ours: bool = True,
     ) -> None:
-        """Write how the process ended. `finished` says that it recorded the end of its work itself."""
+        """Write how the process ended. `finished` says that it recorded the end of its work itself; `is_ours`, that
+        its exit codes have the meaning of the engine's."""
         after = read_kill_counters(cgroup=self._before.cgroup)
         killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         line, unreadable = (
@@ -129,6 +131,7 @@ class RunObserver:
             exception=exception,
             integrated_gpu=self._integrated_gpu,
             memory=memory_words(self.watcher.view),
+            is_ours=is_ours,
         )
         self.watch.write(
             TrainerExited(

@@ -228,7 +228,6 @@ def test_a_command_without_a_probe_is_seen_from_outside_only_and_never_judged_by
 ) -> None:
     done, run = watched(tmp_path, "sh", "-c", "exit 0", quiet=False)
     assert done.stdout == "" and "seen from outside only" in done.stderr
-    assert "apr-workbench" in done.stderr.splitlines()[-1]
     assert read_settings(run) is None
     assert json.loads(run.effective.read_text())["command"]["folder"] == os.getcwd()
 
@@ -262,7 +261,7 @@ def test_a_plain_loop_is_read_as_a_run_with_every_step_that_it_prints(tmp_path: 
     assert view.state(run.liveness()) == "completed"
     # What the log does not hold is absent, and never 0.
     assert view.steps.values("tokens") == [None] * 5 and view.total_steps is None
-    assert "5 steps" in done.stderr and "step 5 |" in done.stderr
+    assert "after 5 steps" in done.stderr
     shown = subprocess.run(
         [sys.executable, "-m", "engine", "tail", str(run.path)], capture_output=True, text=True
     )

@@ -1,0 +1,218 @@
+"""The summary of a watched command: verdict, why, evidence and next step on one screen, from its folder alone."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.attach.summary import LET_IN, MORE_WORKERS, MOST_LINES, NO_STEP, WIDTH, summary_lines
+from engine.log.events import (
+    AlertRaised,
+    Event,
+    Note,
+    Phase,
+    StackDump,
+    StepDone,
+    TrainerExited,
+    TrainerStarted,
+    Watched,
+)
+from engine.log.folder import RunFolder, create_run
+from engine.log.write import LogWriter
+
+LIMIT_S = 120.0
+LOOP = """
+import os, signal, sys, torch
+torch.manual_seed(0)
+how = sys.argv[1]
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, i):
+        # What preparing a row may take.
+        sum(range(400_000 if how == "waits" else 1))
+        return torch.randn(16)
+net = torch.nn.Linear(16, 1)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for x in torch.utils.data.DataLoader(Rows(), batch_size=8):
+    if how == "never":
+        break
+    (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if how == "raises":
+    raise ValueError("planted")
+if how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def watch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "engine", "watch", "--runs", str(folder), "--name", "run"]
+    return subprocess.run([*command, "--", *words], capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def parts(lines: list[str]) -> dict[str, str]:
+    """The text of each part by its name; fails where the summary is not one screen of plain lines."""
+    assert len(lines) <= MOST_LINES and all(len(line) <= WIDTH for line in lines), lines
+    found: dict[str, str] = {}
+    for line in lines:
+        name, text = line[:11].strip(), line[11:]
+        if name:
+            found[name] = text
+        else:
+            last = next(reversed(found))
+            found[last] += f" {text}"
+    assert list(found) == ["verdict", "why", "evidence", "next step"]
+    return found
+
+
+def run_loop(folder: Path, how: str) -> dict[str, str]:
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    done = watch(folder, sys.executable, str(script), how)
+    lines = summary_lines(RunFolder(folder / "run"))
+    # What the terminal shows is a function of the folder.
+    assert done.stdout == "" and done.stderr.endswith("\n".join([*lines, ""]))
+    return parts(lines)
+
+
+def test_a_run_that_finished_says_its_steps_losses_and_rate(tmp_path: Path) -> None:
+    found = run_loop(tmp_path, "finishes")
+    assert found["verdict"].startswith("run: finished (exit code 0); after 5 steps")
+    assert "backward" in found["why"] and "waiting for data" in found["why"]
+    for words in ("5 steps", "(median)", "rows/s", "loss", " -> ", "learning rate 0.01"):
+        assert words in found["evidence"]
+    assert "AdamW of 17 parameters on cpu" in found["evidence"]
+    assert "tokens" not in found["evidence"], "nothing counted tokens"
+    assert found["next step"].endswith(f"apr-workbench {tmp_path / 'run'}")
+
+
+def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(tmp_path: Path) -> None:
+    found = run_loop(tmp_path, "waits")
+    assert found["why"].startswith("a step is waiting for data ")
+    assert found["next step"].startswith(MORE_WORKERS)
+
+
+def test_a_run_that_failed_names_its_exit_code_and_no_cause_that_is_not_known(
+    tmp_path: Path,
+) -> None:
+    found = run_loop(tmp_path, "raises")
+    assert found["verdict"].startswith("run: failed with exit code 1; after 5 steps")
+    assert "the folder does not hold it" in found["why"]
+    assert found["next step"] == f"apr-workbench {tmp_path / 'run'}"
+
+
+def test_a_run_that_was_killed_is_out_of_memory_only_with_proof(tmp_path: Path) -> None:
+    found = run_loop(tmp_path, "killed")
+    assert found["verdict"].startswith("run: ended by SIGKILL; after 5 steps")
+    assert "SIGKILL" in found["why"] and "out of memory" not in found["verdict"]
+    assert found["next step"] == f"engine diagnose {tmp_path / 'run'}"
+
+
+def test_a_script_that_never_stepped_is_told_from_one_without_a_probe(tmp_path: Path) -> None:
+    for name in ("never", "outside"):
+        (tmp_path / name).mkdir()
+    found = run_loop(tmp_path / "never", "never")
+    assert "ended with exit code 0; seen from outside only" in found["verdict"]
+    assert found["why"] == NO_STEP
+    # Exit code 70 is one of the engine's own; of a command it says nothing.
+    watch(tmp_path / "outside", "sh", "-c", "exit 70")
+    found = parts(summary_lines(RunFolder(tmp_path / "outside" / "run")))
+    assert found["verdict"].startswith("run: failed with exit code 70; seen from outside only")
+    assert "PYTHONPATH did not reach it" in found["why"] and "engine broke" not in found["why"]
+    assert found["next step"] == LET_IN
+
+
+WATCHED = Watched(
+    pid=7,
+    python="3.11",
+    executable="python",
+    torch="2.13",
+    device="cuda:0",
+    optimizer="SGD",
+    parameters=9,
+)
+
+
+def ended(**fields: object) -> TrainerExited:
+    about = {
+        "trainer_pid": 7, "returncode": -15, "state": "TERMINATED", "signal": "SIGTERM", "cause": "",
+        "certainty": "proved", "sentence": "said",
+    }  # fmt: skip
+    return TrainerExited(**(about | fields))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create_run(tmp_path / "run", "", {"spec": {}, "command": {"arguments": ["sh"]}})
+
+
+def write(run: RunFolder, steps: list[StepDone], *watch_events: Event) -> dict[str, str]:
+    if steps:
+        with LogWriter(run.events, writer="probe") as log:
+            for event in (WATCHED, Phase(name="training"), *steps):
+                log.write(event)
+    with LogWriter(run.watch, writer="supervisor") as log:
+        for event in (TrainerStarted(trainer_pid=7, supervisor_pid=8), *watch_events):
+            log.write(event)
+    return parts(summary_lines(run))
+
+
+def test_a_stall_that_was_stopped_shows_where_it_stood(run: RunFolder) -> None:
+    alert = AlertRaised(id="stalled", severity="error", title="no step after step 2 for 9m")
+    dump = StackDump(
+        path="stacks/007.txt", state="waiting for a lock", summary="waits",
+        python_frame="train.py:12 in load", native_frame="",
+    )  # fmt: skip
+    found = write(run, [StepDone(step=1), StepDone(step=2)], dump, alert, ended())
+    assert found["verdict"].startswith("run: stalled, then ended by SIGTERM; after 2 steps")
+    assert "who sent it is not recorded" in found["why"] and alert.title in found["why"]
+    assert "stack: train.py:12 in load (stacks/007.txt)" in found["evidence"]
+    # What the log does not hold is unknown, never 0.
+    assert "loss unknown; learning rate unknown" in found["evidence"]
+    assert "peak memory: unknown" in found["evidence"] and "a step is" not in found["why"]
+    assert found["next step"].startswith("engine diagnose")
+
+
+def test_out_of_memory_with_proof_is_said_with_it(run: RunFolder) -> None:
+    proof = "The kernel's OOM killer ended the process because the machine ran out of memory"
+    exit_ = ended(returncode=-9, state="OOM_GLOBAL", signal="SIGKILL", sentence=proof)
+    found = write(run, [StepDone(step=1, loss=2.0)], exit_)
+    assert "out of memory: ended by SIGKILL; after 1 step," in found["verdict"]
+    assert proof in found["why"]
+
+
+def test_a_loss_that_is_not_finite_is_named_with_its_first_step(run: RunFolder) -> None:
+    losses = [1.0, math.nan, 2.0, math.inf, math.nan]
+    steps = [StepDone(step=n, loss=loss) for n, loss in enumerate(losses, 1)]
+    found = write(run, steps, ended(returncode=0, state="COMPLETED", signal=None))
+    assert "the loss is not finite from step 4 on" in found["why"]
+    assert "loss 1.0000 -> NaN" in found["evidence"]
+    assert found["next step"].startswith("engine diagnose")
+
+
+def test_a_gpu_says_only_the_seconds_that_the_script_waited(run: RunFolder) -> None:
+    steps = [StepDone(step=n, step_s=1.0, data_s=0.62, rows=4, tokens=400) for n in (1, 2, 3)]
+    found = write(run, steps, ended(returncode=0, state="COMPLETED", signal=None))
+    assert found["why"].startswith(
+        "a step is waiting for data 62 %; its other seconds are not split"
+    )
+    assert "4 rows/s, 400 tokens/s" in found["evidence"]
+
+
+def test_much_to_say_stays_on_one_screen_with_the_next_step(run: RunFolder) -> None:
+    alerts = [
+        AlertRaised(id=f"rule_{n}", severity="warning", title=f"{n} " + "many words " * 40)
+        for n in range(9)
+    ]
+    gone = Note(level="warning", text="the probe removed itself: ValueError")
+    found = write(run, [StepDone(step=1)], gone, *alerts)
+    assert "its end was not recorded" in found["verdict"]
+    assert "the probe removed itself" in found["why"] and "rule_0" in found["why"]
+    assert "1 step" in found["evidence"]
+    assert found["next step"] == f"apr-workbench {run.path}"
