@@ -224,6 +224,7 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
         "state": follower.state,
         "step": view.last_step,
         "total_steps": view.total_steps,
+        "batch_of_pass": view.batch,
         **plain(
             {
                 "last": {name: view.steps.value(name, last) for name in view.steps.columns}

@@ -210,7 +210,8 @@ class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
     """A kernel compiled for the first time in this process."""
 
     compiler: str
-    """`triton` for our own kernels, `inductor` for torch.compile's."""
+    """`triton` for our own kernels, `inductor` for torch.compile's, `torch.compile` in a script that is watched,
+    whatever its backend."""
     kernel: str
     key: str
     """Everything specialised in its code, in words."""
@@ -220,9 +221,9 @@ class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
     disk_hit: bool | None
     """Whether the code came from a disk cache; absent where the compiler does not report it."""
     after_warm_up: bool = False
-    """True when a step had to wait for the compile."""
+    """True when a step had to wait for the compile; in a script that is watched, a step after the first few."""
     differs: list[str] = []
-    """Differences from the nearest kernel that was compiled before."""
+    """Differences from the nearest kernel that was compiled before, or the guard that failed."""
 
 
 class KernelCounts(Event, frozen=True, kw_only=True, tag="kernel_counts"):
@@ -296,6 +297,11 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     phases: dict[str, Number] = {}
     """Seconds of each of STEP_PHASES by the device's clock; empty when not measured. IDLE is added where it is
     known: the time without work before a step that was launched while the previous one was in flight."""
+    total_steps: Count | None = None
+    """The steps of the whole training, where the framework of a watched script knows them."""
+    batch: Count | None = None
+    batches: Count | None = None
+    """The batch that the data loader of a watched script gave last, and all batches of its running pass."""
 
     @property
     def updated(self) -> bool:

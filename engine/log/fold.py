@@ -156,7 +156,12 @@ class _Changes:
             self.extend(name, columns, opened_s)
         for name, rows in groups.items():
             if name == "step":
-                self.changes["phases"] = rows[-1].phases
+                step = rows[-1]
+                both = (
+                    None if step.batch is None or not step.batches else (step.batch, step.batches)
+                )
+                self.changes |= {"phases": step.phases, "batch": both}
+                self.changes["planned_steps"] = step.total_steps
             elif name == "host":
                 self.changes["host"] = self.newest(self.get("host"), rows, "")
             else:

@@ -437,6 +437,8 @@ def status_text(view: RunView, alive: Liveness) -> str:
         parts.append(f"step {view.last_step}/{view.total_steps}")
     elif view.last_step:
         parts.append(f"step {view.last_step}")
+        if view.batch is not None:
+            parts.append("batch {}/{} of this pass over the data".format(*view.batch))
     if state == "starting" and view.phase is not None:
         parts.append(event_text(view.phase))
     if failed := checks_failed_text(view):

@@ -102,6 +102,10 @@ class RunView:
     steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase of the newest step, by the device's clock."""
+    planned_steps: int | None = None
+    """The steps of a watched script in all, as its framework said at the newest step."""
+    batch: tuple[int, int] | None = None
+    """The batch of a watched script's running pass over its data, and how many the pass has."""
     session_row: int = 0
     """The row of `steps` where this session begins."""
     evals: tuple[Evaluated, ...] = ()
@@ -157,7 +161,9 @@ class RunView:
 
     @property
     def total_steps(self) -> int | None:
-        return self.started.steps if self.started else None
+        """The steps of the whole training: what our own run was configured to do, or what a watched script's
+        framework says; None where nobody knows."""
+        return self.started.steps if self.started else self.planned_steps
 
     @property
     def last_step(self) -> int:

@@ -297,6 +297,24 @@ tell("clipping without a break")
 save(net)
 """
 
+RECOMPILED = """
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+
+def forward(x, factor):
+    return net(x) * factor
+
+fast = torch.compile(forward, backend="aot_eager", dynamic=False)
+for number in range(1, 10):
+    x = torch.randn(8 if number < 8 else 4, 8)
+    optimizer.zero_grad()
+    loss = fast(x, 2 if number < 2 else 3).square().mean()
+    loss.backward()
+    optimizer.step()
+    say(loss=loss.item())
+save(net)
+"""
+
 SURROUNDINGS = """
 import inspect, pickle, sitecustomize, threading, warnings
 print(sorted(set(sys.modules) & {"engine", "workbench", "usercustomize"}))
@@ -330,15 +348,28 @@ save(net)
 """
 
 FAULTS = """
-import hashlib, signal
+import hashlib, signal, types
 import apr_watch.hooks, apr_watch.step, apr_watch.values, apr_watch.writer
 Steps, Log = apr_watch.step.Steps, apr_watch.writer.Log
 optimizers = sys.modules["torch.optim.optimizer"]
+
+class CallbackHandler:
+    def on_step_begin(self, args, state, control):
+        pass
+
+def _call_callback_hooks(trainer, hook_name):
+    pass
+
+# What stands in for two frameworks: the doors at which they say how many steps are left.
+callbacks = sys.modules["transformers.trainer_callback"] = types.ModuleType("callbacks")
+calls = sys.modules["lightning.pytorch.trainer.call"] = types.ModuleType("calls")
+callbacks.CallbackHandler, calls._call_callback_hooks = CallbackHandler, _call_callback_hooks
 
 def hooked():
     loader = torch.utils.data.dataloader._BaseDataLoaderIter
     return [torch.Tensor.backward, torch.autograd.backward, torch.nn.utils.clip_grad_norm_,
             torch.nn.utils.clip_grad.clip_grad_norm_, loader.__next__,
+            CallbackHandler.on_step_begin, calls._call_callback_hooks,
             len(optimizers._global_optimizer_pre_hooks), len(optimizers._global_optimizer_post_hooks)]
 
 def train():
@@ -347,6 +378,8 @@ def train():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     rows = torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randn(32, 1))
     for x, y in torch.utils.data.DataLoader(rows, 8):
+        CallbackHandler().on_step_begin(None, None, None)
+        calls._call_callback_hooks(None, "on_train_batch_start")
         optimizer.zero_grad()
         (net(x) - y).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -386,10 +419,13 @@ def fail():
     raise ValueError("planted")
 
 for name in ("data_begins", "data_ends", "batch_fetched", "backward_begins", "backward_ends", "clipped",
-             "optimizer_begins", "optimizer_ends"):
+             "optimizer_begins", "optimizer_ends", "planned"):
     for at in (1, 4):
         say(**with_fault(Steps, name, fail, at))
 say(**with_fault(apr_watch.values.Reader, "keep", fail, 4))
+for owner, name in ((apr_watch.compiles.Compiles, "since_last"), (apr_watch.memory.HeldMemory, "look"),
+                    (apr_watch.progress.Progress, "batch_fetched"), (apr_watch.progress.Progress, "of_step")):
+    say(**with_fault(owner, name, fail, 2))
 say(**with_fault(apr_watch.step, "Log", fail, 1))
 say(**with_fault(Log, "write", fail, 5))
 say(**with_fault(apr_watch.hooks, "_is_below", fail, 7))

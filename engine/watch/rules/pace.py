@@ -132,13 +132,23 @@ def compile_after_warm_up(case: Case) -> Symptom | None:
     spent = sum(c.compile_s or 0.0 for c in late)
     newest = late[-1]
     why = f"; differs in {', '.join(newest.differs)}" if newest.differs else ""
+    numbers: list[tuple[str, float, str]] = [
+        ("compiles after warm-up", len(late), "expected 0"),
+        ("seconds", spent, "in total, as far as they are known"),
+    ]
     rows = case.steps(1, at_least=1)
+    if newest.compiler == "torch.compile":
+        return Symptom(
+            f"torch.compile compiled {len(late)} times while the script waited; the last: {newest.kernel}{why}",
+            numbers,
+            case.span(rows),
+            meaning="a graph was not compiled in the first steps, or a guard of one no longer held: often a new shape",
+            no_flip="pad batches to one shape, drop a last batch that is smaller, or mark what changes with "
+            "torch._dynamo.mark_dynamic",
+        )
     return Symptom(
         f"{len(late)} kernels were compiled while steps waited; the last: {newest.kernel}{why}",
-        [
-            ("compiles after warm-up", len(late), "expected 0"),
-            ("seconds", spent, "in total, as far as they are known"),
-        ],
+        numbers,
         case.span(rows),
         meaning=f"the kernel that was launched is not the one that was warmed: {newest.key}",
         flip="--set kernels.prewarm=true" if _prewarm_is_off(case) else "",

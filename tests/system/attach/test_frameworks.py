@@ -58,3 +58,5 @@ def test_a_trainer_of_transformers_is_the_same_to_the_byte_and_every_step_is_in_
     assert {step["backwards"] for step in watched.steps} == {2}
     # Its loader fetches one batch ahead of the step: of each epoch the sum is right.
     assert [sum(step["rows"] for step in watched.steps[at : at + 6]) for at in (0, 6)] == [24, 24]
+    # It says how many steps there will be to whoever asks after the first.
+    assert [step.get("total_steps") for step in watched.steps] == [None, *[12] * 11]

@@ -6,6 +6,9 @@ comparison for each import. Standard library only, Python 3.10 on; it never impo
     __init__.py  waits for the import of torch
     hooks.py     what is hooked in torch, and how it is removed again
     step.py      what a step is: its time, its batches, when its line is written
+    progress.py  how many steps there will be, and the batch of the running pass over the data
+    compiles.py  what torch.compile compiled
+    memory.py    what torch's allocator holds on a GPU
     stacks.py    how the stacks of a process that hangs are taken from outside
     values.py    the values of tensors, read without making a GPU wait
     writer.py    the lines of the log

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from . import step, values, writer
+from . import compiles, memory, progress, step, values, writer
+from .progress import left_of_lightning, left_of_trainer
 from .step import Steps
 from .writer import NotTheWriter
 
@@ -30,6 +31,7 @@ class Hooks:
         self._on = False
         self._undo: list[Callable[[], None]] = []
         self._step_code: CodeType | None = None
+        self._frameworks_hooked = False
         compiler = getattr(torch, "compiler", None)
         self._is_compiling: Callable[[], bool] = getattr(compiler, "is_compiling", lambda: False)
 
@@ -106,6 +108,40 @@ class Hooks:
         # An optimizer that steps another one, or whose step calls its parent's, is one optimizer.
         if not _is_below(caller.f_back, caller.f_code):
             self._steps.optimizer_ends(optimizer)
+            if not self._frameworks_hooked:
+                self._frameworks_hooked = True
+                self._hook_frameworks()
+
+    def _hook_frameworks(self) -> None:
+        """What is imported by the first step may know how many steps there will be."""
+        trainer = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
+        self._replace(trainer, "on_step_begin", self._wrap_trainers_step)
+        for name in ("lightning.pytorch", "pytorch_lightning"):
+            calls = sys.modules.get(f"{name}.trainer.call")
+            self._replace(calls, "_call_callback_hooks", self._wrap_lightnings_hooks)
+
+    def _wrap_trainers_step(self, original: Any) -> Any:
+        steps = self._steps
+
+        @functools.wraps(original)
+        def on_step_begin(handler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_on():
+                state = args[1] if len(args) > 1 else kwargs.get("state")
+                self._ours(lambda: steps.planned(left_of_trainer(state)))
+            return original(handler, *args, **kwargs)
+
+        return on_step_begin
+
+    def _wrap_lightnings_hooks(self, original: Any) -> Any:
+        steps = self._steps
+
+        @functools.wraps(original)
+        def _call_callback_hooks(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+            if hook_name == "on_train_batch_start" and self._is_on():
+                self._ours(lambda: steps.planned(left_of_lightning(trainer)))
+            return original(trainer, hook_name, *args, **kwargs)
+
+        return _call_callback_hooks
 
     def _wrap_backward(self, original: Any) -> Any:
         is_compiling, steps = self._is_compiling, self._steps
@@ -267,7 +303,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         return
     for code in _codes(Hooks, _is_below):
         leave_alone(code, code.co_name == "_ours")
-    for module in (step, values, writer):
+    for module in (step, values, writer, compiles, memory, progress):
         for code in _codes(*vars(module).values()):
             leave_alone(code, True)
 

@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from threading import get_ident
 from typing import Any
 
+from .compiles import Compiles
+from .memory import HeldMemory
+from .progress import Progress
 from .values import Kept, Reader, Values, as_number, is_capturing
 from .writer import Log, NotTheWriter
 
@@ -126,6 +129,8 @@ class Steps:
         self._torch, self._folder = torch, folder
         self._left_to_parent: list[Any] = []
         self._batches = Batches(torch)
+        self._compiles = Compiles()
+        self._memory = HeldMemory(torch)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -136,6 +141,7 @@ class Steps:
         self._thread: int | None = None
         self._first: Any = None
         self._step = 0
+        self._progress = Progress()
         self._waiting: deque[tuple[Values, dict[str, Any]]] = deque()
         self._forget_losses()
 
@@ -165,6 +171,7 @@ class Steps:
     def batch_fetched(self, iterator: Any, batch: Any) -> None:
         if "data" not in self._clock.running:
             self._batches.fetched(id(getattr(iterator, "_dataset", iterator)), batch)
+            self._progress.batch_fetched(iterator)
 
     # Backward.
 
@@ -176,6 +183,7 @@ class Steps:
         self._take_thread()
         self._clock.enter("backward")
         self._batches.trained_on()
+        self._progress.trained_on()
         self._backwards += 1
         self._losses += [self._loss_of(tensor) for tensor in self._as_list(tensors)]
         return True
@@ -214,6 +222,10 @@ class Steps:
 
     def clipped(self, norm: Any) -> None:
         self._norm = self._keep(norm)
+
+    def planned(self, left: int | None) -> None:
+        """A framework says how many steps are left; None: it cannot say."""
+        self._progress.planned(self._step, left)
 
     # Optimizer.
 
@@ -257,9 +269,13 @@ class Steps:
             # On a GPU the host's seconds are those of launching.
             "phases": phases if device.type == "cpu" else {},
             "backwards": self._backwards,
+            **self._progress.of_step(),
         }
         self._waiting.append((self._values, step))
         self._values = Values()
+        for compiled in self._compiles.since_last(self._step):
+            log.write("compile", **compiled)
+        self._memory.look(self._folder, self._step, device)
         self._write_ready(log)
 
     def _open(self, optimizer: Any, device: Any) -> Log:

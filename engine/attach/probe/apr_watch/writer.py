@@ -97,6 +97,8 @@ def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> str:
             return repr(value)
         non_finite[path] = "nan" if math.isnan(value) else "+inf" if value > 0 else "-inf"
         return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, int):
         return str(int(value))
     if isinstance(value, dict):
@@ -105,6 +107,10 @@ def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> str:
             f'"{name}":{_as_json(one, under + name, non_finite)}' for name, one in value.items()
         ]
         return "{" + ",".join(parts) + "}"
+    if isinstance(value, list):
+        under = path and path + "/"
+        parts = [_as_json(one, f"{under}{at}", non_finite) for at, one in enumerate(value)]
+        return "[" + ",".join(parts) + "]"
     # A path may hold bytes that are not UTF-8, which Python keeps as lone surrogates.
     return json.dumps(str(value)[:_TEXT].encode("utf-8", "backslashreplace").decode())
 

@@ -1,0 +1,132 @@
+"""What a watched script says of its pace: what it compiled, how far it is, and what its allocator holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.log.fold import fold
+from engine.log.folder import RunFolder
+from engine.log.held import ALLOCATOR, Held, read_held
+from engine.log.read import Liveness, LogReader
+from engine.log.table import batches_of
+from engine.log.text import event_text, status_text
+from engine.log.view import RunView
+from tests.support import attached_scripts as scripts
+from tests.support.attached import PROBE, Ran, agree, run_twice
+
+
+def view_of(ran: Ran) -> RunView:
+    events = LogReader(ran.folder / "run" / "events.jsonl").poll()
+    return fold(RunView(), "events", batches_of(events))
+
+
+def test_a_compilation_after_the_first_steps_is_told_with_the_guard_that_failed(
+    tmp_path: Path,
+) -> None:
+    watched, _ = run_twice(tmp_path, scripts.RECOMPILED)
+    agree(watched)
+    view = view_of(watched)
+    forward = [one for one in view.compiles if "backward" not in one.kernel]
+    assert [one.after_warm_up for one in forward] == [False, False, True]
+    first, again, late = forward
+    assert all("forward (" in one.kernel and "train.py:" in one.kernel for one in forward)
+    assert all(one.compiler == "torch.compile" and (one.compile_s or 0) > 0 for one in forward)
+    assert first.differs == [] and "the guard" in again.differs[0]
+    assert "expected 8, actual 4" in late.differs[0]
+    assert event_text(late).startswith("COMPILE AFTER WARM-UP: torch.compile: forward (")
+    # It is told of when the step that waited for it ends.
+    kinds = [(line["kind"], line.get("step")) for line in watched.lines]
+    assert kinds.index(("step", 7)) < max(
+        at for at, (kind, _) in enumerate(kinds) if kind == "compile"
+    )
+
+
+def test_without_a_framework_a_step_says_the_batch_of_its_pass_and_no_total(tmp_path: Path) -> None:
+    watched, _ = run_twice(tmp_path, scripts.PLAIN)
+    passes = [(step["batch"], step["batches"]) for step in watched.steps]
+    # The data that is only tested on has a pass of its own between these two.
+    assert passes == [(batch, 6) for batch in range(1, 7)] * 2
+    assert not any("total_steps" in step for step in watched.steps)
+    view = view_of(watched)
+    assert view.total_steps is None and view.batch == (6, 6)
+    status = status_text(view, Liveness(trainer=True, supervisor=True))
+    assert status.startswith("RUNNING | step 12 | batch 6/6 of this pass over the data | loss ")
+
+
+def test_data_of_unknown_length_says_nothing_of_its_pass(tmp_path: Path) -> None:
+    watched, _ = run_twice(tmp_path, STREAM)
+    agree(watched)
+    assert len(watched.steps) == 3
+    assert not any({"batch", "batches", "total_steps"} & set(step) for step in watched.steps)
+
+
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(6, 8))
+
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x in torch.utils.data.DataLoader(Stream(), 2):
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    say(loss=loss.item(), rows=2)
+save(net)
+"""
+
+PROBED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from types import SimpleNamespace as Of
+from apr_watch.progress import left_of_lightning, left_of_trainer
+"""
+
+
+def probed(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBED + code, str(PROBE)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_lightning_says_what_is_left_of_its_steps_or_of_its_passes() -> None:
+    """By the attributes of its Trainer; `inf` is a stream, -1 no end."""
+    code = """
+def left(**attributes):
+    given = dict(lightning_module=Of(automatic_optimization=True), global_step=3, max_steps=-1, max_epochs=2,
+                 num_training_batches=7, accumulate_grad_batches=2)
+    return left_of_lightning(Of(**given | attributes))
+
+print(left(), left(max_steps=6), left(max_steps=100), left(max_epochs=-1), left(max_epochs=None, max_steps=5))
+print(left(num_training_batches=float("inf")), left(num_training_batches=float("inf"), max_steps=9))
+print(left(lightning_module=Of(automatic_optimization=False)), left_of_lightning(Of()), left_of_trainer(Of()))
+"""
+    assert probed(code).splitlines() == ["5 3 5 None 2", "None 6", "None None None"]
+
+
+def test_what_the_allocator_holds_is_read_as_that_of_our_own_runs(tmp_path: Path) -> None:
+    """At most once a second; with an allocator that keeps no counts, nothing."""
+    code = f"""
+import apr_watch.memory as memory
+counts = {{"allocated_bytes": {{"all": {{"current": 7, "peak": 9}}}}, "reserved_bytes": {{"all": {{"current": 12}}}}}}
+asked, now = [], [10.0]
+cuda = Of(memory_stats_as_nested_dict=lambda device: asked.append(device) or counts)
+memory.time = Of(monotonic=lambda: now[0])
+held = memory.HeldMemory(Of(cuda=cuda))
+for step, device in ((1, "cpu"), (2, "cuda"), (3, "cuda")):
+    held.look({str(tmp_path)!r}, step, Of(type=device))
+now[0] = 11.5
+counts = {{}}
+held.look({str(tmp_path)!r}, 4, Of(type="cuda"))
+memory.HeldMemory(Of(cuda=Of())).look({str(tmp_path)!r}, 5, Of(type="cuda"))
+print(len(asked))
+"""
+    assert probed(code) == "2\n"
+    assert read_held(RunFolder(tmp_path)) == Held(
+        source=ALLOCATOR, held_bytes=7, reserved_bytes=12, peak_bytes=9, step=2
+    )
