@@ -426,6 +426,8 @@ say(**with_fault(apr_watch.values.Reader, "keep", fail, 4))
 for owner, name in ((apr_watch.compiles.Compiles, "since_last"), (apr_watch.memory.HeldMemory, "look"),
                     (apr_watch.progress.Progress, "batch_fetched"), (apr_watch.progress.Progress, "of_step")):
     say(**with_fault(owner, name, fail, 2))
+for name in ("mark", "lap"):
+    say(**with_fault(apr_watch.device_clock.DeviceClock, name, fail, 3))
 say(**with_fault(apr_watch.step, "Log", fail, 1))
 say(**with_fault(Log, "write", fail, 5))
 say(**with_fault(apr_watch.hooks, "_is_below", fail, 7))

@@ -130,3 +130,65 @@ print(len(asked))
     assert read_held(RunFolder(tmp_path)) == Held(
         source=ALLOCATOR, held_bytes=7, reserved_bytes=12, peak_bytes=9, step=2
     )
+
+
+def test_the_device_clock_reads_no_step_whose_boundaries_were_not_all_seen() -> None:
+    """On a stand-in for a GPU: while a graph is captured, on another stream, or before CUDA is there."""
+    code = """
+from apr_watch.device_clock import DeviceClock
+
+class Event:
+    made = 0
+    def __init__(self, enable_timing):
+        Event.made += 1
+    def record(self, stream):
+        gpu.now += 1.0
+        self.at = gpu.now
+    def query(self):
+        return gpu.passed >= self.at
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+one, two = Of(device="gpu", name=1), Of(device="gpu", name=2)
+gpu = Of(now=0.0, passed=1e9, there=True, capturing=False, stream=one)
+cuda = Of(Event=Event, is_initialized=lambda: gpu.there, current_stream=lambda: gpu.stream,
+          is_current_stream_capturing=lambda: gpu.capturing)
+
+def steps(*changes):
+    clock, found = DeviceClock(Of(cuda=cuda), ("data", "rest")), []
+    vars(gpu).update(there=True, capturing=False, stream=one)
+    clock.mark("rest")
+    for change in changes:
+        vars(gpu).update(change)
+        clock.mark("data")
+        vars(gpu).update(there=True, capturing=False)
+        clock.mark("rest")
+        lap = clock.lap("gpu")
+        assert clock.has_passed(lap)
+        found.append(list(lap.seconds.values()))
+    print(found)
+
+steps({}, {}, {})
+print(Event.made)
+steps({}, dict(capturing=True), {})
+steps({}, dict(stream=two), {})
+steps(dict(there=False), {})
+clock = DeviceClock(Of(cuda=cuda), ("data", "rest"))
+clock.mark("rest"), clock.mark("data")
+vars(gpu).update(capturing=True), clock.mark("rest")
+first = clock.lap("gpu")
+vars(gpu).update(capturing=False), clock.mark("data"), clock.mark("rest")
+second = clock.lap("gpu")
+gpu.passed = gpu.now - 0.5
+print(clock.has_passed(first), first.seconds, clock.has_passed(second))
+print(DeviceClock(Of(cuda=cuda), ()).lap("gpu").is_whole)
+"""
+    assert probed(code).splitlines() == [
+        "[[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]",
+        "3",
+        "[[1.0, 1.0], [], [1.0, 1.0]]",
+        "[[1.0, 1.0], [], [1.0, 1.0]]",
+        "[[], [1.0, 1.0]]",
+        "True {} False",
+        "False",
+    ]

@@ -3,15 +3,16 @@
 It is started by the `sitecustomize` beside it and waits for the script to import torch. Until then it costs one
 comparison for each import. Standard library only, Python 3.10 on; it never imports torch itself.
 
-    __init__.py  waits for the import of torch
-    hooks.py     what is hooked in torch, and how it is removed again
-    step.py      what a step is: its time, its batches, when its line is written
-    progress.py  how many steps there will be, and the batch of the running pass over the data
-    compiles.py  what torch.compile compiled
-    memory.py    what torch's allocator holds on a GPU
-    stacks.py    how the stacks of a process that hangs are taken from outside
-    values.py    the values of tensors, read without making a GPU wait
-    writer.py    the lines of the log
+    __init__.py      waits for the import of torch
+    hooks.py         what is hooked in torch, and how it is removed again
+    step.py          what a step is: its time, its batches, when its line is written
+    device_clock.py  the phases of a step by a GPU's own clock
+    progress.py      how many steps there will be, and the batch of the running pass over the data
+    compiles.py      what torch.compile compiled
+    memory.py        what torch's allocator holds on a GPU
+    stacks.py        how the stacks of a process that hangs are taken from outside
+    values.py        the values of tensors, read without making a GPU wait
+    writer.py        the lines of the log
 
 The run must never change: no random number is drawn, no stream is synchronised, no thread is started, and nothing
 that fails here reaches the script. A probe that fails removes itself and says so in the log.

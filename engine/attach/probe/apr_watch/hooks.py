@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from . import compiles, memory, progress, step, values, writer
+from . import compiles, device_clock, memory, progress, step, values, writer
 from .progress import left_of_lightning, left_of_trainer
 from .step import Steps
 from .writer import NotTheWriter
@@ -303,7 +303,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         return
     for code in _codes(Hooks, _is_below):
         leave_alone(code, code.co_name == "_ours")
-    for module in (step, values, writer, compiles, memory, progress):
+    for module in (step, values, writer, compiles, device_clock, memory, progress):
         for code in _codes(*vars(module).values()):
             leave_alone(code, True)
 

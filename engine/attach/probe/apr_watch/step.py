@@ -11,11 +11,12 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any
 
 from .compiles import Compiles
+from .device_clock import DeviceClock, Lap
 from .memory import HeldMemory
 from .progress import Progress
 from .values import Kept, Reader, Values, as_number, is_capturing
@@ -28,7 +29,9 @@ class Clock:
     """Host seconds since the last step, by phase. What lies between two phases is `forward` in front of a backward
     pass and `rest` elsewhere; a phase inside another one (the closure of LBFGS) interrupts it."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Callable[[str], None] = lambda phase: None) -> None:
+        """`mark` is told of each phase when it ends or is interrupted."""
+        self._mark = mark
         self.running: list[str] = []
         self.begin_s: float | None = None
         self._mark_s = 0.0
@@ -56,6 +59,7 @@ class Clock:
             self.begin_s = self._mark_s = now
         self.seconds[phase] += now - self._mark_s
         self._mark_s = now
+        self._mark(phase)
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """End the step with the last phase that was left: its seconds, in all and by phase."""
@@ -137,7 +141,8 @@ class Steps:
         self.log: Log | None = None
         self._reader = Reader(self._torch)
         self._values = Values()
-        self._clock = Clock()
+        self._device_clock = DeviceClock(self._torch, PHASES)
+        self._clock = Clock(self._device_clock.mark)
         self._thread: int | None = None
         self._first: Any = None
         self._step = 0
@@ -253,6 +258,7 @@ class Steps:
         log = self._open(optimizer, device)
         self._step += 1
         step_s, phases = self._clock.lap()
+        lap = self._device_clock.lap(device)
         rows, tokens = self._batches.lap()
         rate = group.get("lr")
         if isinstance(rate, self._torch.Tensor):
@@ -267,7 +273,7 @@ class Steps:
             "step_s": step_s,
             "data_s": phases["data"],
             # On a GPU the host's seconds are those of launching.
-            "phases": phases if device.type == "cpu" else {},
+            "phases": phases if device.type == "cpu" else lap,
             "backwards": self._backwards,
             **self._progress.of_step(),
         }
@@ -305,11 +311,16 @@ class Steps:
         """Write the steps whose values are known, in order."""
         self._reader.read(values for values, _ in self._waiting)
         while self._waiting and not self._waiting[0][0].kept:
+            phases = self._waiting[0][1]["phases"]
+            if isinstance(phases, Lap) and not self._device_clock.has_passed(phases):
+                break
             self._write(log, self._waiting.popleft()[1])
 
     def _write(self, log: Log, step: dict[str, Any]) -> None:
         losses = [as_number(loss) for loss in step["loss"]]
-        step = {**step, "loss": _sum(losses)}
+        phases = step["phases"]
+        phases = phases.seconds if isinstance(phases, Lap) else phases
+        step = {**step, "loss": _sum(losses), "phases": phases}
         for name in ("lr", "grad_norm"):
             step[name] = as_number(step[name])
         log.write("step", **step)
@@ -328,6 +339,8 @@ class Steps:
             return
         try:
             self._reader.wait_for([values for values, _ in self._waiting])
+            laps = [step["phases"] for _, step in self._waiting]
+            self._device_clock.wait_for([lap for lap in laps if isinstance(lap, Lap)])
         finally:
             while self._waiting:
                 self._write(self.log, self._waiting.popleft()[1])
@@ -337,7 +350,7 @@ class Steps:
         if self.log is not None:
             self.log.close()
         # Not freed: the child may not touch the parent's GPU.
-        self._left_to_parent += [self._values, self._waiting, self._reader]
+        self._left_to_parent += [self._values, self._waiting, self._reader, self._device_clock]
         self._begin_anew()
 
 
