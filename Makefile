@@ -1,4 +1,5 @@
 # make demo   a live distillation on screen (headless without a terminal)
+# make demo-watch   somebody's script on the Trainer of transformers, watched
 # make test   the whole suite               make check   format, lint, types, import layers
 # make contracts   run what the contracts promise, then plant each bug and see it caught
 # make ci     what .ci/run runs: check, current-docs, test, a drill of each family, contracts, a short run
@@ -12,10 +13,14 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises drills few-drills quick-run format soak attack notebooks fuzz gpu peers wheel clean
+.PHONY: demo demo-watch ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises drills few-drills quick-run format soak attack notebooks fuzz gpu peers wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
+
+# The script knows nothing of the engine.
+demo-watch: .venv/.watch-demo
+	@$(BIN)/engine watch -- $(BIN)/python notebooks/watch_demo.py $(ARGS)
 
 # Files of tests lie in memory where 4 GiB of it are free for that: many wait for a disk at each line.
 IN_MEMORY = $(shell test "$$(df --output=avail -B 1M /dev/shm 2>/dev/null | tail -1)" -ge 4096 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
@@ -159,10 +164,15 @@ wheel: .venv/.dev
 	$(PIP) --editable .
 	@touch $@
 
+.venv/.watch-demo: .venv/.installed
+	@echo "installing transformers and accelerate into .venv (first time only)" >&2
+	$(PIP) --editable ".[watch-demo]"
+	@touch $@
+
 .venv/.dev: .venv/bin/python pyproject.toml constraints.txt
 	@echo "installing into .venv (first time only; torch is large)" >&2
 	$(PIP) --editable ".[dev]"
-	@touch .venv/.installed $@
+	@touch .venv/.installed .venv/.watch-demo $@
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -210,7 +210,7 @@ class _Summary:
             return ""
         names = {"data": "waiting for data", "rest": "the rest"}
         order = sorted(self._shares.items(), key=lambda item: -item[1])
-        words = [f"{names.get(name, name)} {100 * share:.0f} %" for name, share in order]
+        words = [f"{names.get(name, name)} {_percent(share)}" for name, share in order]
         more = ""
         if "backward" not in self._shares:
             more = "; its other seconds are not split, since a GPU works behind the script's clock"
@@ -320,6 +320,10 @@ class _Summary:
         if self.view.alerts or self._first_non_finite is not None:
             return f"engine diagnose {self.path}"
         return look
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.005 else "under 1 %"
 
 
 def _steps_text(count: int) -> str:

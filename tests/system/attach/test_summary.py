@@ -23,6 +23,7 @@ from engine.log.events import (
 )
 from engine.log.folder import RunFolder, create_run
 from engine.log.write import LogWriter
+from tests.support.paths import ROOT
 
 LIMIT_S = 120.0
 LOOP = """
@@ -126,6 +127,20 @@ def test_a_script_that_never_stepped_is_told_from_one_without_a_probe(tmp_path: 
     assert found["verdict"].startswith("run: failed with exit code 70; seen from outside only")
     assert "PYTHONPATH did not reach it" in found["why"] and "engine broke" not in found["why"]
     assert found["next step"] == LET_IN
+
+
+def test_the_script_of_the_demo_is_seen_step_by_step_and_changed_in_nothing(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.py").write_text("print('hello')\n" * 1000)
+    script = ROOT / "notebooks" / "watch_demo.py"
+    words = ("--steps", "4", "--text", str(text), "--output", str(tmp_path / "out"))
+    done = watch(tmp_path, sys.executable, str(script), *words)
+    assert done.returncode == 0, done.stderr
+    assert "train_loss" in done.stdout
+    found = parts(summary_lines(RunFolder(tmp_path / "run")))
+    assert found["verdict"].startswith("run: finished (exit code 0); after 4 steps")
+    assert "tokens/s" in found["evidence"] and "AdamW of 133.4k" in found["evidence"]
 
 
 WATCHED = Watched(
