@@ -80,7 +80,9 @@ def _bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
     if not 0 < total < math.inf:
         return ["no phases measured: the ledger is empty"]
     names = [name for name in (*STEP_PHASES, IDLE) if name in view.phases]
-    names += [name for name in view.phases if name not in names]
+    if len(names) < len(view.phases):
+        # The phases of a watched script are its own, and come in their order.
+        names = list(view.phases)
     longest = max(len(name) for name in names)
     room = max(4, min(40, width - longest - 16))
     full, rest = ("#", ".") if ascii_only else ("█", "░")

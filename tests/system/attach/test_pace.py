@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
@@ -15,6 +17,8 @@ from engine.log.text import event_text, status_text
 from engine.log.view import RunView
 from tests.support import attached_scripts as scripts
 from tests.support.attached import PROBE, Ran, agree, run_twice
+from workbench.feed import Snapshot
+from workbench.panes import ledger_words
 
 
 def view_of(ran: Ran) -> RunView:
@@ -51,6 +55,14 @@ def test_without_a_framework_a_step_says_the_batch_of_its_pass_and_no_total(tmp_
     assert not any("total_steps" in step for step in watched.steps)
     view = view_of(watched)
     assert view.total_steps is None and view.batch == (6, 6)
+    shown = cast(Snapshot, SimpleNamespace(view=view))
+    assert [line.split()[0] for line in ledger_words(shown, 80, True)[1:]] == [
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "rest",
+    ]
     status = status_text(view, Liveness(trainer=True, supervisor=True))
     assert status.startswith("RUNNING | step 12 | batch 6/6 of this pass over the data | loss ")
 
