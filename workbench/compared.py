@@ -20,8 +20,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from engine.findings.receipt import effective_of
-from engine.log.folder import RunFolder
-from engine.log.text import alert_lines
+from engine.log.folder import RunFolder, WatchedCommand
+from engine.log.text import alert_lines, commit_text
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
@@ -196,7 +196,9 @@ class _Followed:
             slot=self.slot,
             snapshot=snapshot,
             tokens=self._tokens,
-            settings=effective_settings(self._effective(), snapshot.view),
+            settings=_command_settings(snapshot.command, snapshot.view)
+            if snapshot.command
+            else effective_settings(self._effective(), snapshot.view),
         )
 
     def _effective(self) -> dict[str, Any]:
@@ -255,6 +257,23 @@ def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str,
         for name in ("device", "engine", "torch", "python"):
             found[name] = str(getattr(view.started, name))
     return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
+
+
+def _command_settings(command: WatchedCommand, view: RunView) -> dict[str, str]:
+    """Return what is known of a script that is not ours: its own settings are not."""
+    found = {
+        "command.line": command.line,
+        "command.folder": command.folder,
+        "command.commit": commit_text(command) or "unknown",
+    }
+    if (one := view.watched) is not None:
+        found |= {
+            "optimizer": f"{one.optimizer} of {format_count(one.parameters)} parameters",
+            "device": one.device,
+            "torch": one.torch,
+            "python": one.python,
+        }
+    return found
 
 
 # Texts.
@@ -327,10 +346,14 @@ def _results(run: Compared) -> dict[str, str]:
         "best held-out": shown(min(finite, default=None)),
         "teacher's": shown(teacher.loss if teacher else None),
         "tokens/s": shown(view.tokens_per_second(), format_count),
-        "tokens": shown(run.tokens[len(steps) - 1] if len(steps) else None, format_count),
+        # A script that is not ours may not say how many tokens its steps have.
+        "tokens": shown(
+            None if steps.last("tokens") is None else run.tokens[len(steps) - 1], format_count
+        ),
         "wall time": shown(seconds, format_seconds),
         "peak memory": shown(getattr(peak, "measured_bytes", None), format_bytes),
-        "not finite": str(len(view.non_finite)),
+        # A probe logs the values themselves, and no event of its own for those that are not finite.
+        "not finite": ABSENT if run.snapshot.command else str(len(view.non_finite)),
         "alerts": str(len(view.alerts)),
         "sessions": str(view.sessions),
     }

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import RunLogError
-from engine.log.folder import RunFolder, is_run
+from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
 from engine.log.follow import Follower
 from engine.log.read import Liveness
 from engine.log.text import has_ended, status_text
@@ -49,6 +49,8 @@ class Snapshot:
     written."""
     log: Log
     """Every line of the logs."""
+    command: WatchedCommand | None = None
+    """The command, where the run is somebody's own script."""
     share_read: float = 1.0
     """How much of the logs has been read, 0 to 1."""
 
@@ -74,6 +76,15 @@ def _check_exists(run: RunFolder) -> None:
         )
 
 
+def command_of(run: RunFolder) -> WatchedCommand | None:
+    """Return the command of a run that is somebody's own script; settings that cannot be read are those of a run of
+    ours."""
+    try:
+        return read_command(run)
+    except RunLogError:
+        return None
+
+
 class RunFeed:
     """Follows one run. `poll` reads for about `budget_s` at most."""
 
@@ -90,6 +101,7 @@ class RunFeed:
         self._wall, self._budget_s = wall, budget_s
         self._follower = Follower(run, files=True, keep=keep)
         self._book = LogBook(self._follower.reader("events"))
+        self._command: WatchedCommand | None = None
         self._behind: int | None = None
         """Polls since the last one that reached the end; None before the first."""
 
@@ -98,6 +110,9 @@ class RunFeed:
         follower, error, behind = self._follower, None, False
         try:
             _check_exists(self.run)
+            if self._behind is None:
+                # Written before the log, and never changed.
+                self._command = command_of(self.run)
             follower.read_all(time.monotonic() + self._budget())
             behind = follower.is_behind
         except RunLogError as problem:
@@ -123,6 +138,7 @@ class RunFeed:
             error=error,
             behind=behind,
             log=self._book.log(view.asides),
+            command=self._command,
             share_read=share_read,
         )
 

@@ -15,9 +15,13 @@ from typing import Literal
 
 from engine.log.events import IDLE, STEP_PHASES
 from engine.log.text import (
+    OTHERS_CHECKS,
+    OTHERS_KERNELS,
+    OTHERS_RESULT,
     alert_lines,
     check_lines,
     clock_text,
+    command_lines,
     decision_lines,
     device_lines,
     host_lost_text,
@@ -114,7 +118,10 @@ def _bound(view: RunView) -> list[str]:
 
 
 def decision_words(snapshot: Snapshot) -> list[str]:
-    """Return every automatic choice with its reason, the rejected values, and how to override it."""
+    """Return every automatic choice with its reason, the rejected values, and how to override it; of a script that
+    is not ours, its command."""
+    if snapshot.command is not None:
+        return command_lines(snapshot.view, snapshot.command)
     if not snapshot.view.decisions:
         return ["no decision logged yet"]
     return [line for decision in snapshot.view.decisions for line in decision_lines(decision)]
@@ -122,12 +129,15 @@ def decision_words(snapshot: Snapshot) -> list[str]:
 
 def check_words(snapshot: Snapshot) -> list[str]:
     """Return the first-minute checks: failed, then unknown, then passed."""
-    return check_lines(snapshot.view)
+    return [OTHERS_CHECKS] if snapshot.command is not None else check_lines(snapshot.view)
 
 
 def kernel_words(snapshot: Snapshot) -> list[str]:
     """Return the kernel caches: hits, misses, and each compile, newest first."""
-    return kernel_lines(snapshot.view)
+    view = snapshot.view
+    if snapshot.command is not None and not view.compiles:
+        return [OTHERS_KERNELS]
+    return kernel_lines(view)
 
 
 ALERTS_SHOWN = 100
@@ -171,7 +181,9 @@ def result_words(snapshot: Snapshot) -> list[str]:
             + (f", and {len(view.non_finite) - 1} more" if len(view.non_finite) > 1 else "")
         )
     lines += _alert_lines(snapshot)
-    lines += result_lines(view) or ["no held-out loss was measured"]
+    lines += result_lines(view) or [
+        "no held-out loss was measured" if snapshot.command is None else OTHERS_RESULT
+    ]
     if view.checkpoints and view.student is None:
         newest = view.checkpoints[-1]
         lines.append(
@@ -194,6 +206,8 @@ class Pane:
 
     id: str
     title: str
+    title_of_watched: str = ""
+    """Its title for a run that is somebody's own script, where it has another one."""
     words: Words | None = None
     """None where the terminal has a special widget: the timeline and the log."""
     fitted: Callable[[Snapshot, int, bool], list[str]] | None = None
@@ -233,10 +247,9 @@ class Pane:
             return self.fitted(snapshot, max(width, LEAST_WIDTH), ascii_only)
         return [] if self.words is None else self.words(snapshot)
 
-    @property
-    def numbered_title(self) -> str:
-        """The title after the key."""
-        return f"{self.key} {self.title}"
+    def numbered_title(self, *, watched: bool = False) -> str:
+        """The title after the key; of a run that is somebody's own script if `watched`."""
+        return f"{self.key} {(watched and self.title_of_watched) or self.title}"
 
 
 LEDGER_HELP = """# Pace
@@ -246,7 +259,14 @@ time of each phase. `idle` is time in which the device had no work. The bound co
 the run with the matrix rate in the datasheet.
 """
 PANES: tuple[Pane, ...] = (
-    Pane(id="loss", title="loss, nats per token", column="left", when="always", page=None),
+    Pane(
+        id="loss",
+        title="loss, nats per token",
+        title_of_watched="loss",
+        column="left",
+        when="always",
+        page=None,
+    ),
     Pane(
         id="pace",
         title="pace and step ledger",
@@ -264,7 +284,14 @@ PANES: tuple[Pane, ...] = (
         page=6,
         page_words=device_words,
     ),
-    Pane(id="decisions", title="decisions", words=decision_words, when="always", page=4),
+    Pane(
+        id="decisions",
+        title="decisions",
+        title_of_watched="command",
+        words=decision_words,
+        when="always",
+        page=4,
+    ),
     Pane(id="log", title="log", column="below", when="always", page=None),
     Pane(id="result", title="result", words=result_words, when="ended", page=2),
     Pane(id="checks", title="checks", words=check_words, when="tall", page=3),

@@ -24,7 +24,7 @@ from engine.log.read import BrokenLog, Liveness, LogReader
 from engine.log.table import Table, batches_of
 from engine.log.text import status_text
 from engine.log.view import SOURCES, RunView, Source
-from workbench.feed import Snapshot
+from workbench.feed import Snapshot, command_of
 from workbench.log import LogBook
 
 BUDGET_S = 0.25
@@ -58,6 +58,7 @@ class ReplayFeed:
         self._kept = [_Kept(float("-inf"), self._view, dict(self._taken))]
         self._book = LogBook(self._stretches.reader("events"))
         self.is_read = False
+        self._command = command_of(run)
 
     @property
     def first_unix_s(self) -> float:
@@ -111,6 +112,7 @@ class ReplayFeed:
             error=None,
             behind=False,
             log=whole.until(unix_s),
+            command=self._command,
         )
 
     def _between(self, source: Source, first: int, count: int, unix_s: float) -> list[AnyEvent]:

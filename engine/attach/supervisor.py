@@ -13,7 +13,6 @@ import contextlib
 import math
 import os
 import selectors
-import shlex
 import signal
 import sys
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from engine.errors import EngineError
 from engine.log.events import LauncherGone, Note, TrainerStarted
-from engine.log.folder import COMMAND, RunFolder, open_run
+from engine.log.folder import RunFolder, open_run, read_command
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.terminal import say
@@ -109,9 +108,10 @@ def _made_ns(path: Path) -> int:
 
 def _about(run: RunFolder) -> str:
     """Say what runs, and where."""
-    about = run.read_effective()[COMMAND]
-    commit = f", commit {about['commit']}" if about["commit"] else ""
-    return f"command: {shlex.join(about['arguments'])}, in {about['folder']}{commit}"
+    command = read_command(run)
+    assert command is not None, "engine watch has written it"
+    commit = f", commit {command.commit}" if command.commit else ""
+    return f"command: {command.line}, in {command.folder}{commit}"
 
 
 def _wait_for_end(observer: RunObserver, launcher: _Launcher) -> int | None:

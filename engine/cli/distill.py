@@ -158,7 +158,7 @@ def _start(arguments: argparse.Namespace) -> RunFolder | None:
 
 
 def _resume(arguments: argparse.Namespace) -> RunFolder:
-    from engine.log.folder import open_run
+    from engine.log.folder import must_have_settings, open_run
     from engine.log.follow import Follower
     from engine.log.read import BrokenLog
     from engine.plan.inputs import check_inputs
@@ -168,6 +168,7 @@ def _resume(arguments: argparse.Namespace) -> RunFolder:
     if arguments.out or arguments.gpus is not None or arguments.smoke is not None:
         raise UsageError("--gpus, --smoke and --out make a new run; --resume continues one")
     folder = open_run(arguments.resume.absolute())
+    must_have_settings(folder)
     effective = folder.read_effective()
     sets = sets_from_environment(os.environ) + arguments.set
     spec = _settings_to_resume(folder, effective, sets, arguments.allow_change)

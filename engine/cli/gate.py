@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _subject(arguments: argparse.Namespace) -> Subject:
     from engine.export.gate.gate import Subject
     from engine.findings.context import view_of
-    from engine.log.folder import open_run
+    from engine.log.folder import must_have_settings, open_run
     from engine.spec import build_spec, load_spec
     from engine.spec.environment import sets_from_environment
 
@@ -90,6 +90,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         spec, _ = load_spec(path, sets_from_environment(os.environ) + arguments.set)
         return Subject(spec=spec, run=None, view=None, evaluations=evaluations, say=say)
     found = open_run(path)
+    must_have_settings(found)
     others = [text for text in arguments.set if not text.startswith("gate.")]
     if others:
         raise UsageError(

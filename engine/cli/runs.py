@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import limits
 from engine.cli.arguments import (
@@ -18,6 +19,9 @@ from engine.cli.arguments import (
     whole,
 )
 from engine.terminal import clipped, put, put_json, say
+
+if TYPE_CHECKING:
+    from engine.log.folder import RunFolder
 
 POLL_S = 0.25
 SECTION_LINES = 500
@@ -38,7 +42,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
     engine runs DIR --json     as one JSON list
     """
     from engine.errors import RunLogError
-    from engine.log.folder import RunFolder, find_runs
+    from engine.log.folder import find_runs
     from engine.log.follow import Follower
     from engine.log.text import status_text
 
@@ -156,7 +160,6 @@ def _print_all(follower: Any, log_lines: int) -> None:
     """Print the current state as text."""
     from engine.log.text import (
         alert_lines,
-        decision_lines,
         device_lines,
         line_text,
         result_lines,
@@ -172,7 +175,7 @@ def _print_all(follower: Any, log_lines: int) -> None:
     log = view.lines[-log_lines:] if log_lines > 0 else []
     sections = {
         **({"alerts": alerts} if alerts else {}),
-        "decisions": [line for d in view.decisions for line in decision_lines(d)],
+        **_what_it_does(follower.run, view),
         "device": device_lines(view),
     }
     for heading, lines in sections.items():
@@ -185,6 +188,19 @@ def _print_all(follower: Any, log_lines: int) -> None:
     for entry in log:
         put(f"  {line_text(entry)}")
     sys.stdout.flush()
+
+
+def _what_it_does(run: RunFolder, view: Any) -> dict[str, list[str]]:
+    """Return the command of a run that is somebody's own script, or the decisions of one of ours."""
+    from engine.errors import RunLogError
+    from engine.log.folder import read_command
+    from engine.log.text import command_lines, decision_lines
+
+    # Settings that cannot be read are those of a run of ours.
+    with contextlib.suppress(RunLogError):
+        if (command := read_command(run)) is not None:
+            return {"command": command_lines(view, command)}
+    return {"decisions": [line for d in view.decisions for line in decision_lines(d)]}
 
 
 def plain(value: Any) -> Any:

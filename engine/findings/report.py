@@ -22,11 +22,15 @@ from engine.findings.verify import check_bundle
 from engine.flips.record import read_pairs, read_plan_of, read_verdict
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.flips.verdict import interval_of
-from engine.log.folder import RunFolder, is_run
+from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
 from engine.log.follow import Follower
 from engine.log.text import (
+    OTHERS_CHECKS,
+    OTHERS_KERNELS,
+    OTHERS_RESULT,
     alert_lines,
     check_lines,
+    command_lines,
     decision_lines,
     device_lines,
     kernel_lines,
@@ -73,19 +77,34 @@ def _run_page(run: RunFolder) -> str:
         broken = str(fault)
     view = follower.view
     alerts = [line for alert in view.alerts.values() for line in alert_lines(alert)]
+    command = _command_of(run)
     decisions = [line for decision in view.decisions for line in decision_lines(decision)]
     parts = [_lines([status_text(view, follower.alive), *([broken] if broken else [])])]
     parts += [
-        _section("Result", result_lines(view) or ["no held-out loss was measured"]),
+        _section(
+            "Result",
+            result_lines(view) or [OTHERS_RESULT if command else "no held-out loss was measured"],
+        ),
         *[_section("Speed", speed_lines(view))] * bool(speed_lines(view)),
         _section("Active alerts", alerts or ["none"]),
         f'<h2>Figures</h2>\n<div class="figures">{"".join(run_figures(view))}</div>',
-        _section("First-minute checks", check_lines(view)),
-        _section("Decisions", decisions or ["none was logged"]),
-        _section("Kernels", kernel_lines(view)),
+        _section("First-minute checks", [OTHERS_CHECKS] if command else check_lines(view)),
+        _section("Command", command_lines(view, command))
+        if command
+        else _section("Decisions", decisions or ["none was logged"]),
+        _section(
+            "Kernels", [OTHERS_KERNELS] if command and not view.compiles else kernel_lines(view)
+        ),
         _section("Device, newest readings", device_lines(view)),
     ]
     return _page(f"run {run.name}", parts)
+
+
+def _command_of(run: RunFolder) -> WatchedCommand | None:
+    try:
+        return read_command(run)
+    except RunLogError:
+        return None
 
 
 def _flip_page(path: Path) -> str:

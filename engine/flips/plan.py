@@ -26,7 +26,7 @@ from typing import Any
 from engine.errors import BadInput, SpecError, UsageError
 from engine.files import parse_json
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
-from engine.log.folder import RunFolder
+from engine.log.folder import RunFolder, must_have_settings
 from engine.spec import RunSpec, build_spec, load_spec, parse_set
 
 PAIRS_MIN = 4
@@ -171,6 +171,7 @@ def load_source(path: Path, sets: Sequence[str] = ()) -> RunSpec:
         run = RunFolder(path)
         if not run.effective.is_file():
             raise BadInput.expected("run folder", path, "effective.json", "none")
+        must_have_settings(run)
         tree = run.read_effective()["spec"]
         return build_spec(tree, file=str(run.effective), base=Path("/"), check_paths=False)
     return load_spec(path, list(sets))[0]

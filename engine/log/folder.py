@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,10 +121,53 @@ class RunFolder:
         return found
 
 
-def read_command(run: RunFolder) -> list[str] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedCommand:
+    """The command of a run that is somebody's own script."""
+
+    arguments: tuple[str, ...]
+    folder: str
+    """Where it was started."""
+    commit: str | None
+    """The commit of that folder, with `+` where files differ from it."""
+
+    @property
+    def line(self) -> str:
+        return shlex.join(self.arguments)
+
+    @property
+    def short(self) -> str:
+        """The line without the folder of its program."""
+        return (
+            shlex.join((Path(self.arguments[0]).name, *self.arguments[1:]))
+            if self.arguments
+            else ""
+        )
+
+
+def read_command(run: RunFolder) -> WatchedCommand | None:
     """Return the command of a run that is somebody's own script; None for one of ours. Raises RunLogError."""
     found = run.read_effective().get(COMMAND)
-    return list(map(str, found["arguments"])) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    words, commit = found.get("arguments"), found.get("commit")
+    return WatchedCommand(
+        arguments=tuple(map(str, words)) if isinstance(words, list) else (),
+        folder=str(found.get("folder") or "unknown"),
+        commit=commit if isinstance(commit, str) else None,
+    )
+
+
+def must_have_settings(run: RunFolder) -> None:
+    """Raises BadInput for a run of somebody's own script, whose settings are its own."""
+    if (command := read_command(run)) is not None:
+        raise BadInput.expected(
+            "run folder",
+            run.path,
+            "a run of `engine distill`",
+            "a command that is watched, whose settings are its own",
+            hint=f"change the command and watch it again: engine watch -- {command.line}",
+        )
 
 
 def is_run(path: Path) -> bool:

@@ -48,6 +48,7 @@ from engine.log.events import (
     VocabularyCut,
     Watched,
 )
+from engine.log.folder import WatchedCommand
 from engine.log.read import Liveness
 from engine.log.view import GOING_ON, LogLine, RunView
 from engine.terminal import clipped
@@ -573,6 +574,41 @@ def check_lines(view: RunView) -> list[str]:
             for check in found
         ),
     ]
+
+
+UNSEEN_COMMAND = "no probe reported a step: seen from outside only"
+OTHERS_CHECKS = (
+    "no checks: they compare a run with its spec, and a script that is not ours has none"
+)
+OTHERS_KERNELS = "nothing compiled by torch.compile was seen"
+OTHERS_RESULT = "held-out losses and checkpoints of a script that is not ours are not seen"
+
+
+def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
+    """Render what is known of a script that is not ours, in the place of decisions."""
+    lines = [
+        f"command    {command.line}",
+        f"folder     {command.folder}",
+        f"commit     {commit_text(command) or 'unknown: no git repository was found there'}",
+    ]
+    if view.watched is None:
+        return [one_line(line) for line in [*lines, f"optimizer  {UNSEEN_COMMAND}"]]
+    one = view.watched
+    lines += [
+        f"optimizer  {one.optimizer} of {format_count(one.parameters)} parameters on {one.device}",
+        f"versions   torch {one.torch}, Python {one.python}",
+    ]
+    if one.world > 1:
+        lines.append(f"processes  {one.world}; rank {one.rank} is shown")
+    return [one_line(line) for line in [*lines, "settings   its own, not known here"]]
+
+
+def commit_text(command: WatchedCommand) -> str:
+    """Return the commit, and whether files differ from it; empty where it is not known."""
+    if command.commit is None:
+        return ""
+    clean = command.commit.removesuffix("+")
+    return command.commit if clean == command.commit else f"{command.commit} (files differ)"
 
 
 def kernel_lines(view: RunView) -> list[str]:

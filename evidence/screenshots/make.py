@@ -1,9 +1,10 @@
-"""Real screens of real runs, as SVG: `.venv/bin/python evidence/screenshots/make.py RUNS RUN`.
+"""Real screens of real runs, as SVG: `.venv/bin/python evidence/screenshots/make.py RUNS RUN WATCHED`.
 
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
 in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two for the colour-blind;
-a flip of it before it starts; help and palette; and each of the screens that can be opened from
-everywhere (contracts, drills, findings, doctor), as they are in the folder where this is started.
+WATCHED, a run of `make demo-watch`, at three sizes; a flip of RUN before it starts; help and palette;
+and each of the screens that can be opened from everywhere (contracts, drills, findings, doctor), as
+they are in the folder where this is started.
 `live.svg`, the picture of README, is a replay of the log of a run on an H200 (`evidence/distill/within`).
 """
 
@@ -51,7 +52,7 @@ async def save(
         (HERE / name).write_text(app.export_screenshot(title="apr-workbench"))
 
 
-async def main(runs: Path, run: Path) -> None:
+async def main(runs: Path, run: Path, watched: Path) -> None:
     wide = (120, 40)
     # From the first step on by five times ten columns: step 51 of 60. Then the pane of alerts.
     replay = ("home", *["greater_than_sign"] * 5, "p", "9")
@@ -67,10 +68,13 @@ async def main(runs: Path, run: Path) -> None:
     await save(run, wide, "flip.svg", "F")
     await save(run, wide, "help.svg", "question_mark")
     await save(run, wide, "palette.svg", "ctrl+p")
+    await save(watched, wide, "watch.svg")
+    await save(watched, (80, 24), "watch-80x24.svg")
+    await save(watched, (200, 60), "watch-200x60.svg")
     for place in PLACES:
         if place.key:
             await save(run, wide, f"{place.name}.svg", place.key)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    asyncio.run(main(*map(Path, sys.argv[1:4])))

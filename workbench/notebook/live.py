@@ -227,9 +227,10 @@ class Live(Panel):
         goes_on = snapshot is not None and (snapshot.alive.trainer or snapshot.alive.supervisor)
         ended = snapshot is not None and snapshot.has_ended and not goes_on
         whole = snapshot is not None and snapshot.state in ("completed", UNREADABLE)
+        is_command = snapshot is not None and snapshot.command is not None
         self._buttons["start"].disabled = self._spec is None or self._feed is not None
         self._buttons["stop"].disabled = not goes_on
-        self._buttons["resume"].disabled = not ended or whole
+        self._buttons["resume"].disabled = not ended or whole or is_command
 
     def _hear(self, _: Any, content: dict[str, Any], __: Any) -> None:
         """Handle a message of a page, on any thread."""

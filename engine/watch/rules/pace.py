@@ -50,7 +50,7 @@ def data_wait(case: Case) -> Symptom | None:
         ],
         case.span(rows),
         meaning="the next batch is not ready when the step begins: reading, tokenizing or packing is too slow",
-        no_flip="nothing to flip: look at data.corpus and what else reads from that disk",
+        no_flip="nothing to flip: look at what reads and prepares the data, and what else reads from that disk",
     )
 
 

@@ -37,6 +37,8 @@ Number: TypeAlias = tuple[str, float, str]
 """Name with its unit, value, and what the value is compared with."""
 
 WARNING, ERROR = "warning", "error"
+OTHERS = "the settings are the script's own"
+"""Why a rule that needs settings cannot judge a script that is not ours."""
 
 
 class CannotJudge(Exception):
@@ -74,13 +76,15 @@ class Case:
     @property
     def started(self) -> RunStarted:
         if self.view.started is None or self.view.started_unix_s is None:
-            raise CannotJudge("the run has not said what it will do")
+            why = "the run has not said what it will do" if self.view.watched is None else OTHERS
+            raise CannotJudge(why)
         return self.view.started
 
     @property
     def spec(self) -> RunSpec:
         if self.settings is None:
-            raise CannotJudge("the settings of the run (effective.json) cannot be read")
+            why = "the settings of the run (effective.json) cannot be read"
+            raise CannotJudge(why if self.view.watched is None else OTHERS)
         return self.settings
 
     @property

@@ -88,7 +88,8 @@ def test_the_command_reads_our_stdin_and_its_arguments_arrive_as_they_are(tmp_pa
     words = ["a b", "--name", "--", "*", "-x", ""]
     done, run = watched(tmp_path, "sh", "-c", script, "sh", *words, input="line\n")
     assert done.stdout == "line\n" + "".join(f"{word}|" for word in words)
-    assert read_command(run) == ["sh", "-c", script, "sh", *words]
+    command = read_command(run)
+    assert command is not None and command.arguments == ("sh", "-c", script, "sh", *words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])

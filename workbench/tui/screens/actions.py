@@ -16,7 +16,7 @@ from textual.binding import Binding
 from engine.log.folder import RunFolder
 from engine.log.text import has_ended
 from workbench.engine_commands import command_text, resume_arguments, resume_run, stop_run
-from workbench.feed import READING, UNREADABLE
+from workbench.feed import READING, UNREADABLE, command_of
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import PollingScreen, Problem
 
@@ -35,11 +35,15 @@ class Target:
     alive: bool
     """Whether a process of it exists."""
     step: int
+    is_command: bool = False
+    """Whether it is known to be somebody's own script, which cannot be resumed."""
 
     def can(self, action: str) -> bool:
         """Whether `stop` or `resume` is possible now."""
         if action == "stop":
             return self.alive
+        if self.is_command:
+            return False
         ended = self.state != READING and has_ended(self.state)
         return ended and not self.alive and self.state not in ("completed", UNREADABLE)
 
@@ -49,13 +53,24 @@ def changes_to_allow(problem: Problem) -> list[str]:
     return re.findall(r"--allow-change (\S+)", getattr(problem, "hint", None) or "")
 
 
+def refused_command(screen: PollingScreen, run: RunFolder, what: str) -> bool:
+    """Whether a run is somebody's own script, which this workbench cannot start; then it says so."""
+    command = command_of(run)
+    if command is not None:
+        words = (
+            f"not {what}: {run.name} is a script that is not ours; engine watch -- {command.line}"
+        )
+        screen.notify(words, markup=False)
+    return command is not None
+
+
 def ask_to_stop(screen: PollingScreen, target: Target) -> None:
     """Stop a run, after confirmation."""
     run = target.run
-    question = (
-        f"{run.name} finishes its step, saves a checkpoint and stops; R resumes it.\n\n"
-        f"This is `engine stop {run.path}`."
-    )
+    how = "finishes its step, saves a checkpoint and stops; R resumes it"
+    if command_of(run) is not None:
+        how = "is a script that is not ours: it gets SIGTERM, and what it does then is its own"
+    question = f"{run.name} {how}.\n\nThis is `engine stop {run.path}`."
 
     def answered(answer: str | None) -> None:
         if answer == "y":
@@ -68,6 +83,8 @@ def ask_to_stop(screen: PollingScreen, target: Target) -> None:
 def ask_to_resume(screen: PollingScreen, target: Target) -> None:
     """Continue a run that ended early, after confirmation."""
     run = target.run
+    if refused_command(screen, run, "resumed"):
+        return
     question = (
         f"{run.name} ({target.state} at step {target.step}) continues from its newest checkpoint, "
         "in the background.\n\n"

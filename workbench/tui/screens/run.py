@@ -166,7 +166,7 @@ class RunScreen(PollingScreen):
         yield KeyBar()
 
     def _made(self, pane: Pane) -> Widget:
-        title = pane.numbered_title
+        title = pane.numbered_title()
         if pane.id == "loss":
             return TimelinePane(title, ascii_only=self.context.ascii_only, id=pane.id)
         if pane.id == "log":
@@ -221,9 +221,13 @@ class RunScreen(PollingScreen):
             line.snapshot = snapshot
             self.query_one(LogPane).snapshot = snapshot
             for pane in PANES:
+                if snapshot.command is not None and pane.title_of_watched:
+                    self.query_one(PaneTabs).rename(pane.id, pane.title_of_watched)
                 if pane.has_lines:
                     lines_for = partial(pane.lines, snapshot, self.context.ascii_only)
-                    self.query_one(f"#{pane.id}", TextPane).show(lines_for)
+                    text = self.query_one(f"#{pane.id}", TextPane)
+                    text.show(lines_for)
+                    text.show_title(pane.numbered_title(watched=snapshot.command is not None))
             self._tell_replay()
 
     # Layout.
@@ -320,6 +324,9 @@ class RunScreen(PollingScreen):
             return self._replay is not None and not isinstance(self.focused, TimelinePane | Input)
         if action == "speed":
             return self._replay is not None
+        if action == "flip" and self._snapshot is not None and self._snapshot.command is not None:
+            # Its settings are its own.
+            return False
         if action in ("flip", "why"):
             return not self.context.read_only and self._snapshot is not None
         if action in ("stop", "resume"):
@@ -423,7 +430,13 @@ class RunScreen(PollingScreen):
         if snapshot is None:
             return None
         alive = snapshot.alive.trainer or snapshot.alive.supervisor
-        return Target(self.run, snapshot.state, alive, snapshot.view.last_step)
+        return Target(
+            self.run,
+            snapshot.state,
+            alive,
+            snapshot.view.last_step,
+            is_command=snapshot.command is not None,
+        )
 
     def action_stop(self) -> None:
         if (target := self.target()) is not None:
@@ -452,6 +465,9 @@ class RunScreen(PollingScreen):
     def _ask_for_flip(self, mark: Happening | None) -> None:
         snapshot = self.shown
         if snapshot is None or self.context.read_only:
+            return
+        if snapshot.command is not None:
+            self.notify("no flip: the settings of this script are its own", markup=False)
             return
         found = suspicions(snapshot.view, settings_of(self.run))
         if mark is not None and mark.alert is not None:

@@ -18,7 +18,14 @@ from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot
 from workbench.tui.context import Context
 from workbench.tui.layout import is_low
 from workbench.tui.names import shortened
-from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
+from workbench.tui.screens.actions import (
+    RESUME,
+    STOP,
+    Target,
+    ask_to_resume,
+    ask_to_stop,
+    refused_command,
+)
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.filter_line import FilterLine
 from workbench.tui.widgets.key_bar import KeyBar
@@ -257,7 +264,7 @@ class RunsScreen(PollingScreen):
         from workbench.tui.screens.new_run import NewRunScreen
 
         row = self.query_one(RunsTable).selected
-        if row is not None:
+        if row is not None and not refused_command(self, RunFolder(row.path), "started again"):
             self.app.push_screen(NewRunScreen(self.context, like=RunFolder(row.path)))
 
     # Filter.
@@ -294,8 +301,9 @@ def _folders(snapshot: RunsSnapshot) -> str:
 def detail_lines(row: RunRow) -> list[str]:
     """Return the details of a run: its folder, its progress, its alerts."""
     lines = [str(row.path)]
-    if row.total_steps is not None:
-        words = [f"step {row.last_step}/{row.total_steps}"]
+    if row.total_steps is not None or row.last_step:
+        total = "" if row.total_steps is None else f"/{row.total_steps}"
+        words = [f"step {row.last_step}{total}"]
         words += [] if row.loss is None else [f"loss {format_value(row.loss)}"]
         words += [] if row.heldout is None else [f"held-out {format_value(row.heldout)}"]
         speed = row.tokens_per_second

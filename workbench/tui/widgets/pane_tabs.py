@@ -23,6 +23,12 @@ class PaneTabs(Static):
         self._panes = panes
         self.set_reactive(PaneTabs.chosen, next(iter(panes)))
 
+    def rename(self, pane: str, name: str) -> None:
+        key, before = self._panes[pane]
+        if name != before:
+            self._panes = {**self._panes, pane: (key, name)}
+            self._write()
+
     def on_resize(self) -> None:
         self._write()
 

@@ -28,6 +28,13 @@ def _maybe(write: Callable[[float], str], value: float | None) -> str:
     return ABSENT if value is None else write(value)
 
 
+def _steps_text(row: RunRow) -> str:
+    """Return the steps done, of how many where that is known."""
+    if row.total_steps is not None:
+        return f"{row.last_step}/{row.total_steps}"
+    return str(row.last_step) if row.last_step else ABSENT
+
+
 def _share(row: RunRow) -> float | None:
     return row.last_step / row.total_steps if row.total_steps else None
 
@@ -59,7 +66,7 @@ COLUMNS = (
     Column("state", lambda row: row.state, lambda row: row.state, 0, right=False),
     Column(
         "step",
-        lambda row: _maybe(lambda total: f"{row.last_step}/{total:.0f}", row.total_steps),
+        lambda row: _steps_text(row),
         _share,
         56,
         largest_first=True,

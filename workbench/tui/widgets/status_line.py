@@ -10,6 +10,8 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widgets import Static
 
+from engine.log.folder import WatchedCommand
+from engine.log.text import one_line
 from engine.units import format_seconds
 from workbench.feed import Snapshot
 from workbench.tui.layout import is_low
@@ -74,6 +76,21 @@ def compact(name: str, flags: Sequence[str], share: str, status: str, width: int
     return ["  ".join([shortened(name, max(NAME_CELLS, room)), *first]), " | ".join(second)]
 
 
+COMMAND_CELLS = 16
+"""The least of a command that is worth showing."""
+
+
+def with_command(top: str, command: WatchedCommand | None, width: int) -> str:
+    """Return a line with the command of a script that is not ours and its commit, as far as there is space."""
+    if command is None:
+        return top
+    commit = f"  {command.commit}" if command.commit else ""
+    room = width - len(top) - 2 - len(commit)
+    if room < COMMAND_CELLS:
+        return top
+    return f"{top}  {one_line(shortened(command.short, room))}{commit}"
+
+
 class StatusLine(Static):
     """Draws the status of a snapshot."""
 
@@ -114,6 +131,7 @@ class StatusLine(Static):
             if width < WIDE:
                 name = shortened(name, 24 if width >= NARROW else 16)
             top = "  ".join([name, *before, *([share] if share else []), *flags, *after])
+            top = with_command(top, snapshot.command, width - 2)
             below = snapshot.status
         lines = [_bold_to(top, "  ", "bold"), _bold_to(below, " | ", "bold reverse")]
         if snapshot.error is not None:

@@ -51,6 +51,11 @@ class TextPane(VerticalScroll, can_focus=True):
     def on_resize(self) -> None:
         self._write()
 
+    def show_title(self, title: str) -> None:
+        # Setting it draws it.
+        if (words := as_title(title)) != self.border_title:
+            self.border_title = words
+
     def show(self, lines_for: LinesFor) -> None:
         """Draw other lines."""
         self._lines_for = lines_for

@@ -121,9 +121,9 @@ class TimelinePane(ChartView, can_focus=True):
     watch_log_y = watch_by_time = watch_window
 
     def _write_title(self) -> None:
-        view = _view_of(self.snapshot)
+        snapshot = self.snapshot
         # The unit of somebody else's loss is not known.
-        title = self._title if view is None or view.watched is None else "1 loss"
+        title = self._title if snapshot is None or snapshot.command is None else "1 loss"
         words = [title, "log axis" if self.log_y else ""]
         words += ["by time" if self.by_time else ""]
         words += ["zoomed, 0 shows all" if self.window.span is not None else ""]
