@@ -20,11 +20,14 @@ from functools import partial
 from pathlib import Path
 
 from engine.errors import EngineError
-from engine.log.events import LauncherGone, Note, TrainerStarted
-from engine.log.folder import RunFolder, open_run, read_command
+from engine.log.beats import Beat
+from engine.log.events import LauncherGone, Note, TrainerExited, TrainerStarted
+from engine.log.folder import RunFolder, is_run, open_run, read_command
+from engine.log.text import event_text
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.terminal import say
+from engine.watch.exit_cause import Certainty, ExitState
 from engine.watch.observe import RunObserver
 from engine.watch.stacks import FOLDER
 
@@ -54,49 +57,177 @@ class _Launcher:
         return line.decode()
 
 
+class _Training:
+    """One run folder below the command, and what observes it."""
+
+    def __init__(self, run: RunFolder, pid: int, command: RunFolder) -> None:
+        """`pid` is the command's, or of the process that made the folder of a later training; `command` is the run
+        folder of the command, to which all processes write their stacks."""
+        self.run, self.is_command = run, run == command
+        self._watch = LogWriter(run.watch, writer="supervisor")
+        self._device = LogWriter(run.device, writer="sampler")
+        self._watch.write(TrainerStarted(trainer_pid=pid, supervisor_pid=os.getpid()))
+        self._watch.write(Note(level="info", text=_about(run)))
+        self.observer = RunObserver(
+            run,
+            pid,
+            self._watch,
+            self._device,
+            sample_seconds=SAMPLE_SECONDS,
+            stop=lambda why, now: None,
+            process=partial(training_process, command, pid),
+        )
+        self.observer.begin()
+        self._seen_over = self.is_recorded = False
+
+    def close(self) -> None:
+        self._watch.close()
+        self._device.close()
+
+    def tick(self) -> None:
+        found = self.observer.tick()
+        if found.why:
+            self.observer.write_watch(Note(level="warning", text=found.why))
+        if not self.is_recorded and self._is_over():
+            # Of the command itself its end is told, a moment later, by the process that started it.
+            if self._seen_over:
+                self.record_end()
+            self._seen_over = True
+
+    def _is_over(self) -> bool:
+        """Whether a training began here, and its process writes no more steps."""
+        view = self.observer.watcher.view
+        return view.watched is not None and not self.run.liveness().trainer
+
+    def record_end(self) -> None:
+        """Record the end of a training whose process is not a child of ours, from what its probe wrote."""
+        if self.is_recorded:
+            return
+        self.is_recorded = True
+        watcher = self.observer.watcher
+        watcher.tick()
+        if self.is_command:
+            watcher.training_is_over = True
+            text = "the training ended, the command goes on"
+            self.observer.write_watch(Note(level="info", text=text))
+            return
+        pid = watcher.view.watched.pid if watcher.view.watched is not None else self.observer.pid
+        self.observer.write_watch(exit_of(watcher.view, pid))
+
+
+def exit_of(view: RunView, pid: int) -> TrainerExited:
+    """How a training ended of whose process no exit code is known."""
+    ended = view.script_ended
+    if ended is None:
+        state, certainty = ExitState.UNKNOWN, Certainty.NONE
+        text = "it left no word: ended by a signal or os._exit, or its log could not be written"
+    else:
+        state = ExitState.COMPLETED if ended.exception is None else ExitState.FAILED
+        certainty, text = Certainty.PROVED, event_text(ended)
+    return TrainerExited(
+        trainer_pid=pid,
+        returncode=None,
+        state=str(state),
+        signal=None,
+        cause=ended.exception or "its script ended" if ended is not None else "not known",
+        certainty=str(certainty),
+        sentence=f"{text}; its exit code is known to its parent alone",
+    )
+
+
+class _Trainings:
+    """The command's run, and those of the later trainings below it, as long as they go on."""
+
+    def __init__(self, run: RunFolder, pid: int) -> None:
+        self.command = _Training(run, pid, run)
+        self._later: list[_Training] = []
+        self._number = 2
+
+    def tick(self) -> None:
+        self._find_later()
+        for training in (self.command, *self._later):
+            training.tick()
+        self._drop_recorded()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the next tick."""
+        return min(one.observer.left_s for one in (self.command, *self._later))
+
+    def _find_later(self) -> None:
+        run = self.command.run
+        while os.path.lexists(path := later_run(run, self._number).path):
+            about = read_command(RunFolder(path)) if is_run(path) else None
+            if about is not None and about.part_of == run.name and about.pid:
+                self._later.append(_Training(RunFolder(path), about.pid, run))
+            elif about is None and not is_run(later_run(run, self._number + 1).path):
+                return  # it is being made
+            self._number += 1
+
+    def _drop_recorded(self) -> None:
+        for training in [one for one in self._later if one.is_recorded]:
+            training.close()
+            self._later.remove(training)
+
+    def end(self, code: int | None) -> None:
+        """Record how the command ended, if that is known, and what it leaves behind."""
+        self._find_later()
+        for training in self._later:
+            training.record_end()
+        self._drop_recorded()
+        observer = self.command.observer
+        if code is None:
+            text = "the command ended; its exit code went with the process that started it"
+            observer.write_watch(Note(level="warning", text=text))
+        else:
+            observer.watcher.tick()
+            ended = observer.watcher.view.script_ended
+            observer.record_exit(
+                code,
+                stop_requested=None,
+                finished=code == 0,
+                exception=ended.exception if ended is not None else None,
+                is_ours=False,
+            )
+        self.command.close()
+
+
 def supervise(run: RunFolder) -> int:
-    """Observe the command of `run` to its end."""
+    """Observe the command of `run`, and the later trainings below it, to its end."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     launcher = _Launcher()
-    with (
-        LogWriter(run.watch, writer="supervisor") as watch,
-        LogWriter(run.device, writer="sampler") as device,
-    ):
-        pid = launcher.line()
-        if pid is None:
+    pid = launcher.line()
+    if pid is None:
+        with LogWriter(run.watch, writer="supervisor") as watch:
             watch.write(Note(level="error", text="the command was not started"))
-            return 1
-        watch.write(TrainerStarted(trainer_pid=int(pid), supervisor_pid=os.getpid()))
-        watch.write(Note(level="info", text=_about(run)))
-        observer = RunObserver(
-            run,
-            int(pid),
-            watch,
-            device,
-            sample_seconds=SAMPLE_SECONDS,
-            stop=lambda why, now: None,
-            process=partial(training_process, run, int(pid)),
-        )
-        code = _wait_for_end(observer, launcher)
-        if code is None:
-            text = "the command ended; its exit code went with the process that started it"
-            watch.write(Note(level="warning", text=text))
-        else:
-            observer.record_exit(code, stop_requested=None, finished=code == 0, is_ours=False)
+        return 1
+    trainings = _Trainings(run, int(pid))
+    trainings.end(_wait_for_end(trainings, launcher))
     return 0
 
 
-def training_process(run: RunFolder, pid: int, view: RunView) -> tuple[int, str]:
-    """Return the process below the command `pid` that trains, and the name of the file to which it writes its stacks:
-    the one that has stepped an optimizer, else the newest that has imported torch, else the command."""
-    if view.watched is not None:
+def later_run(run: RunFolder, number: int) -> RunFolder:
+    """The folder of a later training of a command, the second with `number` 2."""
+    return RunFolder(run.path.with_name(f"{run.path.name}-{number}"))
+
+
+def training_process(
+    run: RunFolder, pid: int, view: RunView, rank: Beat | None = None
+) -> tuple[int, str]:
+    """Return the process below the command `pid` that trains, and the file to which it writes its stacks: that of a
+    rank, the one that has stepped an optimizer, else the newest that has imported torch, else the command.
+
+    `run` is the folder of the command, to which all write their stacks."""
+    if rank is not None:
+        pid = rank.pid
+    elif view.watched is not None:
         pid = view.watched.pid
     else:
         paths = sorted((run.path / FOLDER).glob("[0-9]*.txt"), key=_made_ns)
         numbers = [int(path.stem) for path in paths if path.stem.isdecimal()]
         pid = next((n for n in reversed(numbers) if Path(f"/proc/{n}").exists()), pid)
-    return pid, f"{pid}.txt"
+    return pid, str(run.path.absolute() / FOLDER / f"{pid}.txt")
 
 
 def _made_ns(path: Path) -> int:
@@ -111,23 +242,21 @@ def _about(run: RunFolder) -> str:
     command = read_command(run)
     assert command is not None, "engine watch has written it"
     commit = f", commit {command.commit}" if command.commit else ""
-    return f"command: {command.line}, in {command.folder}{commit}"
+    later = f"; a later training of {command.part_of}" if command.part_of else ""
+    return f"command: {command.line}, in {command.folder}{commit}{later}"
 
 
-def _wait_for_end(observer: RunObserver, launcher: _Launcher) -> int | None:
+def _wait_for_end(trainings: _Trainings, launcher: _Launcher) -> int | None:
     """Observe until the command has ended; returns its exit code, or None where nobody is left to tell it."""
-    selector = selectors.DefaultSelector()
+    observer, selector = trainings.command.observer, selectors.DefaultSelector()
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
     # A command that has ended already is told of by its launcher.
     with contextlib.suppress(ProcessLookupError):
         selector.register(os.pidfd_open(observer.pid), selectors.EVENT_READ, "command")
-    observer.begin()
     ended_by_s = math.inf
     while True:
-        found = observer.tick()
-        if found.why:
-            observer.write_watch(Note(level="warning", text=found.why))
-        while (left := min(observer.left_s, ended_by_s - time.monotonic())) > 0:
+        trainings.tick()
+        while (left := min(trainings.left_s, ended_by_s - time.monotonic())) > 0:
             for key, _ in selector.select(left):
                 if key.data == "launcher" and (line := launcher.line()) is not None:
                     return int(line)

@@ -145,7 +145,7 @@ def exit_code(view: RunView, supervisor_code: int) -> int:
     elif view.exit is not None and supervisor_code - 128 not in ENDING:
         # A supervisor that was asked to end a run before its first step reports that, however the trainer
         # ended.
-        code = view.exit.returncode
+        code = supervisor_code if view.exit.returncode is None else view.exit.returncode
     if code < 0:
         return 128 - code
     return code if code or view.finished is not None else EXIT_FAIL

@@ -140,6 +140,19 @@ class Watched(Event, frozen=True, kw_only=True, tag="watched"):
     world: Count = 1
 
 
+class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):
+    """The end of a training that is not ours, as its probe saw it. Its exit code is known to its parent alone."""
+
+    how: str
+    """`returned`, `raised` (an exception that nobody caught), or `goes on` (to another training, or after the block
+    that the script itself marked)."""
+    exception: str | None = None
+    """The name of its class."""
+    message: str | None = None
+    where: str | None = None
+    """The line that raised it."""
+
+
 TRAINING = "training"
 """The phase that begins with the first step; before it a run has nothing to save."""
 
@@ -510,7 +523,8 @@ class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
     """How the trainer process ended, as its parent saw it; `sentence` claims only what was proved."""
 
     trainer_pid: Pid
-    returncode: Whole
+    returncode: Whole | None
+    """None where its parent is not ours: the process of a later training below `engine watch`."""
     state: str
     signal: str | None
     cause: str
@@ -533,6 +547,7 @@ Known: TypeAlias = (
     LogOpened
     | RunStarted
     | Watched
+    | ScriptEnded
     | Phase
     | DecisionMade
     | DataReady

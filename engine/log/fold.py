@@ -45,6 +45,7 @@ from engine.log.events import (
     Phase,
     RunFinished,
     RunStarted,
+    ScriptEnded,
     StackDump,
     StopRequested,
     StudentSaved,
@@ -69,6 +70,7 @@ _NEWEST: dict[type, str] = {
     VocabularyCut: "vocabulary_cut",
     StudentSaved: "student",
     Watched: "watched",
+    ScriptEnded: "script_ended",
     RunFinished: "finished",
 }
 """View fields that hold the newest event of a kind."""

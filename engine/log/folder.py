@@ -130,6 +130,10 @@ class WatchedCommand:
     """Where it was started."""
     commit: str | None
     """The commit of that folder, with `+` where files differ from it."""
+    part_of: str | None = None
+    """Of a later training below the command: the name of the command's own run, which lies beside it."""
+    pid: int | None = None
+    """Of a later training: the process that made its folder."""
 
     @property
     def line(self) -> str:
@@ -151,10 +155,13 @@ def read_command(run: RunFolder) -> WatchedCommand | None:
     if not isinstance(found, dict):
         return None
     words, commit = found.get("arguments"), found.get("commit")
+    part_of, pid = found.get("part_of"), found.get("pid")
     return WatchedCommand(
         arguments=tuple(map(str, words)) if isinstance(words, list) else (),
         folder=str(found.get("folder") or "unknown"),
         commit=commit if isinstance(commit, str) else None,
+        part_of=part_of if isinstance(part_of, str) else None,
+        pid=pid if isinstance(pid, int) and pid > 0 else None,
     )
 
 

@@ -37,6 +37,7 @@ from engine.log.events import (
     Phase,
     RunFinished,
     RunStarted,
+    ScriptEnded,
     StackDump,
     StepDone,
     StopForwarded,
@@ -129,6 +130,8 @@ def _event_text(event: AnyEvent) -> str:
             return f"{event.writer} (pid {event.pid}) opened its log{cut}"
         case Watched():
             return _watched_text(event)
+        case ScriptEnded():
+            return _script_ended_text(event)
         case RunStarted():
             return _started_text(event)
         case Phase():
@@ -220,6 +223,13 @@ def _watched_text(event: Watched) -> str:
         f"watching process {event.pid}: {event.optimizer} of {format_count(event.parameters)} parameters on "
         f"{event.device}, torch {event.torch}, Python {event.python}"
     )
+
+
+def _script_ended_text(event: ScriptEnded) -> str:
+    if event.exception is None:
+        return "the training ended" + (", the script goes on" if event.how == "goes on" else "")
+    message = f": {event.message}" if event.message else ""
+    return f"the script ended with {event.exception} at {event.where or 'an unknown line'}{message}"
 
 
 def _started_text(event: RunStarted) -> str:

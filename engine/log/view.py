@@ -34,6 +34,7 @@ from engine.log.events import (
     Phase,
     RunFinished,
     RunStarted,
+    ScriptEnded,
     StackDump,
     StudentSaved,
     TrainerExited,
@@ -91,6 +92,7 @@ class RunView:
     started_unix_s: float | None = None
     watched: Watched | None = None
     """The script that trains, where it is not ours."""
+    script_ended: ScriptEnded | None = None
     session_unix_s: float | None = None
     phase: Phase | None = None
     phase_unix_s: float | None = None

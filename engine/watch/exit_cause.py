@@ -227,14 +227,12 @@ def _exited(
         text = f"An allocation of {kind} memory failed inside the process, which ended itself"
         text += f" ({exception}, exit {code})"
         return _said(ExitState.ALLOC_FAILED, f"{kind} allocation failed", Certainty.PROVED, text)
-    if not is_ours:
-        text = f"The command ended itself with exit {code}"
-        return _said(ExitState.FAILED, f"exit {code}", Certainty.PROVED, text)
-    state, meaning = _EXIT_STATES.get(code, (ExitState.FAILED, "it gave a code without a meaning"))
     cause = f"exit {code}" if exception is None else f"exit {code}, {exception}"
-    return _said(
-        state, cause, Certainty.PROVED, f"The process ended itself with {cause}: {meaning}"
-    )
+    text = f"The {'process' if is_ours else 'command'} ended itself with {cause}"
+    if not is_ours:
+        return _said(ExitState.FAILED, cause, Certainty.PROVED, text)
+    state, meaning = _EXIT_STATES.get(code, (ExitState.FAILED, "it gave a code without a meaning"))
+    return _said(state, cause, Certainty.PROVED, f"{text}: {meaning}")
 
 
 def _allocation_kind(exception: str | None) -> str | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from engine.errors import DiskFull, RunLogError
+from engine.log.beats import Beat
 from engine.log.events import Event, FactsRead, GpuSample, HostSample, Note, TrainerExited
 from engine.log.folder import RunFolder
 from engine.log.held import held_readings
@@ -42,10 +43,11 @@ class RunObserver:
         *,
         sample_seconds: float,
         stop: Callable[[str, bool], None],
-        process: Callable[[RunView], tuple[int, str]] | None = None,
+        process: Callable[[RunView, Beat | None], tuple[int, str]] | None = None,
     ) -> None:
         """`stop(why, now)` is called where a setting of the run says that a stall ends it. `process` returns the
-        process that trains, where `pid` may only have started it, and the file to which it writes its stacks."""
+        process that trains, where `pid` may only have started it, or a rank of it, and the file to which it writes
+        its stacks."""
         self.run, self.pid, self.watch, self.device = run, pid, watch, device
         self._begun_s = time.monotonic()
         self._before = read_kill_counters(pid=pid)
@@ -151,7 +153,7 @@ class RunObserver:
         self.watch.sync()
 
     def _trainer_pid(self) -> int:
-        return self.pid if self._process is None else self._process(self.watcher.view)[0]
+        return self.pid if self._process is None else self._process(self.watcher.view, None)[0]
 
     def _sample(self) -> None:
         for sample in self._sampler.sample():

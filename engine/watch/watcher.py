@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import RunLogError
-from engine.log.beats import behind, read_beats, waited_for
+from engine.log.beats import Beat, behind, read_beats, waited_for
 from engine.log.events import AlertRaised, Event, Note, StackDump
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
@@ -52,15 +52,21 @@ class Watcher:
         write: Callable[[Event], None],
         stop: Callable[[str, bool], None],
         *,
-        process: Callable[[RunView], tuple[int, str]] | None = None,
+        process: Callable[[RunView, Beat | None], tuple[int, str]] | None = None,
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it. `process`
-        returns which process's stacks to take, and the file to which that process writes them, where that is not
-        `pid`."""
+        returns which process's stacks to take, given the rank that the others wait for, and the file to which that
+        process writes them, where that is not `pid`."""
         self.run = run
-        self._process = process or (lambda view: (pid, TRAINER_FILE))
+        self.training_is_over = False
+        """Set where the process goes on without training: its silence is no stall then."""
+
+        def own(view: RunView, rank: Beat | None) -> tuple[int, str]:
+            return (pid, TRAINER_FILE) if rank is None else (rank.pid, dump_file(rank.rank))
+
+        self._process = process or own
         self._write, self._stop = write, stop
         self._wall, self._monotonic = wall, monotonic
         self.settings = read_settings(run)
@@ -108,7 +114,7 @@ class Watcher:
 
     def _silence(self, case: Case) -> Silence | None:
         try:
-            return silence(case)
+            return None if self.training_is_over else silence(case)
         except CannotJudge:
             return None
 
@@ -121,7 +127,7 @@ class Watcher:
             # The alert waits a tick or two for the stacks.
             self._judge(case, without=STALLS)
             return
-        self._judge(case)
+        self._judge(case, without=STALLS if self.training_is_over else ())
         if still is not None and still.is_quiet and self._capture is None:
             self._tell_quiet(case.phase, still)
 
@@ -145,12 +151,10 @@ class Watcher:
     def _begin_capture(self, why: str) -> None:
         self._captures += 1
         name = f"{self._captures:03}-step-{self.view.last_step}"
-        pid, file = self._process(self.view)
         beats = read_beats(self.run)
+        # Ranks that wait for another all look alike, so the rank they wait for is captured.
+        pid, file = self._process(self.view, (behind(beats) or beats)[0] if beats else None)
         if beats:
-            # Ranks that wait for another all look alike, so the rank they wait for is captured.
-            first = (behind(beats) or beats)[0]
-            pid, file = first.pid, dump_file(first.rank)
             why = f"{why}; {waited_for(beats) or 'all ranks have come equally far'}"
         capture = Capture(run=self.run.path, pid=pid, dump_file=file, name=f"{pid}-{name}", why=why)
         try:

@@ -54,9 +54,19 @@ class Ran:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        path = self.folder / "run" / "events.jsonl"
+        return self.lines_of("run")
+
+    def lines_of(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
+
+    @property
+    def trainings(self) -> list[list[dict[str, Any]]]:
+        """The log of each training below the command, in the order in which they began."""
+        folders = [path for path in self.folder.glob("run*") if (path / "events.jsonl").exists()]
+        folders.sort(key=lambda path: (len(path.name), path.name))
+        return [self.lines_of(path.name) for path in folders]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["kind"] == kind]
@@ -123,10 +133,24 @@ def without_times(stderr: str) -> str:
     return re.sub(r"^([IWE])\d{4} [\d:.]+ \d+", r"\1", stderr, flags=re.MULTILINE)
 
 
-def agree(ran: Ran) -> None:
-    """Each step of the log holds what the script said of that step, and there are as many."""
-    assert ran.said and len(ran.steps) == len(ran.said)
-    for number, (step, said) in enumerate(zip(ran.steps, ran.said, strict=True), 1):
+def agree(ran: Ran, trainings: int = 1) -> None:
+    """Each step of the log holds what the script said of that step, and there are as many; each of several trainings
+    has a log of its own."""
+    logs = ran.trainings
+    assert len(logs) == trainings
+    left = ran.said
+    for lines in logs:
+        steps = [line for line in lines if line["kind"] == "step"]
+        assert steps and len(left) >= len(steps)
+        _agree(lines, steps, left[: len(steps)])
+        left = left[len(steps) :]
+    assert not left
+
+
+def _agree(
+    lines: list[dict[str, Any]], steps: list[dict[str, Any]], told: list[dict[str, Any]]
+) -> None:
+    for number, (step, said) in enumerate(zip(steps, told, strict=True), 1):
         assert step["step"] == number
         assert {name: step[name] for name in said} == said, number
         assert step["step_s"] > 0 and set(step["phases"]) == {
@@ -139,5 +163,6 @@ def agree(ran: Ran) -> None:
         # Both sums are of the same differences, in another order.
         assert abs(sum(step["phases"].values()) - step["step_s"]) < 1e-6
         assert step["data_s"] == step["phases"]["data"]
-    assert [line["seq"] for line in ran.lines] == list(range(len(ran.lines)))
-    assert [line["kind"] for line in ran.lines[:3]] == ["log_opened", "watched", "phase"]
+    assert [line["seq"] for line in lines] == list(range(len(lines)))
+    assert [line["kind"] for line in lines[:3]] == ["log_opened", "watched", "phase"]
+    assert lines[-1]["kind"] == "script_ended"

@@ -325,7 +325,7 @@ ours = [entry for entry in sys.path if entry.endswith("attach/probe")]
 print("APR_WATCH_RUN" not in os.environ or ours == sys.path[-1:])
 print(sys.argv, __name__, threading.active_count(), warnings.filters[:2])
 for f in (torch.Tensor.backward, torch.autograd.backward, torch.nn.utils.clip_grad_norm_,
-          torch.utils.data.dataloader._BaseDataLoaderIter.__next__):
+          torch.optim.Optimizer.__init__, torch.utils.data.dataloader._BaseDataLoaderIter.__next__):
     print(f.__name__, f.__qualname__, f.__module__, len(f.__doc__ or ""), inspect.signature(f))
 print(pickle.loads(pickle.dumps(torch.Tensor.backward)) is torch.Tensor.backward)
 print(type(torch.__spec__.loader).__name__, "exec_module" in vars(torch.__spec__.loader))
@@ -369,7 +369,7 @@ def hooked():
     loader = torch.utils.data.dataloader._BaseDataLoaderIter
     return [torch.Tensor.backward, torch.autograd.backward, torch.nn.utils.clip_grad_norm_,
             torch.nn.utils.clip_grad.clip_grad_norm_, loader.__next__,
-            CallbackHandler.on_step_begin, calls._call_callback_hooks,
+            CallbackHandler.on_step_begin, calls._call_callback_hooks, torch.optim.Optimizer.__init__,
             len(optimizers._global_optimizer_pre_hooks), len(optimizers._global_optimizer_post_hooks)]
 
 def train():
@@ -429,6 +429,8 @@ for owner, name in ((apr_watch.compiles.Compiles, "since_last"), (apr_watch.memo
 for name in ("mark", "lap"):
     say(**with_fault(apr_watch.device_clock.DeviceClock, name, fail, 3))
 say(**with_fault(apr_watch.step, "Log", fail, 1))
+say(**with_fault(apr_watch.step, "claim", fail, 1))
+say(**with_fault(Steps, "optimizer_made", fail, 1))
 say(**with_fault(Log, "write", fail, 5))
 say(**with_fault(apr_watch.hooks, "_is_below", fail, 7))
 

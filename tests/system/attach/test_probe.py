@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from engine.log.beats import read_beats
 from engine.log.events import LogOpened, Phase, StepDone, Watched
+from engine.log.folder import RunFolder
 from engine.log.read import LogReader
 from tests.support import attached_scripts as scripts
 from tests.support.attached import PROBE, Ran, agree, begin_run, end_run, run_twice, run_watched
@@ -30,6 +33,7 @@ def test_a_plain_loop_is_the_same_to_the_byte_and_every_step_is_in_the_log(
     assert facts["parameters"] == 8 * 16 + 16 + 16 + 1
     assert (facts["optimizer"], facts["device"]) == ("AdamW", "cpu")
     assert (facts["rank"], facts["world"]) == (0, 1)
+    assert watched.lines[-1]["how"] == "returned"
     events = LogReader(watched.folder / "run" / "events.jsonl").poll()
     assert [type(event) for event in events[:3]] == [LogOpened, Watched, Phase]
     assert [event.step for event in events if isinstance(event, StepDone)] == [*range(1, 13)]
@@ -43,9 +47,9 @@ def test_micro_batches_of_a_step_are_summed_whichever_backward_was_called(tmp_pa
 
 def test_closures_and_several_optimizers_have_the_steps_of_the_first(tmp_path: Path) -> None:
     """LBFGS, a GAN, an optimizer inside another one whose step once raises, one for each parameter that steps in
-    the backward pass, and a gradient scaler that leaves out a step."""
+    the backward pass, and a gradient scaler that leaves out a step; one training after the other."""
     watched, _ = run_twice(tmp_path, scripts.OTHER_STEPS)
-    agree(watched)
+    agree(watched, trainings=5)
 
 
 @pytest.mark.parametrize(("workers", "how"), [(2, "fork"), (1, "spawn")])
@@ -55,8 +59,12 @@ def test_workers_of_a_loader_write_nothing(tmp_path: Path, workers: int, how: st
     assert all(step["data_s"] > 0 for step in watched.steps)
 
 
-def test_a_forked_child_leaves_the_log_to_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_leaves_the_log_to_its_parent_and_has_one_of_its_own(tmp_path: Path) -> None:
     watched, _ = run_twice(tmp_path, scripts.FORKS)
+    children = watched.trainings[1:]
+    assert [len([line for line in log if line["kind"] == "step"]) for log in children] == [2, 1]
+    for path in watched.folder.glob("run-*"):
+        shutil.rmtree(path)
     agree(watched)
 
 
@@ -113,13 +121,17 @@ def test_a_log_that_is_locked_or_has_lines_or_cannot_be_opened_is_left_alone(
     assert not os.listdir(places["shut"])
 
 
-def test_a_rank_that_is_not_the_first_writes_nothing(
+def test_a_rank_that_is_not_the_first_writes_how_far_it_has_come_and_nothing_else(
     tmp_path: Path, plain: tuple[Ran, Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = "os.environ.update(RANK='1', WORLD_SIZE='2')\n" + scripts.PLAIN
     ran = run_watched(tmp_path, script)
     assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain[1].stdout)
-    assert not ran.lines and [p.name for p in (tmp_path / "run").iterdir()] == ["stacks"]
+    assert not ran.lines
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["owner", "ranks", "stacks"]
+    (beat,) = read_beats(RunFolder(tmp_path / "run"))
+    # Each of the twelve steps begins a backward pass and an update.
+    assert (beat.rank, beat.step, beat.entered) == (1, 12, 24)
 
 
 def test_a_fault_in_any_hook_removes_the_probe_and_nothing_else(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_hanging_script_is_named_by_its_own_line(tmp_path: Path, steps: int) -
         )
         capture.begin()
         # The handler runs when the process is next scheduled; its file grows then.
-        grown = script.run.path / "stacks" / script.file
+        grown = Path(script.file)
         while "most recent call first" not in grown.read_text():
             os.sched_yield()
         dump = capture.finish()
@@ -97,7 +97,10 @@ def test_a_process_that_is_not_there_any_more_is_never_signalled(tmp_path: Path)
     gone = subprocess.Popen(["true"])
     gone.wait()
     (run.path / "stacks" / f"{gone.pid}.txt").write_text("main thread 0x1\n")
-    assert training_process(run, os.getpid(), RunView()) == (os.getpid(), f"{os.getpid()}.txt")
+    assert training_process(run, os.getpid(), RunView()) == (
+        os.getpid(),
+        str(run.path / "stacks" / f"{os.getpid()}.txt"),
+    )
 
 
 def test_a_pause_between_steps_counts_as_a_stall_only_after_what_an_evaluation_may_take(

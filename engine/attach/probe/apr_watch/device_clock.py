@@ -61,6 +61,10 @@ class DeviceClock:
         else:
             self._marks.append((event, phase))
 
+    def forget(self) -> None:
+        """What this step has so far is not the step's alone: its seconds are unknown."""
+        self._is_whole = False
+
     def lap(self, device: Any) -> Lap:
         """End the step with the last mark, which begins the next one. Its tensors are on `device`."""
         known = self._is_whole and bool(self._marks) and self._stream.device == device

@@ -16,7 +16,17 @@ from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from . import compiles, device_clock, memory, progress, step, values, writer
+from . import (
+    compiles,
+    device_clock,
+    folders,
+    memory,
+    progress,
+    step,
+    trainings,
+    values,
+    writer,
+)
 from .progress import left_of_lightning, left_of_trainer
 from .step import Steps
 from .writer import NotTheWriter
@@ -94,6 +104,16 @@ class Hooks:
             if not is_compiling():
                 self._ours(self._after_step, sys._getframe(1), optimizer)
 
+        def wrap_init(original: Any) -> Any:
+            @functools.wraps(original)
+            def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+                original(optimizer, *args, **kwargs)
+                if not is_compiling() and self._is_on():
+                    self._ours(self._steps.optimizer_made, optimizer)
+
+            return __init__
+
+        self._replace(optimizers.Optimizer, "__init__", wrap_init)
         self._undo += [
             optimizers.register_optimizer_step_pre_hook(before_step).remove,
             optimizers.register_optimizer_step_post_hook(after_step).remove,
@@ -303,7 +323,17 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         return
     for code in _codes(Hooks, _is_below):
         leave_alone(code, code.co_name == "_ours")
-    for module in (step, values, writer, compiles, device_clock, memory, progress):
+    for module in (
+        compiles,
+        device_clock,
+        folders,
+        memory,
+        progress,
+        step,
+        trainings,
+        values,
+        writer,
+    ):
         for code in _codes(*vars(module).values()):
             leave_alone(code, True)
 

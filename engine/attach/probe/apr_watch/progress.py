@@ -27,6 +27,11 @@ class Progress:
         """A framework is going to do so many steps after step `step`."""
         self._total_steps = None if left is None or left < 0 else step + left
 
+    def begin(self, done: int) -> None:
+        """A training begins after `done` steps of the one before: what was planned is counted from here."""
+        left = None if self._total_steps is None else self._total_steps - done
+        self._total_steps = left if left is not None and left > 0 else None
+
     def batch_fetched(self, iterator: Any) -> None:
         """A data loader has handed out a batch of its pass."""
         if self._iterator is None or self._iterator() is not iterator:

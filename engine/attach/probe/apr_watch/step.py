@@ -1,7 +1,7 @@
 """What a step is: the time, the batches and the losses since the step before, and when its line is written.
 
-A step ends with the `step()` of the optimizer that stepped first in this process. With several optimizers, as in a
-GAN, the losses in front of another one's `step()` are that one's and are not counted; its time is.
+A step ends with the `step()` of the training's first optimizer. With several optimizers, as in a GAN, the losses in
+front of another one's `step()` are that one's and are not counted; its time is.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from .compiles import Compiles
 from .device_clock import DeviceClock, Lap
+from .folders import Beat, claim, rank_and_world
 from .memory import HeldMemory
 from .progress import Progress
+from .trainings import Trainings
 from .values import Kept, Reader, Values, as_number, is_capturing
-from .writer import Log, NotTheWriter
+from .writer import Log
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
+_TEXT = 500
 
 
 class Clock:
@@ -60,6 +63,16 @@ class Clock:
         self.seconds[phase] += now - self._mark_s
         self._mark_s = now
         self._mark(phase)
+
+    def mark(self) -> tuple[float, dict[str, float]]:
+        """The time now, and the seconds until now: from here on a step may be counted."""
+        self._charge(self.running[-1] if self.running else "rest")
+        return self._mark_s, dict(self.seconds)
+
+    def begin_at(self, mark: tuple[float, dict[str, float]]) -> None:
+        """Count the step that is in progress from `mark` on."""
+        self.begin_s, before = mark
+        self.seconds = {phase: self.seconds[phase] - before[phase] for phase in PHASES}
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """End the step with the last phase that was left: its seconds, in all and by phase."""
@@ -126,11 +139,22 @@ def _sum(numbers: list[Any]) -> Any:
     return None if not numbers or None in numbers else sum(numbers)
 
 
+class Entry(NamedTuple):
+    """A line of a log that waits for its values."""
+
+    values: Values
+    log: Log
+    kind: str
+    fields: dict[str, Any]
+    lap: Lap | None = None
+    """The step's time on a GPU."""
+
+
 class Steps:
     """The steps of this process. The hooks tell it what happens; it writes."""
 
-    def __init__(self, torch: Any, folder: str) -> None:
-        self._torch, self._folder = torch, folder
+    def __init__(self, torch: Any, run: str) -> None:
+        self._torch, self._run = torch, run
         self._left_to_parent: list[Any] = []
         self._batches = Batches(torch)
         self._compiles = Compiles()
@@ -138,17 +162,23 @@ class Steps:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.log: Log | None = None
+        self._trainings = Trainings()
         self._reader = Reader(self._torch)
-        self._values = Values()
         self._device_clock = DeviceClock(self._torch, PHASES)
-        self._clock = Clock(self._device_clock.mark)
+        self._clock = Clock(self._mark_device)
         self._thread: int | None = None
-        self._first: Any = None
-        self._step = 0
         self._progress = Progress()
-        self._waiting: deque[tuple[Values, dict[str, Any]]] = deque()
+        self._waiting: deque[Entry] = deque()
+        self._values = Values()
         self._forget_losses()
+        self._forget_training()
+
+    def _forget_training(self) -> None:
+        self.log: Log | None = None
+        self._folder: str | None = None
+        self._beat: Beat | None = None
+        self._rank, self._world = 0, 1
+        self._step = 0
 
     def _forget_losses(self) -> None:
         self._reader.drop(self._values)
@@ -190,6 +220,7 @@ class Steps:
         self._batches.trained_on()
         self._progress.trained_on()
         self._backwards += 1
+        self._say_begun()
         self._losses += [self._loss_of(tensor) for tensor in self._as_list(tensors)]
         return True
 
@@ -200,7 +231,8 @@ class Steps:
         return self._keep(tensor)
 
     def _keep(self, tensor: Any) -> float | Kept | None:
-        return self._reader.keep(tensor, self._values)
+        # Of a rank that writes no log nothing is read.
+        return None if self._rank else self._reader.keep(tensor, self._values)
 
     def _as_list(self, tensors: Any) -> list[Any]:
         return [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
@@ -234,11 +266,16 @@ class Steps:
 
     # Optimizer.
 
+    def optimizer_made(self, optimizer: Any) -> None:
+        if self._trainings.number:
+            self._trainings.optimizer_made(optimizer, self._clock.mark())
+
     def optimizer_begins(self) -> None:
         self._take_thread()
         # Still running: the optimizer's last step raised, and the script caught it.
         self._clock.drop("optimizer")
         self._clock.enter("optimizer")
+        self._say_begun()
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self._clock.leave("optimizer")
@@ -246,20 +283,59 @@ class Steps:
             # Nothing ran: a step was recorded, to be replayed out of sight.
             self._forget_losses()
             return
-        if self._first is None or self._first() is None:
-            self._first = weakref.ref(optimizer)
-        if self._first() is optimizer:
+        if self._trainings.begin_with(optimizer):
+            self._begin_training(optimizer)
+        if self._trainings.are_led_by(optimizer):
             self._step_ends(optimizer)
         self._forget_losses()
+
+    def _begin_training(self, optimizer: Any) -> None:
+        if self._trainings.number > 1:
+            self._progress.begin(self._step)
+            self.end_training()
+            mark = self._trainings.mark_of(optimizer)
+            if mark is not None:
+                self._clock.begin_at(mark)
+                self._device_clock.forget()
+        self._locate()
+
+    def end_training(self) -> None:
+        """Nothing more is written to the training's log once the values of its steps are known."""
+        if self.log is not None:
+            self._waiting.append(Entry(Values(), self.log, "script_ended", {"how": "goes on"}))
+            self._write_ready()
+        if self._beat is not None:
+            self._beat.close()
+        self._forget_training()
+
+    def _locate(self) -> None:
+        """Find the folder of the training, and which rank of it this is."""
+        if self._folder is None:
+            self._rank, self._world = rank_and_world(self._torch)
+            self._folder = claim(self._run, self._trainings.newest, self._world)
+            if self._world > 1:
+                self._beat = Beat(self._folder, self._rank)
+
+    def _say_begun(self) -> None:
+        # Ranks are told apart before the first step: one of them may never come so far.
+        if self._beat is None and not self._step and rank_and_world(self._torch)[1] > 1:
+            self._locate()
+        if self._beat is not None:
+            self._beat.begun(self._step)
 
     def _step_ends(self, optimizer: Any) -> None:
         group = optimizer.param_groups[0]
         device = next((p.device for p in group["params"]), self._torch.device("cpu"))
-        log = self._open(optimizer, device)
+        self._locate()
         self._step += 1
         step_s, phases = self._clock.lap()
         lap = self._device_clock.lap(device)
         rows, tokens = self._batches.lap()
+        if self._beat is not None:
+            self._beat.done(self._step)
+        if self._rank:
+            return
+        log = self._open(optimizer, device)
         rate = group.get("lr")
         if isinstance(rate, self._torch.Tensor):
             rate = self._keep(rate)
@@ -273,22 +349,22 @@ class Steps:
             "step_s": step_s,
             "data_s": phases["data"],
             # On a GPU the host's seconds are those of launching.
-            "phases": phases if device.type == "cpu" else lap,
+            "phases": phases,
             "backwards": self._backwards,
             **self._progress.of_step(),
         }
-        self._waiting.append((self._values, step))
+        on_host = device.type == "cpu"
+        self._waiting.append(Entry(self._values, log, "step", step, None if on_host else lap))
         self._values = Values()
         for compiled in self._compiles.since_last(self._step):
             log.write("compile", **compiled)
         self._memory.look(self._folder, self._step, device)
-        self._write_ready(log)
+        self._write_ready()
 
     def _open(self, optimizer: Any, device: Any) -> Log:
         if self.log is not None:
             return self.log
-        if os.environ.get("RANK", "0") != "0":
-            raise NotTheWriter
+        assert self._folder is not None
         self.log = Log(self._folder)
         self.log.write(
             "watched",
@@ -297,8 +373,8 @@ class Steps:
             executable=sys.executable or "",
             torch=str(self._torch.__version__),
             device=str(device),
-            rank=0,
-            world=_world(),
+            rank=self._rank,
+            world=self._world,
             parameters=sum(
                 p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad
             ),
@@ -307,23 +383,19 @@ class Steps:
         self.log.write("phase", name="training", detail="")
         return self.log
 
-    def _write_ready(self, log: Log) -> None:
-        """Write the steps whose values are known, in order."""
-        self._reader.read(values for values, _ in self._waiting)
-        while self._waiting and not self._waiting[0][0].kept:
-            phases = self._waiting[0][1]["phases"]
-            if isinstance(phases, Lap) and not self._device_clock.has_passed(phases):
+    def _write_ready(self) -> None:
+        """Write the lines whose values are known, in order."""
+        self._reader.read(entry.values for entry in self._waiting)
+        while self._waiting and not self._waiting[0].values.kept:
+            lap = self._waiting[0].lap
+            if lap is not None and not self._device_clock.has_passed(lap):
                 break
-            self._write(log, self._waiting.popleft()[1])
+            _write(self._waiting.popleft())
 
-    def _write(self, log: Log, step: dict[str, Any]) -> None:
-        losses = [as_number(loss) for loss in step["loss"]]
-        phases = step["phases"]
-        phases = phases.seconds if isinstance(phases, Lap) else phases
-        step = {**step, "loss": _sum(losses), "phases": phases}
-        for name in ("lr", "grad_norm"):
-            step[name] = as_number(step[name])
-        log.write("step", **step)
+    def _mark_device(self, phase: str) -> None:
+        # Of a rank that writes no log nothing is read.
+        if not self._rank:
+            self._device_clock.mark(phase)
 
     def _take_thread(self) -> None:
         """The thread that trains is the one whose time is measured."""
@@ -334,26 +406,59 @@ class Steps:
     # The end.
 
     def finish(self) -> None:
-        """Write what is left; a value that does not come is unknown."""
-        if self.log is None or not self._waiting:
-            return
+        """Write what is left, and how the script ended; a value that does not come is unknown."""
         try:
-            self._reader.wait_for([values for values, _ in self._waiting])
-            laps = [step["phases"] for _, step in self._waiting]
-            self._device_clock.wait_for([lap for lap in laps if isinstance(lap, Lap)])
+            if self._waiting:
+                self._reader.wait_for([entry.values for entry in self._waiting])
+                laps = [entry.lap for entry in self._waiting if entry.lap is not None]
+                self._device_clock.wait_for(laps)
         finally:
             while self._waiting:
-                self._write(self.log, self._waiting.popleft()[1])
+                _write(self._waiting.popleft())
+        if self.log is not None:
+            self.log.write("script_ended", **how_it_ended())
 
     def forked(self) -> None:
-        """In a forked child: leave the log to the parent."""
-        if self.log is not None:
-            self.log.close()
+        """In a forked child: leave the logs to the parent."""
+        for log in {self.log, *(entry.log for entry in self._waiting)}:
+            if log is not None:
+                log.close()
+        if self._beat is not None:
+            self._beat.close()
         # Not freed: the child may not touch the parent's GPU.
         self._left_to_parent += [self._values, self._waiting, self._reader, self._device_clock]
         self._begin_anew()
 
 
-def _world() -> int:
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() else 1
+def _write(entry: Entry) -> None:
+    fields = entry.fields
+    if entry.lap is not None:
+        fields = {**fields, "phases": entry.lap.seconds}
+    if entry.kind == "step":
+        losses = [as_number(loss) for loss in fields["loss"]]
+        fields = {**fields, "loss": _sum(losses)}
+        for name in ("lr", "grad_norm"):
+            fields[name] = as_number(fields[name])
+    entry.log.write(entry.kind, **fields)
+    if entry.kind == "script_ended":
+        entry.log.close()
+
+
+def how_it_ended() -> dict[str, Any]:
+    """The exception that nobody caught, as the interpreter keeps it, with the line that raised it."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return {"how": "returned"}
+    trace, where = getattr(error, "__traceback__", None), ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        where = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    kind = type(error)
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    message = str(error)[:_TEXT].partition("\n")[0]
+    return {"how": "raised", "exception": name, "message": message, "where": where}

@@ -1,0 +1,140 @@
+"""Which run folder a training writes to, and which rank of it this process is.
+
+The first training below `engine watch` has the command's folder RUN. A later one of the same process, and one of
+another process (a sweep that starts children), has a folder of its own beside it: RUN-2, RUN-3, ... The ranks of a
+training share its folder: rank 0 writes the log, each rank the file that says how far it has come.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import time
+from typing import Any
+
+PART_OF = "part_of"
+_MOST = 10_000
+_TRIES, _PAUSE_S = 50, 0.002
+"""For what another rank is writing at this moment."""
+_BEAT = struct.Struct("<QQQ")
+
+
+def rank_and_world(torch: Any) -> tuple[int, int]:
+    """The rank of this process and the number of ranks; asks no other rank."""
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdecimal() else 0, int(world) if world.isdecimal() else 1
+
+
+def claim(run: str, training: int, world: int) -> str:
+    """The folder of a training of this process, which is made if it is not the first. Raises OSError."""
+    # Ranks have one parent, the launcher; after a restart by torchrun they are another training.
+    owner = f"{os.getpid()}"
+    if world > 1:
+        owner = f"ranks of {os.getppid()}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    owner = f"{owner}, training {training}\n"
+    for number in range(1, _MOST):
+        folder = run if number == 1 else f"{run}-{number}"
+        is_ours = number == 1 or _is_ours(folder, run)
+        if is_ours and _owner(folder, owner) == owner and not _is_over(folder):
+            return folder
+    raise OSError(f"{_MOST} trainings")
+
+
+def _is_ours(folder: str, run: str) -> bool:
+    """Make the folder of a later training; whether it is there and belongs to `run`."""
+    settings = os.path.join(folder, "effective.json")
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        for _ in range(_TRIES):
+            try:
+                with open(settings) as file:
+                    about = json.load(file).get("command")
+                return isinstance(about, dict) and about.get(PART_OF) == os.path.basename(run)
+            except (OSError, ValueError, AttributeError):
+                time.sleep(_PAUSE_S)
+        return False
+    try:
+        with open(os.path.join(run, "effective.json")) as file:
+            found = json.load(file)
+    except OSError:
+        found = {"spec": {}, "command": {"arguments": [], "folder": os.getcwd(), "commit": None}}
+    found["command"] = {**found["command"], PART_OF: os.path.basename(run), "pid": os.getpid()}
+    with open(os.path.join(folder, "spec.toml"), "x"):
+        pass
+    with open(settings + ".partial", "x") as file:
+        json.dump(found, file, indent=2, sort_keys=True)
+    # Last, and whole: a folder without it is not a run.
+    os.rename(settings + ".partial", settings)
+    return True
+
+
+def _owner(folder: str, mine: str) -> str:
+    """Whose folder it is; mine from now on, if it was nobody's."""
+    path = os.path.join(folder, "owner")
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        for _ in range(_TRIES):
+            with open(path) as file:
+                owner = file.read(200)
+            if owner.endswith("\n"):
+                return owner
+            time.sleep(_PAUSE_S)
+        return ""
+    try:
+        os.write(fd, mine.encode())
+    finally:
+        os.close(fd)
+    return mine
+
+
+def _is_over(folder: str) -> bool:
+    """Whether the folder has a log, and nobody writes it any more."""
+    try:
+        fd = os.open(os.path.join(folder, "events.jsonl"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if not os.fstat(fd).st_size:
+            return False
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+class Beat:
+    """How far a rank has come, as in `engine/log/beats.py`: process, steps done, backward passes and updates begun.
+    All ranks begin the same of them in the same order, so that the one which the others wait for has begun fewer."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        os.makedirs(os.path.join(folder, "ranks"), exist_ok=True)
+        path = os.path.join(folder, "ranks", f"{rank}.beat")
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        status = os.fstat(self._fd)
+        self._file = status.st_dev, status.st_ino
+        self._begun = 0
+
+    def begun(self, step: int) -> None:
+        """This rank begins a backward pass or an update after `step` steps."""
+        self._begun += 1
+        self.done(step)
+
+    def done(self, step: int) -> None:
+        status = os.fstat(self._fd)
+        # The script may have closed all files, and given the number to one of its own.
+        if (status.st_dev, status.st_ino) == self._file:
+            os.pwrite(self._fd, _BEAT.pack(os.getpid(), step, self._begun), 0)
+
+    def close(self) -> None:
+        status = os.fstat(self._fd)
+        if (status.st_dev, status.st_ino) == self._file:
+            os.close(self._fd)
