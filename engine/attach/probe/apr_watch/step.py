@@ -297,7 +297,6 @@ class Steps:
             if mark is not None:
                 self._clock.begin_at(mark)
                 self._device_clock.forget()
-        self._locate()
 
     def end_training(self) -> None:
         """Nothing more is written to the training's log once the values of its steps are known."""
@@ -308,13 +307,14 @@ class Steps:
             self._beat.close()
         self._forget_training()
 
-    def _locate(self) -> None:
+    def _locate(self) -> str:
         """Find the folder of the training, and which rank of it this is."""
         if self._folder is None:
             self._rank, self._world = rank_and_world(self._torch)
             self._folder = claim(self._run, self._trainings.newest, self._world)
             if self._world > 1:
                 self._beat = Beat(self._folder, self._rank)
+        return self._folder
 
     def _say_begun(self) -> None:
         # Ranks are told apart before the first step: one of them may never come so far.
@@ -326,7 +326,7 @@ class Steps:
     def _step_ends(self, optimizer: Any) -> None:
         group = optimizer.param_groups[0]
         device = next((p.device for p in group["params"]), self._torch.device("cpu"))
-        self._locate()
+        folder = self._locate()
         self._step += 1
         step_s, phases = self._clock.lap()
         lap = self._device_clock.lap(device)
@@ -335,7 +335,7 @@ class Steps:
             self._beat.done(self._step)
         if self._rank:
             return
-        log = self._open(optimizer, device)
+        log = self._open(folder, optimizer, device)
         rate = group.get("lr")
         if isinstance(rate, self._torch.Tensor):
             rate = self._keep(rate)
@@ -358,14 +358,13 @@ class Steps:
         self._values = Values()
         for compiled in self._compiles.since_last(self._step):
             log.write("compile", **compiled)
-        self._memory.look(self._folder, self._step, device)
+        self._memory.look(folder, self._step, device)
         self._write_ready()
 
-    def _open(self, optimizer: Any, device: Any) -> Log:
+    def _open(self, folder: str, optimizer: Any, device: Any) -> Log:
         if self.log is not None:
             return self.log
-        assert self._folder is not None
-        self.log = Log(self._folder)
+        self.log = Log(folder)
         self.log.write(
             "watched",
             pid=os.getpid(),
