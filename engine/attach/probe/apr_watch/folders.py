@@ -16,6 +16,7 @@ from typing import Any
 
 PART_OF = "part_of"
 _MOST = 10_000
+_MOST_TEXT = 1 << 24
 _TRIES, _PAUSE_S = 50, 0.002
 """For what another rank is writing at this moment."""
 _BEAT = struct.Struct("<QQQ")
@@ -54,14 +55,14 @@ def _is_ours(folder: str, run: str) -> bool:
         for _ in range(_TRIES):
             try:
                 with open(settings) as file:
-                    about = json.load(file).get("command")
+                    about = json.loads(file.read(_MOST_TEXT)).get("command")
                 return isinstance(about, dict) and about.get(PART_OF) == os.path.basename(run)
             except (OSError, ValueError, AttributeError):
                 time.sleep(_PAUSE_S)
         return False
     try:
         with open(os.path.join(run, "effective.json")) as file:
-            found = json.load(file)
+            found = json.loads(file.read(_MOST_TEXT))
     except OSError:
         found = {"spec": {}, "command": {"arguments": [], "folder": os.getcwd(), "commit": None}}
     found["command"] = {**found["command"], PART_OF: os.path.basename(run), "pid": os.getpid()}
