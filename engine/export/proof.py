@@ -192,7 +192,7 @@ def file_sha256(path: Path) -> str:
 def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluation | None:
     """The held-out losses from the receipt, or from the log of a run without a receipt."""
     losses = {e.subject: e.loss for e in view.evals if e.loss is not None}
-    labelled = max((e.labelled for e in view.evals), default=0)
+    labelled = max((e.labelled or 0 for e in view.evals), default=0)
     if receipt is not None:
         losses = receipt.get("heldout_loss_nats") or {}
     metrics = tuple(

@@ -334,8 +334,16 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
     subject: str
     """`student`, `teacher` or `untrained` (the student before its first step)."""
     loss: Number | None
-    labelled: Count
+    labelled: Count | None
     eval_s: Number | None
+    """Both None where a script that is not ours says its loss by `apr_watch.log(held_out=...)`."""
+
+
+class Logged(Event, frozen=True, kw_only=True, tag="logged"):
+    """Numbers that a script says by `apr_watch.log`, after its step `step`; None: it said no number."""
+
+    step: Count
+    values: dict[str, Number | None]
 
 
 class NonFinite(Event, frozen=True, kw_only=True, tag="non_finite"):
@@ -560,6 +568,7 @@ Known: TypeAlias = (
     | Checked
     | StepDone
     | Evaluated
+    | Logged
     | NonFinite
     | CheckpointSaved
     | StudentSaved

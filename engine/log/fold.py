@@ -36,6 +36,7 @@ from engine.log.events import (
     HostSample,
     KernelCounts,
     LauncherGone,
+    Logged,
     LogOpened,
     MemoryMeasured,
     MemoryPlanned,
@@ -276,6 +277,9 @@ class _Changes:
                     count, seconds = self.get("checked_again")
                     self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
                 self.dict_of("checks")[event.id] = event
+            case Logged():
+                newest = {name: (event.step, value) for name, value in event.values.items()}
+                self.dict_of("logged").update(newest)
             case Note():
                 self.notes.append(((unix_s, self.source, event.seq), event))
             case StopRequested():

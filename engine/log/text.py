@@ -28,6 +28,7 @@ from engine.log.events import (
     HostSample,
     KernelCounts,
     LauncherGone,
+    Logged,
     LogOpened,
     MemoryMeasured,
     MemoryPlanned,
@@ -173,6 +174,11 @@ def _event_text(event: AnyEvent) -> str:
             return check_text(event)
         case StepDone():
             return step_text(event)
+        case Logged():
+            numbers = (f"{name} {format_value(value)}" for name, value in event.values.items())
+            return f"step {event.step}: {', '.join(numbers)}"
+        case Evaluated(labelled=None):
+            return f"held-out loss at step {event.step}: {format_value(event.loss)}"
         case Evaluated():
             return (
                 f"held-out loss of the {event.subject} at step {event.step}: {nats_text(event.loss)} "
@@ -520,7 +526,9 @@ def result_lines(view: RunView) -> list[str]:
     lines = []
     for subject, words in names.items():
         done = view.eval_of(subject)
-        if done is not None:
+        if done is not None and done.labelled is None:
+            lines.append(_event_text(done))
+        elif done is not None:
             at = f" at step {done.step}" if subject == "student" else ""
             lines.append(
                 f"held-out loss of the {words}{at}: {nats_text(done.loss)}{_perplexity(done)}"
@@ -591,7 +599,10 @@ OTHERS_CHECKS = (
     "no checks: they compare a run with its spec, and a script that is not ours has none"
 )
 OTHERS_KERNELS = "nothing compiled by torch.compile was seen"
-OTHERS_RESULT = "held-out losses and checkpoints of a script that is not ours are not seen"
+OTHERS_RESULT = (
+    "held-out losses and checkpoints of a script that is not ours are not seen; it may say the first by "
+    "apr_watch.log(held_out=...)"
+)
 
 
 def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
@@ -610,7 +621,12 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     ]
     if one.world > 1:
         lines.append(f"processes  {one.world}; rank {one.rank} is shown")
-    return [one_line(line) for line in [*lines, "settings   its own, not known here"]]
+    lines.append("settings   its own, not known here")
+    lines += [
+        f"{'logged' if not at else '':11}{name} {format_value(value)} at step {step}"
+        for at, (name, (step, value)) in enumerate(view.logged.items())
+    ]
+    return [one_line(line) for line in lines]
 
 
 def commit_text(command: WatchedCommand) -> str:

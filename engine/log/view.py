@@ -93,6 +93,8 @@ class RunView:
     watched: Watched | None = None
     """The script that trains, where it is not ours."""
     script_ended: ScriptEnded | None = None
+    logged: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
+    """What the script says by `apr_watch.log`: of each name the newest value, and its step."""
     session_unix_s: float | None = None
     phase: Phase | None = None
     phase_unix_s: float | None = None

@@ -103,7 +103,8 @@ def example_of(kind: type[E], **changes: Any) -> E:
         first = typing.get_args(whole)[0] if typing.get_origin(whole) in unions else whole
         if typing.get_origin(first) is typing.Annotated:
             first = typing.get_args(first)[0]
-        fields[field.name] = plain[first]
+        is_dict = typing.get_origin(first) is dict and first not in plain
+        fields[field.name] = {"x": 0.5} if is_dict else plain[first]
     return kind(**fields | changes)
 
 

@@ -1,5 +1,12 @@
 """The probe of `engine watch`: records every optimizer step of a PyTorch script that does not know of it.
 
+A script that does may say more; without `engine watch` both do nothing:
+
+    import apr_watch
+
+    apr_watch.log(held_out=2.31, accuracy=0.7)      numbers, or tensors of one element; never raises
+    with apr_watch.watch(optimizer):                the steps of this optimizer are a training of their own
+
 It is started by the `sitecustomize` beside it and waits for the script to import torch. Until then it costs one
 comparison for each import. Standard library only, Python 3.10 on; it never imports torch itself.
 
@@ -26,9 +33,45 @@ TYPE_CHECKING = False  # Importing typing would cost as much as all the rest of 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import ModuleType, TracebackType
+    from typing import Any
+
+    from .hooks import Hooks
 
 _started = False
+_hooks: Hooks | None = None
+"""Of this process, once it has imported torch below `engine watch`."""
+
+
+def log(**values: Any) -> None:
+    """Record numbers of the script's own, at the optimizer step that was done last: `held_out` is drawn beside the
+    loss, others are shown by their names. A value that is not one number is recorded as unknown. Of several ranks
+    only rank 0 records. Nothing happens without `engine watch`, and nothing is raised."""
+    if _hooks is not None:
+        _hooks.log(values)
+
+
+class watch:
+    """`with apr_watch.watch(optimizer):` or `watch(model, optimizer)`: inside, the steps of this optimizer, and of no
+    other, are steps of a training that begins and ends with the block. Nothing happens without `engine watch`."""
+
+    def __init__(self, *parts: Any) -> None:
+        """`parts`: the optimizer is the one that steps; others are taken and not looked at."""
+        self._optimizer = next((part for part in parts if hasattr(part, "param_groups")), None)
+
+    def __enter__(self) -> watch:
+        if _hooks is not None and self._optimizer is not None:
+            _hooks.choose(self._optimizer)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if _hooks is not None and self._optimizer is not None:
+            _hooks.end()
 
 
 def start(run: str) -> None:
@@ -79,12 +122,14 @@ class _TorchFinder:
             pass  # a loader of the user's that cannot be followed
 
     def _hook(self, torch: ModuleType) -> None:
+        global _hooks
         try:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
                 from .hooks import Hooks
 
-                Hooks(torch, self._run).install()
+                _hooks = Hooks(torch, self._run)
+                _hooks.install()
                 from .stacks import register
 
                 register(self._run)

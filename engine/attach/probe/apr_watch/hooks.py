@@ -73,6 +73,15 @@ class Hooks:
         os.register_at_fork(after_in_child=lambda: self._ours(self._steps.forked))
         atexit.register(self._finish)
 
+    def log(self, values: dict[str, Any]) -> None:
+        self._ours(self._steps.logged, values)
+
+    def choose(self, optimizer: Any) -> None:
+        self._ours(self._steps.choose, optimizer)
+
+    def end(self) -> None:
+        self._ours(self._steps.end_chosen)
+
     def remove(self) -> None:
         """Restore the originals. A wrapper that the script has wrapped again stays, and does nothing."""
         # torch walks over its hooks during a step, and they must not change below it.

@@ -25,7 +25,10 @@ from .values import Kept, Reader, Values, as_number, is_capturing
 from .writer import Log
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
+HELD_OUT = "held_out"
 _TEXT = 500
+_EARLY = 1000
+"""Lines that may wait for the first step."""
 
 
 class Clock:
@@ -167,6 +170,7 @@ class Steps:
         self._device_clock = DeviceClock(self._torch, PHASES)
         self._clock = Clock(self._mark_device)
         self._thread: int | None = None
+        self._early: list[tuple[Values, str, dict[str, Any]]] = []
         self._progress = Progress()
         self._waiting: deque[Entry] = deque()
         self._values = Values()
@@ -307,6 +311,44 @@ class Steps:
             self._beat.close()
         self._forget_training()
 
+    # What the script says itself.
+
+    def choose(self, optimizer: Any) -> None:
+        self.end_training()
+        self._trainings.choose(optimizer)
+
+    def end_chosen(self) -> None:
+        self.end_training()
+        self._trainings.end()
+
+    def logged(self, values: Mapping[str, Any]) -> None:
+        """Values of the script's own, at the step that was done last; before the first they wait for the log."""
+        kept = Values()
+        numbers = {name: self._number(value, kept) for name, value in values.items()}
+        lines: list[tuple[str, dict[str, Any]]] = []
+        if HELD_OUT in numbers:
+            held_out = {"step": self._step, "subject": "student", "loss": numbers.pop(HELD_OUT)}
+            lines.append(("eval", {**held_out, "labelled": None, "eval_s": None}))
+        if numbers:
+            lines.append(("logged", {"step": self._step, "values": numbers}))
+        for kind, fields in lines:
+            if self.log is not None:
+                self._waiting.append(Entry(kept, self.log, kind, fields))
+            elif len(self._early) < _EARLY and not rank_and_world(self._torch)[0]:
+                self._early.append((kept, kind, fields))
+        self._write_ready()
+
+    def _number(self, value: Any, kept: Values) -> float | Kept | None:
+        torch = self._torch
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return None if self._rank else self._reader.keep(value, kept)
+        try:
+            # A tensor of integers on a GPU would have to be waited for.
+            on_gpu = isinstance(value, torch.Tensor) and not value.is_cpu
+            return None if on_gpu else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            return None
+
     def _locate(self) -> str:
         """Find the folder of the training, and which rank of it this is."""
         if self._folder is None:
@@ -380,6 +422,9 @@ class Steps:
             optimizer=type(optimizer).__name__,
         )
         self.log.write("phase", name="training", detail="")
+        for values, kind, fields in self._early:
+            self._waiting.append(Entry(values, self.log, kind, fields))
+        self._early = []
         return self.log
 
     def _write_ready(self) -> None:
@@ -438,6 +483,11 @@ def _write(entry: Entry) -> None:
         fields = {**fields, "loss": _sum(losses)}
         for name in ("lr", "grad_norm"):
             fields[name] = as_number(fields[name])
+    elif entry.kind == "eval":
+        fields = {**fields, "loss": as_number(fields["loss"])}
+    elif entry.kind == "logged":
+        numbers = {name: as_number(value) for name, value in fields["values"].items()}
+        fields = {**fields, "values": numbers}
     entry.log.write(entry.kind, **fields)
     if entry.kind == "script_ended":
         entry.log.close()

@@ -1,0 +1,125 @@
+"""What a script says itself by `import apr_watch`: recorded below `engine watch`, and nothing without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.log.events import Evaluated, Logged
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.log.read import LogReader
+from engine.log.text import event_text, result_lines
+from tests.support.attached import PROBE, begin_run, end_run, run_twice
+
+SAYS = """
+import apr_watch
+net = model().eval()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(4, 8)
+apr_watch.log(held_out=9.5, rows=torch.tensor(3))
+for number in range(3):
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    say(loss=loss.item())
+    apr_watch.log(held_out=loss, accuracy=0.5 + number, wrong="a word", both=x, none=None)
+save(net)
+"""
+
+INNER = """
+import apr_watch
+x = torch.randn(4, 8)
+outer_net, inner_net = model().eval(), model().eval()
+inner = torch.optim.SGD(inner_net.parameters(), lr=0.1)
+outer = torch.optim.SGD(outer_net.parameters(), lr=0.2)
+
+def step(net, optimizer):
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+for rounds in (2, 3):
+    with apr_watch.watch(outer_net, outer):
+        for _ in range(rounds):
+            step(inner_net, inner)
+            say(loss=step(outer_net, outer), lr=0.2)
+say(loss=step(inner_net, inner), lr=0.1)
+try:
+    with apr_watch.watch(outer):
+        say(loss=step(outer_net, outer), lr=0.2)
+        raise KeyError("mine")
+except KeyError:
+    pass
+with apr_watch.watch("nothing that steps"):
+    pass
+save(outer_net, inner_net)
+"""
+
+
+def test_numbers_of_the_script_stand_in_the_log_at_the_step_that_was_done_last(
+    tmp_path: Path,
+) -> None:
+    watched, _ = run_twice(tmp_path, SAYS, path=PROBE)
+    losses = [said["loss"] for said in watched.said]
+    run = RunFolder(watched.folder / "run")
+    events = LogReader(run.events).poll()
+    held = [(e.step, e.loss) for e in events if isinstance(e, Evaluated)]
+    assert held == [(0, 9.5), *enumerate(losses, 1)]
+    logged = [e for e in events if isinstance(e, Logged)]
+    unknown = {"wrong": None, "both": None, "none": None}
+    assert [(e.step, e.values) for e in logged] == [
+        (0, {"rows": 3.0}),
+        *((number, {"accuracy": number - 0.5, **unknown}) for number in (1, 2, 3)),
+    ]
+    assert event_text(logged[1]).startswith("step 1: accuracy 0.5000, wrong ")
+    view = Follower(run).read_all()
+    assert view.logged["accuracy"] == (3, 2.5) and view.logged["rows"] == (0, 3.0)
+    # Without a unit, which the script alone knows.
+    assert result_lines(view) == [f"held-out loss at step 3: {losses[-1]:.4f}"]
+
+
+def test_a_marked_block_is_a_training_of_its_own_with_the_steps_of_its_optimizer(
+    tmp_path: Path,
+) -> None:
+    watched, _ = run_twice(tmp_path, INNER, path=PROBE)
+    found = [
+        [(line["loss"], line["lr"]) for line in lines if line["kind"] == "step"]
+        for lines in watched.trainings
+    ]
+    said = [(one["loss"], one["lr"]) for one in watched.said]
+    assert found == [said[:2], said[2:5], said[5:6], said[6:]]
+    ends = [lines[-1] for lines in watched.trainings]
+    assert [line["kind"] for line in ends] == ["script_ended"] * 4
+    assert {line["how"] for line in ends} == {"goes on"}
+
+
+def test_what_cannot_be_recorded_is_never_raised(tmp_path: Path) -> None:
+    script = """
+import apr_watch
+class Bad:
+    def __float__(self):
+        raise ValueError("mine")
+apr_watch.log(loss=Bad(), held_out=Bad())
+apr_watch.log()
+apr_watch.log(**{str(n): n for n in range(5000)})
+with apr_watch.watch():
+    say(done=1)
+"""
+    ran = end_run(tmp_path, begin_run(tmp_path, script, watched=True, path=PROBE))
+    assert (ran.returncode, ran.stderr, len(ran.said)) == (0, "", 1)
+
+
+def test_the_module_is_installed_under_its_own_name() -> None:
+    """It is there for a script that runs without `engine watch`, and imports neither torch nor the engine."""
+    words = (
+        "import sys, apr_watch\n"
+        "apr_watch.log(loss=1.0)\n"
+        "with apr_watch.watch(): pass\n"
+        "print(sorted({'torch', 'engine'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
