@@ -4,6 +4,7 @@
 # make contracts   run what the contracts promise, then plant each bug and see it caught
 # make ci     what .ci/run runs: check, current-docs, test, a drill of each family, contracts, a short run
 # make perf   what asserts times, alone     make soak   the long proofs, to the end, with a list of what failed
+# make frameworks   `engine watch` on scripts of Transformers, TRL, Lightning, Accelerate, and of two ranks
 # All make .venv first, at the versions in constraints.txt.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
@@ -13,7 +14,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo demo-watch ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises drills few-drills quick-run format soak attack notebooks fuzz gpu peers wheel clean
+.PHONY: demo demo-watch ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises drills few-drills quick-run format soak attack notebooks fuzz gpu peers frameworks wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -152,6 +153,10 @@ peers: .venv/.dev
 	$(PIP) --editable ".[peers]"
 	$(BIN)/python -m pytest -v tests/system/export/test_publish_verify.py $(ARGS)
 
+# The frameworks whose scripts `engine watch` is tried on, one at a time: a script of two ranks is six processes.
+frameworks: .venv/.frameworks
+	$(PYTEST) -v --timeout=900 tests/system/attach/test_frameworks.py tests/system/attach/test_ranks.py $(ARGS)
+
 wheel: .venv/.dev
 	$(BIN)/python -m build --wheel
 
@@ -173,6 +178,10 @@ wheel: .venv/.dev
 	@echo "installing into .venv (first time only; torch is large)" >&2
 	$(PIP) --editable ".[dev]"
 	@touch .venv/.installed .venv/.watch-demo $@
+
+.venv/.frameworks: .venv/.dev
+	$(PIP) --editable ".[frameworks]"
+	@touch $@
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -7,7 +7,7 @@ net = model()
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 rows = torch.utils.data.TensorDataset(torch.randn(44, 8), torch.randn(44, 1))
-test = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(90, 8)), 30)
+test = torch.utils.data.DataLoader(rows, 30)
 for epoch in range(2):
     for x, y in torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True):
         optimizer.zero_grad()
@@ -19,7 +19,7 @@ for epoch in range(2):
         schedule.step()
         say(**said, rows=len(x), tokens=None, backwards=1)
     with torch.no_grad():
-        for (x,) in test:
+        for x, _ in test:
             net(x)
 save(net)
 """
@@ -422,6 +422,7 @@ for name in ("data_begins", "data_ends", "batch_fetched", "backward_begins", "ba
              "optimizer_begins", "optimizer_ends", "planned"):
     for at in (1, 4):
         say(**with_fault(Steps, name, fail, at))
+say(**with_fault(Steps, "no_batch", fail, 1))
 say(**with_fault(apr_watch.values.Reader, "keep", fail, 4))
 for owner, name in ((apr_watch.compiles.Compiles, "since_last"), (apr_watch.memory.HeldMemory, "look"),
                     (apr_watch.progress.Progress, "batch_fetched"), (apr_watch.progress.Progress, "of_step")):

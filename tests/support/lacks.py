@@ -29,6 +29,8 @@ LACKS = {
     "a C compiler": "apt-get install gcc",
     "llama.cpp": "make peers",
     "JupyterLab": "pip install -e .[dev]",
+    "TRL": "make frameworks",
+    "Lightning": "make frameworks",
     "an ordinary user": "run the tests as one, not as root",
     "root": "run the tests as root, who may mount file systems",
     "a memory control group": "run the tests as root, outside a container",

@@ -138,7 +138,7 @@ def test_a_fault_in_any_hook_removes_the_probe_and_nothing_else(tmp_path: Path) 
     ran = end_run(tmp_path, begin_run(tmp_path, scripts.FAULTS, watched=False, path=PROBE))
     assert ran.returncode == 0, ran.stderr
     *faults, signalled = ran.said
-    assert len(faults) == 30
+    assert len(faults) == 31
     for fault in faults:
         assert fault["called"] and fault["same"] and fault["restored"], fault
         if fault["steps"]:

@@ -243,10 +243,11 @@ class Hooks:
             except BaseException:
                 if timed:
                     self._ours(steps.data_ends)
+                self._ours(steps.no_batch, iterator)
                 raise
             if timed:
                 self._ours(steps.data_ends)
-            self._ours(steps.batch_fetched, iterator, batch)
+            self._ours(steps.batch_fetched, iterator, batch, sys._getframe(1))
             return batch
 
         return __next__

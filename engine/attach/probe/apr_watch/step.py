@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple
 
 from .compiles import Compiles
@@ -41,12 +42,16 @@ class Clock:
         self.running: list[str] = []
         self.begin_s: float | None = None
         self._mark_s = 0.0
+        self._optimizer_began = False
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def enter(self, phase: str) -> None:
         between = "forward" if phase == "backward" else "rest"
-        self._charge(self.running[-1] if self.running else between)
+        # An optimizer calls its closure first, and the forward pass of a script on Lightning is in there.
+        in_closure = phase == "backward" and self._optimizer_began
+        self._charge(self.running[-1] if self.running and not in_closure else between)
         self.running.append(phase)
+        self._optimizer_began = phase == "optimizer"
 
     def leave(self, phase: str) -> None:
         # Not running: the process forked inside the phase, and this is the child.
@@ -86,30 +91,58 @@ class Clock:
         return taken, seconds
 
 
+class Read:
+    """One pass over a data loader, or several by the same workers."""
+
+    def __init__(self) -> None:
+        self.feeds = False
+        self.ahead: tuple[int | None, int | None] | None = None
+        """Rows and tokens of a batch that was read ahead."""
+
+
 class Batches:
-    """Rows and tokens of the batches that were trained on. A data loader feeds the training once a backward pass
-    has directly followed one of its batches; what an evaluation reads is not counted."""
+    """Rows and tokens of the batches that were trained on. A pass over a loader feeds the training once a backward
+    pass has directly followed one of its batches; what an evaluation reads is not counted. Of a loader that is read
+    one batch ahead, a batch counts once the next one is asked for, as that is when the training gets it."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._feeding: set[int] = set()
-        self._latest: int | None = None
-        self._sizes: list[tuple[int, int | None, int | None]] = []
+        self._reads: Any = weakref.WeakKeyDictionary()
+        self._latest: Read | None = None
+        self._sizes: list[tuple[Read, tuple[int | None, int | None]]] = []
 
-    def fetched(self, dataset: int, batch: Any) -> None:
-        self._latest = dataset
-        self._sizes.append((dataset, *self._size(batch)))
+    def fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
+        read = self._reads.get(iterator)
+        if read is None:
+            read = self._reads[iterator] = Read()
+        if getattr(iterator, "_num_yielded", None) == 1:
+            read.ahead = None  # of a pass that ended early
+        self.asked_for(iterator)
+        self._latest = read
+        several = _is_dispatched(caller) and rank_and_world(self._torch)[1] > 1
+        size = (None, None) if several else self._size(batch)
+        if _is_read_ahead(caller):
+            read.ahead = size
+        else:
+            self._sizes.append((read, size))
+
+    def asked_for(self, iterator: Any) -> None:
+        """One more batch was asked for, whether or not there is one."""
+        read = self._reads.get(iterator)
+        if read is not None and read.ahead is not None:
+            self._sizes.append((read, read.ahead))
+            read.ahead = None
 
     def trained_on(self) -> None:
         """A backward pass begins."""
         if self._latest is not None:
-            self._feeding.add(self._latest)
+            self._latest.feeds = True
 
     def lap(self) -> tuple[int | None, int | None]:
         """Rows and tokens since the last step; None where they are not known of every batch."""
-        sizes = [size for size in self._sizes if size[0] in self._feeding]
+        sizes = [size for read, size in self._sizes if read.feeds]
         self._sizes = []
-        return _sum([rows for _, rows, _ in sizes]), _sum([tokens for _, _, tokens in sizes])
+        return _sum([rows for rows, _ in sizes]), _sum([tokens for _, tokens in sizes])
 
     def _size(self, batch: Any) -> tuple[int | None, int | None]:
         torch = self._torch
@@ -131,6 +164,36 @@ class Batches:
             ):
                 return rows, int(tensor.shape[0]) * int(tensor.shape[1])
         return rows, None
+
+
+def _is_read_ahead(caller: FrameType) -> bool:
+    """Whether a framework asks for this batch while the training has yet to get the one before: Accelerate always,
+    Lightning where it does not know how many there are."""
+    module = caller.f_globals.get("__name__")
+    if module == "accelerate.data_loader":
+        code = caller.f_code
+        return code.co_name == "_fetch_batches" or "next_batch" in code.co_varnames
+    frame: FrameType | None = caller
+    while frame is not None and module in _LIGHTNING_READS:
+        if module.endswith(".fetchers"):
+            fetcher: Any = frame.f_locals.get("self")
+            return hasattr(fetcher, "prefetch_batches") and fetcher.length is None
+        frame = frame.f_back
+        module = frame and frame.f_globals.get("__name__")
+    return False
+
+
+_LIGHTNING_READS = {
+    f"{package}.{module}"
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for module in ("utilities.combined_loader", "loops.fetchers")
+}
+
+
+def _is_dispatched(caller: FrameType) -> bool:
+    """Whether rank 0 reads for all ranks (Accelerate's dispatching loader): its own part is not known yet."""
+    module = caller.f_globals.get("__name__")
+    return module == "accelerate.data_loader" and caller.f_code.co_name == "_fetch_batches"
 
 
 def _is_integer(torch: Any, tensor: Any) -> bool:
@@ -207,10 +270,13 @@ class Steps:
     def data_ends(self) -> None:
         self._clock.leave("data")
 
-    def batch_fetched(self, iterator: Any, batch: Any) -> None:
+    def batch_fetched(self, iterator: Any, batch: Any, caller: FrameType) -> None:
         if "data" not in self._clock.running:
-            self._batches.fetched(id(getattr(iterator, "_dataset", iterator)), batch)
+            self._batches.fetched(iterator, batch, caller)
             self._progress.batch_fetched(iterator)
+
+    def no_batch(self, iterator: Any) -> None:
+        self._batches.asked_for(iterator)
 
     # Backward.
 
