@@ -20,6 +20,7 @@ show control characters, and a file with half a surrogate pair cannot be written
 from __future__ import annotations
 
 import argparse
+import difflib
 import html
 import json
 import math
@@ -27,7 +28,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from engine import limits
@@ -35,6 +36,7 @@ from engine.errors import UsageError
 from engine.units import format_value
 
 REDRAWN_EVERY_S = 0.1
+_SHOWN = 40
 _KEPT = frozenset("\n\t")
 _CLEARED = "\r\x1b[K"
 
@@ -134,8 +136,24 @@ class StatusLine:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser that prints through this module and uses this project's exit code for a wrong command
-    line."""
+    """An argparse parser that prints through this module, uses this project's exit code for a wrong command line,
+    and suggests the nearest command for one that it does not have."""
+
+    other_names: Mapping[str, str] = {}
+    """What to suggest for a word that resembles no command: `distill` for `train`."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
+            super()._check_value(action, value)
+            return
+        known = tuple(action.choices)
+        word = str(value).lower()
+        near = self.other_names.get(word) or next(
+            iter(difflib.get_close_matches(word, known, n=1)), None
+        )
+        found = f"expected a command, found {clipped(str(value), _SHOWN)!r}"
+        rest = f"did you mean {near}?" if near else f"the commands are {', '.join(known)}"
+        raise argparse.ArgumentError(None, f"{found}; {rest}")
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.format_usage().rstrip()}\n{self.prog}: {message}")

@@ -135,6 +135,23 @@ COMMANDS = (
     ),
 )
 
+OTHER_NAMES = {
+    **dict.fromkeys(("train", "run", "fit", "finetune", "kd", "start", "launch"), "distill"),
+    **dict.fromkeys(("new", "create", "setup", "quickstart"), "spec"),
+    **dict.fromkeys(("resume", "continue"), "distill --resume RUN"),
+    **dict.fromkeys(("validate", "verify", "lint", "check"), "distill SPEC --check"),
+    **dict.fromkeys(("list", "ls", "ps"), "runs"),
+    **dict.fromkeys(("log", "logs", "status", "show"), "tail"),
+    **dict.fromkeys(("kill", "cancel"), "stop"),
+    **dict.fromkeys(("settings", "config", "options"), "spec"),
+    **dict.fromkeys(("info", "describe"), "inspect"),
+    **dict.fromkeys(("export", "quantize", "quantise"), "convert"),
+    **dict.fromkeys(("sample", "chat", "infer"), "generate"),
+    **dict.fromkeys(("benchmark",), "bench"),
+    **dict.fromkeys(("cache", "precompute"), "prepare"),
+    **dict.fromkeys(("upload", "push"), "publish"),
+}
+"""Words that users of other tools try first, and our command for each."""
 EPILOG = (
     "exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 internal, "
     "130/143 stopped by SIGINT/SIGTERM, 128+n killed by signal n"
@@ -148,6 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
         "`apr-workbench` shows the same on screen.",
         epilog=EPILOG,
     )
+    parser.other_names = OTHER_NAMES
     parser.add_argument("--version", action="version", version=f"engine {VERSION}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

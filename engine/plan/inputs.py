@@ -1,11 +1,13 @@
 """Check a run's inputs for everything that can be seen without torch, before a run folder exists.
 
-This reads headers, configs and names but no tensors, so it takes well under a second for a 7B teacher.
+This reads headers, configs and names but no tensors, so it takes well under a second for a 7B teacher. Only where
+student and teacher have one shape are their files compared, up to the first byte that differs.
 The trainer checks what needs the data itself.
 """
 
 from __future__ import annotations
 
+import filecmp
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +91,32 @@ def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokeniz
     )
 
 
+def _check_not_teacher(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
+    """Refuse a student whose files are the teacher's, or copies of them. The trainer compares the values, which
+    also finds one model in two formats (`engine.teachers.identity`)."""
+    if teacher != student or not spec.has_teacher or spec.teacher.allow_identical:
+        return
+    theirs, ours = _tensor_files(spec.teacher.path), _tensor_files(spec.student.path)
+    if len(theirs) == len(ours) and all(map(_same_file, theirs, ours)):
+        raise BadInput.expected(
+            "student.path",
+            spec.student.path,
+            "other weights than the teacher's",
+            f"the same values: the files are those of {spec.teacher.path}, byte for byte",
+            hint="a student equal to its teacher has nothing to learn from it; give a smaller model, or a shape for "
+            "fresh weights in student.config; teacher.allow_identical=true trains it all the same",
+        )
+
+
+def _tensor_files(path: str) -> list[Path]:
+    with open_weights(Path(path)) as weights:
+        return sorted({info.file for info in weights.tensors.values()})
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.samefile(other) or filecmp.cmp(one, other, shallow=False)
+
+
 def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
     """Refuse vocabulary sizes that do not fit: the student's tokens must be the teacher's first ones."""
     if student.vocab_size > teacher.vocab_size:
@@ -119,6 +147,8 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         student = read_config(Path(spec.student.config))
     if teacher is not None:
         _check_widths(spec, teacher, student)
+        if spec.student.path:
+            _check_not_teacher(spec, teacher, student)
     packed = spec.teacher.backend == "quantized"
     if packed and teacher_size is not None and not teacher_size.matrices:
         raise without_blocks(spec.teacher.path)

@@ -9,18 +9,20 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine import limits
 from engine.errors import SpecError
 from engine.files import depth_of, read_text
+from engine.spec.other_names import OTHER_NAMES
 from engine.spec.sections import KEYS, RunSpec, options, section_type
 from engine.spec.values import check_value, parse_set, path_problem, refusal_of_toml, shown
 
 # Adjacent parts never match the same character, so a line of spaces cannot cause backtracking.
 _HEADER = re.compile(r"\s*\[([A-Za-z0-9_.\-\s]+)\]\s*(?:#.*)?$")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
 
 
@@ -75,10 +77,14 @@ class Problems:
 
 
 def nearest(key: str) -> str:
-    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5)
-    if not close:
-        last = key.rsplit(".", 1)[-1]
-        close = [k for k in KEYS if k.rsplit(".", 1)[-1] == last][:1]
+    """Return what to write instead of an unknown key, as the end of a message."""
+    name = key.rsplit(".", 1)[-1]
+    if other := OTHER_NAMES.get(key) or OTHER_NAMES.get(name):
+        return f"; did you mean {other}?"
+    # A setting in another section, unless several sections have one of that name.
+    close = [k for k in KEYS if k.rsplit(".", 1)[-1] == name]
+    if len(close) != 1:
+        close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5) or close
     return (
         f"; did you mean {close[0]}?" if close else f"; known sections are {', '.join(sections())}"
     )
@@ -97,24 +103,43 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield key, value
 
 
-def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
-    """Check the constraints between fields."""
+def _cross_checks(
+    spec: RunSpec, written: Mapping[str, Any], add: Callable[[str, str], None]
+) -> None:
+    """Check the constraints between fields. A message names a value only where the user has `written` it."""
     if spec.teacher.backend in ("dequantized", "quantized") and not spec.teacher.path:
         add("teacher.backend", "expected teacher.path beside it, found none")
     if spec.teacher.backend == "cached" and not (spec.teacher.path and spec.teacher.cache):
         lacking = "teacher.cache" if spec.teacher.path else "teacher.path"
         add("teacher.backend", f"expected {lacking} beside it, found none")
-    if not spec.has_teacher and spec.loss.alpha != 1.0:
+    # A section written as a value is refused where it stands.
+    if spec.has_teacher or spec.loss.alpha == 1.0 or "teacher" in written:
+        pass
+    elif "loss.alpha" not in written and spec.teacher.backend == "none":
+        add("teacher.backend", 'expected loss.alpha = 1 beside "none", found no loss.alpha')
+    elif "loss.alpha" not in written:
+        add(
+            "teacher.path",
+            'expected a teacher, found none; write [teacher] path = "FOLDER or FILE", '
+            "or loss.alpha = 1 to train the student on the text alone",
+        )
+    else:
         add(
             "loss.alpha",
             f"expected 1 when there is no teacher (cross entropy alone), found {spec.loss.alpha:g}",
         )
-    if bool(spec.student.path) == bool(spec.student.config):
-        both = "both" if spec.student.path else "neither"
-        add(
-            "student.path", f"expected exactly one of student.path and student.config, found {both}"
+    if bool(spec.student.path) == bool(spec.student.config) and "student" not in written:
+        found = (
+            "both"
+            if spec.student.path
+            else 'neither; write [student] path = "FOLDER or FILE" to go on with a model, '
+            'or config = "config.json" for fresh weights'
         )
-    if spec.train.warmup_steps > spec.train.steps:
+        add(
+            "student.path",
+            f"expected exactly one of student.path and student.config, found {found}",
+        )
+    if spec.train.warmup > spec.train.steps:
         add(
             "train.warmup_steps",
             f"expected at most train.steps ({spec.train.steps}), found {spec.train.warmup_steps}",
@@ -134,15 +159,31 @@ def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
         add("run.name", f"expected a name without '/', found {json.dumps(spec.run.name)}")
 
 
-def _path_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
+def _path_checks(
+    spec: RunSpec, written: Mapping[str, Any], add: Callable[[str, str], None]
+) -> None:
     for option in options():
         value = spec.value(option.key)
         # `engine prepare` creates the cache; a run checks its content with the other inputs.
         if option.path and value and option.key != "teacher.cache" and not os.path.exists(value):
-            add(option.key, f"expected a file or folder at {value}, found nothing there")
+            hint = _download(written.get(option.key), value, "model", "")
+            add(option.key, f"expected a file or folder at {value}, found nothing there{hint}")
     corpus = spec.data.corpus
     if corpus != "python-stdlib" and not os.path.exists(corpus):
-        add("data.corpus", f"expected python-stdlib or a path, found nothing at {corpus}")
+        hint = _download(written.get("data.corpus"), corpus, "data set", " --repo-type dataset")
+        add("data.corpus", f"expected python-stdlib or a path, found nothing at {corpus}{hint}")
+
+
+def _download(written: Any, resolved: str, what: str, flags: str) -> str:
+    """Return how to fetch what a user named as a hub does, OWNER/NAME, where that cannot be meant as a path."""
+    if (
+        not isinstance(written, str)
+        or not _HUB_NAME.fullmatch(written)
+        or Path(resolved).parent.exists()
+    ):
+        return ""
+    fetched = f"`hf download {written}{flags} --local-dir {written}` fetches it"
+    return f"; a {what} is not downloaded by its name: {fetched}"
 
 
 def build_spec(
@@ -182,7 +223,7 @@ def build_spec(
                     key, "unknown key"
                 )  # past the limit, counted without looking for the nearest key
             elif key in values and not isinstance(value, dict):
-                problems.add(key, f"expected a section [{key}], found a value")
+                problems.add(key, f"expected a section{_as_section(key, value)}")
             else:
                 problems.add(key, f"unknown key{nearest(key)}")
             continue
@@ -199,11 +240,19 @@ def build_spec(
         section, name = key.split(".")
         values[section][name] = checked
     spec = RunSpec(**{name: section_type(name)(**fields) for name, fields in values.items()})
-    _cross_checks(spec, problems.add)
+    _cross_checks(spec, pairs, problems.add)
     if check_paths:
-        _path_checks(spec, problems.add)
+        _path_checks(spec, pairs, problems.add)
     problems.raise_if_any()
     return spec
+
+
+def _as_section(key: str, value: Any) -> str:
+    """Return how to write a value that stands in the place of a section."""
+    main = {"teacher": "path", "student": "path", "data": "corpus", "run": "name"}.get(key)
+    if main is None or not isinstance(value, str):
+        return f" [{key}], found a value"
+    return f", [{key}] with {main} = {shown(json.dumps(value, ensure_ascii=False))}, found a text"
 
 
 def _refuse_many(keys: int, sets: int, file: str) -> None:

@@ -286,7 +286,11 @@ class TrainSection:
     )
     lr: float = setting(3e-4, "Peak learning rate.", above=0.0, most=1e38, changes_results=True)
     warmup_steps: int = setting(
-        20, "Steps of linear warm-up.", low=0, most=10**9, changes_results=True
+        -1,
+        "Steps of linear warm-up; -1 is a tenth of train.steps, at most 20, or 2 % of them where that is more.",
+        low=-1,
+        most=10**9,
+        changes_results=True,
     )
     schedule: str = setting(
         "cosine",
@@ -331,6 +335,13 @@ class TrainSection:
         allowed=("stop", "skip"),
         changes_results=True,
     )
+
+    @property
+    def warmup(self) -> int:
+        """Steps of linear warm-up: those that are set, else a share of the steps."""
+        if self.warmup_steps != -1:
+            return self.warmup_steps
+        return max(min(20, self.steps // 10), self.steps // 50)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

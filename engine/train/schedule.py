@@ -1,6 +1,6 @@
 """The learning rate of each optimizer step: a linear warm-up, then a cosine or a constant.
 
-With w = warmup_steps, N = total_steps and s the step counted from 0:
+With w = warm-up steps, N = total_steps and s the step counted from 0:
 
     s <  w            peak * (s + 1) / w            never 0; s = w - 1 is the first step at the peak
     s >= w, cosine    peak * (1 - (1 - final_ratio) * (1 - cos(pi x)) / 2),   x = (s + 1 - w) / (N - w)
@@ -23,7 +23,7 @@ def learning_rate(step: int, train: TrainSection) -> float:
     `train.final_lr_ratio` is the last rate divided by the peak; the constant schedule ignores it. Raises
     ValueError for a value outside its range.
     """
-    peak, warmup_steps, total_steps = train.lr, train.warmup_steps, train.steps
+    peak, warmup_steps, total_steps = train.lr, train.warmup, train.steps
     kind, final_ratio = train.schedule, train.final_lr_ratio
     if step < 0:
         raise ValueError(f"step: expected 0 or more, found {step}")

@@ -68,7 +68,7 @@ def smoke(subject: Subject) -> Outcome:
             spec.train,
             steps=steps,
             accumulation=1,
-            warmup_steps=min(spec.train.warmup_steps, steps // 2),
+            warmup_steps=min(spec.train.warmup, steps // 2),
             schedule="constant",
         ),
         loss=spec.loss,

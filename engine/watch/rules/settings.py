@@ -19,11 +19,11 @@ RATE_TOLERANCE = 1e-4
 def expected_rate(step: int, train: TrainSection) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1: linear warm-up, then cosine or
     constant."""
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
+    if step <= train.warmup:
+        return train.lr * step / train.warmup
     if train.schedule == "constant":
         return train.lr
-    done = min(1.0, (step - train.warmup_steps) / (train.steps - train.warmup_steps))
+    done = min(1.0, (step - train.warmup) / (train.steps - train.warmup))
     floor = train.lr * train.final_lr_ratio
     return floor + (train.lr - floor) * (1 + math.cos(math.pi * done)) / 2
 

@@ -67,7 +67,7 @@ def test_edges_without_a_warmup_or_without_anything_after_it() -> None:
         ({"lr": float("nan")}, "found nan"),
         ({"steps": 0}, "total_steps: expected 1 or more, found 0"),
         ({"warmup_steps": 111}, "expected 0 to total_steps = 110, found 111"),
-        ({"warmup_steps": -1}, "found -1"),
+        ({"warmup_steps": -2}, "found -2"),
         ({"final_lr_ratio": 1.5}, "final_ratio: expected 0 to 1, found 1.5"),
         ({"schedule": "linear"}, "expected cosine or constant, found linear"),
     ],
