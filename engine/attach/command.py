@@ -12,6 +12,7 @@ It ends as the command ends: with its exit code, or by the same signal.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from engine.errors import BadInput
+from engine.errors import BadInput, RunLogError
 from engine.findings.redact import Redactor
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.signals import dismiss_guard
@@ -33,27 +34,47 @@ from engine.terminal import say
 
 PROBE = Path(__file__).parent / "probe"
 RUN_VARIABLE = "APR_WATCH_RUN"
+RUNS = Path("runs")
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 RECORDED_S = 5.0
 """How long recording the end of the command may keep the terminal waiting."""
 
 
-def new_run(arguments: Sequence[str], folder: Path, name: str | None) -> RunFolder:
+def new_run(arguments: Sequence[str], folder: Path | None, name: str | None) -> RunFolder:
     """Create the run folder of a command. Secrets in its arguments are redacted.
 
-    Raises BadInput when there is no such command.
+    Without a `folder` it is made in `runs`, or, where that cannot be written, in the user's folder for such things,
+    and that is said. Raises BadInput when there is no such command.
     """
     if shutil.which(arguments[0]) is None:
         raise BadInput.expected("command", arguments[0], "a program to start", "none")
     word = next((Path(a).stem for a in arguments if a.endswith(".py")), Path(arguments[0]).stem)
-    path = folder / (name or f"{word}-{datetime.now():%Y%m%d-%H%M%S}")
+    name = name or f"{word}-{datetime.now():%Y%m%d-%H%M%S}"
     about: dict[str, Any] = {
         "arguments": list(Redactor().argv(arguments)[0]),
         "folder": os.getcwd(),
         "commit": _commit(),
     }
-    return create_run(path.absolute(), "", {"spec": {}, COMMAND: about})
+    effective = {"spec": {}, COMMAND: about}
+    if folder is not None:
+        return create_run((folder / name).absolute(), "", effective)
+    try:
+        return create_run((RUNS / name).absolute(), "", effective)
+    except RunLogError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in READ_ONLY:
+            raise
+        run = create_run(_users_folder() / name, "", effective)
+        say(f"{RUNS.absolute()}: {cause.strerror}; the run folder is {run.path}")
+        return run
+
+
+def _users_folder() -> Path:
+    """Where programs keep what they write for a user (XDG base directories)."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(state, "apr-workbench", "runs").absolute()
 
 
 def run_command(arguments: Sequence[str], run: RunFolder) -> int:

@@ -14,10 +14,11 @@ from functools import cached_property
 from pathlib import Path
 
 from engine.errors import RunLogError
+from engine.log.beats import read_lost_rank
 from engine.log.events import IDLE, StepDone
-from engine.log.folder import RunFolder
+from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
-from engine.log.text import one_line
+from engine.log.text import event_text, one_line
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from engine.watch.rules.pace import DATA_SHARE
@@ -30,6 +31,8 @@ MOST_LINES = 20
 WHY_LINES = 10
 TEXT_LINES = 4
 """Of one text."""
+LATER = 5
+"""So many later trainings are named."""
 ALERTS = 3
 """So many alerts are told; the others are counted."""
 OUTSIDE = "seen from outside only"
@@ -153,7 +156,7 @@ class _Summary:
         elif ended is not None and ended.state in _MEMORY:
             lines.append(ended.sentence)
         elif ended is not None and ended.returncode:
-            lines.append("what the command printed says why; the folder does not hold it")
+            lines.append(self._failure())
         if self._is_outside:
             lines.append(NO_STEP if self._imported_torch else NO_TORCH)
         lines += [note.text for note in view.notes if "probe removed itself" in note.text][:1]
@@ -168,6 +171,29 @@ class _Summary:
         if view.launcher_gone is not None and ended is None:
             lines.append("what started the command was gone before it, and its exit code with it")
         return lines or ["unknown: too little was seen to say what the time went to"]
+
+    def _failure(self) -> str:
+        """Why the command failed, as far as its own exception tells: of several ranks that of the first to end."""
+        ended = self.view.script_ended
+        if (lost := read_lost_rank(self.run)) is not None:
+            return lost.sentence
+        if ended is not None and ended.exception is not None:
+            return event_text(ended)
+        return "what the command printed says why; the folder does not hold it"
+
+    def _later(self) -> str:
+        """The trainings after the first, each with a run of its own."""
+        later = [
+            run.name
+            for run in find_runs(self.run.path.parent)
+            if (command := read_command(run)) is not None and command.part_of == self.run.name
+        ]
+        if not later:
+            return ""
+        names = ", ".join(sorted(later, key=lambda name: (len(name), name))[:LATER])
+        more = f" and {len(later) - LATER} more" if len(later) > LATER else ""
+        count = f"{len(later)} later training{'s' * (len(later) > 1)} below it"
+        return f"{count}, each with a run of its own: {names}{more}"
 
     @property
     def _imported_torch(self) -> bool:
@@ -244,6 +270,7 @@ class _Summary:
                 f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
             )
         lines.append(self._memory())
+        lines.append(self._later())
         if view.stack_dump is not None:
             dump = view.stack_dump
             lines.append(f"stack: {dump.python_frame or dump.summary} ({dump.path})")

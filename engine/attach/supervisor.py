@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.errors import EngineError
-from engine.log.beats import Beat
+from engine.log.beats import Beat, read_lost_rank
 from engine.log.events import LauncherGone, Note, TrainerExited, TrainerStarted
 from engine.log.folder import RunFolder, is_run, open_run, read_command
 from engine.log.text import event_text
@@ -181,12 +181,14 @@ class _Trainings:
             observer.write_watch(Note(level="warning", text=text))
         else:
             observer.watcher.tick()
-            ended = observer.watcher.view.script_ended
+            run, ended = self.command.run, observer.watcher.view.script_ended
+            lost = read_lost_rank(run) if code else None
             observer.record_exit(
                 code,
-                stop_requested=None,
+                stop_requested="engine stop" if run.stop_asked.exists() else None,
                 finished=code == 0,
                 exception=ended.exception if ended is not None else None,
+                lost_rank=None if lost is None else lost.sentence,
                 is_ours=False,
             )
         self.command.close()

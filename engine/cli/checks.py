@@ -64,12 +64,14 @@ def _list_checks(as_json: bool) -> int:
 
 def _answers(path: Path, as_json: bool) -> int:
     from engine.checks.catalogue import CATALOGUE
-    from engine.log.folder import open_run
+    from engine.log.folder import must_have_settings, open_run
     from engine.log.follow import Follower
     from engine.units import format_seconds
     from engine.verdict import lowest
 
-    follower = Follower(open_run(path))
+    run = open_run(path)
+    must_have_settings(run)
+    follower = Follower(run)
     follower.read_all()
     found = follower.view.checks
     answers = [(about, found.get(about.id), _verdict(found.get(about.id))) for about in CATALOGUE]

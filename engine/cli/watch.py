@@ -11,7 +11,6 @@ imports torch, a probe of the standard library alone (`apr_watch`) notes each op
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from engine.cli.arguments import add_flag, add_path
 from engine.errors import UsageError
@@ -21,7 +20,9 @@ HELP = "run a training script that is not ours, and watch it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "--runs", "DIR", "folder for the run folder (runs)", default=Path("runs"))
+    add_path(
+        parser, "--runs", "DIR", "folder for the run folder (runs; your own where it is read-only)"
+    )
     parser.add_argument("--name", help="name of the run folder (default: SCRIPT-DATE-TIME)")
     add_flag(parser, "--quiet", "say nothing at the end")
     parser.add_argument("program", nargs="*", metavar="COMMAND", help="after --: what to run")

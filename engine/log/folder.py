@@ -76,6 +76,11 @@ class RunFolder:
         return self.path / "student"
 
     @property
+    def stop_asked(self) -> Path:
+        """There once `engine stop` has sent a signal to a command that is not ours."""
+        return self.path / "stop-asked"
+
+    @property
     def reserve(self) -> Path:
         return self.path / "reserve"
 

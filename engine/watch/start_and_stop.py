@@ -149,6 +149,9 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
         # Whoever holds the log has written which process the command is.
         _check_holds(watcher.pid, run.watch)
         number = signal.SIGKILL if now else signal.SIGTERM
+        # Before the signal: whoever records the end of the command looks for it.
+        with contextlib.suppress(OSError):
+            run.stop_asked.touch()
         _signal(run, view.trainer_pid, number)
         return f"sent {number.name} to the command of run {run.name}"
     # A pid from the log is trusted only while its process holds the log: a log may name any pid.

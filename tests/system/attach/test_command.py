@@ -22,6 +22,7 @@ from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.watch.rules.rule import read_settings
 from engine.watch.start_and_stop import stop
+from tests.support.paths import ROOT
 
 WATCH = [sys.executable, "-m", "engine", "watch"]
 LIMIT_S = 60.0
@@ -196,6 +197,8 @@ def test_a_watched_command_is_stopped_by_its_run_folder(tmp_path: Path) -> None:
     started(run)
     assert stop(run) == "sent SIGTERM to the command of run run"
     assert process.wait(LIMIT_S) == -signal.SIGTERM
+    (exit_,) = [e for e in watch_log(run) if isinstance(e, TrainerExited)]
+    assert exit_.cause == "stop requested: engine stop"
     with pytest.raises(BadInput, match="going on"):
         stop(run)
 
@@ -267,3 +270,20 @@ def test_a_plain_loop_is_read_as_a_run_with_every_step_that_it_prints(tmp_path: 
         [sys.executable, "-m", "engine", "tail", str(run.path)], capture_output=True, text=True
     )
     assert f"command: {sys.executable} {script}" in shown.stdout
+
+
+def test_where_the_folder_cannot_be_written_the_run_lies_in_the_users_and_that_is_said(
+    tmp_path: Path,
+) -> None:
+    words = [*WATCH, "--name", "run", "--quiet", "--", "pwd"]
+    # No process may make a folder in /sys, not even one of root.
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    more: dict[str, Any] = {"env": environment, "timeout": LIMIT_S, "cwd": "/sys"}
+    done = subprocess.run(words, capture_output=True, text=True, **more)
+    run = RunFolder(tmp_path / "apr-workbench" / "runs" / "run")
+    assert (done.returncode, done.stdout) == (0, "/sys\n")
+    assert f"the run folder is {run.path}" in done.stderr and done.stderr.startswith("/sys/runs: ")
+    assert [e.returncode for e in watch_log(run) if isinstance(e, TrainerExited)] == [0]
+    # A folder that was named is the one that was meant.
+    done = subprocess.run([*words[:4], "--runs", "/sys/x", *words[4:]], capture_output=True, **more)
+    assert done.returncode == 65

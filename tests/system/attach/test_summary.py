@@ -99,12 +99,12 @@ def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(tmp_pat
     assert found["next step"].startswith(MORE_WORKERS)
 
 
-def test_a_run_that_failed_names_its_exit_code_and_no_cause_that_is_not_known(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_failed_names_its_exception_and_the_line_that_raised_it(tmp_path: Path) -> None:
     found = run_loop(tmp_path, "raises")
     assert found["verdict"].startswith("run: failed with exit code 1; after 5 steps")
-    assert "the folder does not hold it" in found["why"]
+    line = LOOP.splitlines().index('    raise ValueError("planted")') + 1
+    where = f"{tmp_path / 'train.py'}:{line} in <module>"
+    assert found["why"].startswith(f"the script ended with ValueError at {where}: planted")
     assert found["next step"] == f"apr-workbench {tmp_path / 'run'}"
 
 

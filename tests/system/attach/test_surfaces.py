@@ -143,7 +143,12 @@ def test_commands_say_what_is_known_or_why_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("flip", "RUN", "--set", "train.lr=1"), ("distill", "--resume", "RUN"), ("gate", "RUN")],
+    [
+        ("flip", "RUN", "--set", "train.lr=1"),
+        ("distill", "--resume", "RUN"),
+        ("gate", "RUN"),
+        ("checks", "RUN"),
+    ],
 )
 def test_what_needs_settings_refuses_it_with_the_command_to_change(
     tmp_path: Path, words: tuple[str, ...]

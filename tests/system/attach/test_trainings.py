@@ -15,7 +15,7 @@ import pytest
 from engine.attach.command import PROBE, RUN_VARIABLE
 from engine.attach.probe.apr_watch.trainings import Trainings
 from engine.attach.supervisor import training_process
-from engine.log.beats import behind, read_beats, waited_for
+from engine.log.beats import behind, read_beats, read_lost_rank, waited_for
 from engine.log.events import Note, ScriptEnded
 from engine.log.folder import RunFolder, create_run, find_runs
 from engine.log.follow import Follower
@@ -50,9 +50,12 @@ def test_each_training_of_a_sweep_has_a_folder_and_an_end_of_its_own(tmp_path: P
     (tmp_path / "sweep.py").write_text(SWEEP)
     # A folder of somebody else's that has the name of the third is passed over.
     create_run(tmp_path / "runs" / "lr-3", "", {"spec": {}})
-    words = [sys.executable, "-m", "engine", "watch", "--name", "lr", "--quiet", "--"]
-    done = subprocess.run([*words, sys.executable, "sweep.py"], cwd=tmp_path, timeout=120)
+    words = [sys.executable, "-m", "engine", "watch", "--name", "lr", "--"]
+    done = subprocess.run(
+        [*words, sys.executable, "sweep.py"], cwd=tmp_path, stderr=subprocess.PIPE, timeout=120
+    )
     assert done.returncode == 6
+    assert b"4 later trainings below it, each with a run of its own: lr-2" in done.stderr
     runs = {run.name: run for run in find_runs(tmp_path / "runs")}
     assert sorted(runs) == ["lr", "lr-2", "lr-3", "lr-4", "lr-5", "lr-6"]
     found = {}
@@ -124,7 +127,7 @@ def test_of_a_marked_block_the_chosen_optimizer_alone_has_steps() -> None:
 
 
 RANKS = """
-import sys, threading, torch
+import os, subprocess, sys, threading, torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -133,6 +136,8 @@ def work(rank, port):
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(3):
+        if (rank, number) == (1, 2) and "RANK" in os.environ:
+            raise ValueError("mine")
         if (rank, number) == (1, 2):
             print("hangs", flush=True)
             lock = threading.Lock()
@@ -145,7 +150,14 @@ if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     port = store.port
     del store
-    mp.spawn(work, (port,), nprocs=2)
+    if "RANK" in os.environ:
+        work(int(os.environ["RANK"]), int(sys.argv[1]))
+    elif sys.argv[1:]:
+        ranks = [subprocess.Popen([sys.executable, "ranks.py", str(port)], env=os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in (0, 1)]
+        sys.exit(max(rank.wait() for rank in ranks))
+    else:
+        mp.spawn(work, (port,), nprocs=2)
 """
 
 
@@ -172,6 +184,26 @@ def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path
     assert "rank 1" in str(waited_for(beats))
     pid, file = training_process(run, process.pid, Follower(run).read_all(), late)
     assert pid == late.pid and Path(file).exists()
+
+
+def test_of_several_ranks_the_one_whose_exception_ended_the_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    words = [sys.executable, "-m", "engine", "watch", "--name", "run", "--"]
+    done = subprocess.run(
+        [*words, sys.executable, "ranks.py", "launches"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    run = RunFolder(tmp_path / "runs" / "run")
+    lost = read_lost_rank(run)
+    assert lost is not None and lost.rank == 1
+    assert lost.sentence.startswith(f"rank 1 (process {lost.pid}) ended with ValueError at ")
+    view = Follower(run).read_all()
+    assert view.exit is not None and view.exit.sentence.startswith(lost.sentence)
+    assert "why        rank 1 (process" in done.stderr
 
 
 FULL = """

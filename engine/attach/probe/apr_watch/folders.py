@@ -112,6 +112,19 @@ def _is_over(folder: str) -> bool:
         os.close(fd)
 
 
+def say_lost(folder: str, rank: int, ended: dict[str, Any]) -> None:
+    """Record that an exception ended this rank, if it is the first: what ends the others follows from it
+    (`LostRank` of `engine/log/beats.py`)."""
+    pid = os.getpid()
+    message = f": {ended['message']}" if ended["message"] else ""
+    text = (
+        f"rank {rank} (process {pid}) ended with {ended['exception']} at {ended['where']}{message}"
+    )
+    with open(os.path.join(folder, "ranks", "lost.json"), "x") as file:
+        # Python's exit code after an exception that nobody caught.
+        json.dump({"rank": rank, "pid": pid, "returncode": 1, "sentence": text}, file)
+
+
 class Beat:
     """How far a rank has come, as in `engine/log/beats.py`: process, steps done, backward passes and updates begun.
     All ranks begin the same of them in the same order, so that the one which the others wait for has begun fewer."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .compiles import Compiles
 from .device_clock import DeviceClock, Lap
-from .folders import Beat, claim, rank_and_world
+from .folders import Beat, claim, rank_and_world, say_lost
 from .memory import HeldMemory
 from .progress import Progress
 from .trainings import Trainings
@@ -525,8 +525,11 @@ class Steps:
         finally:
             while self._waiting:
                 _write(self._waiting.popleft())
+        ended = how_it_ended()
         if self.log is not None:
-            self.log.write("script_ended", **how_it_ended())
+            self.log.write("script_ended", **ended)
+        if self._beat is not None and self._folder is not None and ended["how"] == "raised":
+            say_lost(self._folder, self._rank, ended)
 
     def forked(self) -> None:
         """In a forked child: leave the logs to the parent."""
