@@ -33,6 +33,7 @@ is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -174,6 +175,62 @@ class Tokenizer:
             if progress is not None:
                 progress(done, total)
         return [np.frombuffer(ids, dtype=np.uint32) for ids in encoded]
+
+    def encode_with_starts(
+        self, texts: Sequence[str]
+    ) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
+        """Return for each text its ids, and the character of the text at which each token begins.
+
+        The ids are those of `encode_documents`, and both arrays have the same length. A character of
+        which several tokens hold a part of the bytes begins all of them. The white space that a token
+        begins with belongs to it, also where the file has `trim_offsets`. Raises TokenizerError for a
+        text that is too long to be taken whole, and where the starts do not follow the text.
+        """
+        import numpy as np
+
+        encoded: list[list[tuple[NDArray[np.uint32], NDArray[np.int64]]]] = [[] for _ in texts]
+        reached = [0] * len(texts)
+        for batch in _batches(self._pieces(texts)):
+            pieces = [piece for _, piece in batch]
+            with _panic_is_bad_input(self.path):
+                encodings = self._untrimmed.encode_batch(pieces, add_special_tokens=False)
+            for (text, piece), encoding in zip(batch, encodings, strict=True):
+                ids = np.array(encoding.ids, dtype=np.uint32)
+                starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+                if np.any(np.diff(starts, prepend=0) < 0):
+                    raise TokenizerError.expected(
+                        "tokenizer",
+                        self.path,
+                        "tokens in the order of the text",
+                        f"{piece[:40]!a} with tokens at {starts[:10].tolist()}",
+                    )
+                encoded[text].append((ids, starts + reached[text]))
+                reached[text] += len(piece)
+        return [
+            (np.concatenate([ids for ids, _ in parts]), np.concatenate([at for _, at in parts]))
+            for parts in encoded
+        ]
+
+    @functools.cached_property
+    def _untrimmed(self) -> tokenizers.Tokenizer:
+        """The tokenizer without its post-processor, which may leave white space out of the offsets. It
+        adds nothing around a text that is encoded without special tokens, so the ids are the same.
+        """
+        from tokenizers import Tokenizer as Inner
+
+        inner = Inner.from_str(self._inner.to_str())
+        inner.post_processor = None
+        return inner
+
+    @functools.cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of all special tokens."""
+        added = self._inner.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token in its own spelling, or None."""
+        return self._inner.token_to_id(token)
 
     def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Yield each text in pieces, with its index."""

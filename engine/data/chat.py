@@ -1,0 +1,378 @@
+"""Conversations as tokens, with a label on what the assistant wrote and on nothing else.
+
+**What is rendered** is the conversation up to its last assistant turn: nothing after that has a label.
+The text is encoded as a whole, and without special tokens around it, as Transformers encodes it, so a
+template that begins with the BOS token gives one BOS, and one that ends with the end-of-turn token gives
+no second. If the last turn has no end-of-turn token, the end-of-text token is added, with a label: without
+it the student would never learn to stop.
+
+**How the span of a turn is proved.** For assistant turn i of the messages m:
+
+    prompt   = render(m[:i], add_generation_prompt=True)
+    through  = render(m[:i+1])
+    whole    = render(m)
+
+`through` must begin with `prompt`, `whole` with `through` up to the end of the turn, and the turn must end
+with its content (what follows `</think>` in it). Then the turn is what lies between the end of `prompt`
+and the end of `through` without the white space there, so it ends with the end-of-turn token: a special
+token, which also counts if `whole` has it where `through` ends (some templates write it before the next
+message). The white space after it belongs to the template: a model that has written its end-of-turn token
+is not asked for more. A turn without such a token ends with its last character that is not white space.
+
+A turn that is not proved so (the template removes the reasoning from earlier turns, or moves the system
+prompt) is proved by its `{% generation %}` mark, if there is one mark for each assistant turn and the mark
+holds the content and not the header: the generation prompt, or nothing but the start of the turn, comes
+before it. The end-of-turn token is added to a mark that leaves it out, and white space after it taken away.
+
+If an assistant turn cannot be proved, only the last turn has labels; if that one cannot, the conversation
+is skipped with the reason.
+
+**A token has a label if its first character lies inside the turn.** A token that begins in the prompt and
+reaches into the turn (a space at the end of the prompt, with the word that follows) has none: where the
+model writes, the prompt is complete and holds the beginning of that token, so the model is never asked for
+it. There the prompt alone has other tokens than the beginning of the whole; `Chat.straddling` counts these
+places. At the other end a token may reach over the end only in a turn without an end-of-turn token. It has
+a label, because the model has to write it to write the last characters of the turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.chat_template import ChatTemplate, Message, Rendered, Unrenderable
+from engine.data.conversations import ASSISTANT, Conversation
+from engine.data.sources import Skipped
+from engine.errors import CorpusError
+from engine.formats.tokenizer import Tokenizer
+
+Turns = Literal["all", "last"]
+Proof = Literal["prefix", "marks", "text"]
+
+NO_ASSISTANT = "no assistant turn"
+OTHER_PROMPT = "the template's generation prompt is not the beginning of an assistant turn"
+OTHER_LATER = "the template writes an assistant turn otherwise once messages follow it"
+OTHER_CONTENT = "the template writes an assistant turn that does not end with its content"
+NO_TOKEN = "no token begins in what the assistant wrote"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chat:
+    """One conversation as T tokens."""
+
+    name: str
+    ids: NDArray[np.int32]
+    """Shape (T,)."""
+    labelled: NDArray[np.bool_]
+    """Shape (T,). Whether the token at this place is to be predicted, from those before it; at least one is."""
+    turns: int
+    """Assistant turns that the conversation has."""
+    labelled_turns: int
+    """Those of them that have labels."""
+    proof: Proof
+    """How the turns were found: `prefix`, `marks` (of one turn at least), or `text` for a pair of texts."""
+    straddling: int = 0
+    """Labelled turns whose first characters are in a token that begins in the prompt."""
+    unended: int = 0
+    """Labelled turns without an end-of-turn token."""
+    reason: str | None = None
+    """Why only the last turn has labels where all were asked for."""
+
+    @property
+    def label_count(self) -> int:
+        return int(np.count_nonzero(self.labelled))
+
+
+def encode_chats(
+    conversations: Sequence[Conversation],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    turns: Turns = "all",
+) -> list[Chat | Skipped]:
+    """Return each conversation as tokens, or why it is skipped, in order.
+
+    Raises CorpusError for messages if there is no template, and TokenizerError if the tokenizer has no
+    token that ends a text where one is to be added.
+    """
+    proofs = [_prove(one, tokenizer, template, turns) for one in conversations]
+    texts = [proof.text for proof in proofs if isinstance(proof, _Proved)]
+    encoded = iter(tokenizer.encode_with_starts(texts))
+    chats: list[Chat | Skipped] = []
+    for conversation, proof in zip(conversations, proofs, strict=True):
+        if isinstance(proof, _Proved):
+            ids, starts = next(encoded)
+            chats.append(_labelled(conversation, proof, ids, starts, tokenizer, template))
+        else:
+            chats.append(proof)
+    return chats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """What the assistant wrote in one turn, in characters of the rendered text."""
+
+    start: int
+    end: int
+    ended: bool
+    """Whether it ends with an end-of-turn token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proved:
+    text: str
+    spans: tuple[_Span, ...]
+    turns: int
+    proof: Proof
+    reason: str | None = None
+
+
+class _Unproved(Exception):
+    """A turn whose place in the text is not known; the text is the reason."""
+
+
+def _labelled(
+    conversation: Conversation,
+    proved: _Proved,
+    ids: NDArray[np.uint32],
+    starts: NDArray[np.int64],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+) -> Chat | Skipped:
+    """Put the spans of a text on its tokens, which begin at the characters `starts`."""
+    labelled = np.zeros(len(ids), dtype=np.bool_)
+    straddling = 0
+    for span in proved.spans:
+        first, after = np.searchsorted(starts, (span.start, span.end))
+        labelled[first:after] = True
+        begins = first < len(starts) and starts[first] == span.start
+        straddling += span.start < span.end and not begins
+    if not labelled.any() and any(span.start < span.end for span in proved.spans):
+        return Skipped(name=conversation.name, reason=NO_TOKEN)
+    if not proved.spans[-1].ended:
+        eos = template.eos_token if template is not None else None
+        end = tokenizer.id_of(eos) if eos is not None else None
+        end = tokenizer.end_of_text_id if end is None else end
+        if not len(ids) or ids[-1] != end:
+            ids, labelled = np.append(ids, np.uint32(end)), np.append(labelled, True)
+    return Chat(
+        name=conversation.name,
+        ids=ids.astype(np.int32),
+        labelled=labelled,
+        turns=proved.turns,
+        labelled_turns=len(proved.spans),
+        proof=proved.proof,
+        straddling=straddling,
+        unended=sum(not span.ended for span in proved.spans),
+        reason=proved.reason,
+    )
+
+
+def _prove(
+    conversation: Conversation, tokenizer: Tokenizer, template: ChatTemplate | None, turns: Turns
+) -> _Proved | Skipped:
+    """Render a conversation and find the turns that are to have labels."""
+    if conversation.pair is not None:
+        prompt, completion = conversation.pair
+        span = _Span(start=len(prompt), end=len(prompt) + len(completion), ended=False)
+        return _Proved(text=prompt + completion, spans=(span,), turns=1, proof="text")
+    if template is None:
+        raise CorpusError.expected(
+            "conversation",
+            conversation.name,
+            "a tokenizer with a chat template",
+            f"none beside {tokenizer.path}",
+            hint="take the tokenizer of an instruct model, or give prompt and completion as text",
+        )
+    assistant = [i for i, one in enumerate(conversation.messages) if one["role"] == ASSISTANT]
+    wanted = [i for i in assistant if i >= conversation.labels_from]
+    if not wanted:
+        return Skipped(name=conversation.name, reason=NO_ASSISTANT)
+    messages = conversation.messages[: wanted[-1] + 1]
+    try:
+        whole = template.render(messages, tools=conversation.tools, find_marks=True)
+    except Unrenderable as error:
+        reason = f"the template refuses the conversation: {error}"
+        return Skipped(name=conversation.name, reason=reason)
+    turning = _Turning(
+        conversation=conversation,
+        messages=messages,
+        template=template,
+        whole=whole,
+        special=_special(tokenizer.special_tokens, template.eos_token),
+    )
+    try:
+        last = turning.span(wanted[-1])
+    except _Unproved as error:
+        return Skipped(name=conversation.name, reason=str(error))
+    spans, reason = [last], ""
+    if turns == "all":
+        try:
+            spans = [*(turning.span(index) for index in wanted[:-1]), last]
+            if any(b.start < a.end for a, b in itertools.pairwise(spans)):
+                raise _Unproved(OTHER_LATER)
+        except _Unproved as error:
+            spans, reason = [last], str(error)
+    marked = any(
+        index in turning.by_mark for index in (wanted[-1:] if reason or turns == "last" else wanted)
+    )
+    return _Proved(
+        # What the template writes after a turn without an end is not what ends it.
+        text=whole.text if last.ended else whole.text[: last.end],
+        spans=tuple(spans),
+        turns=len(assistant),
+        proof="marks" if marked else "prefix",
+        reason=reason or None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turning:
+    """Finds the turns of one rendered conversation."""
+
+    conversation: Conversation
+    messages: tuple[Message, ...]
+    """Up to the last assistant turn."""
+    template: ChatTemplate
+    whole: Rendered
+    special: _Special
+    ends: set[str] = field(default_factory=set)
+    """The tokens that end the turns found so far."""
+    by_mark: set[int] = field(default_factory=set)
+    """The turns that were proved by their mark."""
+
+    def span(self, index: int) -> _Span:
+        """Return where message `index` is. Raises _Unproved."""
+        try:
+            found = self._by_prefix(index)
+        except (_Unproved, Unrenderable) as error:
+            reason = str(error)
+            if isinstance(error, Unrenderable):
+                reason = f"the template refuses the beginning of the conversation: {error}"
+            marked = self._by_mark(index)
+            if marked is None:
+                raise _Unproved(reason) from None
+            self.by_mark.add(index)
+            found = marked
+        if found.ended:
+            end = self.special.at_end(self.whole.text[found.start : found.end])
+            self.ends.update({end} if end is not None else ())
+        return found
+
+    def _render(self, count: int, *, prompt: bool) -> str:
+        return self.template.render(
+            self.messages[:count], tools=self.conversation.tools, add_generation_prompt=prompt
+        ).text
+
+    def _by_prefix(self, index: int) -> _Span:
+        whole = self.whole.text
+        last = index + 1 == len(self.messages)
+        through = whole if last else self._render(index + 1, prompt=False)
+        prompt = self._render(index, prompt=True)
+        if not through.startswith(prompt):
+            raise _Unproved(OTHER_PROMPT)
+        start = len(prompt)
+        end = max(start, len(through.rstrip()))
+        ended = self.special.at_end(through[start:end]) is not None
+        if not whole.startswith(through[:end]):
+            raise _Unproved(OTHER_LATER)
+        eos = self.template.eos_token
+        if not ended and eos and whole.startswith(through + eos):
+            end, ended = len(through) + len(eos), True
+        if not self._holds_content(whole[start:end], self.messages[index], ended):
+            raise _Unproved(OTHER_CONTENT)
+        return _Span(start=start, end=end, ended=ended)
+
+    def _by_mark(self, index: int) -> _Span | None:
+        """Return where the mark of a message is, without what it has too much; None if it is not right."""
+        assistant = [i for i, one in enumerate(self.messages) if one["role"] == ASSISTANT]
+        marks, whole = self.whole.marks, self.whole.text
+        if marks is None or len(marks) != len(assistant):
+            return None
+        start, end = marks[assistant.index(index)]
+        if not self._after_header(index, start, end):
+            return None
+        after = end
+        end = max(start, len(whole[:end].rstrip()))
+        ended = self.special.at_end(whole[start:end]) is not None
+        eos = {self.template.eos_token} if self.template.eos_token else set()
+        for token in () if ended else sorted(self.ends | eos, key=len, reverse=True):
+            if whole.startswith(token, after):
+                end, ended = after + len(token), True
+                break
+        if not self._holds_content(whole[start:end], self.messages[index], ended):
+            return None
+        return _Span(start=start, end=end, ended=ended)
+
+    def _after_header(self, index: int, start: int, end: int) -> bool:
+        """Whether a mark begins where the model begins to write."""
+        whole, message = self.whole.text, self.messages[index]
+        written = whole[start:end].lstrip()
+        content, reasoning = _answer(message), message.get("reasoning_content")
+        begins = [
+            text for text in (content, "<think>", reasoning) if isinstance(text, str) and text
+        ]
+        if any(written.startswith(text) for text in begins):
+            return True
+        if content == "" and not self.special.pattern.sub("", written).strip():
+            return True
+        try:
+            without = self._render(index, prompt=False)
+            prompt = self._render(index, prompt=True)
+        except Unrenderable:
+            return False
+        header = prompt.removeprefix(without)
+        return header not in ("", prompt) and whole.endswith(header, 0, start)
+
+    def _holds_content(self, turn: str, message: Message, ended: bool) -> bool:
+        """Whether a turn has its content, and after that nothing but tool calls and its end."""
+        answer = _answer(message)
+        if answer is None:
+            return True
+        at = turn.rfind(answer)
+        calls = bool(message.get("tool_calls"))
+        if at < 0 or calls:
+            return at >= 0
+        rest = turn[at + len(answer) :] if answer else re.sub("(?s).*</think>", "", turn)
+        if self.special.pattern.sub("", rest).strip():
+            return False
+        # A special token that is neither the content's nor the end is the start of something else: some
+        # templates always begin the next turn.
+        find = self.special.pattern.findall
+        return ended or len(find(turn)) == len(find(str(message["content"])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Special:
+    """The special tokens of a tokenizer, to be found in text; some have thousands."""
+
+    texts: tuple[str, ...]
+    """Longest first."""
+    pattern: re.Pattern[str]
+
+    def at_end(self, text: str) -> str | None:
+        if not text.endswith(self.texts):
+            return None
+        return next(token for token in self.texts if text.endswith(token))
+
+
+@functools.lru_cache(maxsize=4)
+def _special(tokens: frozenset[str], eos: str | None) -> _Special:
+    found = sorted(tokens | ({eos} if eos else set()), key=lambda token: (-len(token), token))
+    pattern = "|".join(map(re.escape, found)) or "(?!)"
+    return _Special(texts=tuple(found), pattern=re.compile(pattern))
+
+
+def _answer(message: Message) -> str | None:
+    """Return the text of a message without the reasoning in front of it."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return None
+    return content.rpartition("</think>")[2].strip()
