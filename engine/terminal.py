@@ -98,6 +98,21 @@ def say(*texts: object, end: str = "\n") -> None:
     _write(sys.stderr, printable(" ".join(str(one) for one in texts)) + end, flush=True)
 
 
+def can_ask() -> bool:
+    """Whether somebody can answer: stdin is a terminal."""
+    return _is_terminal(sys.stdin)
+
+
+def ask(question: str) -> str | None:
+    """Ask on stderr, so that stdout stays data, and return a line of the answer; None at the end of the input."""
+    say(question, end="")
+    line = sys.stdin.readline(limits.PRINTED_LINE.most)
+    if not line:
+        say()
+        return None
+    return line.rstrip("\n")
+
+
 class StatusLine:
     """Progress on stderr: one line that is redrawn on a terminal; otherwise, and where TERM is dumb, a separate
     line every `plain_every_s` seconds."""

@@ -138,11 +138,17 @@ def _start(arguments: argparse.Namespace) -> RunFolder | None:
             f"run folder: {path} — expected a new folder, found one that exists",
             hint="choose another with --out, or continue it with --resume",
         )
-    check_inputs(spec, path)
+    inputs = check_inputs(spec, path)
     if arguments.check:
+        from engine.plan.data_size import measure_data
+
+        size = measure_data(spec, inputs.tokenizer)
         say(f"{arguments.spec}: the spec and its inputs are sound")
+        for line in size.lines(spec.train.steps):
+            say(line)
         if arguments.json:
-            put_json({"spec_sha256": spec.sha256, "spec": spec.to_dict()})
+            measured = dataclasses.asdict(size)
+            put_json({"spec_sha256": spec.sha256, "spec": spec.to_dict(), "data": measured})
         return None
     spec = dataclasses.replace(
         spec, run=dataclasses.replace(spec.run, name=path.name, out=str(path.parent))

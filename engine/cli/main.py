@@ -26,6 +26,7 @@ from engine.cli import (
     flips,
     gate,
     generate,
+    init,
     prepare,
     publish,
     report,
@@ -51,6 +52,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     # Training.
+    Command("init", init.HELP, init.add_arguments, init.run),
     Command(
         "distill",
         "distil a student from a spec, or resume a run",
@@ -137,7 +139,7 @@ COMMANDS = (
 
 OTHER_NAMES = {
     **dict.fromkeys(("train", "run", "fit", "finetune", "kd", "start", "launch"), "distill"),
-    **dict.fromkeys(("new", "create", "setup", "quickstart"), "spec"),
+    **dict.fromkeys(("new", "create", "setup", "quickstart"), "init"),
     **dict.fromkeys(("resume", "continue"), "distill --resume RUN"),
     **dict.fromkeys(("validate", "verify", "lint", "check"), "distill SPEC --check"),
     **dict.fromkeys(("list", "ls", "ps"), "runs"),

@@ -18,6 +18,7 @@ from engine.spec.build import (
     load_spec,
     read_spec,
     spec_from_dict,
+    spec_of_text,
     spec_to_toml,
 )
 from engine.spec.sections import (
@@ -47,5 +48,6 @@ __all__ = [
     "read_spec",
     "settings_sha256",
     "spec_from_dict",
+    "spec_of_text",
     "spec_to_toml",
 ]

@@ -274,6 +274,10 @@ def _resolved(base: Path, text: str) -> tuple[str, str | None]:
 def read_spec(path: Path) -> tuple[dict[str, Any], str]:
     """Return the content of a TOML file, unchecked, and its text. Raises BadInput."""
     text = read_text(path, "spec", limits.SPEC_FILE)
+    return _parsed(text, path), text
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
     for number, line in enumerate(text.splitlines(), start=1):
         if len(line) > limits.SPEC_LINE.most:
             raise SpecError(
@@ -292,16 +296,24 @@ def read_spec(path: Path) -> tuple[dict[str, Any], str]:
         raise SpecError(
             [f"{path}: {shown(many)}: expected a key of {limits.SPEC_KEY}, found {len(many):,}"]
         )
-    return tree, text
+    return tree
 
 
 def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:
     """Load the spec in a TOML file, with `--set` arguments applied over it; also returns the file's text."""
-    tree, text = read_spec(path)
-    spec = build_spec(
-        tree, file=str(path), base=path.resolve().parent, lines=key_lines(text), sets=sets
+    text = read_text(path, "spec", limits.SPEC_FILE)
+    return spec_of_text(text, path, sets), text
+
+
+def spec_of_text(text: str, path: Path, sets: list[str] | None = None) -> RunSpec:
+    """Return the spec in a text that is, or will be, the file `path`. Raises SpecError."""
+    return build_spec(
+        _parsed(text, path),
+        file=str(path),
+        base=path.resolve().parent,
+        lines=key_lines(text),
+        sets=sets,
     )
-    return spec, text
 
 
 def spec_from_dict(tree: dict[str, Any]) -> RunSpec:

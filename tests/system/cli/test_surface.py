@@ -156,6 +156,10 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
     commands: dict[str, tuple[object, ...]] = {
         "spec": ("spec",),
         "distill --check": ("distill", spec, "--check", "--out", folder / "new"),
+        "init": (
+            *("init", "--teacher", kit.teacher, "--student", kit.student),
+            *("--data", kit.corpus, "--name", "first"),
+        ),
         "prepare --dry-run": ("prepare", spec, "--out", folder / "store", "--dry-run"),
         "prepare": ("prepare", spec, "--out", folder / "store"),
         "tail": ("tail", run),
@@ -176,6 +180,7 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         asked_once(patch)
+        patch.chdir(folder)  # `init` writes into the working folder
         for name, words in commands.items():
             done = engine_here(*words, "--json")
             assert done.returncode in (0, 1, 2), f"{name}: {done.stderr}"

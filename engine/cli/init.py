@@ -1,0 +1,290 @@
+"""Write a first spec from a teacher, a student and data, checked as `engine distill SPEC --check` checks it.
+
+    engine init                                     asks for what it needs
+    engine init --teacher Qwen2.5-7B --student Qwen2.5-0.5B --data corpus.jsonl
+    engine init --teacher T.gguf --student student.json --data texts/ --name small
+
+The spec is NAME.toml in this folder; it prints what was found in the files. Nothing is written where an input
+cannot be used, and a file that exists stays as it is without --force. Without a terminal nothing is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from engine.cli.arguments import add_flag, add_json
+from engine.errors import BadInput, CorpusError, UsageError
+from engine.terminal import ask, can_ask, put, put_json, say
+
+if TYPE_CHECKING:
+    from engine.models.config import ModelConfig
+    from engine.plan.data_size import DataSize
+    from engine.plan.inputs import Inputs
+    from engine.spec import RunSpec
+
+T = TypeVar("T")
+HELP = "write a first spec from a teacher, a student and data"
+LONGEST_ROW, SHORTEST_ROW = 1024, 32
+HELD_OUT = (0.08, 0.2, 0.5)
+"""Shares of the documents to hold out, the first that leaves a row of text on both sides."""
+LR_FRESH, LR_TRAINED = 3e-4, 5e-5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--teacher", metavar="PATH", help="model to learn from: a folder, .gguf or .apr file"
+    )
+    parser.add_argument(
+        "--student",
+        metavar="PATH",
+        help="model to train, or a config.json for fresh weights of that shape",
+    )
+    parser.add_argument("--data", metavar="PATH", help="text to train on, or python-stdlib")
+    parser.add_argument("--name", metavar="NAME", help="of the spec: NAME.toml (kd)")
+    add_flag(parser, "--force", "replace NAME.toml where it exists")
+    add_json(parser, "print the path and what was found as one JSON value on stdout")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What the file of a model is."""
+
+    path: str
+    config: ModelConfig
+    fresh: bool
+    """Whether it is a shape without weights."""
+
+    @property
+    def about(self) -> str:
+        from engine.models.config import count_parameters
+        from engine.units import format_count
+
+        size = f"{self.config.kind.title}, {format_count(count_parameters(self.config))} parameters"
+        return f"{size}, fresh weights" if self.fresh else size
+
+    def to_dict(self) -> dict[str, Any]:
+        from engine.models.config import count_parameters
+
+        found = {"path": self.path, "family": self.config.family, "fresh": self.fresh}
+        return found | {"parameters": count_parameters(self.config)}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    name = _answer("--name", arguments.name, "name of the spec", _as_name, default="kd")
+    path = Path(f"{name}.toml")
+    if os.path.lexists(path) and not arguments.force:
+        raise BadInput.expected(
+            "spec",
+            path,
+            "a new file",
+            "one that exists",
+            hint="choose another --name; --force replaces it",
+        )
+    teacher = _answer("--teacher", arguments.teacher, "teacher (folder, .gguf, .apr)", _as_teacher)
+    student = _answer(
+        "--student", arguments.student, "student (folder, file, or config.json)", _as_student
+    )
+    data = _answer("--data", arguments.data, "data (folder, file, or python-stdlib)", _as_data)
+    text, inputs, size, spec = _first_that_fits(path, teacher, student, data)
+
+    from engine.log.folder import write_whole
+
+    write_whole(path, text)
+    tokenizer = inputs.tokenizer
+    if arguments.json:
+        put_json(
+            {
+                "path": str(path.absolute()),
+                "teacher": teacher.to_dict(),
+                "student": student.to_dict(),
+                "tokenizer": {"path": str(tokenizer.path), "vocabulary": tokenizer.vocab_size},
+                "data": {"path": data} | dataclasses.asdict(size),
+                "notes": list(inputs.notes),
+            }
+        )
+        return 0
+    for line in (
+        f"teacher: {teacher.about}",
+        f"student: {student.about}",
+        f"tokenizer: {tokenizer.vocab_size:,} tokens, {tokenizer.path}",
+        *size.lines(spec.train.steps),
+        *inputs.notes,
+        f"start it: engine distill {path}",
+    ):
+        say(line)
+    put(path)
+    return 0
+
+
+def _answer(
+    flag: str, given: str | None, question: str, check: Callable[[str], T], default: str = ""
+) -> T:
+    """Return the checked value of a flag, or of an answer on the terminal, which is asked for until it can be used.
+
+    Raises UsageError where the flag is missing and nobody can be asked, BadInput where its value is wrong.
+    """
+    if given is not None:
+        return check(given)
+    if not can_ask():
+        if default:
+            return check(default)
+        raise UsageError(f"expected {flag}, found none", hint="without a terminal nothing is asked")
+    while True:
+        said = ask(f"{question}{f' [{default}]' if default else ''}: ")
+        if said is None:
+            raise UsageError(f"expected {flag}, found no answer")
+        try:
+            if said.strip() or default:
+                return check(said.strip() or default)
+        except (BadInput, UsageError) as error:
+            say(str(error))
+
+
+def _as_name(name: str) -> str:
+    if not name or "/" in name or name.startswith(".") or not name.isprintable():
+        raise UsageError(f"--name: expected a name without '/', found {name!r}")
+    return name.removesuffix(".toml") or name
+
+
+def _as_teacher(path: str) -> Model:
+    if _is_shape(_there("--teacher", path)):
+        raise BadInput.expected(
+            "--teacher", path, "weights", "a JSON file", hint="give the folder that it is in"
+        )
+    return Model(path=path, config=_weights("--teacher", path), fresh=False)
+
+
+def _as_student(path: str) -> Model:
+    """Take weights, or the shape in a config.json."""
+    from engine.models.config import CONFIG_FILE, read_config
+
+    there = _there("--student", path)
+    if there.is_dir() and os.listdir(there) == [CONFIG_FILE]:
+        there, path = there / CONFIG_FILE, os.path.join(path, CONFIG_FILE)
+    if _is_shape(there):
+        return Model(path=path, config=read_config(there), fresh=True)
+    return Model(path=path, config=_weights("--student", path), fresh=False)
+
+
+def _as_data(path: str) -> str:
+    from engine.data.corpus import check_corpus
+    from engine.data.sources import STDLIB
+
+    if path != STDLIB:
+        check_corpus(str(_there("--data", path)))
+    return path
+
+
+def _weights(flag: str, path: str) -> ModelConfig:
+    from engine.formats.open import open_weights
+    from engine.models.config import config_of
+    from engine.models.names import check_fits
+
+    there = _there(flag, path)
+    with open_weights(there) as weights:
+        config = config_of(weights)
+        check_fits(config, weights, there, weights.convention)
+        return config
+
+
+def _there(flag: str, path: str) -> Path:
+    """Raises BadInput where nothing has this path, or where no TOML file can hold it."""
+    try:
+        path.encode()
+        there = Path(path).expanduser()
+        found = there.exists()
+    except (ValueError, RuntimeError, OSError) as error:
+        raise BadInput(f"{flag}: expected a path, found {path!r}: {error}") from None
+    if not path or not found:
+        raise BadInput(f"{flag}: expected a file or folder, found nothing at {path!r}")
+    return there
+
+
+def _is_shape(path: Path) -> bool:
+    """Whether a file is JSON, and not the index of a sharded model."""
+    from engine.files import open_regular
+    from engine.formats.kinds import START_BYTES, Kind, kind_of
+
+    if not path.is_file() or path.name.endswith(".index.json"):
+        return False
+    with open_regular(path, "model") as file:
+        return kind_of(file.read(START_BYTES)) is Kind.JSON
+
+
+def _first_that_fits(
+    path: Path, teacher: Model, student: Model, data: str
+) -> tuple[str, Inputs, DataSize, RunSpec]:
+    """Return the text of a spec that is sound, with what its check found. Of a small corpus the longest rows are
+    taken that leave one on each side of the split.
+
+    Raises the BadInput that `engine distill --check` would.
+    """
+    from engine.plan.data_size import measure_data
+    from engine.plan.inputs import check_inputs
+    from engine.spec import spec_of_text
+
+    longest = min(
+        LONGEST_ROW,
+        teacher.config.max_position_embeddings,
+        student.config.max_position_embeddings,
+    )
+    lengths = [longest]
+    while lengths[-1] // 2 >= SHORTEST_ROW:
+        lengths.append(lengths[-1] // 2)
+    inputs, problem = None, None
+    for held_out in HELD_OUT:
+        for seq_len in lengths:
+            text = _text(path, teacher, student, data, seq_len, held_out)
+            spec = spec_of_text(text, path)
+            if inputs is None:
+                inputs = check_inputs(spec, Path(spec.run.out, path.stem))
+            try:
+                size = measure_data(spec, inputs.tokenizer)
+            except CorpusError as error:
+                problem = problem or error
+                continue
+            passes = "" if size.passes is None else f"; {size.passes:.3g} passes over the data"
+            return text.replace("{passes}", passes), inputs, size, spec
+    assert problem is not None
+    raise problem
+
+
+def _text(
+    path: Path, teacher: Model, student: Model, data: str, seq_len: int, held_out: float
+) -> str:
+    share = (
+        "" if held_out == HELD_OUT[0] else f"heldout_fraction = {held_out}  # of few documents\n"
+    )
+    lr = LR_FRESH if student.fresh else LR_TRAINED
+    return f"""\
+# Every setting with its meaning: engine spec {path}
+[teacher]
+path = {_quoted(teacher.path)}  # {teacher.about}
+
+[student]
+{"config" if student.fresh else "path"} = {_quoted(student.path)}  # {student.about}
+
+[data]
+corpus = {_quoted(data)}
+seq_len = {seq_len}  # tokens in a row; documents are packed
+{share}
+[loss]
+alpha = 0.3  # weight of the cross entropy; the teacher's is 1 - alpha
+temperature = 2.0  # softens both models' probabilities
+
+[train]
+steps = 1000  # optimizer steps{{passes}}
+rows = 8  # rows in a step, the batch size
+lr = {lr:g}  # peak, after a warm-up of 20 steps
+"""
+
+
+def _quoted(text: str) -> str:
+    # JSON escapes as TOML does, but for DEL, which TOML wants escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,141 @@
+"""Measure what a run would train on, without torch: documents, tokens, and the passes over them that its steps make.
+
+A corpus of at most `SAMPLED_BYTES` is split and tokenized as the run would, so its numbers are exact and a corpus too
+small for one row is refused. Of a larger one the first megabytes are tokenized, and the tokens of the rest follow from
+its bytes; where not all of it is listed in reasonable time, its documents and tokens are unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.data.batches import count_rows
+from engine.data.corpus import open_corpus
+from engine.data.sources import Piece, list_pieces
+from engine.data.tokens import tokenize
+from engine.formats.tokenizer import Tokenizer
+from engine.spec import RunSpec
+from engine.units import format_bytes, format_count
+
+LISTED_BYTES = 128 << 20
+"""Text that is listed; of a .jsonl file, listing reads every line."""
+SAMPLED_BYTES = 2 << 20
+"""Text that is tokenized: a second on a slow core."""
+PIECE_BYTES = 16 << 20
+"""A larger document is not read for the sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSize:
+    """The size of the data, held-out documents included."""
+
+    documents: int | None
+    """None where there are more than were listed."""
+    text_bytes: int | None
+    tokens: int | None
+    exact: bool
+    """Whether all of it was tokenized; otherwise `tokens` is estimated from `sampled_bytes`."""
+    sampled_bytes: int
+    tokens_per_step: int
+    passes: float | None
+    """Passes over the training text that the steps of the spec make."""
+
+    def lines(self, steps: int) -> list[str]:
+        """Format it for people."""
+        if self.documents is None or self.text_bytes is None:
+            data = (
+                f"more than {format_bytes(LISTED_BYTES)} of text; documents and tokens are unknown"
+            )
+        else:
+            data = f"{self.documents:,} documents, {format_bytes(self.text_bytes)}, "
+            if self.tokens is None:
+                data += "an unknown number of tokens"
+            elif self.exact:
+                data += f"{self.tokens:,} tokens"
+            else:
+                sample = format_bytes(self.sampled_bytes)
+                data += f"about {format_count(self.tokens)} tokens, by the first {sample}"
+        passes = "an unknown number of" if self.passes is None else f"{self.passes:.3g}"
+        return [
+            f"data: {data}",
+            f"steps: {steps:,} of {self.tokens_per_step:,} tokens each, {passes} passes over the training text",
+        ]
+
+
+def measure_data(spec: RunSpec, tokenizer: Tokenizer) -> DataSize:
+    """Measure the data of `spec`. Raises CorpusError, TokenizerError."""
+    data, train = spec.data, spec.train
+    per_step = train.rows * train.accumulation * spec.compute.gpus * data.seq_len
+    pieces: list[Piece] = []
+    listed = 0
+    for item in list_pieces(data.corpus, include_tests=data.include_tests):
+        if not isinstance(item, Piece):
+            continue
+        listed += item.size_bytes
+        if listed > LISTED_BYTES:
+            tokens, sampled = None, 0
+            break
+        pieces.append(item)
+    else:
+        if listed <= SAMPLED_BYTES:
+            return _exact(spec, tokenizer, per_step)
+        tokens, sampled = _estimate(pieces, listed, tokenizer)
+    whole = listed <= LISTED_BYTES
+    passes = None
+    if tokens is not None:
+        trained = tokens * (1 - data.heldout_fraction)
+        if data.max_bytes:
+            trained = min(trained, tokens * data.max_bytes / listed)
+        passes = train.steps * per_step / trained
+    return DataSize(
+        documents=len(pieces) if whole else None,
+        text_bytes=listed if whole else None,
+        tokens=tokens,
+        exact=False,
+        sampled_bytes=sampled,
+        tokens_per_step=per_step,
+        passes=passes,
+    )
+
+
+def _exact(spec: RunSpec, tokenizer: Tokenizer, per_step: int) -> DataSize:
+    data = spec.data
+    corpus = open_corpus(
+        data.corpus,
+        heldout_fraction=data.heldout_fraction,
+        include_tests=data.include_tests,
+        max_bytes=data.max_bytes or None,
+    )
+    train = tokenize(corpus.train.documents, tokenizer)
+    held = tokenize(corpus.heldout.documents, tokenizer)
+    count_rows(held, data.seq_len, "held-out")
+    count_rows(train, data.seq_len, "train")
+    size = corpus.train.size_bytes + corpus.heldout.size_bytes
+    return DataSize(
+        documents=corpus.train.document_count + corpus.heldout.document_count,
+        text_bytes=size,
+        tokens=len(train) + len(held),
+        exact=True,
+        sampled_bytes=size,
+        tokens_per_step=per_step,
+        passes=spec.train.steps * per_step / len(train),
+    )
+
+
+def _estimate(pieces: list[Piece], listed: int, tokenizer: Tokenizer) -> tuple[int | None, int]:
+    """Return the tokens of `listed` bytes of text, by the first of them, and how many bytes those are."""
+    texts: list[str] = []
+    sampled = 0
+    for piece in pieces:
+        if piece.size_bytes > PIECE_BYTES or not isinstance(text := piece.read(), str):
+            continue
+        text = text[: SAMPLED_BYTES - sampled]
+        texts.append(text)
+        sampled += len(text.encode())
+        if sampled >= SAMPLED_BYTES:
+            break
+    if not sampled:
+        return None, 0
+    ids = sum(map(len, tokenizer.encode_documents(texts)))
+    # Every document is followed by one end-of-text token.
+    return round(ids / sampled * listed) + len(pieces), sampled
