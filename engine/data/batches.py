@@ -9,7 +9,10 @@ document: the end-of-text token predicts nothing, so no label crosses from one d
     documents   0  0  0  | 1  1  1 |  1
     labels      b EOT -  | d  e EOT|             - is IGNORED, -100
 
-Order. One epoch is every row once, in a permutation that depends only on (seed, epoch): a stable sort of
+Of a conversation only the tokens that the assistant wrote are labels (`TokenStream.labelled`). A row without a label
+is not taken: there is nothing to learn from it.
+
+Order. One epoch is every row with a label once, in a permutation that depends only on (seed, epoch): a stable sort of
 the first `rows` words of the Philox stream with that key. The Philox specification fixes these words, so
 the order is the same on every machine and numpy version, which `Generator.permutation` does not promise.
 
@@ -102,7 +105,8 @@ class Batches:
         self, stream: TokenStream, *, seq_len: int, rows_per_batch: int, seed: int
     ) -> None:
         assert rows_per_batch >= 1 and 0 <= seed < 1 << 64
-        self.rows_per_epoch = count_rows(stream, seq_len, "train")
+        self._labelled_rows = labelled_rows(stream, seq_len, "train")
+        self.rows_per_epoch = len(self._labelled_rows)
         self.rows_per_batch = rows_per_batch
         self._stream = stream
         self._seq_len = seq_len
@@ -132,7 +136,8 @@ class Batches:
     def _order(self, epoch: int) -> Int64Array:
         latest = self._latest
         if latest is None or latest[0] != epoch:
-            latest = (epoch, epoch_order(self.rows_per_epoch, self._seed, epoch))
+            order = epoch_order(self.rows_per_epoch, self._seed, epoch)
+            latest = (epoch, self._labelled_rows[order])
             self._latest = latest
         return latest[1]
 
@@ -161,6 +166,29 @@ def count_rows(stream: TokenStream, seq_len: int, what: str) -> int:
     return rows
 
 
+def labelled_rows(stream: TokenStream, seq_len: int, what: str) -> Int64Array:
+    """Return the rows that have a label, in order.
+
+    Raises CorpusError when there is none; `what` names the split in the message.
+    """
+    rows = count_rows(stream, seq_len, what)
+    if stream.labelled is None:
+        return np.arange(rows, dtype=np.int64)
+    has_label = np.zeros(rows * seq_len, dtype=np.bool_)
+    same = stream.documents[1:] == stream.documents[:-1]
+    has_label[: len(same)] = (same & stream.labelled[1:])[: len(has_label)]
+    found = np.flatnonzero(has_label.reshape(rows, seq_len).any(1))
+    if not len(found):
+        raise CorpusError.expected(
+            "corpus",
+            what,
+            "a row with something that the assistant wrote",
+            f"none of {rows:,}",
+            hint="raise data.seq_len, or look at the conversations",
+        )
+    return found.astype(np.int64)
+
+
 def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
     """Return `count` rows spread evenly over the stream, in order; the same at every call.
 
@@ -168,9 +196,10 @@ def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
     one row.
     """
     assert count >= 1
-    rows = count_rows(stream, seq_len, "held-out")
-    count = min(count, rows)
-    return gather_rows(stream, seq_len, np.arange(count, dtype=np.int64) * rows // count)
+    rows = labelled_rows(stream, seq_len, "held-out")
+    count = min(count, len(rows))
+    places = np.arange(count, dtype=np.int64) * len(rows) // count
+    return gather_rows(stream, seq_len, rows[places])
 
 
 def gather_rows(stream: TokenStream, seq_len: int, row_ids: Int64Array) -> Batch:
@@ -181,6 +210,8 @@ def gather_rows(stream: TokenStream, seq_len: int, row_ids: Int64Array) -> Batch
     next_BT = np.minimum(places_BT + 1, len(stream) - 1)
     documents_BT = stream.documents[places_BT]
     predicts_BT = (stream.documents[next_BT] == documents_BT) & (next_BT != places_BT)
+    if stream.labelled is not None:
+        predicts_BT &= stream.labelled[next_BT]
     return Batch(
         tokens_BT=stream.tokens[places_BT].astype(np.int64),
         documents_BT=documents_BT.astype(np.int64),

@@ -36,6 +36,8 @@ CHECK_BYTES = 1 << 20
 class Document:
     name: str
     text: str
+    """Of a conversation, the JSON of its record."""
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,24 +120,27 @@ def open_corpus(
     )
 
 
-def check_corpus(source: str, *, include_tests: bool = False) -> None:
-    """Raise the CorpusError that `open_corpus` would raise within the first MiB of text.
+def check_corpus(source: str, *, include_tests: bool = False) -> bool:
+    """Raise the CorpusError that `open_corpus` would raise within the first MiB of text; return whether there are
+    conversations in it.
 
     It stops at the document that reaches this size, and does not split, so it cannot tell whether
     anything is held out.
     """
     skipped: list[Skipped] = []
-    read_bytes = 0
+    read_bytes, chats = 0, False
     for item in list_pieces(source, include_tests=include_tests):
+        chats |= isinstance(item, Piece) and item.is_chat
         found = item.read() if isinstance(item, Piece) else item
         if isinstance(found, Skipped):
             skipped.append(found)
             continue
         read_bytes += len(found)
         if read_bytes >= CHECK_BYTES:
-            return
+            break
     if not read_bytes:
         raise _empty(source, skipped)
+    return chats
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,7 +180,7 @@ class _Reading:
         if isinstance(text, Skipped):
             self.skipped[piece.name] = text
             return None
-        return Document(name=piece.name, text=text)
+        return Document(name=piece.name, text=text, is_chat=piece.is_chat)
 
 
 def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:

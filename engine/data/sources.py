@@ -4,6 +4,7 @@
     python-stdlib     a *.py file of the interpreter      path in the library: json/decoder.py
     a folder          a *.py, *.txt or *.md file          path in the folder
     a .jsonl file     the "text" of one line              text-<16 hex digits of its sha256>
+                      a conversation in one line          chat-<16 hex digits> of its content
     any other file    a passage of at least 4 KiB         <file name>#<ordinal>
 
 Names decide which split a document is in, so they never contain an absolute path, and a line of a .jsonl
@@ -35,10 +36,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine import limits
+from engine.data.conversations import read_conversation
 from engine.errors import CorpusError
 from engine.files import open_regular
 
 STDLIB = "python-stdlib"
+CHAT_KEYS = frozenset({"messages", "conversations", "completion"})
+"""A line without "text" that has one of them is a conversation."""
+CHAT_HINT = 'a conversation has "messages", "conversations", or "prompt" and "completion"'
 FOLDER_SUFFIXES = (".py", ".txt", ".md")
 PASSAGE_BYTES = 4096
 
@@ -78,6 +83,8 @@ class Piece:
     """Line number, from 1, of a JSON line; None when the bytes are the text."""
     may_skip: bool = False
     """Whether bytes that are not UTF-8 are skipped instead of refused."""
+    is_chat: bool = False
+    """Whether it is a conversation; its text is then the JSON of its record."""
 
     def read(self) -> str | Skipped:
         """Return the text, decoded as strict UTF-8. Raises CorpusError when it cannot be read."""
@@ -95,7 +102,7 @@ class Piece:
         if len(raw) > most:
             _refuse_size(self.path, limits.CORPUS_DOCUMENT)
         if self.line is not None:
-            return _text_of_line(raw, self.path, self.line, self.start_byte)
+            return _content_of_line(raw, self.path, self.line, self.start_byte)[1]
         if self.may_skip:
             try:
                 return raw.decode("utf-8")
@@ -209,26 +216,30 @@ def _json_lines(path: Path) -> Iterator[Piece | Skipped]:
         start, offset = offset, offset + len(raw)
         if not raw.strip():
             continue
-        encoded = _text_of_line(raw, path, line, start).encode("utf-8")
+        name, text = _content_of_line(raw, path, line, start)
+        encoded = text.encode("utf-8")
         if not encoded:
             yield Skipped(name=f"{path.name}:{line}", reason='empty "text"')
             continue
-        name = f"text-{hashlib.sha256(encoded).hexdigest()[:16]}"
+        is_chat = bool(name)
         yield Piece(
-            name=name,
+            name=name or f"text-{hashlib.sha256(encoded).hexdigest()[:16]}",
             path=path,
             size_bytes=len(encoded),
             start_byte=start,
             end_byte=offset,
             line=line,
+            is_chat=is_chat,
         )
 
 
-def _text_of_line(raw: bytes, path: Path, line: int, start_byte: int) -> str:
-    """Return the "text" of one JSON line; `start_byte` is where the line begins in the file."""
+def _content_of_line(raw: bytes, path: Path, line: int, start_byte: int) -> tuple[str, str]:
+    """Return the content of one JSON line: the name and the JSON of a conversation, or no name and the "text".
+
+    `start_byte` is where the line begins in the file."""
     where = f"{shown(path)} line {line:,}"
     source = _decoded(raw.rstrip(b"\r\n"), where, start_byte)
-    wanted = 'a JSON object with a string "text"'
+    wanted = 'a JSON object with a string "text", or a conversation'
     try:
         record = json.loads(source)
     except json.JSONDecodeError as error:
@@ -242,9 +253,11 @@ def _text_of_line(raw: bytes, path: Path, line: int, start_byte: int) -> str:
     where = f"{where}, byte {start_byte:,}"
     if not isinstance(record, dict):
         raise _unusable(where, wanted, f"JSON of type {_kind(record)}")
+    if "text" not in record and not CHAT_KEYS.isdisjoint(record):
+        return read_conversation(record, where).name, source.strip()
     if "text" not in record:
         keys = ", ".join(ascii(key) for key in list(record)[:5]) or "no keys"
-        raise _unusable(where, wanted, f"an object with {keys}")
+        raise _unusable(where, wanted, f"an object with {keys}", hint=CHAT_HINT)
     text = record["text"]
     if not isinstance(text, str):
         raise _unusable(where, wanted, f'a "text" of type {_kind(text)}')
@@ -254,7 +267,7 @@ def _text_of_line(raw: bytes, path: Path, line: int, start_byte: int) -> str:
     except UnicodeEncodeError as error:
         found = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start:,}"
         raise _unusable(where, 'Unicode text in "text"', found) from None
-    return text
+    return "", text
 
 
 def _passages(path: Path) -> Iterator[Piece | Skipped]:

@@ -184,6 +184,14 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     heldout_sha256: str
     skipped_files: Count
     epoch_rows: Count
+    labelled_tokens: Count | None = None
+    """Of a corpus with conversations, the training tokens that are to be predicted."""
+    left_out: dict[str, Count] = {}
+    """Conversations that the chat template cannot write, by reason."""
+    last_turn_only: Count = 0
+    """Conversations of which not every turn could be proved, so that only the last has labels."""
+    unlabelled_rows: Count = 0
+    """Rows without a label, which are not trained on."""
 
 
 class ModelReady(Event, frozen=True, kw_only=True, tag="model"):

@@ -145,7 +145,7 @@ def _event_text(event: AnyEvent) -> str:
                 f"data {event.source}: {event.train_files} files, "
                 f"{format_count(event.train_tokens)} tokens to train on; "
                 f"{event.heldout_files} files, {format_count(event.heldout_tokens)} tokens held "
-                f"out; {event.skipped_files} skipped"
+                f"out; {event.skipped_files} skipped{_chat_text(event)}"
             )
         case ModelReady():
             return (
@@ -246,6 +246,20 @@ def _started_text(event: RunStarted) -> str:
         f"T {number_text(event.temperature, 'g')}, peak lr {number_text(event.peak_lr, 'g')}, "
         f"{format_count(event.trainable_parameters)} trainable{again}"
     )
+
+
+def _chat_text(data: DataReady) -> str:
+    """What became of conversations; empty for text."""
+    if data.labelled_tokens is None:
+        return ""
+    share = data.labelled_tokens / data.train_tokens if data.train_tokens else 0.0
+    parts = [f"{format_count(data.labelled_tokens)} tokens ({share:.1%}) have labels"]
+    parts += [f"{count} conversations left out: {why}" for why, count in data.left_out.items()]
+    if data.last_turn_only:
+        parts.append(f"of {data.last_turn_only} conversations only the last turn")
+    if data.unlabelled_rows:
+        parts.append(f"{data.unlabelled_rows} rows have none and are not trained on")
+    return "; " + "; ".join(parts)
 
 
 def _plan_text(plan: MemoryPlanned) -> str:

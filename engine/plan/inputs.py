@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import filecmp
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from engine.checkpoint_folders import FREE_SPACE_FACTOR, published, step_of
 from engine.checks.catalogue import skipped_ids
-from engine.data.corpus import check_corpus
+from engine.data.chat_template import ChatTemplate, find_chat_template, template_of
+from engine.data.corpus import Document, check_corpus
+from engine.data.tokens import TokenStream, tokenize
 from engine.errors import BadInput, DiskFull, TokenizerError
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
@@ -29,6 +32,8 @@ from engine.teachers.store.manifest import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
 from engine.units import format_bytes
 
+NOW = datetime(2024, 7, 26)
+"""The date for chat templates that write one: the one that Llama 3's writes where it cannot know it."""
 ADAM_COPIES = 3
 """Weights and AdamW's two moments, each in fp32: the contents of one checkpoint."""
 
@@ -46,6 +51,17 @@ class Inputs:
     """All tokenizers by their owner; None for a model that brings none."""
     notes: tuple[str, ...]
     """What could not be checked, or is unusual but not refused; one line each."""
+    template: ChatTemplate | None = None
+    """Writes the conversations of the corpus; None where it has none in its first MiB, or nobody brings one."""
+
+    def tokenize(self, documents: Sequence[Document], turns: str) -> TokenStream:
+        """Return documents of the corpus as the models read them."""
+        return tokenize(
+            documents,
+            self.tokenizer,
+            template=self.template,
+            turns="last" if turns == "last" else "all",
+        )
 
 
 def _model(path: str) -> tuple[ModelConfig, PackedSize]:
@@ -76,6 +92,36 @@ def _brought(path: str) -> Tokenizer | None:
     with open_weights(Path(path)) as weights:
         raw = weights.tokenizer_json()
     return None if raw is None else open_tokenizer(path, raw=raw)
+
+
+def _template(spec: RunSpec, tokenizer: Tokenizer) -> tuple[ChatTemplate, tuple[str, ...]]:
+    """Return the chat template that writes the conversations, with what is unusual about it: that of data.tokenizer,
+    else the student's own, else the teacher's. Raises TokenizerError where there is none."""
+    named = spec.data.tokenizer
+    found = {"data.tokenizer": find_chat_template(named, now=NOW) if named else None}
+    for whose, path in (("student", spec.student.path), ("teacher", spec.teacher.path)):
+        if path:
+            with open_weights(Path(path)) as weights:
+                found[whose] = template_of(weights, tokenizer, now=NOW)
+    chosen = next((template for template in found.values() if template is not None), None)
+    if chosen is None:
+        looked_in = ", ".join(filter(None, (named, spec.student.path, spec.teacher.path)))
+        raise TokenizerError(
+            f"data.corpus: expected a chat template for its conversations, found none in {looked_in or 'any model'}",
+            hint="take models or a data.tokenizer with a chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json), or give prompt and completion as text",
+        )
+    notes = []
+    if chosen.reads_clock:
+        notes.append(
+            f"the chat template writes the date: always {NOW:%d %b %Y}, so that a resume sees the same tokens"
+        )
+    teacher = found.get("teacher")
+    if teacher is not None and teacher.texts != chosen.texts:
+        notes.append(
+            f"the teacher has another chat template; both models read conversations as {chosen.where} writes them"
+        )
+    return chosen, tuple(notes)
 
 
 def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokenizer:
@@ -164,7 +210,10 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
                 f"data.seq_len: expected at most the {whose}'s {config.max_position_embeddings} "
                 f"positions, found {spec.data.seq_len}"
             )
-    check_corpus(spec.data.corpus)
+    template = None
+    if check_corpus(spec.data.corpus):
+        template, about_template = _template(spec, tokenizer)
+        notes = (*notes, *about_template)
     if run is not None:
         check_room(spec, student, run)
         if teacher is not None and uses_cache(spec):
@@ -175,6 +224,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         student=student,
         tokenizer=tokenizer,
         tokenizers=tokenizers,
+        template=template,
         notes=notes,
     )
 

@@ -190,7 +190,14 @@ class VocabSection:
 class DataSection:
     corpus: str = setting(
         "python-stdlib",
-        "python-stdlib (this interpreter's own library), a folder, a text file or a .jsonl with a text field.",
+        "python-stdlib (this interpreter's own library), a folder, a text file, or a .jsonl of lines with a text or a "
+        "conversation: messages, conversations, or prompt and completion.",
+        changes_results=True,
+    )
+    turns: str = setting(
+        "all",
+        "Which turns of the assistant in a conversation have labels: all, or the last.",
+        allowed=("all", "last"),
         changes_results=True,
     )
     tokenizer: str = setting(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.data.batches import Batch, heldout_rows
 from engine.data.corpus import open_corpus
-from engine.data.tokens import TokenStream, tokenize
+from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
 from engine.log.events import DataReady, Phase
 from engine.plan.inputs import Inputs
@@ -44,8 +44,8 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     )
     count = corpus.train.document_count + corpus.heldout.document_count
     log(Phase(name="tokenizing", detail=f"{count} documents"))
-    train = tokenize(corpus.train.documents, inputs.tokenizer)
-    held = tokenize(corpus.heldout.documents, inputs.tokenizer)
+    train = inputs.tokenize(corpus.train.documents, data.turns)
+    held = inputs.tokenize(corpus.heldout.documents, data.turns)
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
     ready = record.data(corpus, train, held, data.seq_len)
     log(ready)

@@ -7,11 +7,13 @@ import json
 import shutil
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.data.batches import epoch_order
+from engine.data.chat_template import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, ChatTemplate
 from engine.errors import write_error
 from engine.findings.context import allowed_environment, engine_source, package_versions, view_of
 from engine.findings.finding import now_utc
@@ -46,9 +48,27 @@ def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: s
     # A single-file teacher embeds its tokenizer, so the tokenizer is written from memory.
     tokenizer = folder.path / TOKENIZER_FILE
     write_whole(tokenizer, inputs.tokenizer.raw.decode("utf-8"))
-    save_decoder(student, folder.student, torch_dtype(save_as), extra_files=[tokenizer])
+    files = [tokenizer]
+    if inputs.template is not None:
+        files += _template_files(folder, inputs.template)
+    save_decoder(student, folder.student, torch_dtype(save_as), extra_files=files)
     size = sum(file.stat().st_size for file in folder.student.iterdir())
     return StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256)
+
+
+def _template_files(folder: RunFolder, template: ChatTemplate) -> list[Path]:
+    """Write the chat template that the student was trained with as Transformers reads it, with its special tokens."""
+    text = folder.path / TEMPLATE_FILE
+    write_whole(
+        text,
+        template.texts[DEFAULT]
+        if DEFAULT in template.texts
+        else next(iter(template.texts.values())),
+    )
+    config = folder.path / CONFIG_FILE
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **template.special_tokens}
+    write_whole(config, json.dumps(about, indent=2, sort_keys=True) + "\n")
+    return [text, config]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

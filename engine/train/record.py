@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import platform
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 
 from engine.checks.check import Result
+from engine.data.batches import labelled_rows
 from engine.data.corpus import Corpus
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
@@ -79,7 +81,13 @@ def _decision(decision: Decision) -> DecisionMade:
     )
 
 
+REASONS = 10
+"""So many reasons to leave conversations out are logged, the most frequent first."""
+
+
 def data(corpus: Corpus, train: TokenStream, held: TokenStream, seq_len: int) -> DataReady:
+    rows = len(labelled_rows(train, seq_len, "train"))
+    left_out = Counter(one.reason for stream in (train, held) for one in stream.left_out)
     return DataReady(
         source=corpus.source,
         train_files=corpus.train.document_count,
@@ -89,7 +97,11 @@ def data(corpus: Corpus, train: TokenStream, held: TokenStream, seq_len: int) ->
         heldout_tokens=len(held),
         heldout_sha256=held.sha256,
         skipped_files=len(corpus.skipped),
-        epoch_rows=len(train) // seq_len,
+        epoch_rows=rows,
+        labelled_tokens=None if train.labelled is None else int(train.labelled.sum()),
+        left_out=dict(left_out.most_common(REASONS)),
+        last_turn_only=train.last_turn_only + held.last_turn_only,
+        unlabelled_rows=len(train) // seq_len - rows,
     )
 
 

@@ -12,7 +12,6 @@ import torch
 
 from engine.data.batches import Batch, Batches, heldout_rows
 from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
 from engine.export.outcome import Outcome
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
@@ -117,12 +116,12 @@ class Subject:
             max_bytes=data.max_bytes or None,
         )
         batches = Batches(
-            tokenize(corpus.train.documents, self.inputs.tokenizer),
+            self.inputs.tokenize(corpus.train.documents, data.turns),
             seq_len=data.seq_len,
             rows_per_batch=self.spec.train.rows,
             seed=self.spec.train.seed,
         )
-        held = tokenize(corpus.heldout.documents, self.inputs.tokenizer)
+        held = self.inputs.tokenize(corpus.heldout.documents, data.turns)
         return Rows(batches=batches, heldout=heldout_rows(held, data.seq_len, self.spec.eval.rows))
 
     @cached_property
