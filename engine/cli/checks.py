@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import textwrap
 from pathlib import Path
@@ -14,7 +15,7 @@ from engine.cli.arguments import (
     add_run,
 )
 from engine.cli.runs import plain
-from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, UsageError
+from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, RunLogError, UsageError
 from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def _answers(path: Path, as_json: bool) -> int:
     from engine.verdict import lowest
 
     run = open_run(path)
-    must_have_settings(run)
+    # Checks are in the log: settings that cannot be read do not keep anybody from their results.
+    with contextlib.suppress(RunLogError):
+        must_have_settings(run)
     follower = Follower(run)
     follower.read_all()
     found = follower.view.checks

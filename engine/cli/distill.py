@@ -142,7 +142,7 @@ def _start(arguments: argparse.Namespace) -> RunFolder | None:
     if arguments.check:
         from engine.plan.data_size import measure_data
 
-        size = measure_data(spec, inputs.tokenizer)
+        size = measure_data(spec, inputs)
         say(f"{arguments.spec}: the spec and its inputs are sound")
         for line in size.lines(spec.train.steps):
             say(line)

@@ -245,7 +245,7 @@ def _first_that_fits(
             if inputs is None:
                 inputs = check_inputs(spec, Path(spec.run.out, path.stem))
             try:
-                size = measure_data(spec, inputs.tokenizer)
+                size = measure_data(spec, inputs)
             except CorpusError as error:
                 problem = problem or error
                 continue

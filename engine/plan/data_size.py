@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.data.batches import count_rows
-from engine.data.corpus import open_corpus
+from engine.data.batches import labelled_rows
+from engine.data.corpus import Document, open_corpus
 from engine.data.sources import Piece, list_pieces
-from engine.data.tokens import tokenize
-from engine.formats.tokenizer import Tokenizer
+from engine.data.tokens import TokenStream
+from engine.plan.inputs import Inputs
 from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
 
@@ -39,6 +39,8 @@ class DataSize:
     tokens_per_step: int
     passes: float | None
     """Passes over the training text that the steps of the spec make."""
+    labelled: float | None = None
+    """Of conversations, the share of the tokens that are to be predicted; None for text."""
 
     def lines(self, steps: int) -> list[str]:
         """Format it for people."""
@@ -55,6 +57,8 @@ class DataSize:
             else:
                 sample = format_bytes(self.sampled_bytes)
                 data += f"about {format_count(self.tokens)} tokens, by the first {sample}"
+        if self.labelled is not None:
+            data += f", {self.labelled:.1%} of them with a label"
         passes = "an unknown number of" if self.passes is None else f"{self.passes:.3g}"
         return [
             f"data: {data}",
@@ -62,12 +66,12 @@ class DataSize:
         ]
 
 
-def measure_data(spec: RunSpec, tokenizer: Tokenizer) -> DataSize:
+def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     """Measure the data of `spec`. Raises CorpusError, TokenizerError."""
     data, train = spec.data, spec.train
     per_step = train.rows * train.accumulation * spec.compute.gpus * data.seq_len
     pieces: list[Piece] = []
-    listed = 0
+    listed, labelled = 0, None
     for item in list_pieces(data.corpus, include_tests=data.include_tests):
         if not isinstance(item, Piece):
             continue
@@ -78,8 +82,8 @@ def measure_data(spec: RunSpec, tokenizer: Tokenizer) -> DataSize:
         pieces.append(item)
     else:
         if listed <= SAMPLED_BYTES:
-            return _exact(spec, tokenizer, per_step)
-        tokens, sampled = _estimate(pieces, listed, tokenizer)
+            return _exact(spec, inputs, per_step)
+        tokens, sampled, labelled = _estimate(spec, pieces, listed, inputs)
     whole = listed <= LISTED_BYTES
     passes = None
     if tokens is not None:
@@ -95,10 +99,11 @@ def measure_data(spec: RunSpec, tokenizer: Tokenizer) -> DataSize:
         sampled_bytes=sampled,
         tokens_per_step=per_step,
         passes=passes,
+        labelled=labelled,
     )
 
 
-def _exact(spec: RunSpec, tokenizer: Tokenizer, per_step: int) -> DataSize:
+def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
     data = spec.data
     corpus = open_corpus(
         data.corpus,
@@ -106,10 +111,10 @@ def _exact(spec: RunSpec, tokenizer: Tokenizer, per_step: int) -> DataSize:
         include_tests=data.include_tests,
         max_bytes=data.max_bytes or None,
     )
-    train = tokenize(corpus.train.documents, tokenizer)
-    held = tokenize(corpus.heldout.documents, tokenizer)
-    count_rows(held, data.seq_len, "held-out")
-    count_rows(train, data.seq_len, "train")
+    train = inputs.tokenize(corpus.train.documents, data.turns)
+    held = inputs.tokenize(corpus.heldout.documents, data.turns)
+    labelled_rows(held, data.seq_len, "held-out")
+    labelled_rows(train, data.seq_len, "train")
     size = corpus.train.size_bytes + corpus.heldout.size_bytes
     return DataSize(
         documents=corpus.train.document_count + corpus.heldout.document_count,
@@ -119,23 +124,34 @@ def _exact(spec: RunSpec, tokenizer: Tokenizer, per_step: int) -> DataSize:
         sampled_bytes=size,
         tokens_per_step=per_step,
         passes=spec.train.steps * per_step / len(train),
+        labelled=_share(train),
     )
 
 
-def _estimate(pieces: list[Piece], listed: int, tokenizer: Tokenizer) -> tuple[int | None, int]:
-    """Return the tokens of `listed` bytes of text, by the first of them, and how many bytes those are."""
-    texts: list[str] = []
+def _estimate(
+    spec: RunSpec, pieces: list[Piece], listed: int, inputs: Inputs
+) -> tuple[int | None, int, float | None]:
+    """Return the tokens of `listed` bytes of text, by the first of them, how many bytes those are, and the share of
+    their tokens that are labelled."""
+    documents: list[Document] = []
     sampled = 0
     for piece in pieces:
         if piece.size_bytes > PIECE_BYTES or not isinstance(text := piece.read(), str):
             continue
-        text = text[: SAMPLED_BYTES - sampled]
-        texts.append(text)
+        if not piece.is_chat:
+            text = text[: SAMPLED_BYTES - sampled]
+        documents.append(Document(name=piece.name, text=text, is_chat=piece.is_chat))
         sampled += len(text.encode())
         if sampled >= SAMPLED_BYTES:
             break
     if not sampled:
-        return None, 0
-    ids = sum(map(len, tokenizer.encode_documents(texts)))
-    # Every document is followed by one end-of-text token.
-    return round(ids / sampled * listed) + len(pieces), sampled
+        return None, 0, None
+    stream = inputs.tokenize(documents, spec.data.turns)
+    # Every text is followed by one end-of-text token, however long it is.
+    ends = sum(not document.is_chat for document in documents)
+    texts = sum(not piece.is_chat for piece in pieces)
+    return round((len(stream) - ends) / sampled * listed) + texts, sampled, _share(stream)
+
+
+def _share(stream: TokenStream) -> float | None:
+    return None if stream.labelled is None else float(stream.labelled.mean())

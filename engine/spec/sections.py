@@ -194,12 +194,6 @@ class DataSection:
         "conversation: messages, conversations, or prompt and completion.",
         changes_results=True,
     )
-    turns: str = setting(
-        "all",
-        "Which turns of the assistant in a conversation have labels: all, or the last.",
-        allowed=("all", "last"),
-        changes_results=True,
-    )
     tokenizer: str = setting(
         "",
         "Folder or file of the tokenizer; empty means the teacher's, else the student's.",
@@ -228,6 +222,12 @@ class DataSection:
         "At most this many bytes of training text; 0 means all.",
         low=0,
         most=1 << 53,
+        changes_results=True,
+    )
+    turns: str = setting(
+        "all",
+        "Which turns of the assistant in a conversation have labels: all, or the last.",
+        allowed=("all", "last"),
         changes_results=True,
     )
 
