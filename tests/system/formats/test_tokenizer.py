@@ -17,6 +17,7 @@ from engine.demo.train_tokenizer import train_bpe
 from engine.errors import TokenizerError
 from engine.formats import tokenizer as subject
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
+from tests.support.chats import make_tokenizer
 
 TEXT = "def one(two):\n    return one(two) + two  # the one and the two\n" * 20
 AWKWARD = [
@@ -320,3 +321,24 @@ def test_a_panic_in_use_is_one_line(small: Tokenizer, use: str) -> None:
     small._inner = _Panicking()  # type: ignore[assignment]
     with pytest.raises(TokenizerError, match="index out of range and more"):
         small.encode_documents(["one"]) if use == "encode" else small.decode([1])
+
+
+def test_starts_belong_to_the_ids_and_to_the_text(tmp_path: Path) -> None:
+    texts = ["", "  two words\n\n ", "e\u0301 \U0001f469\u200d\U0001f467 x", "the water 12 " * 9000]
+    plain = make_tokenizer(tmp_path / "plain")
+    for tokenizer in (
+        plain,
+        make_tokenizer(tmp_path / "trimming", trim_offsets=True),
+        make_tokenizer(tmp_path / "nfc", nfc=True),
+    ):
+        expected = tokenizer.encode_documents(texts)
+        for text, ids, (found, starts) in zip(
+            texts, expected, tokenizer.encode_with_starts(texts), strict=True
+        ):
+            assert found.tolist() == ids.tolist() and len(starts) == len(ids)
+            assert (np.diff(starts) >= 0).all() and (starts < max(len(text), 1)).all()
+    for text, (ids, starts) in zip(texts, plain.encode_with_starts(texts), strict=True):
+        # Where a character is whole, the text before it is that of the tokens before it.
+        for at in range(0, len(ids), 97):
+            if at and starts[at] != starts[at - 1]:
+                assert plain.decode(ids[:at]) == text[: starts[at]]

@@ -152,6 +152,16 @@ def test_a_system_prompt_that_moves_leaves_the_last_turn(tokenizer: Tokenizer) -
     ]
 
 
+def test_a_system_prompt_in_the_first_message_stays_there(tokenizer: Tokenizer) -> None:
+    text = MISTRAL.plain.replace("loop.index0 // 2 == (rest | length - 1) // 2", "loop.first")
+    assert text != MISTRAL.plain
+    found = chat(
+        record("a", "one", "b", "two", system="Be brief."), tokenizer, MISTRAL.template(text=text)
+    )
+    assert labels(found, tokenizer) == [" one</s>", " two</s>"] and found.reason is None
+    assert "Be brief." in tokenizer.decode(found.ids[~found.labelled])
+
+
 def test_a_prompt_that_thinking_is_switched_off_in_has_no_label_there(tokenizer: Tokenizer) -> None:
     off = ChatTemplate(
         texts={"default": QWEN3.plain},

@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from engine.data.chat_template import ChatTemplate, Unrenderable, find_chat_template
+import engine.demo
+from engine.data.chat_template import ChatTemplate, Unrenderable, find_chat_template, template_of
 from engine.errors import TokenizerError
+from engine.formats.gguf_write import write_gguf
+from engine.formats.open import open_weights
+from engine.formats.tokenizer import open_tokenizer
+from tests.support.chats import make_tokenizer
+from tests.support.kit import tiny_config
+
+DEMO = Path(engine.demo.__file__).parent / "teacher"
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -195,3 +204,30 @@ def test_marks_that_cannot_be_placed_are_none() -> None:
 def test_what_is_set_in_a_mark_is_not_seen_outside() -> None:
     text = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
     assert rendered(text) == "21"
+
+
+def test_a_gguf_brings_its_template_and_its_special_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    bos, eos = tokenizer.id_of("<s>"), tokenizer.id_of("</s>")
+    rows = tokenizer.vocab_size
+    write_gguf(
+        path,
+        config=tiny_config(head_dim=8, vocab_size=rows, bos_token_id=bos, eos_token_id=eos),
+        tensors=[("token_embd.weight", torch.zeros(rows, 32))],
+        tokenizer_json=tokenizer.raw,
+        metadata={
+            "tokenizer.chat_template": "{{ bos_token }}a{{ eos_token }}",
+            "tokenizer.chat_template.tool_use": "with tools",
+        },
+    )
+    with open_weights(path) as weights:
+        raw = weights.tokenizer_json()
+        assert raw is not None
+        template = template_of(weights, open_tokenizer(path, raw=raw))
+    assert template is not None
+    assert template.render(HI).text == "<s>a</s>" and template.eos_token == "</s>"
+    assert template.render(HI, tools=[{}]).text == "with tools"
+    assert str(path) in template.where
+    with open_weights(DEMO) as weights:
+        assert template_of(weights, tokenizer) is None
