@@ -12,12 +12,12 @@ it the student would never learn to stop.
     through  = render(m[:i+1])
     whole    = render(m)
 
-`through` must begin with `prompt`, `whole` with `through` up to the end of the turn, and the turn must end
-with its content (what follows `</think>` in it). Then the turn is what lies between the end of `prompt`
-and the end of `through` without the white space there, so it ends with the end-of-turn token: a special
-token, which also counts if `whole` has it where `through` ends (some templates write it before the next
-message). The white space after it belongs to the template: a model that has written its end-of-turn token
-is not asked for more. A turn without such a token ends with its last character that is not white space.
+`through` must begin with `prompt`, and the turn is what follows in it: the content (without the reasoning
+in front of it) and then the end-of-turn token, one or more special tokens side by side. Where `through`
+has none, it counts if `whole` has the EOS token there: some templates write it before the next message.
+What comes after it belongs to the template: a model that has written its end-of-turn token is not asked
+for more. A turn without such a token ends with its last character that is not white space, and a turn with
+tool calls with the last special token. `whole` must begin with `through` up to the end of the turn.
 
 A turn that is not proved so (the template removes the reasoning from earlier turns, or moves the system
 prompt) is proved by its `{% generation %}` mark, if there is one mark for each assistant turn and the mark
@@ -39,15 +39,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.chat_template import ChatTemplate, Message, Rendered, Unrenderable
+from engine.data.chat_template import (
+    REASONING,
+    ChatTemplate,
+    Message,
+    Rendered,
+    Unrenderable,
+)
 from engine.data.conversations import ASSISTANT, Conversation
 from engine.data.sources import Skipped
 from engine.errors import CorpusError
@@ -263,7 +268,8 @@ class _Turning:
             found = marked
         if found.ended:
             end = self.special.at_end(self.whole.text[found.start : found.end])
-            self.ends.update({end} if end is not None else ())
+            assert end is not None
+            self.ends.add(end)
         return found
 
     def _render(self, count: int, *, prompt: bool) -> str:
@@ -279,15 +285,13 @@ class _Turning:
         if not through.startswith(prompt):
             raise _Unproved(OTHER_PROMPT)
         start = len(prompt)
-        end = max(start, len(through.rstrip()))
-        ended = self.special.at_end(through[start:end]) is not None
+        length, ended = self._end(through[start:], self.messages[index])
+        end = start + length
         if not whole.startswith(through[:end]):
             raise _Unproved(OTHER_LATER)
         eos = self.template.eos_token
         if not ended and eos and whole.startswith(through + eos):
             end, ended = len(through) + len(eos), True
-        if not self._holds_content(whole[start:end], self.messages[index], ended):
-            raise _Unproved(OTHER_CONTENT)
         return _Span(start=start, end=end, ended=ended)
 
     def _by_mark(self, index: int) -> _Span | None:
@@ -299,17 +303,15 @@ class _Turning:
         start, end = marks[assistant.index(index)]
         if not self._after_header(index, start, end):
             return None
-        after = end
-        end = max(start, len(whole[:end].rstrip()))
-        ended = self.special.at_end(whole[start:end]) is not None
+        try:
+            length, ended = self._end(whole[start:end], self.messages[index])
+        except _Unproved:
+            return None
         eos = {self.template.eos_token} if self.template.eos_token else set()
         for token in () if ended else sorted(self.ends | eos, key=len, reverse=True):
-            if whole.startswith(token, after):
-                end, ended = after + len(token), True
-                break
-        if not self._holds_content(whole[start:end], self.messages[index], ended):
-            return None
-        return _Span(start=start, end=end, ended=ended)
+            if whole.startswith(token, end):
+                return _Span(start=start, end=end + len(token), ended=True)
+        return _Span(start=start, end=start + length, ended=ended)
 
     def _after_header(self, index: int, start: int, end: int) -> bool:
         """Whether a mark begins where the model begins to write."""
@@ -321,7 +323,7 @@ class _Turning:
         ]
         if any(written.startswith(text) for text in begins):
             return True
-        if content == "" and not self.special.pattern.sub("", written).strip():
+        if content == "" and self.special.are_all(written):
             return True
         try:
             without = self._render(index, prompt=False)
@@ -331,43 +333,94 @@ class _Turning:
         header = prompt.removeprefix(without)
         return header not in ("", prompt) and whole.endswith(header, 0, start)
 
-    def _holds_content(self, turn: str, message: Message, ended: bool) -> bool:
-        """Whether a turn has its content, and after that nothing but tool calls and its end."""
+    def _end(self, turn: str, message: Message) -> tuple[int, bool]:
+        """Return the length of a turn at the beginning of `turn`, and whether an end-of-turn token ends it.
+
+        Raises _Unproved where the content is not there, or something else than its end follows it.
+        """
+        written = len(turn.rstrip())
         answer = _answer(message)
-        if answer is None:
-            return True
-        at = turn.rfind(answer)
-        calls = bool(message.get("tool_calls"))
-        if at < 0 or calls:
-            return at >= 0
-        rest = turn[at + len(answer) :] if answer else re.sub("(?s).*</think>", "", turn)
-        if self.special.pattern.sub("", rest).strip():
-            return False
-        # A special token that is neither the content's nor the end is the start of something else: some
-        # templates always begin the next turn.
-        find = self.special.pattern.findall
-        return ended or len(find(turn)) == len(find(str(message["content"])))
+        if answer is None or message.get("tool_calls"):
+            if answer and answer not in turn:
+                raise _Unproved(OTHER_CONTENT)
+            return written, self.special.at_end(turn[:written]) is not None
+        begin = _after_reasoning(turn, message)
+        if turn.find(answer, begin) < 0:
+            begin = (
+                0  # the template left the reasoning out, and what looked like it is the answer's
+            )
+        # A short answer may also be part of a header, so what follows it decides.
+        at = turn.find(answer, begin)
+        while at >= 0:
+            end = self.special.end_of_run(turn, at + len(answer))
+            if end is not None:
+                return end, True
+            at = turn.find(answer, at + 1) if answer else -1
+        # A special token that is neither the content's nor the end is the start of something else, as of the
+        # next turn, which some templates always begin.
+        count = self.special.count
+        ends = turn[:written].endswith(answer) if answer else not turn[begin:written]
+        if ends and count(turn) == count(str(message["content"])):
+            return written, False
+        raise _Unproved(OTHER_CONTENT)
+
+
+def _after_reasoning(turn: str, message: Message) -> int:
+    """Return where the reasoning in a turn ends, 0 if there is none."""
+    at = turn.rfind("</think>")
+    if at >= 0:
+        return at + len("</think>")
+    reasoning = next((message[key] for key in REASONING if message.get(key)), None)
+    at = turn.find(reasoning.strip()) if isinstance(reasoning, str) else -1
+    return at + len(reasoning.strip()) if at >= 0 and isinstance(reasoning, str) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Special:
     """The special tokens of a tokenizer, to be found in text; some have thousands."""
 
-    texts: tuple[str, ...]
-    """Longest first."""
-    pattern: re.Pattern[str]
+    texts: frozenset[str]
+    lengths: tuple[int, ...]
+    """Lengths of the texts, the longest first."""
 
     def at_end(self, text: str) -> str | None:
-        if not text.endswith(self.texts):
-            return None
-        return next(token for token in self.texts if text.endswith(token))
+        """Return the longest one that a text ends with."""
+        ends = (text[-length:] for length in self.lengths)
+        return next((end for end in ends if end in self.texts), None)
+
+    def end_of_run(self, text: str, at: int) -> int | None:
+        """Return where the special tokens end that begin at `at`, after white space if there is some.
+
+        The last one is left out if more text follows it at once: it begins a header. None if nothing is left.
+        """
+        begin = at = len(text) - len(text[at:].lstrip())
+        length = 0
+        while token := next(filter(self.texts.__contains__, self._beginnings(text, at)), ""):
+            length = len(token)
+            at += length
+        if at < len(text) and not text[at].isspace():
+            at -= length
+        return at if at > begin else None
+
+    def _beginnings(self, text: str, at: int) -> Iterator[str]:
+        return (text[at : at + length] for length in self.lengths)
+
+    def are_all(self, text: str) -> bool:
+        """Whether a text is nothing but special tokens and white space."""
+        text = text.rstrip()
+        while (token := self.at_end(text)) is not None:
+            text = text[: -len(token)].rstrip()
+        return not text
+
+    def count(self, text: str) -> int:
+        return sum(text.count(token) for token in self.texts)
 
 
 @functools.lru_cache(maxsize=4)
 def _special(tokens: frozenset[str], eos: str | None) -> _Special:
-    found = sorted(tokens | ({eos} if eos else set()), key=lambda token: (-len(token), token))
-    pattern = "|".join(map(re.escape, found)) or "(?!)"
-    return _Special(texts=tuple(found), pattern=re.compile(pattern))
+    texts = (tokens | {eos} if eos else tokens) - {""}
+    lengths = sorted({len(token) for token in texts}, reverse=True)
+    return _Special(texts=texts, lengths=tuple(lengths))
 
 
 def _answer(message: Message) -> str | None:

@@ -67,7 +67,7 @@ _ROLES = {
     "cls": "cls_token",
     "mask": "mask_token",
 }
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Noncharacters: Unicode keeps them out of text that is exchanged.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
@@ -315,7 +315,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _as_given(message: Message) -> dict[str, Any]:
     """Return a message as a template gets it: nothing that is null, reasoning under both of its names."""
     found = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    reasoning = next((found[key] for key in REASONING if key in found), None)
     if reasoning is None:
         return found
     return {"thinking": reasoning, **found, "reasoning_content": reasoning}

@@ -213,11 +213,6 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        # The next turn is always begun.
-        (
-            HEAD + "{{ m.content + '<|im_end|>\\n' }}{% endfor %}{{ '<|im_start|>assistant\\n' }}",
-            OTHER_CONTENT,
-        ),
         # The prompt is one that no turn begins with.
         (
             HEAD + "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -235,6 +230,58 @@ def test_a_template_that_proves_nothing_labels_nothing(
     for answer in ("answer", "t", "a"):
         found = encoded(record("a b", answer), tokenizer, CHATML.template(text=text))
         assert isinstance(found, Skipped) and found.reason == reason
+
+
+def test_an_end_is_the_special_tokens_side_by_side(tokenizer: Tokenizer) -> None:
+    # In front of the end of the text, which is no part of the turn, and after the end of the answer.
+    phi = HEAD + "{{ m.content + '<|im_end|>\\n' }}{% endfor %}" + PROMPT[:-11]
+    phi += "{% else %}{{ '<|endoftext|>' }}{% endif %}"
+    given = record("a", "one", "b", "two")
+    found = chat(given, tokenizer, CHATML.template(text=phi))
+    assert labels(found, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
+    two = HEAD + "{{ m.content + '</s><|im_end|>' }}{% endfor %}" + PROMPT
+    found = chat(given, tokenizer, CHATML.template(text=two))
+    assert labels(found, tokenizer) == ["one</s><|im_end|>", "two</s><|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "answer", ["t", "a", "assistant", "user", "n\n", "", "<|eot_id|>", "</think>"]
+)
+def test_an_answer_that_is_also_in_a_header(answer: str, tokenizer: Tokenizer) -> None:
+    for style in (LLAMA3, CHATML):
+        found = chat(record("a", answer, "user", answer), tokenizer, style.template())
+        kept = answer.strip() if style is LLAMA3 else answer
+        assert "".join(labels(found, tokenizer)) == f"{kept}{style.end}" * 2
+        # A template that always begins the next turn.
+        always = style.plain.replace("{%- if add_generation_prompt -%}", "{%- if true -%}")
+        more = chat(record("a", answer, "user", answer), tokenizer, style.template(text=always))
+        assert labels(more, tokenizer) == labels(found, tokenizer) and more.reason is None
+
+
+def test_the_start_of_the_next_turn_is_no_end(tokenizer: Tokenizer) -> None:
+    text = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% endfor %}"
+    text += "{{ '<|im_start|>assistant\\n' }}"
+    for answer in ("answer", "t", "assistant"):
+        found = encoded(record("a", answer), tokenizer, CHATML.template(text=text))
+        assert isinstance(found, Skipped) and found.reason == OTHER_CONTENT
+
+
+def test_an_answer_that_is_also_the_end_of_the_reasoning(tokenizer: Tokenizer) -> None:
+    text = (
+        HEAD + "{% if m.reasoning_content %}{{ m.reasoning_content + '<|eot_id|>' }} so {% endif %}"
+        "{{ m.content + '<|im_end|>\\n' }}{% endfor %}" + PROMPT
+    )
+    given = record("a", "4")
+    given["messages"][1]["reasoning_content"] = "It is 4"
+    found = chat(given, tokenizer, CHATML.template(text=text))
+    assert labels(found, tokenizer) == ["It is 4<|eot_id|> so 4<|im_end|>"]
+
+
+def test_reasoning_that_is_left_out_and_is_also_in_the_answer(tokenizer: Tokenizer) -> None:
+    given = record("a", "for the water")
+    given["messages"][1]["reasoning_content"] = "the\n"
+    found = chat(given, tokenizer, CHATML.template())
+    assert labels(found, tokenizer) == ["for the water<|im_end|>"]
 
 
 MARKS = "{% if m.role == 'assistant' %}MARKED{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
