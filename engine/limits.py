@@ -229,6 +229,9 @@ BENCH_ROWS = Limit(
 )
 JOBS = Limit(what="--jobs and --gpus", most=1024, unit="processes", beyond=_USAGE)
 SAMPLES = Limit(what="--samples of an evaluation", most=10**6, unit="samples", beyond=_USAGE)
+SHOWN_DOCUMENTS = Limit(
+    what="--samples of `engine data`", most=1000, unit="documents", beyond=_USAGE
+)
 LINES = Limit(what="--lines of `engine tail`", most=10**6, unit="lines", beyond=_USAGE)
 SEED = Limit(what="--seed", most=(1 << 63) - 1, unit="as a number", beyond=_USAGE)
 WAIT = Limit(what="--timeout", most=30 * 86400, unit="seconds", beyond=_USAGE)

@@ -84,6 +84,17 @@ def put(*texts: object, end: str = "\n", exact: bool = False, flush: bool = Fals
     _write(sys.stdout, text + end, flush=flush)
 
 
+def put_marked(parts: Sequence[tuple[str, bool]]) -> None:
+    """Write text to stdout whose marked parts stand out: in reverse on a terminal, else between ⟦ and ⟧."""
+    in_reverse = _is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+    before, after = ("\x1b[7m", "\x1b[27m") if in_reverse else ("⟦", "⟧")
+    text = "".join(
+        f"{before}{shown}{after}" if marked else shown
+        for shown, marked in ((printable(part), marked) for part, marked in parts)
+    )
+    _write(sys.stdout, text + "\n", flush=False)
+
+
 def put_json(value: object, *, flush: bool = False, **options: Any) -> None:
     """Write one JSON value to stdout. NaN and infinity, which JSON does not have, are written by name."""
     try:

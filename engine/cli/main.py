@@ -17,6 +17,7 @@ from engine.cli import (
     bench,
     checks,
     contracts,
+    data,
     distill,
     doctor,
     drill,
@@ -53,6 +54,7 @@ class Command(NamedTuple):
 COMMANDS = (
     # Training.
     Command("init", init.HELP, init.add_arguments, init.run),
+    Command("data", data.HELP, data.add_arguments, data.run),
     Command(
         "distill",
         "distil a student from a spec, or resume a run",

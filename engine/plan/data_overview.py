@@ -1,0 +1,231 @@
+"""What is in the data of a spec: documents, tokens, what has a label, and what was left out and why.
+
+Everything is counted on the tokens that the models would read, of a part of the corpus where it is large.
+"""
+
+# Shapes: B rows, T tokens of a row
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.data.batches import count_rows, labelled_rows
+from engine.data.corpus import Corpus, Document, Split, open_corpus
+from engine.data.sources import Skipped
+from engine.data.tokens import TokenStream
+from engine.plan.inputs import Inputs
+from engine.spec import RunSpec
+from engine.units import format_bytes, format_count
+
+LOOKED_AT_BYTES = 16 << 20
+"""Text that is tokenized unless all is asked for: some seconds."""
+BARS = 40
+SAMPLE_TOKENS = 400
+"""Tokens of a document that are shown."""
+REASONS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One side of the split."""
+
+    documents: int
+    conversations: int
+    text_bytes: int
+    tokens: int
+    labelled: int
+    """Tokens that are to be predicted."""
+    rows: int
+    unlabelled_rows: int
+    """Of them without a label: they are not trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Something that is left out, or used in part."""
+
+    text: str
+    count: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The beginning of a training document, as the models read it."""
+
+    name: str
+    tokens: int
+    shown: int
+    parts: tuple[tuple[str, bool], ...]
+    """Text in order, and whether it is to be predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    source: str
+    seq_len: int
+    train: Part
+    heldout: Part
+    lengths: tuple[tuple[int, int], ...]
+    """Training documents by length: the most tokens of a group, a power of two, and how many are in it."""
+    longer_than_a_row: int
+    duplicates: int
+    """Training documents whose text another one has."""
+    copies: int
+    """Documents dropped from the training text because their text is held out."""
+    left_out: tuple[Reason, ...]
+    last_turn_only: int
+    beyond_bytes: int
+    """Documents that were not looked at; 0 where all were."""
+    samples: tuple[Sample, ...]
+
+    def lines(self) -> list[str]:
+        """Format it for people, without the samples."""
+        part = (
+            f" (of at most {format_bytes(LOOKED_AT_BYTES)}; {self.beyond_bytes:,} documents were not looked at)"
+            if self.beyond_bytes
+            else ""
+        )
+        lines = [f"{self.source}{part}"]
+        for name, side in (("train", self.train), ("held-out", self.heldout)):
+            what = f"{side.documents:,} documents"
+            if side.conversations:
+                what += f" ({side.conversations:,} conversations)"
+            share = side.labelled / side.tokens if side.tokens else 0.0
+            lines.append(
+                f"{name:9} {what}, {format_bytes(side.text_bytes)}, {format_count(side.tokens)} tokens, "
+                f"{share:.1%} of them with a label; {side.rows:,} rows of {self.seq_len:,}"
+            )
+            if side.unlabelled_rows:
+                lines.append(
+                    f"{'':9} {side.unlabelled_rows:,} rows have no label and are not taken"
+                )
+        lines += ["", "tokens of a training document"]
+        lines += self._histogram()
+        if self.longer_than_a_row:
+            lines.append(
+                f"{self.longer_than_a_row:,} are longer than a row; the rest of each stands in the next one"
+            )
+        counts = (
+            (self.duplicates, "training documents have the text of another one"),
+            (self.copies, "documents are dropped from train, because their text is held out"),
+            (self.last_turn_only, "conversations have labels on their last turn only"),
+        )
+        told = [f"{count:,} {words}" for count, words in counts if count]
+        told += [f"{one.count:,} left out: {one.text} (as {one.example})" for one in self.left_out]
+        return [*lines, *(["", *told] if told else [])]
+
+    def _histogram(self) -> list[str]:
+        most = max((count for _, count in self.lengths), default=1)
+        lines = []
+        for high, count in self.lengths:
+            # A group with something in it has a bar.
+            bar = "#" * max(bool(count), round(BARS * count / most))
+            lines.append(f"{f'to {high:,}':>12} {count:>9,} {bar}".rstrip())
+        return lines
+
+
+def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: bool) -> Overview:
+    """Read, split and tokenize the corpus as the run would, a part of it unless `everything`.
+
+    Raises CorpusError, TokenizerError.
+    """
+    data = spec.data
+    most = data.max_bytes or None
+    if not everything:
+        most = min(most or LOOKED_AT_BYTES, LOOKED_AT_BYTES)
+    corpus = open_corpus(
+        data.corpus,
+        heldout_fraction=data.heldout_fraction,
+        include_tests=data.include_tests,
+        max_bytes=most,
+    )
+    train = inputs.tokenize(corpus.train.documents, data.turns)
+    held = inputs.tokenize(corpus.heldout.documents, data.turns)
+    lengths = np.bincount(train.documents, minlength=corpus.train.document_count)
+    return Overview(
+        source=data.corpus,
+        seq_len=data.seq_len,
+        train=_part(corpus.train, train, data.seq_len, "train"),
+        heldout=_part(corpus.heldout, held, data.seq_len, "held-out"),
+        lengths=_groups(lengths[lengths > 0].tolist()),
+        longer_than_a_row=int((lengths > data.seq_len).sum()),
+        duplicates=_duplicates(corpus.train.documents),
+        copies=corpus.duplicates,
+        left_out=_reasons(corpus, (*train.left_out, *held.left_out)),
+        last_turn_only=train.last_turn_only + held.last_turn_only,
+        beyond_bytes=corpus.beyond_max_bytes,
+        samples=_samples(corpus.train.documents, train, inputs, samples),
+    )
+
+
+def _part(split: Split, stream: TokenStream, seq_len: int, what: str) -> Part:
+    rows = count_rows(stream, seq_len, what)
+    # Of text all tokens but the first of each document are to be predicted.
+    every = len(stream) - len(np.unique(stream.documents))
+    return Part(
+        documents=split.document_count,
+        conversations=sum(document.is_chat for document in split.documents),
+        text_bytes=split.size_bytes,
+        tokens=len(stream),
+        labelled=every if stream.labelled is None else int(stream.labelled.sum()),
+        rows=rows,
+        unlabelled_rows=rows - len(labelled_rows(stream, seq_len, what)),
+    )
+
+
+def _groups(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return how many lengths are at most each power of two, and more than the one before."""
+    counts = Counter((length - 1).bit_length() for length in lengths)
+    if not counts:
+        return ()
+    return tuple((1 << power, counts[power]) for power in range(min(counts), max(counts) + 1))
+
+
+def _duplicates(documents: Iterable[Document]) -> int:
+    counts = Counter(hash(document.text) for document in documents)
+    return sum(count - 1 for count in counts.values())
+
+
+def _reasons(corpus: Corpus, conversations: Iterable[Skipped]) -> tuple[Reason, ...]:
+    examples: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    copy = "the same text is held out"
+    for one in (*(s for s in corpus.skipped if s.reason != copy), *conversations):
+        counts[one.reason] += 1
+        examples.setdefault(one.reason, one.name)
+    return tuple(
+        Reason(text=text, count=count, example=examples[text])
+        for text, count in counts.most_common(REASONS)
+    )
+
+
+def _samples(
+    documents: Sequence[Document], stream: TokenStream, inputs: Inputs, count: int
+) -> tuple[Sample, ...]:
+    """Return documents spread evenly over those that have tokens."""
+    numbers, starts, lengths = np.unique(stream.documents, return_index=True, return_counts=True)
+    count = min(count, len(numbers))
+    found = []
+    for place in (np.arange(count) * len(numbers) // max(1, count)).tolist():
+        start, length = int(starts[place]), int(lengths[place])
+        ids = stream.tokens[start : start + min(length, SAMPLE_TOKENS)].astype(np.int64)
+        labelled = np.ones(len(ids), dtype=np.bool_)
+        # Nothing comes before the first token that it could be predicted from.
+        labelled[0] = False
+        if stream.labelled is not None:
+            labelled &= stream.labelled[start : start + len(ids)]
+        # Runs of tokens that are alike in this.
+        cuts = [0, *(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
+        parts = tuple(
+            (inputs.tokenizer.decode(ids[a:b].tolist()), bool(labelled[a]))
+            for a, b in itertools.pairwise(cuts)
+        )
+        name = documents[int(numbers[place])].name
+        found.append(Sample(name=name, tokens=length, shown=len(ids), parts=parts))
+    return tuple(found)
