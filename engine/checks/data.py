@@ -157,8 +157,9 @@ def split_disjoint(context: Context) -> Answer:
     # Only documents with the length of a held-out one can be copies of it.
     candidates = np.isin(train_lengths, held_lengths)
     copies = len(wanted & _digests(train, train_lengths, candidates))
-    looked_at = min(len(train), MOST_TOKENS)
-    shared, windows = shared_windows(train.tokens[:looked_at], held.tokens)
+    train_tokens, held_tokens = _texts(train), _texts(held)
+    looked_at = min(len(train_tokens), MOST_TOKENS)
+    shared, windows = shared_windows(train_tokens[:looked_at], held_tokens)
     share = shared / windows if windows else 0.0
     numbers = Numbers(
         copied_documents=copies, shared_windows=shared, windows=windows, searched_tokens=looked_at
@@ -171,11 +172,18 @@ def split_disjoint(context: Context) -> Answer:
         return numbers.failed(
             f"{share:.0%} of held-out stretches of {WINDOW} tokens are in the training text too"
         )
-    searched = "" if looked_at == len(train) else f", of which {looked_at:,} tokens were searched"
+    searched = (
+        "" if looked_at == len(train_tokens) else f", of which {looked_at:,} tokens were searched"
+    )
     return numbers.passed(
         f"no held-out document is trained on; {share:.1%} of held-out stretches of {WINDOW} tokens "
         f"are in the training text{searched}"
     )
+
+
+def _texts(stream: TokenStream) -> NDArray[np.generic]:
+    """Return the tokens without padding, which is the same everywhere."""
+    return stream.tokens if stream.padding is None else stream.tokens[~stream.padding]
 
 
 def _lengths(stream: TokenStream) -> NDArray[np.int64]:
@@ -191,8 +199,9 @@ def _digests(
     found = set()
     for index in np.flatnonzero(wanted):
         tokens = stream.tokens[ends[index] - lengths[index] : ends[index]]
-        # An empty document consists only of its end-of-text token and is no leak.
-        if len(tokens) > 1:
+        # An empty document consists only of its end-of-text token and is no leak, and neither is padding.
+        filled = stream.padding is not None and stream.padding[ends[index] - 1]
+        if len(tokens) > 1 and not filled:
             found.add(hashlib.sha256(np.ascontiguousarray(tokens, dtype="<u4").data).digest())
     return found
 

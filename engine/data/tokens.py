@@ -52,6 +52,13 @@ class TokenStream:
     """The conversations that have no tokens, with the reason."""
     last_turn_only: int = 0
     """Conversations of which not all turns could be proved, so that only the last is labelled."""
+    padding: NDArray[np.bool_] | None = None
+    """Whether each token only fills a row (`engine.data.packing`); None: none does."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that are not padding."""
+        return len(self) if self.padding is None else int(np.count_nonzero(~self.padding))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -151,6 +151,14 @@ class Tokenizer:
             )
         return found
 
+    @property
+    def padding_id(self) -> int:
+        """An id to fill rows with; nothing reads it."""
+        try:
+            return self.end_of_text_id
+        except TokenizerError:
+            return 0
+
     def encode_documents(
         self, texts: Sequence[str], progress: Callable[[int, int], None] | None = None
     ) -> list[NDArray[np.uint32]]:

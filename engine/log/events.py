@@ -185,7 +185,9 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     skipped_files: Count
     epoch_rows: Count
     labelled_tokens: Count | None = None
-    """Of a corpus with conversations, the training tokens that are to be predicted."""
+    """Of a corpus with conversations or padding, the training tokens that are to be predicted."""
+    padding: Count = 0
+    """Places of the training rows that hold no token."""
     left_out: dict[str, Count] = {}
     """Conversations that the chat template cannot write, by reason."""
     last_turn_only: Count = 0

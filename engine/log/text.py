@@ -257,6 +257,9 @@ def _chat_text(data: DataReady) -> str:
     parts += [f"{count} conversations left out: {why}" for why, count in data.left_out.items()]
     if data.last_turn_only:
         parts.append(f"of {data.last_turn_only} conversations only the last turn")
+    if data.padding:
+        places = data.padding + data.train_tokens
+        parts.append(f"{data.padding / places:.1%} of the places in rows are padding")
     if data.unlabelled_rows:
         parts.append(f"{data.unlabelled_rows} rows have none and are not trained on")
     return "; " + "; ".join(parts)

@@ -43,6 +43,8 @@ class Part:
     rows: int
     unlabelled_rows: int
     """Of them without a label: they are not trained on."""
+    padding: int
+    """Places of the rows that hold no token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,9 @@ class Overview:
                 f"{name:9} {what}, {format_bytes(side.text_bytes)}, {format_count(side.tokens)} tokens, "
                 f"{share:.1%} of them with a label; {side.rows:,} rows of {self.seq_len:,}"
             )
+            if side.padding:
+                places = side.rows * self.seq_len
+                lines.append(f"{'':9} {side.padding / places:.1%} of their places are padding")
             if side.unlabelled_rows:
                 lines.append(
                     f"{'':9} {side.unlabelled_rows:,} rows have no label and are not taken"
@@ -145,14 +150,14 @@ def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: boo
         include_tests=data.include_tests,
         max_bytes=most,
     )
-    train = inputs.tokenize(corpus.train.documents, data.turns)
-    held = inputs.tokenize(corpus.heldout.documents, data.turns)
+    train = inputs.tokenize(corpus.train.documents, data)
+    held = inputs.tokenize(corpus.heldout.documents, data)
     lengths = np.bincount(train.documents, minlength=corpus.train.document_count)
     return Overview(
         source=data.corpus,
         seq_len=data.seq_len,
-        train=_part(corpus.train, train, data.seq_len, "train"),
-        heldout=_part(corpus.heldout, held, data.seq_len, "held-out"),
+        train=_part(corpus.train, train, inputs.pack(train, data), data.seq_len, "train"),
+        heldout=_part(corpus.heldout, held, inputs.pack(held, data), data.seq_len, "held-out"),
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
         duplicates=_duplicates(corpus.train.documents),
@@ -164,8 +169,8 @@ def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: boo
     )
 
 
-def _part(split: Split, stream: TokenStream, seq_len: int, what: str) -> Part:
-    rows = count_rows(stream, seq_len, what)
+def _part(split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, what: str) -> Part:
+    rows = count_rows(packed, seq_len, what)
     # Of text all tokens but the first of each document are to be predicted.
     every = len(stream) - len(np.unique(stream.documents))
     return Part(
@@ -175,7 +180,8 @@ def _part(split: Split, stream: TokenStream, seq_len: int, what: str) -> Part:
         tokens=len(stream),
         labelled=every if stream.labelled is None else int(stream.labelled.sum()),
         rows=rows,
-        unlabelled_rows=rows - len(labelled_rows(stream, seq_len, what)),
+        unlabelled_rows=rows - len(labelled_rows(packed, seq_len, what)),
+        padding=len(packed) - packed.token_count,
     )
 
 

@@ -111,15 +111,15 @@ def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
         include_tests=data.include_tests,
         max_bytes=data.max_bytes or None,
     )
-    train = inputs.tokenize(corpus.train.documents, data.turns)
-    held = inputs.tokenize(corpus.heldout.documents, data.turns)
+    train = inputs.rows(corpus.train.documents, data)
+    held = inputs.rows(corpus.heldout.documents, data)
     labelled_rows(held, data.seq_len, "held-out")
     labelled_rows(train, data.seq_len, "train")
     size = corpus.train.size_bytes + corpus.heldout.size_bytes
     return DataSize(
         documents=corpus.train.document_count + corpus.heldout.document_count,
         text_bytes=size,
-        tokens=len(train) + len(held),
+        tokens=train.token_count + held.token_count,
         exact=True,
         sampled_bytes=size,
         tokens_per_step=per_step,
@@ -146,7 +146,7 @@ def _estimate(
             break
     if not sampled:
         return None, 0, None
-    stream = inputs.tokenize(documents, spec.data.turns)
+    stream = inputs.tokenize(documents, spec.data)
     # Every text is followed by one end-of-text token, however long it is.
     ends = sum(not document.is_chat for document in documents)
     texts = sum(not piece.is_chat for piece in pieces)
@@ -154,4 +154,6 @@ def _estimate(
 
 
 def _share(stream: TokenStream) -> float | None:
-    return None if stream.labelled is None else float(stream.labelled.mean())
+    return (
+        None if stream.labelled is None else int(stream.labelled.sum()) / max(1, stream.token_count)
+    )

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from engine.checkpoint_folders import FREE_SPACE_FACTOR, published, step_of
 from engine.checks.catalogue import skipped_ids
+from engine.data.chat import Turns
 from engine.data.chat_template import ChatTemplate, find_chat_template, template_of
 from engine.data.corpus import Document, check_corpus
+from engine.data.packing import pack
 from engine.data.tokens import TokenStream, tokenize
 from engine.errors import BadInput, DiskFull, TokenizerError
 from engine.formats.open import open_weights
@@ -28,6 +30,7 @@ from engine.models.config import ModelConfig, config_of, count_parameters, read_
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
 from engine.spec import RunSpec
+from engine.spec.sections import DataSection
 from engine.teachers.store.manifest import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
 from engine.units import format_bytes
@@ -54,14 +57,18 @@ class Inputs:
     template: ChatTemplate | None = None
     """Writes the conversations of the corpus; None where it has none in its first MiB, or nobody brings one."""
 
-    def tokenize(self, documents: Sequence[Document], turns: str) -> TokenStream:
-        """Return documents of the corpus as the models read them."""
-        return tokenize(
-            documents,
-            self.tokenizer,
-            template=self.template,
-            turns="last" if turns == "last" else "all",
-        )
+    def tokenize(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
+        """Return documents of the corpus as the models read them, one after the other."""
+        turns: Turns = "last" if data.turns == "last" else "all"
+        return tokenize(documents, self.tokenizer, template=self.template, turns=turns)
+
+    def pack(self, stream: TokenStream, data: DataSection) -> TokenStream:
+        """Return documents in rows, as `data.packing` says."""
+        return pack(stream, data.seq_len, data.packing, self.tokenizer.padding_id)
+
+    def rows(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
+        """Return documents of the corpus in the rows that are trained on."""
+        return self.pack(self.tokenize(documents, data), data)
 
 
 def _model(path: str) -> tuple[ModelConfig, PackedSize]:

@@ -202,7 +202,7 @@ class DataSection:
     )
     seq_len: int = setting(
         256,
-        "Tokens in a row. Documents are packed into rows and never attend to each other.",
+        "Tokens in a row. Documents in a row never attend to each other.",
         low=2,
         most=1 << 20,
         changes_results=True,
@@ -222,6 +222,13 @@ class DataSection:
         "At most this many bytes of training text; 0 means all.",
         low=0,
         most=1 << 53,
+        changes_results=True,
+    )
+    packing: str = setting(
+        "stream",
+        "How documents stand in rows: stream, one after the other, cut where a row ends; documents, whole, as many as "
+        "fit; off, each in a row of its own. The last two fill rows with padding.",
+        allowed=("stream", "documents", "off"),
         changes_results=True,
     )
     turns: str = setting(

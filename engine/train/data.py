@@ -44,8 +44,8 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     )
     count = corpus.train.document_count + corpus.heldout.document_count
     log(Phase(name="tokenizing", detail=f"{count} documents"))
-    train = inputs.tokenize(corpus.train.documents, data.turns)
-    held = inputs.tokenize(corpus.heldout.documents, data.turns)
+    train = inputs.rows(corpus.train.documents, data)
+    held = inputs.rows(corpus.heldout.documents, data)
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
     ready = record.data(corpus, train, held, data.seq_len)
     log(ready)

@@ -116,12 +116,12 @@ class Subject:
             max_bytes=data.max_bytes or None,
         )
         batches = Batches(
-            self.inputs.tokenize(corpus.train.documents, data.turns),
+            self.inputs.rows(corpus.train.documents, data),
             seq_len=data.seq_len,
             rows_per_batch=self.spec.train.rows,
             seed=self.spec.train.seed,
         )
-        held = self.inputs.tokenize(corpus.heldout.documents, data.turns)
+        held = self.inputs.rows(corpus.heldout.documents, data)
         return Rows(batches=batches, heldout=heldout_rows(held, data.seq_len, self.spec.eval.rows))
 
     @cached_property

@@ -97,6 +97,31 @@ def test_a_run_trains_on_what_the_assistant_wrote_and_says_so(spec: Path, tmp_pa
     assert (run.student / "chat_template.jinja").read_text() == CHATML.plain
 
 
+@pytest.mark.parametrize("packing", ["documents", "off"])
+def test_a_run_on_whole_conversations_says_how_much_is_padding_and_passes_its_checks(
+    spec: Path, tmp_path: Path, packing: str
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    sets = (
+        "--set",
+        f"data.packing={packing}",
+        "--set",
+        "data.seq_len=128",
+        "--set",
+        "train.steps=4",
+    )
+    done = engine("distill", spec, *sets, "--out", run.path)
+    assert done.returncode == 0, done.stderr
+    view = Follower(run).read_all()
+    assert view.data is not None and view.data.padding > 0
+    assert "of the places in rows are padding" in event_text(view.data)
+    assert view.data.epoch_rows * 128 >= view.data.train_tokens
+    failed = {name for name, one in view.checks.items() if one.level == "fail"}
+    assert not failed and view.checks["split_disjoint"].level == "pass"
+    losses = view.steps.values("loss")
+    assert len(losses) == 4 and all(loss is not None for loss in losses)
+
+
 def test_turns_that_are_not_known_and_a_missing_template_are_refused(
     spec: Path, tmp_path: Path
 ) -> None:
