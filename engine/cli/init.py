@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import glob
 import json
 import os
 from collections.abc import Callable
@@ -90,7 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
     student = _answer(
         "--student", arguments.student, "student (folder, file, or config.json)", _as_student
     )
-    data = _answer("--data", arguments.data, "data (folder, file, or python-stdlib)", _as_data)
+    data = _answer(
+        "--data", arguments.data, "data (folder, file, glob, or python-stdlib)", _as_data
+    )
     text, inputs, size, spec = _first_that_fits(path, teacher, student, data)
 
     from engine.log.folder import write_whole
@@ -198,7 +201,7 @@ def _there(flag: str, path: str) -> Path:
     try:
         path.encode()
         there = Path(path).expanduser()
-        found = there.exists()
+        found = there.exists() or (flag == "--data" and glob.has_magic(path))
     except (ValueError, RuntimeError, OSError) as error:
         raise BadInput(f"{flag}: expected a path, found {path!r}: {error}") from None
     if not path or not found:

@@ -22,14 +22,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.data.sources import Piece, Skipped, list_pieces, shown
+from engine.data.records import shown
+from engine.data.sources import Piece, Reader, Skipped, list_pieces
 from engine.errors import CorpusError
 
 CHECK_BYTES = 1 << 20
 """`check_corpus` stops once it has read this much text."""
+_COPY = "the same text is held out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,16 +75,18 @@ def open_corpus(
     heldout_fraction: float,
     include_tests: bool = False,
     max_bytes: int | None = None,
+    columns: Sequence[str] = (),
 ) -> Corpus:
     """Read `source` (see `engine.data.sources`) and split it. Raises CorpusError when it cannot be used.
 
-    `max_bytes` bounds the bytes of train, and `max_bytes * heldout_fraction` those of held-out, which
-    keeps at least one document (then the smallest). Files that do not fit are not read.
+    `columns` names the one or two columns of records that are read. `max_bytes` bounds the bytes of
+    train, and `max_bytes * heldout_fraction` those of held-out, which keeps at least one document (then
+    the smallest). Files that do not fit are not read.
     """
     _check_settings(heldout_fraction, max_bytes)
     listed: list[Skipped] = []
     pieces: list[Piece] = []
-    for item in list_pieces(source, include_tests=include_tests):
+    for item in list_pieces(source, include_tests=include_tests, columns=columns):
         if isinstance(item, Skipped):
             listed.append(item)
         else:
@@ -120,7 +124,7 @@ def open_corpus(
     )
 
 
-def check_corpus(source: str, *, include_tests: bool = False) -> bool:
+def check_corpus(source: str, *, include_tests: bool = False, columns: Sequence[str] = ()) -> bool:
     """Raise the CorpusError that `open_corpus` would raise within the first MiB of text; return whether there are
     conversations in it.
 
@@ -129,15 +133,16 @@ def check_corpus(source: str, *, include_tests: bool = False) -> bool:
     """
     skipped: list[Skipped] = []
     read_bytes, chats = 0, False
-    for item in list_pieces(source, include_tests=include_tests):
-        chats |= isinstance(item, Piece) and item.is_chat
-        found = item.read() if isinstance(item, Piece) else item
-        if isinstance(found, Skipped):
-            skipped.append(found)
-            continue
-        read_bytes += len(found)
-        if read_bytes >= CHECK_BYTES:
-            break
+    with Reader() as reader:
+        for item in list_pieces(source, include_tests=include_tests, columns=columns):
+            chats |= isinstance(item, Piece) and item.is_chat
+            found = reader.read(item) if isinstance(item, Piece) else item
+            if isinstance(found, Skipped):
+                skipped.append(found)
+                continue
+            read_bytes += len(found)
+            if read_bytes >= CHECK_BYTES:
+                break
     if not read_bytes:
         raise _empty(source, skipped)
     return chats
@@ -157,30 +162,64 @@ class _Reading:
         *,
         held_out_texts: Collection[bytes] = (),
     ) -> list[Document]:
-        """Return, in order, each document that still fits and is not a copy of held-out text."""
+        """Return, in order, each document that still fits and is not a copy of held-out text.
+
+        What fits depends on which are copies, so what would be taken if none were is read first, in the order of the
+        files; only where a copy leaves room for others is there another pass.
+        """
+        read: dict[int, Document | Skipped] = {}
+        while True:
+            fitting = list(_fitting(pieces, max_bytes, read))
+            unread = [number for number in fitting if number not in read]
+            if not unread:
+                break
+            unread.sort(key=lambda number: _place(pieces[number]))
+            with Reader() as reader:
+                for number in unread:
+                    read[number] = self._read(pieces[number], reader, held_out_texts)
         taken: list[Document] = []
-        left_bytes = math.inf if max_bytes is None else max_bytes
-        for piece in pieces:
-            if piece.size_bytes > left_bytes:
+        for number in fitting:
+            found = read[number]
+            if isinstance(found, Document):
+                taken.append(found)
                 continue
-            document = self.read(piece)
-            if document is None:
-                continue
-            if _digest(document.text) in held_out_texts:
-                self.duplicates += 1
-                reason = "the same text is held out"
-                self.skipped[piece.name] = Skipped(name=piece.name, reason=reason)
-                continue
-            taken.append(document)
-            left_bytes -= piece.size_bytes
+            self.skipped[pieces[number].name] = found
+            self.duplicates += found.reason == _COPY
         return taken
 
     def read(self, piece: Piece) -> Document | None:
-        text = piece.read()
+        with Reader() as reader:
+            found = self._read(piece, reader, ())
+        if isinstance(found, Document):
+            return found
+        self.skipped[piece.name] = found
+        return None
+
+    def _read(
+        self, piece: Piece, reader: Reader, held_out_texts: Collection[bytes]
+    ) -> Document | Skipped:
+        text = reader.read(piece)
         if isinstance(text, Skipped):
-            self.skipped[piece.name] = text
-            return None
+            return text
+        if held_out_texts and _digest(text) in held_out_texts:
+            return Skipped(name=piece.name, reason=_COPY)
         return Document(name=piece.name, text=text, is_chat=piece.is_chat)
+
+
+def _fitting(
+    pieces: Sequence[Piece], max_bytes: int | None, read: Mapping[int, Document | Skipped]
+) -> Iterator[int]:
+    """Yield which pieces fit after those before them. One that is not read yet is taken to be a document."""
+    left_bytes = math.inf if max_bytes is None else max_bytes
+    for number, piece in enumerate(pieces):
+        if piece.size_bytes <= left_bytes:
+            yield number
+            if not isinstance(read.get(number), Skipped):
+                left_bytes -= piece.size_bytes
+
+
+def _place(piece: Piece) -> tuple[str, int, int]:
+    return str(piece.file.path), piece.start_byte, piece.record or 0
 
 
 def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.data.batches import count_rows, labelled_rows
 from engine.data.corpus import Corpus, Document, Split, open_corpus
-from engine.data.sources import Skipped
+from engine.data.sources import Skipped, column_names
 from engine.data.tokens import TokenStream
 from engine.plan.inputs import Inputs
 from engine.spec import RunSpec
@@ -149,6 +149,7 @@ def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: boo
         heldout_fraction=data.heldout_fraction,
         include_tests=data.include_tests,
         max_bytes=most,
+        columns=column_names(data.columns),
     )
     train = inputs.tokenize(corpus.train.documents, data)
     held = inputs.tokenize(corpus.heldout.documents, data)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from engine.data.batches import labelled_rows
 from engine.data.corpus import Document, open_corpus
-from engine.data.sources import Piece, list_pieces
+from engine.data.sources import Piece, Reader, column_names, list_pieces
 from engine.data.tokens import TokenStream
 from engine.plan.inputs import Inputs
 from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
 
 LISTED_BYTES = 128 << 20
-"""Text that is listed; of a .jsonl file, listing reads every line."""
+"""Text that is listed; of a file of records, listing reads every record."""
 SAMPLED_BYTES = 2 << 20
 """Text that is tokenized: a second on a slow core."""
 PIECE_BYTES = 16 << 20
@@ -72,7 +72,9 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     per_step = train.rows * train.accumulation * spec.compute.gpus * data.seq_len
     pieces: list[Piece] = []
     listed, labelled = 0, None
-    for item in list_pieces(data.corpus, include_tests=data.include_tests):
+    for item in list_pieces(
+        data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
+    ):
         if not isinstance(item, Piece):
             continue
         listed += item.size_bytes
@@ -110,6 +112,7 @@ def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
         heldout_fraction=data.heldout_fraction,
         include_tests=data.include_tests,
         max_bytes=data.max_bytes or None,
+        columns=column_names(data.columns),
     )
     train = inputs.rows(corpus.train.documents, data)
     held = inputs.rows(corpus.heldout.documents, data)
@@ -135,15 +138,16 @@ def _estimate(
     their tokens that are labelled."""
     documents: list[Document] = []
     sampled = 0
-    for piece in pieces:
-        if piece.size_bytes > PIECE_BYTES or not isinstance(text := piece.read(), str):
-            continue
-        if not piece.is_chat:
-            text = text[: SAMPLED_BYTES - sampled]
-        documents.append(Document(name=piece.name, text=text, is_chat=piece.is_chat))
-        sampled += len(text.encode())
-        if sampled >= SAMPLED_BYTES:
-            break
+    with Reader() as reader:
+        for piece in pieces:
+            if piece.size_bytes > PIECE_BYTES or not isinstance(text := reader.read(piece), str):
+                continue
+            if not piece.is_chat:
+                text = text[: SAMPLED_BYTES - sampled]
+            documents.append(Document(name=piece.name, text=text, is_chat=piece.is_chat))
+            sampled += len(text.encode())
+            if sampled >= SAMPLED_BYTES:
+                break
     if not sampled:
         return None, 0, None
     stream = inputs.tokenize(documents, spec.data)

@@ -20,6 +20,7 @@ from engine.data.chat import Turns
 from engine.data.chat_template import ChatTemplate, find_chat_template, template_of
 from engine.data.corpus import Document, check_corpus
 from engine.data.packing import pack
+from engine.data.sources import column_names
 from engine.data.tokens import TokenStream, tokenize
 from engine.errors import BadInput, DiskFull, TokenizerError
 from engine.formats.open import open_weights
@@ -218,7 +219,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
                 f"positions, found {spec.data.seq_len}"
             )
     template = None
-    if check_corpus(spec.data.corpus):
+    if check_corpus(spec.data.corpus, columns=column_names(spec.data.columns)):
         template, about_template = _template(spec, tokenizer)
         notes = (*notes, *about_template)
     if run is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import glob
 import json
 import os
 import re
@@ -169,7 +170,7 @@ def _path_checks(
             hint = _download(written.get(option.key), value, "model", "")
             add(option.key, f"expected a file or folder at {value}, found nothing there{hint}")
     corpus = spec.data.corpus
-    if corpus != "python-stdlib" and not os.path.exists(corpus):
+    if corpus != "python-stdlib" and not glob.has_magic(corpus) and not os.path.exists(corpus):
         hint = _download(written.get("data.corpus"), corpus, "data set", " --repo-type dataset")
         add("data.corpus", f"expected python-stdlib or a path, found nothing at {corpus}{hint}")
 

@@ -12,6 +12,8 @@ _OURS: dict[str, str] = {
     "student_model_path student.name",
     "data.corpus": "dataset dataset_name dataset_path dataset_mixer train_file train_files train_data data_path "
     "data_files data.path data.file data.train data.text",
+    "data.columns": "dataset_text_field text_field text_column text_key content_key messages_field field_messages "
+    "prompt_column completion_column input_key output_key",
     "data.tokenizer": "tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path",
     "data.seq_len": "max_length max_seq_length max_seq_len seq_length sequence_length sequence_len block_size "
     "context_length cutoff_len model_max_length",

@@ -190,8 +190,9 @@ class VocabSection:
 class DataSection:
     corpus: str = setting(
         "python-stdlib",
-        "python-stdlib (this interpreter's own library), a folder, a text file, or a .jsonl of lines with a text or a "
-        "conversation: messages, conversations, or prompt and completion.",
+        "python-stdlib (this interpreter's own library), a text file, a file of records (.jsonl, .json, .parquet; "
+        "the first two also as .gz and .zst), a folder of either, or a glob. A record has a text or a conversation: "
+        "messages, conversations, or prompt and completion.",
         changes_results=True,
     )
     tokenizer: str = setting(
@@ -229,6 +230,12 @@ class DataSection:
         "How documents stand in rows: stream, one after the other, cut where a row ends; documents, whole, as many as "
         "fit; off, each in a row of its own. The last two fill rows with padding.",
         allowed=("stream", "documents", "off"),
+        changes_results=True,
+    )
+    columns: str = setting(
+        "",
+        "Columns of the records, where they have other names: two, as in question,answer, for prompt and completion, "
+        "or one for the text or the messages. Empty means they are found.",
         changes_results=True,
     )
     turns: str = setting(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine.data.batches import Batch, heldout_rows
 from engine.data.corpus import open_corpus
+from engine.data.sources import column_names
 from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
 from engine.log.events import DataReady, Phase
@@ -41,6 +42,7 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
         heldout_fraction=data.heldout_fraction,
         include_tests=data.include_tests,
         max_bytes=data.max_bytes or None,
+        columns=column_names(data.columns),
     )
     count = corpus.train.document_count + corpus.heldout.document_count
     log(Phase(name="tokenizing", detail=f"{count} documents"))

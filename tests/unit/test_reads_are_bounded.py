@@ -93,7 +93,7 @@ ALLOWED: dict[str, str] = {
     **dict.fromkeys(
         (
             "engine/contracts/receipt.py",
-            "engine/data/sources.py",
+            "engine/data/records.py",
             "engine/train/checkpoint/manifest.py",
             "engine/findings/finding.py",
             "engine/findings/form.py",

@@ -12,6 +12,7 @@ import torch
 
 from engine.data.batches import Batch, Batches, heldout_rows
 from engine.data.corpus import open_corpus
+from engine.data.sources import column_names
 from engine.export.outcome import Outcome
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
@@ -114,6 +115,7 @@ class Subject:
             heldout_fraction=data.heldout_fraction,
             include_tests=data.include_tests,
             max_bytes=data.max_bytes or None,
+            columns=column_names(data.columns),
         )
         batches = Batches(
             self.inputs.rows(corpus.train.documents, data),

@@ -105,7 +105,7 @@ def test_on_a_terminal_it_asks_until_it_can_use_the_answer(
     assert done.returncode == 0, done.stderr
     assert done.stdout == "kd.toml\n"
     assert "found nothing at '/nowhere'" in done.stderr
-    assert done.stderr.count("data (folder, file, or python-stdlib): ") == 2
+    assert done.stderr.count("data (folder, file, glob, or python-stdlib): ") == 2
     monkeypatch.setattr(sys, "stdin", Terminal(""))
     assert "expected --name, found no answer" in engine_here("init").stderr
 

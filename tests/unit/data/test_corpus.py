@@ -222,7 +222,7 @@ def test_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
 
 
 def test_folder_without_text_says_so(tmp_path: Path) -> None:
-    message = refused(write_folder(tmp_path, {"a.bin": "x", "b.json": "{}"}))
+    message = refused(write_folder(tmp_path, {"a.bin": "x", "b.csv": "{}"}))
     assert "none (2 of other kinds)" in message
 
 

@@ -178,7 +178,7 @@ def test_list_of_settings_is_frozen() -> None:
         "student.checkpointing", "student.reshard", "student.save_as",
         "vocab.align",
         "data.corpus", "data.tokenizer", "data.seq_len", "data.heldout_fraction",
-        "data.include_tests", "data.max_bytes", "data.packing", "data.turns",
+        "data.include_tests", "data.max_bytes", "data.packing", "data.columns", "data.turns",
         "loss.alpha", "loss.temperature", "loss.divergence", "loss.beta", "loss.kernel",
         "loss.chunk_rows",
         "train.steps", "train.stop_after", "train.rows", "train.accumulation", "train.lr", "train.warmup_steps",
@@ -200,7 +200,7 @@ def test_list_of_settings_is_frozen() -> None:
 CHANGES_RESULTS = """
     teacher.path student.path student.config
     data.corpus data.tokenizer data.seq_len data.heldout_fraction data.include_tests data.max_bytes
-    data.packing data.turns
+    data.packing data.columns data.turns
     loss.alpha loss.temperature loss.divergence loss.beta
     train.steps train.rows train.accumulation train.lr train.warmup_steps train.schedule
     train.final_lr_ratio train.weight_decay train.beta1 train.beta2 train.eps train.clip_norm

@@ -1,0 +1,628 @@
+"""Files of records: JSON and Parquet, plain or compressed, and the documents in them.
+
+    what a file holds                     its name                     its first bytes
+    JSON, one record per line             .jsonl .json                 any but [
+    JSON, a list of records               .json .jsonl                 [
+    a table in Parquet, one row at a time .parquet                     PAR1
+    text                                  any other
+    any but Parquet, compressed           another name and .gz .zst    1f 8b (gzip), 28 b5 2f fd (zstd)
+
+The first bytes decide, and a name that says something else is refused. A file without one of these names is
+what its first bytes say, else text.
+
+A record is a text or a conversation:
+
+    {"text": "..."}                                        a text
+    a record without "text", with "messages" or another    a conversation (`engine.data.conversations`)
+    form of a conversation
+    columns "question,answer" are named                    a prompt and a completion
+    one column is named                                    a text, or a list of messages
+
+Reading holds one record at a time, and of Parquet 256 rows of the columns that are needed. Compressed bytes are
+decompressed as a stream, and what they become is counted against the limit of a corpus. Positions in messages are
+those of the decompressed bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, NoReturn
+
+from engine import limits
+from engine.data.conversations import read_conversation
+from engine.errors import CorpusError
+from engine.files import open_regular
+
+RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
+TEXT_SUFFIXES = (".py", ".txt", ".md")
+CHAT_KEYS = frozenset({"messages", "conversations", "completion"})
+"""A record without "text" that has one of them is a conversation."""
+_CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
+RECORD_HINT = (
+    'a record has "text", "messages", "conversations", or "prompt" and "completion"; '
+    'others are named: data.columns = "question,answer" for prompt and completion, or one name for the text'
+)
+_WANTED = 'a JSON object with a string "text", or a conversation'
+_INSTALL = 'pip install "apr-workbench[data]"'
+_UTF8_HINT = "convert it to UTF-8, or leave it out of the corpus"
+
+_BOM = codecs.BOM_UTF8
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
+_COMPRESSED_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
+_SAID = {
+    "gzip": "a gzip file",
+    "zstd": "a zstd file",
+    "parquet": "a Parquet file",
+    "json": "JSON",
+    "text": "text",
+    "": "neither Parquet nor a compressed file",
+}
+_SPACE = re.compile(r"[ \t\r\n]*")
+_ROWS_AT_ONCE = 256
+_READ_AT_ONCE = 64 << 10
+_ZSTD_READ_AT_ONCE = 4 << 10
+"""Compressed bytes that are given to zstd at a time: four bytes of them can become 128 KiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A file of a corpus, recognised but not read. Its documents share it."""
+
+    path: Path
+    name: str
+    """What its parts are named after: its own name, or its path in the folder."""
+    kind: Literal["text", "json", "parquet"]
+    compression: Literal["", "gzip", "zstd"] = ""
+    columns: tuple[str, ...] = ()
+    """The columns that the user names; none: they are found."""
+
+    @property
+    def where(self) -> str:
+        return shown(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A record as it was found, and its content."""
+
+    number: int
+    """From 1: its line, its place in the list, or its row."""
+    start_byte: int
+    end_byte: int
+    """Where its JSON lies in the decompressed file; 0 and 0 for a row."""
+    chat: str
+    """The name of a conversation; empty for a text."""
+    text: str
+    """The text, or a conversation as JSON."""
+
+
+def has_record_suffix(name: str) -> bool:
+    """Whether a file's name says that it holds records."""
+    kind, _ = _said_by(name)
+    return kind in ("json", "parquet")
+
+
+def _said_by(name: str) -> tuple[str | None, str]:
+    """Return the kind and the compression that a name says; None for a name that says no kind."""
+    stem, suffix = os.path.splitext(name)
+    compression = _COMPRESSED_SUFFIXES.get(suffix, "")
+    if compression:
+        suffix = os.path.splitext(stem)[1]
+    if suffix in (".jsonl", ".json"):
+        return "json", compression
+    if suffix == ".parquet":
+        return "parquet", compression
+    return "text" if suffix in TEXT_SUFFIXES else None, compression
+
+
+def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
+    """Recognise a regular file by its first bytes. Raises CorpusError where its name says something else."""
+    with _opened(path) as file, _readable(shown(path)):
+        if os.fstat(file.fileno()).st_size > limits.CORPUS_FILE.most:
+            refuse_size(path, limits.CORPUS_FILE)
+        head = file.read(4)
+    found = next((how for magic, how in _MAGIC.items() if head.startswith(magic)), "")
+    kind, compression = _said_by(path.name)
+    if kind == "parquet" and compression:
+        raise unusable(
+            shown(path),
+            "a Parquet file by itself",
+            f"a compressed one, {path.suffix}",
+            hint="decompress it",
+        )
+    if kind is None and not compression:
+        # A name that says nothing.
+        kind, compression = ("parquet", "") if found == "parquet" else ("text", found)
+    said = "parquet" if kind == "parquet" else compression
+    if said != found:
+        raise _wrong_name(path, kind or "text", said, found)
+    return DataFile(
+        path=path,
+        name=name,
+        kind="parquet" if kind == "parquet" else "json" if kind == "json" else "text",
+        compression="gzip" if found == "gzip" else "zstd" if found == "zstd" else "",
+        columns=columns,
+    )
+
+
+def _wrong_name(path: Path, kind: str, said: str, found: str) -> CorpusError:
+    plain = path.with_suffix("") if path.suffix in _COMPRESSED_SUFFIXES else path
+    if found == "parquet":
+        hint = f"name it {plain.with_suffix('.parquet').name}"
+    elif said == "parquet":
+        hint = "a Parquet file begins with PAR1; name it after what it holds"
+    else:
+        hint = f"name it {plain.name}{next((s for s, how in _COMPRESSED_SUFFIXES.items() if how == found), '')}"
+    expected = f"{_SAID[said or kind]}, as its name says"
+    return unusable(shown(path), expected, _SAID[found], hint=shown(hint))
+
+
+def read_records(file: DataFile) -> Iterator[Record]:
+    """Yield every record of a file of JSON or Parquet. Raises CorpusError at the first that cannot be used."""
+    if file.kind == "parquet":
+        yield from read_rows(file)
+        return
+    with open_stream(file) as stream:
+        first = stream.peek(len(_BOM))[: len(_BOM)]
+        start = len(stream.read(len(_BOM))) if first == _BOM else 0
+        if _begins_list(stream):
+            yield from _elements(file, stream, start)
+            return
+        for number, raw in enumerate(lines(file, stream), start=1):
+            end = start + len(raw)
+            if raw.strip():
+                yield record_of(file, raw, number, start)
+            start = end
+
+
+def _begins_list(stream: io.BufferedReader) -> bool:
+    """Whether the first byte that is no white space is [, as far as one look reaches."""
+    return stream.peek(1).lstrip()[:1] == b"["
+
+
+def record_of(file: DataFile, raw: bytes, number: int, start_byte: int) -> Record:
+    """Read the JSON of one record, which begins at `start_byte`."""
+    where = _where(file, number)
+    source = decoded(raw.rstrip(b"\r\n"), where, start_byte)
+    try:
+        record = json.loads(source)
+    except json.JSONDecodeError as error:
+        byte = start_byte + len(source[: error.pos].encode("utf-8"))
+        hint = None
+        if file.path.suffix == ".json" or ".json." in file.path.name:
+            hint = "a .json file holds a list of records, or one record per line"
+        raise unusable(f"{where}, byte {byte:,}", _WANTED, error.msg, hint=hint) from None
+    except (ValueError, RecursionError) as error:
+        raise unusable(f"{where}, byte {start_byte:,}", _WANTED, _parser_said(error)) from None
+    chat, text = _content(record, source, f"{where}, byte {start_byte:,}", file.columns)
+    return Record(
+        number=number, start_byte=start_byte, end_byte=start_byte + len(raw), chat=chat, text=text
+    )
+
+
+def _where(file: DataFile, number: int) -> str:
+    kind = "row" if file.kind == "parquet" else "line"
+    return f"{file.where} {kind} {number:,}"
+
+
+def _parser_said(error: Exception) -> str:
+    # An integer of thousands of digits is a plain ValueError, and deep nesting exhausts the parser.
+    return "nesting too deep" if isinstance(error, RecursionError) else str(error)
+
+
+def _content(record: Any, source: str, where: str, columns: tuple[str, ...]) -> tuple[str, str]:
+    """Return the name of a conversation and its JSON, or no name and the text. `source` is the JSON of the record."""
+    if not isinstance(record, dict):
+        raise unusable(where, _WANTED, f"JSON of type {_type(record)}")
+    key = "text"
+    if columns:
+        _refuse_absent(columns, list(record), where)
+        key = columns[0]
+        if len(columns) == 2:
+            return _named_chat(
+                dict(zip(("prompt", "completion"), columns, strict=True)), record, where
+            )
+        if isinstance(record[key], list):
+            return _named_chat({"conversations": key}, record, where)
+    elif "text" not in record:
+        if not CHAT_KEYS.isdisjoint(record):
+            return read_conversation(record, where).name, source.strip()
+        raise unusable(where, _WANTED, f"an object with {_listed(record)}", hint=RECORD_HINT)
+    text = record[key]
+    if not isinstance(text, str):
+        raise unusable(
+            where,
+            _WANTED if key == "text" else f"text or messages in {key!r}",
+            f'a "{key}" of type {_type(text)}',
+        )
+    try:
+        # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start:,}"
+        raise unusable(where, f'Unicode text in "{key}"', found) from None
+    return "", text
+
+
+def _named_chat(names: Mapping[str, str], record: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Return a conversation of the columns that the user names, under the names that conversations have."""
+    chat = {ours: record[theirs] for ours, theirs in names.items()}
+    chat |= {key: record[key] for key in ("tools", "system") if record.get(key) is not None}
+    return read_conversation(chat, where).name, _as_json(chat, where)
+
+
+def _as_json(record: object, where: str) -> str:
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(record)
+    except (TypeError, ValueError) as error:
+        raise unusable(where, "a conversation of texts and numbers", str(error)) from None
+    return text
+
+
+def _refuse_absent(columns: Sequence[str], there: Sequence[str], where: str) -> None:
+    absent = [name for name in columns if name not in there]
+    if absent:
+        raise unusable(
+            where,
+            f'the column "{absent[0]}" that data.columns names',
+            _listed(there),
+            hint="data.columns takes one or two of these",
+        )
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    some = list(names)
+    more = f" and {len(some) - 5:,} more" if len(some) > 5 else ""
+    return (", ".join(ascii(name)[:80] for name in some[:5]) or "no keys") + more
+
+
+# A list of JSON
+
+
+def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record]:
+    """Yield the records of one JSON list, whose text is never held as a whole."""
+    decoder, parse = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder().raw_decode
+    text, at, byte, ended, size = "", 0, start, False, _READ_AT_ONCE
+
+    def move(to: int) -> None:
+        nonlocal at, byte
+        byte += len(text[at:to].encode("utf-8"))
+        at = to
+
+    def more() -> None:
+        nonlocal text, at, ended
+        raw = stream.read(size)
+        ended = not raw
+        try:
+            text, at = text[at:] + decoder.decode(raw, final=ended), 0
+        except UnicodeDecodeError as error:
+            place = byte + len(text[at:].encode("utf-8")) + error.start
+            found = f"0x{error.object[error.start]:02x} ({error.reason})"
+            raise unusable(f"{file.where}, byte {place:,}", "UTF-8 text", found) from None
+
+    def following() -> str:
+        """Move to the next character that is no white space, and return it; nothing at the end of the file."""
+        while True:
+            space = _SPACE.match(text, at)
+            assert space is not None
+            move(space.end())
+            if at < len(text):
+                return text[at]
+            if ended:
+                return ""
+            more()
+
+    def expect(what: str, found: str) -> CorpusError:
+        shown_found = "the end of the file" if not found else repr(text[at : at + 20])
+        return unusable(f"{file.where}, byte {byte:,}", what, shown_found)
+
+    assert following() == "["
+    move(at + 1)
+    number = 0
+    while (found := following()) != "]" or number:
+        number += 1
+        where = f"{file.where} record {number:,}"
+        if found != "{":
+            raise expect(f"a JSON object as record {number:,} of the list", found)
+        while True:
+            try:
+                record, end = parse(text, at)
+                break
+            except (ValueError, RecursionError) as error:
+                # An element that is cut here fails at its end, or at the start of the string that is cut.
+                cut = isinstance(error, json.JSONDecodeError) and (
+                    error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
+                )
+                if not cut or ended:
+                    place = byte
+                    if isinstance(error, json.JSONDecodeError):
+                        place += len(text[at : error.pos].encode("utf-8"))
+                    said = (
+                        error.msg
+                        if isinstance(error, json.JSONDecodeError)
+                        else _parser_said(error)
+                    )
+                    raise unusable(f"{where}, byte {place:,}", _WANTED, said) from None
+            if len(text) - at > limits.CORPUS_DOCUMENT.most:
+                refuse_size(file.path, limits.CORPUS_DOCUMENT)
+            # Twice as much each time, so that a long element is parsed a few times only.
+            size = max(_READ_AT_ONCE, len(text) - at)
+            more()
+        size = _READ_AT_ONCE
+        source, begins = text[at:end], byte
+        move(end)
+        chat, content = _content(record, source, f"{where}, byte {begins:,}", file.columns)
+        yield Record(number=number, start_byte=begins, end_byte=byte, chat=chat, text=content)
+        _refuse_bomb(file, byte)
+        if (found := following()) == "]":
+            break
+        if found != ",":
+            raise expect("a comma or the end of the list", found)
+        move(at + 1)
+    move(at + 1)
+    if found := following():
+        raise expect("nothing after the list", found)
+
+
+# Parquet
+
+
+def read_rows(file: DataFile, start: int = 1) -> Iterator[Record]:
+    """Yield the records of a table from row `start` on."""
+    for number, row in _rows(file, start):
+        yield _record_of_row(file, number, row)
+
+
+def _rows(file: DataFile, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a table from row `start` on with their number, each with the columns that are needed.
+
+    Row groups before that row are not read. Texts that repeat stay in the dictionary of their page, so
+    that a small file cannot become many copies of a long text.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise unusable(
+            file.where, "pyarrow, which reads Parquet", "it is not installed", hint=_INSTALL
+        ) from None
+    with _opened(file.path) as raw:
+        try:
+            metadata = pyarrow.parquet.read_metadata(raw)
+            needed = _columns(file, metadata.schema.to_arrow_schema().names)
+            leaves = map(metadata.schema.column, range(metadata.num_columns))
+            raw.seek(0)
+            table = pyarrow.parquet.ParquetFile(
+                raw,
+                metadata=metadata,
+                buffer_size=1 << 20,
+                pre_buffer=False,
+                read_dictionary=[
+                    leaf.path
+                    for leaf in leaves
+                    if leaf.physical_type == "BYTE_ARRAY" and leaf.path.split(".")[0] in needed
+                ],
+            )
+            before = 0
+            for group in range(table.num_row_groups):
+                count = table.metadata.row_group(group).num_rows
+                if before + count >= start:
+                    batches = table.iter_batches(
+                        _ROWS_AT_ONCE, row_groups=[group], columns=needed, use_threads=False
+                    )
+                    here = itertools.chain.from_iterable(map(_rows_of, batches))
+                    for number, row in enumerate(here, start=before + 1):
+                        if number >= start:
+                            yield number, row
+                before += count
+        except (OSError, pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise unusable(file.where, "a whole Parquet file", said) from None
+
+
+def _rows_of(batch: Any) -> Iterator[dict[str, Any]]:
+    for index in range(batch.num_rows):
+        yield {
+            name: column[index].as_py()
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        }
+
+
+def _columns(file: DataFile, there: list[str]) -> list[str]:
+    """Return the columns of a table that are needed."""
+    if file.columns:
+        _refuse_absent(file.columns, there, file.where)
+        return list(dict.fromkeys([*file.columns, *(n for n in ("tools", "system") if n in there)]))
+    if "text" in there:
+        return ["text"]
+    if CHAT_KEYS.isdisjoint(there):
+        raise unusable(
+            file.where, "a column of texts or conversations", _listed(there), hint=RECORD_HINT
+        )
+    return [name for name in _CHAT_COLUMNS if name in there]
+
+
+def _record_of_row(file: DataFile, number: int, row: dict[str, Any]) -> Record:
+    where = _where(file, number)
+    # The columns of a table hold every key that any row has, with null where this one has none.
+    record = {name: _without_nulls(value) for name, value in row.items()}
+    is_chat = "text" not in record and not file.columns
+    source = _as_json(record, where) if is_chat else ""
+    chat, text = _content(record, source, where, file.columns)
+    return Record(number=number, start_byte=0, end_byte=0, chat=chat, text=text)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+# Bytes
+
+
+def open_stream(file: DataFile) -> io.BufferedReader:
+    """Open a file for its bytes, decompressed."""
+    raw = _opened(file.path)
+    if not file.compression:
+        return raw
+    if file.compression == "gzip":
+        return io.BufferedReader(_Stream(file, raw, gzip.GzipFile(fileobj=raw)), _READ_AT_ONCE)
+    try:
+        import zstandard
+    except ImportError:
+        raw.close()
+        raise unusable(
+            file.where, "zstandard, which reads .zst", "it is not installed", hint=_INSTALL
+        ) from None
+    return io.BufferedReader(_Stream(file, raw, _Zstd(raw, zstandard)), _READ_AT_ONCE)
+
+
+class _Zstd:
+    """Decompresses zstd, frame after frame. The package's own reader takes the end of a cut file for its end."""
+
+    def __init__(self, raw: IO[bytes], package: Any) -> None:
+        self._raw, self._package = raw, package
+        self._frame: Any = None
+        self._input = self._output = b""
+
+    def read(self, size: int) -> bytes:
+        while not self._output:
+            if self._frame is not None and self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+            data = self._input or self._raw.read(_ZSTD_READ_AT_ONCE)
+            self._input = b""
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return b""
+            if self._frame is None:
+                self._frame = self._package.ZstdDecompressor().decompressobj()
+            self._output = self._frame.decompress(data)
+        taken, self._output = self._output[:size], self._output[size:]
+        return taken
+
+
+class _Stream(io.RawIOBase):
+    """The bytes of a compressed file, with its errors as CorpusErrors."""
+
+    def __init__(self, file: DataFile, raw: IO[bytes], decompressor: Any) -> None:
+        self._file, self._raw, self._decompressor = file, raw, decompressor
+        self._size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._decompressor.read(len(buffer))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self._refuse(error)
+        except OSError as error:
+            refuse_unreadable(self._file.path, error)
+        except Exception as error:
+            # The error of zstandard is known by name, since the package may be absent.
+            if type(error).__name__ != "ZstdError":
+                raise
+            self._refuse(error)
+        buffer[: len(data)] = data
+        self._size += len(data)
+        _refuse_bomb(self._file, self._size)
+        return len(data)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        where = f"{self._file.where}, decompressed byte {self._size:,}"
+        raise unusable(where, f"a whole {self._file.compression} file", str(error)) from None
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _refuse_bomb(file: DataFile, size: int) -> None:
+    if size > limits.CORPUS_TEXT.most:
+        refuse_size(file.path, limits.CORPUS_TEXT)
+
+
+def lines(file: DataFile, stream: io.BufferedReader) -> Iterator[bytes]:
+    """Yield the lines of a stream, each with its line end."""
+    most = limits.CORPUS_DOCUMENT.most
+    with _readable(file.where):
+        if not file.compression and os.fstat(stream.fileno()).st_size <= most:
+            yield from stream  # no line is longer than its file
+            return
+        while line := stream.readline(most + 1):
+            if len(line) > most:
+                refuse_size(file.path, limits.CORPUS_DOCUMENT)
+            yield line
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    return open_regular(path, "corpus", error=CorpusError)
+
+
+@contextmanager
+def _readable(where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise unusable(where, "a readable file", error.strerror or str(error)) from error
+
+
+def decoded(raw: bytes, where: str, start_byte: int) -> str:
+    """Decode strict UTF-8; `start_byte` is where the bytes begin in their file."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise unusable(
+            f"{where}, byte {start_byte + error.start:,}",
+            "UTF-8 text",
+            f"0x{raw[error.start]:02x} ({error.reason})",
+            hint=_UTF8_HINT,
+        ) from None
+
+
+# Errors
+
+
+def unusable(where: str, expected: str, found: str, *, hint: str | None = None) -> CorpusError:
+    return CorpusError.expected("corpus", where, expected, found, hint=hint)
+
+
+def refuse_size(path: Path, limit: limits.Limit) -> NoReturn:
+    raise unusable(
+        shown(path),
+        f"{limit.what} of {limit}",
+        "more",
+        hint="cut it into more files, or into lines",
+    )
+
+
+def refuse_unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
+    # ValueError is how the interpreter refuses a path with a NUL in it.
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    raise unusable(shown(path), "a readable file", reason) from error
+
+
+def shown(path: Path | str) -> str:
+    """Return a path as one printable line, whatever characters it contains."""
+    text = str(path)
+    return text if text.isprintable() else ascii(text)
+
+
+def _type(value: object) -> str:
+    return "null" if value is None else type(value).__name__
