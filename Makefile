@@ -1,4 +1,4 @@
-# make demo   a live distillation on screen (headless without a terminal)
+# make demo   a live distillation on screen (headless without a terminal); with ARGS=--chat on conversations
 # make demo-watch   somebody's script on the Trainer of transformers, watched
 # make test   the whole suite               make check   format, lint, types, import layers
 # make contracts   run what the contracts promise, then plant each bug and see it caught

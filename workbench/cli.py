@@ -30,7 +30,7 @@ Watch runs in the terminal. A folder of runs opens the list of them, the folder 
 that run. Closing the workbench does not affect a run.
 
 other commands:
-  apr-workbench demo [--set KEY=VALUE ...] [--out DIR]   start the example run and watch it
+  apr-workbench demo [--chat] [--set KEY=VALUE ...] [--out DIR]   start an example run and watch it
   engine tail PATH                                       the same in plain lines
 
 environment:
@@ -42,8 +42,9 @@ environment:
 `?` shows the keys, ctrl+p finds every command by name.
 """
 DEMO_HELP = """\
-Start the example: a small student learns from a small teacher to continue Python source, in a few
-minutes on any machine. In a terminal the run continues in the background and the workbench opens on
+Start an example: a small student learns from a small teacher to continue Python source, in a few
+minutes on any machine; or, with --chat, to answer small questions, from conversations, in about one
+minute. In a terminal the run continues in the background and the workbench opens on
 it; without one (a pipe, a batch job) the run is in the foreground and its exit code is the exit
 code of this command.
 """
@@ -96,6 +97,9 @@ def _demo_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
+        "--chat", action="store_true", help="the example on conversations instead of source text"
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -107,7 +111,7 @@ def _demo_parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="the run folder to make (default: runs/demo-YYYYmmdd-HHMMSS)",
+        help="the run folder to make (default: runs/demo-YYYYmmdd-HHMMSS, or runs/chat-...)",
     )
     _screen_options(parser)
     return parser
@@ -163,17 +167,18 @@ def _has_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def demo_spec() -> Path:
-    """Return the packaged spec of the demo."""
-    path = Path(str(importlib.resources.files("engine.demo") / "demo.toml"))
+def demo_spec(*, chat: bool = False) -> Path:
+    """Return the packaged spec of the demo, or of the one on conversations."""
+    name = "chat.toml" if chat else "demo.toml"
+    path = Path(str(importlib.resources.files("engine.demo") / name))
     if not path.is_file():
         raise InternalError(f"demo: {path} — expected the packaged spec, found nothing there")
     return path
 
 
 def _demo(options: argparse.Namespace) -> int:
-    spec = demo_spec()
-    out = options.out or DEFAULT_RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
+    spec = demo_spec(chat=options.chat)
+    out = options.out or DEFAULT_RUNS / time.strftime(f"{spec.stem}-%Y%m%d-%H%M%S")
     if not _has_terminal():
         sys.stdout.flush()
         sys.stderr.flush()

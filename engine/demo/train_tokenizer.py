@@ -1,13 +1,16 @@
 """Train a byte-level BPE tokenizer on the train split of a corpus.
 
     python -m engine.demo.train_tokenizer OUT.json --corpus python-stdlib --vocab 4096
+    python -m engine.demo.train_tokenizer OUT.json --corpus chats.jsonl --vocab 512 \\
+        --special '<|im_start|>' --special '<|im_end|>'
 
 The kind of tokenizer is that of Qwen2: text is cut by the split regex below, each part is spelt in
 bytes (256 printable stand-ins, all of them in the vocabulary), and byte pairs are merged. Every
 text can be encoded, and decoding gives it back exactly. Qwen2 also applies NFC normalization, which
 would break that promise for combining marks; this one does not.
 
-Ids: 0 is <|endoftext|>, 1..256 are the bytes, then one id a merge. Training is deterministic: the
+Ids: 0 is <|endoftext|>, then the special tokens that were asked for, then the 256 bytes, then one id a
+merge. Of a conversation the contents of its messages are the text. Training is deterministic: the
 same documents give the same bytes of the file. Held-out text takes no part in it, so bytes per
 held-out token measures the tokenizer on text it has not seen.
 """
@@ -15,12 +18,14 @@ held-out token measures the tokenizer on text it has not seen.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from engine.data.conversations import read_conversation
 from engine.data.corpus import Document, open_corpus
 from engine.data.sources import STDLIB
 from engine.errors import EXIT_PASS, BadInput, EngineError, UsageError
@@ -44,12 +49,14 @@ SPLIT_REGEX = (
 )
 
 
-def train_bpe(documents: Sequence[Document], vocab_size: int) -> str:
-    """The JSON of a tokenizer with `vocab_size` ids, or fewer when no pair is left to merge."""
+def train_bpe(documents: Sequence[Document], vocab_size: int, special: Sequence[str] = ()) -> str:
+    """The JSON of a tokenizer with `vocab_size` ids, or fewer when no pair is left to merge.
+
+    `special` are tokens beside the one that ends a text: those of a chat template."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Inner
 
-    assert vocab_size >= SMALLEST_VOCAB
+    assert vocab_size >= SMALLEST_VOCAB + len(special)
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -60,17 +67,24 @@ def train_bpe(documents: Sequence[Document], vocab_size: int) -> str:
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator((document.text for document in documents), trainer)
+    inner.train_from_iterator((_text(document) for document in documents), trainer)
     return inner.to_str()
+
+
+def _text(document: Document) -> str:
+    if not document.is_chat:
+        return document.text
+    messages = read_conversation(json.loads(document.text), document.name).messages
+    return "\n".join(message["content"] for message in messages if message.get("content"))
 
 
 def bytes_per_token(tokenizer: Tokenizer, documents: Sequence[Document]) -> float:
     """UTF-8 bytes of the documents for each token they become, end-of-text tokens not counted."""
-    texts = [document.text for document in documents]
+    texts = [_text(document) for document in documents]
     tokens = sum(len(ids) for ids in tokenizer.encode_documents(texts))
     return sum(len(text.encode("utf-8")) for text in texts) / tokens
 
@@ -85,30 +99,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--corpus", default=STDLIB, help="a folder, a file or %(default)s")
     parser.add_argument("--vocab", type=int, default=4096, help="most ids (%(default)s)")
+    parser.add_argument(
+        "--special", action="append", default=[], metavar="TOKEN", help="another special token"
+    )
     parser.add_argument("--heldout-fraction", type=float, default=0.08, help="(%(default)s)")
     parser.add_argument("--max-bytes", type=int, help="most bytes to train on (no limit)")
     try:
         given = parser.parse_args(arguments)
-        _train(given.out, given.corpus, given.vocab, given.heldout_fraction, given.max_bytes)
+        _train(given)
     except EngineError as error:
         say(error)
         return error.exit_code
     return EXIT_PASS
 
 
-def _train(
-    out: Path, source: str, vocab_size: int, heldout_fraction: float, max_bytes: int | None
-) -> None:
+def _train(given: argparse.Namespace) -> None:
+    out: Path = given.out
     # Both known before any work: training takes seconds to minutes.
-    if vocab_size < SMALLEST_VOCAB:
-        wanted = f"at least {SMALLEST_VOCAB} (256 bytes and {END_OF_TEXT})"
-        raise UsageError(f"--vocab: expected {wanted}, found {vocab_size}")
+    smallest = SMALLEST_VOCAB + len(given.special)
+    if given.vocab < smallest:
+        wanted = f"at least {smallest} (256 bytes and {', '.join([END_OF_TEXT, *given.special])})"
+        raise UsageError(f"--vocab: expected {wanted}, found {given.vocab}")
     if not out.name or out.is_dir():
         raise UsageError(f"OUT.json: {out} — expected the name of a file, found a folder")
     if not out.parent.is_dir():
         raise UsageError(f"OUT.json: {out} — expected a folder at {out.parent}, found none")
-    corpus = open_corpus(source, heldout_fraction=heldout_fraction, max_bytes=max_bytes)
-    _write(out, train_bpe(corpus.train.documents, vocab_size))
+    corpus = open_corpus(
+        given.corpus, heldout_fraction=given.heldout_fraction, max_bytes=given.max_bytes
+    )
+    _write(out, train_bpe(corpus.train.documents, given.vocab, given.special))
     tokenizer = open_tokenizer(out)
     put(f"wrote {out}: {tokenizer.vocab_size:,} ids, sha256 {tokenizer.sha256}")
     for name, split in (("train", corpus.train), ("held-out", corpus.heldout)):
