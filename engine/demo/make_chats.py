@@ -3,9 +3,9 @@
     python -m engine.demo.make_chats OUT.jsonl                                    the ones in chats.jsonl
     python -m engine.demo.make_chats OUT.jsonl --count 40000 --seed 1 --without engine/demo/chats.jsonl
 
-Sums, units, weekdays, words (spelling, order, opposites, plurals, letters) and two small tables of facts, in one to three
-rounds. A system message, in some conversations, says how to answer: in short, in a sentence, or in capitals. Without one
-every way of answering occurs, so that the answers have a distribution that is worth learning, not only a most likely text.
+Sums, units, weekdays, words (spelling, order, opposites, letters) and two tables of facts, in one to three rounds.
+A system message, in some conversations, says how to answer: in short, in a sentence, or in capitals. Without one every
+way of answering occurs, so that the answers have a distribution that is worth learning, not only a most likely text.
 
 All texts are our own, under the licence of the project (Apache-2.0). The same count and seed give the same bytes.
 """

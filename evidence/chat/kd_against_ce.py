@@ -2,8 +2,8 @@
 
     python evidence/chat/kd_against_ce.py [SEED...]
 
-Each run adds a line to runs.jsonl beside this script, which replaces an earlier one of its seed and arm; summary.json is made
-from all lines. Ends with an error where two arms of a seed are not comparable.
+Each run adds a line to runs.jsonl beside this script, in place of an earlier one of its seed and arm; summary.json is
+made from all lines. Ends with an error where two arms of a seed are not comparable.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ def test_the_wheel_carries_every_file_the_program_reads(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert wanted <= carried, sorted(wanted - carried)
+    assert {"engine/demo/chats.jsonl", "engine/demo/chat/teacher.gguf"} <= carried
     assert not {name for name in carried if name.startswith(("tests/", "evidence/"))}
 
 
@@ -63,6 +64,19 @@ def test_the_embedded_teacher_is_small_and_complete() -> None:
         "tokenizer.json",
     }
     assert sum(files.values()) <= 12_000_000
+
+
+def test_the_embedded_teacher_of_the_chat_demo_is_small_and_complete() -> None:
+    files = {path.name: path.stat().st_size for path in (ROOT / "engine/demo/chat").iterdir()}
+    assert set(files) == {
+        "README.md",
+        "student.json",
+        "teacher.gguf",
+        "teacher.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert sum(files.values()) <= 3_000_000
 
 
 @pytest.fixture(scope="module")

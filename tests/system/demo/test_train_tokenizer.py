@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,22 @@ def test_digits_are_single_and_line_ends_stay_with_punctuation(tmp_path: Path) -
     assert [tokenizer.decode([i]) for i in ids] == ["x", " =", " ", "2", "0", "2", "4", ";\n"]
 
 
+def test_special_tokens_come_first_and_conversations_are_their_contents(tmp_path: Path) -> None:
+    record = {"messages": [{"role": "user", "content": "abab abab"}]}
+    chat = Document(name="a", text=json.dumps(record), is_chat=True)
+    (tmp_path / "t.json").write_text(train_bpe([chat], 300, ["<|begin|>", "<|end|>"]))
+    tokenizer = open_tokenizer(tmp_path / "t.json")
+    assert [tokenizer.decode([i]) for i in range(3)] == [END_OF_TEXT, "<|begin|>", "<|end|>"]
+    assert tokenizer.encode_documents(["<|end|>"])[0].tolist() == [2]
+    assert len(tokenizer.encode_documents(["abab"])[0]) == 1
+    assert len(tokenizer.encode_documents(["user"])[0]) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code"),
     [
         (["OUT", "--vocab", "256"], 64),
+        (["OUT", "--vocab", "258", "--special", "<|a|>", "--special", "<|b|>"], 64),
         (["OUT", "--vocab", "many"], 64),
         (["OUT", "--unknown"], 64),
         (["absent/OUT"], 64),

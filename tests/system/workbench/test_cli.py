@@ -58,7 +58,7 @@ def test_help_names_every_option(arguments: tuple[str, ...]) -> None:
     done = run_cli(*arguments)
     assert done.returncode == 0
     wanted = ["--read-only", "--ascii", "--version"]
-    wanted += ["--set", "--out"] if "demo" in arguments else ["RUNS", "demo", "NO_COLOR"]
+    wanted += ["--chat", "--set", "--out"] if "demo" in arguments else ["RUNS", "demo", "NO_COLOR"]
     assert all(option in done.stdout for option in wanted)
 
 
@@ -83,8 +83,9 @@ def test_an_unknown_option_is_a_usage_error() -> None:
     assert "--colour" in done.stderr
 
 
-def test_the_packaged_demo_is_a_spec_that_the_engine_accepts() -> None:
-    spec, _ = load_spec(cli.demo_spec(), [])
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_packaged_demo_is_a_spec_that_the_engine_accepts(chat: bool) -> None:
+    spec, _ = load_spec(cli.demo_spec(chat=chat), [])
     assert spec.train.steps > 0
 
 
@@ -106,25 +107,28 @@ def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return lines
 
 
+@pytest.mark.parametrize("chat", [False, True])
 def test_a_demo_without_a_terminal_becomes_the_engine(
-    tmp_path: Path, became: list[list[str]]
+    tmp_path: Path, became: list[list[str]], chat: bool
 ) -> None:
+    arguments = ["--chat"] if chat else []
     with pytest.raises(Became):
-        cli.main(["demo", "--set", "train.steps=3", "--out", str(tmp_path / "run")])
+        cli.main(["demo", *arguments, "--set", "train.steps=3", "--out", str(tmp_path / "run")])
     assert became == [
         [
-            *(sys.executable, "-m", "engine", "distill", str(cli.demo_spec())),
+            *(sys.executable, "-m", "engine", "distill", str(cli.demo_spec(chat=chat))),
             *("--set", "train.steps=3", "--out", str(tmp_path / "run")),
         ]
     ]
 
 
 def test_the_default_folder_of_a_demo_is_named_for_its_time(became: list[list[str]]) -> None:
-    with pytest.raises(Became):
-        cli.main(["demo"])
-    out = Path(became[0][-1])
-    assert out.parent == Path("runs")
-    assert out.name.startswith("demo-2")
+    for arguments, begin in ((["demo"], "demo-2"), (["demo", "--chat"], "chat-2")):
+        with pytest.raises(Became):
+            cli.main(arguments)
+        out = Path(became[-1][-1])
+        assert out.parent == Path("runs")
+        assert out.name.startswith(begin)
 
 
 def farewell_of(run: RunFolder) -> str:
