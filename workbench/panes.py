@@ -16,12 +16,14 @@ from typing import Literal
 from engine.log.events import IDLE, STEP_PHASES
 from engine.log.text import (
     OTHERS_CHECKS,
+    OTHERS_DATA,
     OTHERS_KERNELS,
     OTHERS_RESULT,
     alert_lines,
     check_lines,
     clock_text,
     command_lines,
+    data_lines,
     decision_lines,
     device_lines,
     host_lost_text,
@@ -130,6 +132,16 @@ def decision_words(snapshot: Snapshot) -> list[str]:
 def check_words(snapshot: Snapshot) -> list[str]:
     """Return the first-minute checks: failed, then unknown, then passed."""
     return [OTHERS_CHECKS] if snapshot.command is not None else check_lines(snapshot.view)
+
+
+def data_words(snapshot: Snapshot) -> list[str]:
+    """Return what the run trains on, and how to look at its text."""
+    if snapshot.command is not None:
+        return [OTHERS_DATA]
+    lines = data_lines(snapshot.view)
+    if not lines:
+        return ["the data has not been read yet"]
+    return [*lines, "", "decoded samples, lengths and duplicates: engine data SPEC"]
 
 
 def kernel_words(snapshot: Snapshot) -> list[str]:
@@ -258,6 +270,11 @@ Tokens per second and the time of a step, then the ledger of the newest step by 
 time of each phase. `idle` is time in which the device had no work. The bound compares the arithmetic of
 the run with the matrix rate in the datasheet.
 """
+DATA_HELP = """# Data
+
+What the run trains on: documents, tokens, what has labels, and what was left out and why. The digests are of the
+tokens as they stand in rows: a resumed run must find the same.
+"""
 PANES: tuple[Pane, ...] = (
     Pane(
         id="loss",
@@ -297,6 +314,7 @@ PANES: tuple[Pane, ...] = (
     Pane(id="checks", title="checks", words=check_words, when="tall", page=3),
     Pane(id="kernels", title="JIT", words=kernel_words, label="JIT", when="tall", page=5),
     Pane(id="alerts", title="alerts", words=alert_words, when="alerts", page=1),
+    Pane(id="data", title="data", words=data_words, help=DATA_HELP, page=7),
 )
 """In the order of their keys."""
 

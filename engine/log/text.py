@@ -616,10 +616,46 @@ OTHERS_CHECKS = (
     "no checks: they compare a run with its spec, and a script that is not ours has none"
 )
 OTHERS_KERNELS = "nothing compiled by torch.compile was seen"
+OTHERS_DATA = (
+    "the data of a script that is not ours is not read; what its batches hold is in the steps"
+)
 OTHERS_RESULT = (
     "held-out losses and checkpoints of a script that is not ours are not seen; it may say the first by "
     "apr_watch.log(held_out=...)"
 )
+
+
+def data_lines(view: RunView) -> list[str]:
+    """Render what the run trains on; empty until it has been read."""
+    data = view.data
+    if data is None:
+        return []
+    lines = [
+        f"corpus     {data.source}",
+        f"train      {data.train_files:,} documents, {format_count(data.train_tokens)} tokens; a pass over them is "
+        f"{data.epoch_rows:,} rows",
+        f"held out   {data.heldout_files:,} documents, {format_count(data.heldout_tokens)} tokens",
+    ]
+    if data.labelled_tokens is not None:
+        share = data.labelled_tokens / data.train_tokens if data.train_tokens else 0.0
+        lines.append(
+            f"labels     {format_count(data.labelled_tokens)} tokens, {share:.1%}, are predicted"
+        )
+    if data.padding:
+        lines.append(
+            f"padding    {data.padding / (data.padding + data.train_tokens):.1%} of the places in rows"
+        )
+    if data.unlabelled_rows:
+        lines.append(f"           {data.unlabelled_rows:,} rows have no label and are not taken")
+    if data.skipped_files:
+        lines.append(f"skipped    {data.skipped_files:,} files")
+    lines += [f"left out   {count:,} conversations: {why}" for why, count in data.left_out.items()]
+    if data.last_turn_only:
+        lines.append(
+            f"in part    of {data.last_turn_only:,} conversations only the last turn has labels"
+        )
+    lines.append(f"tokens     sha256 {data.train_sha256[:12]}, held out {data.heldout_sha256[:12]}")
+    return [one_line(line) for line in lines]
 
 
 def command_lines(view: RunView, command: WatchedCommand) -> list[str]:

@@ -15,6 +15,7 @@ from engine.log.events import (
     AlertRaised,
     AnyEvent,
     CheckpointSaved,
+    DataReady,
     DecisionMade,
     Evaluated,
     Event,
@@ -36,6 +37,7 @@ from engine.log.text import (
     alert_lines,
     alerts_text,
     clock_text,
+    data_lines,
     decision_lines,
     device_lines,
     event_text,
@@ -507,3 +509,23 @@ def test_the_ledger_names_phases_longest_first_and_is_empty_where_nobody_measure
     assert "data" not in line
     assert speed_lines(RunView(phases=phases)) == [line]
     assert speed_lines(RunView()) == []
+
+
+def test_what_a_run_trains_on_is_told_with_what_was_left_out() -> None:
+    assert data_lines(RunView()) == []
+    plain = example_of(DataReady, train_tokens=90, epoch_rows=3)
+    lines = data_lines(RunView(data=plain))
+    assert not [line for line in lines if line.split()[0] in ("labels", "padding", "left")]
+    chats = example_of(
+        DataReady,
+        train_tokens=90,
+        labelled_tokens=30,
+        padding=10,
+        unlabelled_rows=2,
+        left_out={"no assistant turn": 4},
+        last_turn_only=5,
+    )
+    words = "\n".join(data_lines(RunView(data=chats)))
+    assert "30 tokens, 33.3%, are predicted" in words and "10.0% of the places" in words
+    assert "2 rows have no label" in words and "4 conversations: no assistant turn" in words
+    assert "of 5 conversations only the last turn" in words
