@@ -142,6 +142,16 @@ def test_the_notebook_of_a_big_gpu_makes_and_runs_what_it_shows(
     assert "teacher.backend = " in words and "GiB predicted" in words
 
 
+@pytest.mark.soak
+def test_a_chat_file_becomes_a_student_that_is_asked(
+    place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = place | {"APR_NOTEBOOK_STEPS": "20"}
+    words = said(executed("06_from_a_chat_file_to_a_student.ipynb", short, monkeypatch))
+    assert "COMPLETED | step 20/20" in words and "<|im_start|>assistant\n⟦" in words
+    assert "   teacher: The capital of Italy is Rome." in words or "   teacher: Rome" in words
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_committed_notebook_has_prose_and_no_outputs(name: str) -> None:
     import nbformat
