@@ -46,7 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="model to train, or a config.json for fresh weights of that shape",
     )
-    parser.add_argument("--data", metavar="PATH", help="text to train on, or python-stdlib")
+    parser.add_argument(
+        "--data", metavar="PATH", help="text, records or conversations, or python-stdlib"
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="NAMES",
+        default="",
+        help="of the records: prompt,completion or one name, where they are not found",
+    )
     parser.add_argument("--name", metavar="NAME", help="of the spec: NAME.toml (kd)")
     add_flag(parser, "--force", "replace NAME.toml where it exists")
     add_json(parser, "print the path and what was found as one JSON value on stdout")
@@ -92,9 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
         "--student", arguments.student, "student (folder, file, or config.json)", _as_student
     )
     data = _answer(
-        "--data", arguments.data, "data (folder, file, glob, or python-stdlib)", _as_data
+        "--data",
+        arguments.data,
+        "data (folder, file, glob, or python-stdlib)",
+        lambda given: _as_data(given, arguments.columns),
     )
-    text, inputs, size, spec = _first_that_fits(path, teacher, student, data)
+    text, inputs, size, spec = _first_that_fits(path, teacher, student, data, arguments.columns)
 
     from engine.log.folder import write_whole
 
@@ -175,12 +186,12 @@ def _as_student(path: str) -> Model:
     return Model(path=path, config=_weights("--student", path), fresh=False)
 
 
-def _as_data(path: str) -> str:
+def _as_data(path: str, columns: str) -> str:
     from engine.data.corpus import check_corpus
-    from engine.data.sources import STDLIB
+    from engine.data.sources import STDLIB, column_names
 
     if path != STDLIB:
-        check_corpus(str(_there("--data", path)))
+        check_corpus(str(_there("--data", path)), columns=column_names(columns))
     return path
 
 
@@ -221,7 +232,7 @@ def _is_shape(path: Path) -> bool:
 
 
 def _first_that_fits(
-    path: Path, teacher: Model, student: Model, data: str
+    path: Path, teacher: Model, student: Model, data: str, columns: str
 ) -> tuple[str, Inputs, DataSize, RunSpec]:
     """Return the text of a spec that is sound, with what its check found. Of a small corpus the longest rows are
     taken that leave one on each side of the split.
@@ -243,7 +254,7 @@ def _first_that_fits(
     inputs, problem = None, None
     for held_out in HELD_OUT:
         for seq_len in lengths:
-            text = _text(path, teacher, student, data, seq_len, held_out)
+            text = _text(path, teacher, student, data, columns, seq_len, held_out)
             spec = spec_of_text(text, path)
             if inputs is None:
                 inputs = check_inputs(spec, Path(spec.run.out, path.stem))
@@ -259,8 +270,15 @@ def _first_that_fits(
 
 
 def _text(
-    path: Path, teacher: Model, student: Model, data: str, seq_len: int, held_out: float
+    path: Path,
+    teacher: Model,
+    student: Model,
+    data: str,
+    columns: str,
+    seq_len: int,
+    held_out: float,
 ) -> str:
+    named = f"columns = {_quoted(columns)}\n" if columns else ""
     share = (
         "" if held_out == HELD_OUT[0] else f"heldout_fraction = {held_out}  # of few documents\n"
     )
@@ -275,7 +293,7 @@ path = {_quoted(teacher.path)}  # {teacher.about}
 
 [data]
 corpus = {_quoted(data)}
-seq_len = {seq_len}  # tokens in a row; documents are packed
+{named}seq_len = {seq_len}  # tokens in a row; documents are packed
 {share}
 [loss]
 alpha = 0.3  # weight of the cross entropy; the teacher's is 1 - alpha

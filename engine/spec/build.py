@@ -234,10 +234,13 @@ def build_spec(
             continue
         is_path = by_key[key].path or (key == "data.corpus" and checked != "python-stdlib")
         if is_path and checked:
+            named = checked
             checked, problem = _resolved(origin[key], checked)
             if problem:
                 problems.add(key, problem)
                 continue
+            if key == "data.corpus":
+                checked = _with_ending(checked, origin[key], named)
         section, name = key.split(".")
         values[section][name] = checked
     spec = RunSpec(**{name: section_type(name)(**fields) for name, fields in values.items()})
@@ -270,6 +273,15 @@ def _resolved(base: Path, text: str) -> tuple[str, str | None]:
         reason = getattr(error, "strerror", None) or str(error)
         return text, f"expected a path, found {shown(text)}: {shown(reason)}"
     return found, path_problem(found)
+
+
+def _with_ending(resolved: str, base: Path, named: str) -> str:
+    """Return the path of data: of a link to a file without an ending, as a download cache has them, the link's own,
+    because the ending says what it is."""
+    path = base / Path(named).expanduser()
+    if path.suffix and not Path(resolved).suffix and os.path.isfile(resolved):
+        return str(path.parent.resolve() / path.name)
+    return resolved
 
 
 def read_spec(path: Path) -> tuple[dict[str, Any], str]:
