@@ -160,12 +160,18 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
         _signal(run, watcher.pid, signal.SIGTERM)
         return f"asked run {run.name} to finish its step, save and stop"
     trainer = view.clocks.get("events")
-    if not follower.alive.trainer or trainer is None:
+    if follower.alive.trainer and trainer is not None:
+        pid = trainer.pid
+        _check_holds(pid, run.events)
+    elif follower.alive.supervisor and watcher is not None and view.trainer_pid is not None:
+        # It has not opened its log yet; whoever started it has written which process it is.
+        pid = view.trainer_pid
+        _check_holds(watcher.pid, run.watch)
+    else:
         raise BadInput(
             f"run {run.name} — expected a trainer, found none yet", hint="try again in a moment"
         )
-    _check_holds(trainer.pid, run.events)
-    _signal(run, trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
+    _signal(run, pid, signal.SIGKILL if now else signal.SIGTERM)
     return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"
 
 

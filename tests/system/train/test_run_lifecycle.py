@@ -23,6 +23,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train import run as trainer_module
+from engine.watch.start_and_stop import stop
 from tests.support.finished_runs import carried_out, finish, resumed_here
 from tests.support.kit import Kit
 from tests.support.running import (
@@ -182,6 +183,16 @@ def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
         files_of(run / "checkpoints" / LAST)[weights]
         == files_of(whole / "checkpoints" / LAST)[weights]
     )
+
+
+def test_a_run_is_ended_before_its_trainer_has_begun_to_log(kit: Kit, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    started = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", out, "--detach")
+    assert started.wait(60) == 0
+    wait_for(out, lambda view: view.trainer_pid is not None)
+    assert "killed the trainer" in stop(RunFolder(out), now=True)
+    follower = wait_until_ended(out)
+    assert follower.view.exit is not None and follower.view.exit.returncode == -signal.SIGKILL
 
 
 def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
