@@ -117,9 +117,9 @@ MODEL_TEXT = Limit(what="a chat template or licence of a model", most=16 * MIB, 
 
 # Training and evaluation text. Files are read in pieces; one piece is held in memory.
 CORPUS_FILE = Limit(what="one file of a corpus", most=64 * GIB, unit="bytes")
-CORPUS_TEXT = Limit(what="all text of a corpus", most=256 * GIB, unit="bytes")
+CORPUS_TEXT = Limit(what="all text of a corpus, decompressed", most=256 * GIB, unit="bytes")
 CORPUS_DOCUMENT = Limit(
-    what="one document: a file of a folder of text, or a line of a file",
+    what="one document: a file of a folder of text, a line of a file, or a record",
     most=256 * MIB,
     unit="bytes",
 )

@@ -245,15 +245,15 @@ def _content(record: Any, source: str, where: str, columns: tuple[str, ...]) -> 
     if not isinstance(text, str):
         raise unusable(
             where,
-            _WANTED if key == "text" else f"text or messages in {key!r}",
-            f'a "{key}" of type {_type(text)}',
+            f"text or messages in {json.dumps(key)}" if columns else _WANTED,
+            f"a {json.dumps(key)} of type {_type(text)}",
         )
     try:
         # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start:,}"
-        raise unusable(where, f'Unicode text in "{key}"', found) from None
+        raise unusable(where, f"Unicode text in {json.dumps(key)}", found) from None
     return "", text
 
 
@@ -280,7 +280,7 @@ def _refuse_absent(columns: Sequence[str], there: Sequence[str], where: str) -> 
     if absent:
         raise unusable(
             where,
-            f'the column "{absent[0]}" that data.columns names',
+            f"the column {json.dumps(absent[0])} that data.columns names",
             _listed(there),
             hint="data.columns takes one or two of these",
         )
@@ -442,6 +442,8 @@ def _record_of_row(file: DataFile, number: int, row: dict[str, Any]) -> Record:
     is_chat = "text" not in record and not file.columns
     source = _as_json(record, where) if is_chat else ""
     chat, text = _content(record, source, where, file.columns)
+    if len(text) > limits.CORPUS_DOCUMENT.most:
+        refuse_size(file.path, limits.CORPUS_DOCUMENT)
     return Record(number=number, start_byte=0, end_byte=0, chat=chat, text=text)
 
 
@@ -477,10 +479,10 @@ class _Zstd:
     def __init__(self, raw: IO[bytes], package: Any) -> None:
         self._raw, self._package = raw, package
         self._frame: Any = None
-        self._input = self._output = b""
+        self._input, self._output, self._at = b"", b"", 0
 
     def read(self, size: int) -> bytes:
-        while not self._output:
+        while self._at >= len(self._output):
             if self._frame is not None and self._frame.eof:
                 self._input, self._frame = self._frame.unused_data, None
             data = self._input or self._raw.read(_ZSTD_READ_AT_ONCE)
@@ -491,8 +493,9 @@ class _Zstd:
                 return b""
             if self._frame is None:
                 self._frame = self._package.ZstdDecompressor().decompressobj()
-            self._output = self._frame.decompress(data)
-        taken, self._output = self._output[:size], self._output[size:]
+            self._output, self._at = self._frame.decompress(data), 0
+        taken = self._output[self._at : self._at + size]
+        self._at += len(taken)
         return taken
 
 

@@ -400,7 +400,9 @@ def test_a_small_file_of_much_text_is_refused(
         assert "at most 100,000 bytes" in refused(make(tmp_path, name, kind(records))), name
 
 
-def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_beyond_the_limit_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = dataclasses.replace(limits.CORPUS_DOCUMENT, most=100_000)
     monkeypatch.setattr(limits, "CORPUS_DOCUMENT", small)
     zeros = b"0" * 10_000_000
@@ -410,6 +412,8 @@ def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         assert "at most 100,000 bytes" in refused(make(tmp_path, name, content))
     assert "at most 100,000 bytes" in refused(make(tmp_path, "a.json", b'[{"text": "' + zeros))
+    row = as_parquet([{"text": "0" * 1_000_000}], compression="zstd")
+    assert "at most 100,000 bytes" in refused(make(tmp_path, "a.parquet", row))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "list.json"])
