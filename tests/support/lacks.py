@@ -29,6 +29,7 @@ LACKS = {
     "a C compiler": "apt-get install gcc",
     "llama.cpp": "make peers",
     "JupyterLab": "pip install -e .[dev]",
+    "pyarrow and zstandard": "pip install -e .[data]",
     "TRL": "make frameworks",
     "Lightning": "make frameworks",
     "an ordinary user": "run the tests as one, not as root",
@@ -40,6 +41,8 @@ LACKS = {
 
 _NOTEBOOK = ("anywidget", "comm", "ipywidgets", "nbclient", "nbformat", "plotly")
 """Modules that are there with JupyterLab: a file of tests that imports one is skipped where it is not."""
+
+_DATA = ("pyarrow", "zstandard")
 
 _SAID = "this machine lacks "
 
@@ -146,6 +149,8 @@ class File(pytest.Module):
                 cause.name in _NOTEBOOK or "apr-workbench[notebook]" in str(cause)
             ):
                 pytest.skip(reason_of("JupyterLab", cause), allow_module_level=True)
+            if isinstance(cause, ImportError) and cause.name in _DATA:
+                pytest.skip(reason_of("pyarrow and zstandard", cause), allow_module_level=True)
             raise
 
 

@@ -23,6 +23,8 @@ ALLOWED: dict[str, str] = {
             "engine/contracts/plant.py",
             "engine/contracts/run.py",
             "engine/contracts/source.py",
+            "engine/demo/make_chats.py",
+            "engine/demo/train_tokenizer.py",
             "engine/machine/cuda_facts.py",
             "engine/train/receipt.py",
             "engine/drills/defects_kernels.py",
