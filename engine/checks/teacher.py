@@ -28,6 +28,7 @@ from engine.checks.logits import (
     student_hidden,
     token_frequencies,
 )
+from engine.data.batches import IGNORED
 from engine.models.head import mean_kl
 from engine.teachers.fp8 import NOISE_FLOOR_KL, rounding_of
 from engine.teachers.identity import same_values
@@ -138,7 +139,10 @@ class StudentShift:
         # The tokens themselves, because the labels may be what is wrong: the current token, the next and
         # the one after it, where all are of the same document.
         length = tokens_BT.shape[1] - 2
-        same_BT = (documents_BT[:, :-2] == documents_BT[:, 2:]).flatten()
+        same_BT = documents_BT[:, :-2] == documents_BT[:, 2:]
+        # Of a conversation where something is trained on: elsewhere the student learns nothing.
+        same_BT &= torch.from_numpy(batch.labels_BT[:, :length] != IGNORED)
+        same_BT = same_BT.flatten()
         targets = [
             torch.where(same_BT, tokens_BT[:, 1 + o : 1 + o + length].flatten(), -1)
             for o in OFFSETS

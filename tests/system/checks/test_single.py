@@ -22,8 +22,10 @@ from engine.checks.check import Answer
 from engine.checks.context import Context, Memory
 from engine.checks.data import shared_windows
 from engine.checks.forward import ROUNDING
+from engine.checks.logits import few_rows
 from engine.checks.reference import reference_logits
 from engine.checks.runner import AT_ONCE
+from engine.checks.teacher import StudentShift
 from engine.data.batches import IGNORED, Batch
 from engine.data.tokens import TokenStream, make_stream
 from engine.drills.defects_training import defect
@@ -510,6 +512,29 @@ def test_a_student_that_learns_to_copy_is_found(world: World, tmp_path: Path) ->
         run.step(30)
         run.save(tmp_path)
     assert "the token it was given" in run.failures()["student_shift"]
+
+
+def test_of_conversations_the_shift_is_judged_where_something_has_a_label(world: World) -> None:
+    run = make_run(world).begin()
+    every = run.context.heldout[0]
+    few = dataclasses.replace(every, labels_BT=every.labels_BT.copy())
+    few.labels_BT[:, ::2] = IGNORED
+
+    def measured(batch: Batch) -> list[float]:
+        return StudentShift(dataclasses.replace(run.context, heldout=[batch])).begun
+
+    batch = few_rows(few)
+    tokens_BT = torch.from_numpy(batch.tokens_BT)
+    with torch.no_grad():
+        logits_BTV = run.context.student(tokens_BT, torch.from_numpy(batch.documents_BT))
+    log_probs = logits_BTV[:, :-2].double().log_softmax(-1)
+    next_BT = tokens_BT[:, 1:-1]
+    documents_BT = torch.from_numpy(batch.documents_BT)
+    judged_BT = documents_BT[:, :-2] == documents_BT[:, 2:]
+    judged_BT &= torch.from_numpy(batch.labels_BT[:, :-2] != IGNORED)
+    wanted = -log_probs.gather(-1, next_BT[..., None])[..., 0][judged_BT].mean()
+    assert measured(few)[1] == pytest.approx(float(wanted), rel=1e-5)
+    assert measured(every)[1] != measured(few)[1]
 
 
 @pytest.mark.parametrize("what", ["other values", "as it began", "a tensor less"])
