@@ -136,6 +136,8 @@ class Watched(Event, frozen=True, kw_only=True, tag="watched"):
     """The name of its class."""
     parameters: Count
     """Elements that the optimizer holds."""
+    groups: list[dict[str, Number]] = []
+    """Of each of its groups the elements (`parameters`) and the settings that are numbers, at the first step."""
     rank: Count = 0
     world: Count = 1
 
@@ -317,6 +319,10 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     """The smallest divergence of a row from its teacher, in nats; below 0 only by rounding."""
     largest_dz_sum: Number | None = None
     """The largest absolute sum over a row of the gradients of its logits; 0 but for rounding."""
+    losses: list[Number | None] = []
+    """Of a script that is not ours, each tensor on which `backward` was called, where there were several."""
+    rates: list[Number | None] = []
+    """Of such a script, the rate of each group of its optimizer, where they differ."""
     phases: dict[str, Number] = {}
     """Seconds of each of STEP_PHASES by the device's clock; empty when not measured. IDLE is added where it is
     known: the time without work before a step that was launched while the previous one was in flight."""

@@ -300,10 +300,17 @@ def check_text(check: Checked) -> str:
     return f"check {check.id}: {level}: {check.reason} ({format_seconds(check.cost_s)})"
 
 
+LOSSES = 4
+"""So many losses of one step are shown."""
+
+
 def step_text(step: StepDone) -> str:
     """Render a step with every logged number. Numbers that need a teacher are left out where there is none, and
     cross entropy where the loss is not ours; any other missing number is reported as missing."""
     parts = [f"step {step.step}", f"loss {format_value(step.loss)}"]
+    if step.losses:
+        parts[-1] += f" = {' + '.join(map(format_value, step.losses[:LOSSES]))}"
+        parts[-1] += " + ..." if len(step.losses) > LOSSES else ""
     if step.ce is not None:
         parts.append(f"ce {format_value(step.ce)}")
     if step.kd is not None:
@@ -625,6 +632,10 @@ OTHERS_RESULT = (
 )
 
 
+GROUPS = 6
+"""So many groups of an optimizer are shown."""
+
+
 def data_lines(view: RunView) -> list[str]:
     """Render what the run trains on; empty until it has been read."""
     data = view.data
@@ -670,6 +681,7 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     one = view.watched
     lines += [
         f"optimizer  {one.optimizer} of {format_count(one.parameters)} parameters on {one.device}",
+        *_group_lines(one),
         f"versions   torch {one.torch}, Python {one.python}",
     ]
     if one.world > 1:
@@ -680,6 +692,18 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
         for at, (name, (step, value)) in enumerate(view.logged.items())
     ]
     return [one_line(line) for line in lines]
+
+
+def _group_lines(watched: Watched) -> list[str]:
+    lines = []
+    for number, group in enumerate(watched.groups[:GROUPS], 1):
+        settings = {"lr": "rate", "weight_decay": "decay"}
+        words = [f"{format_count(group.get('parameters'))} parameters"]
+        words += [f"{word} {group[name]:g}" for name, word in settings.items() if name in group]
+        lines.append(f"{f'group {number}':10} {', '.join(words)}")
+    if len(watched.groups) > GROUPS:
+        lines.append(f"           {len(watched.groups) - GROUPS} more groups")
+    return lines
 
 
 def commit_text(command: WatchedCommand) -> str:

@@ -46,7 +46,8 @@ for number, batch in enumerate(torch.utils.data.DataLoader(ids, batch_size=2), 1
         torch.autograd.backward([loss])
     if number % 3 == 0:
         norm = torch.nn.utils.clip_grad_norm_(parameters=both.parameters(), max_norm=0.1, norm_type=2)
-        said = dict(loss=sum(losses), lr=optimizer.param_groups[0]["lr"].item(), grad_norm=norm.item())
+        said = dict(loss=sum(losses), losses=list(losses), grad_norm=norm.item(),
+                    lr=optimizer.param_groups[0]["lr"].item())
         optimizer.step()
         optimizer.zero_grad()
         losses.clear()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.log.events import Evaluated, Logged
+from engine.log.events import Evaluated, Logged, StepDone
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import LogReader
@@ -111,6 +111,35 @@ with apr_watch.watch():
 """
     ran = end_run(tmp_path, begin_run(tmp_path, script, watched=True, path=PROBE))
     assert (ran.returncode, ran.stderr, len(ran.said)) == (0, "", 1)
+
+
+def test_a_name_may_be_anything(tmp_path: Path) -> None:
+    script = """
+import apr_watch
+net = model()
+optimizer = torch.optim.SGD([
+    {"params": net[0].parameters(), "lr": 0.5, "weight_decay": 0.25}, {"params": net[3].parameters()}], lr=0.1)
+for part in (1.0, float("nan")):
+    (net(torch.ones(2, 8)).mean() * part).backward()
+optimizer.step()
+apr_watch.log(**{'a"b\\\\': 1.0, "eval/é ~": float("inf"), "": 2.0})
+"""
+    ran = end_run(tmp_path, begin_run(tmp_path, script, watched=True, path=PROBE))
+    assert (ran.returncode, ran.stderr) == (0, "")
+    view = Follower(RunFolder(tmp_path / "run")).read_all()
+    assert dict(view.logged) == {'a"b\\': (1, 1.0), "eval/é ~": (1, float("inf")), "": (1, 2.0)}
+    # Each loss, and each group's rate and decay.
+    (step,) = [
+        e for e in LogReader(tmp_path / "run" / "events.jsonl").poll() if isinstance(e, StepDone)
+    ]
+    assert (
+        step.rates == [0.5, 0.1] and step.losses[0] is not None and step.losses[1] != step.losses[1]
+    )
+    assert view.watched is not None
+    assert [(g["parameters"], g["lr"], g["weight_decay"]) for g in view.watched.groups] == [
+        (8 * 16 + 16, 0.5, 0.25),
+        (16 + 1, 0.1, 0.0),
+    ]
 
 
 def test_the_module_is_installed_under_its_own_name() -> None:

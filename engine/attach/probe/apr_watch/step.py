@@ -28,6 +28,8 @@ from .writer import Log
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 HELD_OUT = "held_out"
 _TEXT = 500
+_PARTS = 64
+"""Losses of a step, or groups of an optimizer, that are written one by one."""
 _EARLY = 1000
 """Lines that may wait for the first step."""
 
@@ -459,6 +461,7 @@ class Steps:
             # On a GPU the host's seconds are those of launching.
             "phases": phases,
             "backwards": self._backwards,
+            **self._parts(optimizer),
             **self._progress.of_step(),
         }
         on_host = device.type == "cpu"
@@ -468,6 +471,18 @@ class Steps:
             log.write("compile", **compiled)
         self._memory.look(folder, self._step, device)
         self._write_ready()
+
+    def _parts(self, optimizer: Any) -> dict[str, Any]:
+        """Each loss where there are several, and each group's rate where they differ."""
+        parts: dict[str, Any] = {}
+        if 1 < len(self._losses) <= _PARTS:
+            parts["losses"] = list(self._losses)
+        groups = optimizer.param_groups
+        if 1 < len(groups) <= _PARTS:
+            rates = [_plain(group.get("lr")) for group in groups]
+            if any(rate != rates[0] for rate in rates):
+                parts["rates"] = rates
+        return parts
 
     def _open(self, folder: str, optimizer: Any, device: Any) -> Log:
         if self.log is not None:
@@ -486,6 +501,7 @@ class Steps:
                 p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad
             ),
             optimizer=type(optimizer).__name__,
+            groups=[_about_group(group) for group in optimizer.param_groups[:_PARTS]],
         )
         self.log.write("phase", name="training", detail="")
         for values, kind, fields in self._early:
@@ -550,6 +566,8 @@ def _write(entry: Entry) -> None:
     if entry.kind == "step":
         losses = [as_number(loss) for loss in fields["loss"]]
         fields = {**fields, "loss": _sum(losses)}
+        if "losses" in fields:
+            fields["losses"] = losses
         for name in ("lr", "grad_norm"):
             fields[name] = as_number(fields[name])
     elif entry.kind == "eval":
@@ -560,6 +578,20 @@ def _write(entry: Entry) -> None:
     entry.log.write(entry.kind, **fields)
     if entry.kind == "script_ended":
         entry.log.close()
+
+
+def _plain(value: Any) -> float | None:
+    """A setting that is a number; one in a tensor may be on a GPU, and is not waited for."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
+
+
+def _about_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group of parameters its size, and its settings that are numbers."""
+    numbers = {name: _plain(value) for name, value in group.items() if name != "params"}
+    known = {name: value for name, value in numbers.items() if value is not None}
+    return {"parameters": sum(p.numel() for p in group["params"]), **known}
 
 
 def how_it_ended() -> dict[str, Any]:

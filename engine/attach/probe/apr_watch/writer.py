@@ -104,7 +104,8 @@ def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> str:
     if isinstance(value, dict):
         under = path and path + "/"
         parts = [
-            f'"{name}":{_as_json(one, under + name, non_finite)}' for name, one in value.items()
+            f"{_quoted(name)}:{_as_json(one, under + _pointed(name), non_finite)}"
+            for name, one in value.items()
         ]
         return "{" + ",".join(parts) + "}"
     if isinstance(value, list):
@@ -113,6 +114,16 @@ def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> str:
         return "[" + ",".join(parts) + "]"
     # A path may hold bytes that are not UTF-8, which Python keeps as lone surrogates.
     return json.dumps(str(value)[:_TEXT].encode("utf-8", "backslashreplace").decode())
+
+
+def _quoted(name: str) -> str:
+    # A field of ours is a word; a name that a script gives may be anything.
+    return f'"{name}"' if name.isidentifier() and name.isascii() else _as_json(name, "", {})
+
+
+def _pointed(name: str) -> str:
+    """A name in the path of a number, escaped as in a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1") if "~" in name or "/" in name else name
 
 
 def _lock(fd: int) -> None:
