@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from engine.log.events import Note, ScriptEnded
 from engine.log.folder import RunFolder, create_run, find_runs
 from engine.log.follow import Follower
 from engine.log.read import LogReader
+from tests.support.running import environment
 
 CHILD = """
 import sys, torch
@@ -52,7 +54,11 @@ def test_each_training_of_a_sweep_has_a_folder_and_an_end_of_its_own(tmp_path: P
     create_run(tmp_path / "runs" / "lr-3", "", {"spec": {}})
     words = [sys.executable, "-m", "engine", "watch", "--name", "lr", "--"]
     done = subprocess.run(
-        [*words, sys.executable, "sweep.py"], cwd=tmp_path, stderr=subprocess.PIPE, timeout=120
+        [*words, sys.executable, "sweep.py"],
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        timeout=120,
     )
     assert done.returncode == 6
     assert b"4 later trainings below it, each with a run of its own: lr-2" in done.stderr
@@ -192,6 +198,7 @@ def test_of_several_ranks_the_one_whose_exception_ended_the_run_is_named(tmp_pat
     done = subprocess.run(
         [*words, sys.executable, "ranks.py", "launches"],
         cwd=tmp_path,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -223,7 +230,8 @@ def test_a_full_disk_never_touches_the_command(tmp_path: Path, quiet: bool) -> N
     words = [sys.executable, "-m", "engine", "watch", "--name", "run", *(["--quiet"] * quiet)]
     # No file may grow beyond 8 KiB: what a full disk does to each log, on any machine.
     shell = ["sh", "-c", 'ulimit -f 16; exec "$@"', "sh", *words, "--", sys.executable, "train.py"]
-    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    more: dict[str, Any] = {"cwd": tmp_path, "env": environment(), "timeout": 120}
+    done = subprocess.run(shell, capture_output=True, text=True, **more)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
     run = RunFolder(tmp_path / "runs" / "run")
     # Every line that stands in the log is whole.
