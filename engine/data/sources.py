@@ -62,6 +62,8 @@ from engine.data.records import (
     shown,
     unusable,
 )
+from engine.errors import CorpusError
+from engine.files import open_regular
 
 STDLIB = "python-stdlib"
 PASSAGE_BYTES = 4096
@@ -233,6 +235,8 @@ def _listed(
         return
     _refuse_special(path, mode)
     if path.stat().st_size == 0:
+        # A file of procfs looks empty; opening it says what it is.
+        open_regular(path, "corpus", error=CorpusError).close()
         yield Skipped(name=_utf8_name(path.name, path), reason="empty")
         return
     file = recognise(path, _utf8_name(path.name, path), columns)

@@ -237,7 +237,7 @@ class Student(Scenario):
 
         self.run = create_run(self.folder / "run", "", {})
         self.student = small_student()
-        self.inputs: Any = SimpleNamespace(tokenizer=SimpleNamespace(raw=b"{}"))
+        self.inputs: Any = SimpleNamespace(tokenizer=SimpleNamespace(raw=b"{}"), template=None)
         self.log = LogWriter(self.run.events, writer="trainer")
         self.run.student.mkdir()
         (self.run.student / "config.json").write_text("{}")

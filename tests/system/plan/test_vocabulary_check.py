@@ -124,15 +124,19 @@ def trained(kit: Kit, tmp_path: Path) -> Path:
     return folder
 
 
+IDENTICAL: dict[str, object] = {"teacher__allow_identical": True}
+"""The student of these tests is a copy of the teacher."""
+
+
 def test_a_student_with_other_ids_is_refused_before_the_run(
     kit: Kit, tmp_path: Path, trained: Path
 ) -> None:
     path = trained / "tokenizer.json"
-    found = inputs(kit, tmp_path, student__path=str(trained), student__config="")
+    found = inputs(kit, tmp_path, student__path=str(trained), student__config="", **IDENTICAL)
     assert found.notes == ()
     path.write_text(json.dumps(with_ids_exchanged(json.loads(path.read_text()), (60, 90))))
     with pytest.raises(TokenizerError, match="found 2 that differ"):
-        inputs(kit, tmp_path, student__path=str(trained), student__config="")
+        inputs(kit, tmp_path, student__path=str(trained), student__config="", **IDENTICAL)
 
 
 def test_a_text_tokenizer_with_other_ids_than_the_teachers_is_refused(
@@ -152,7 +156,7 @@ def test_a_text_tokenizer_with_other_ids_than_the_teachers_is_refused(
 
 def test_a_student_without_a_tokenizer_is_noted(kit: Kit, tmp_path: Path, trained: Path) -> None:
     (trained / "tokenizer.json").unlink()
-    found = inputs(kit, tmp_path, student__path=str(trained), student__config="")
+    found = inputs(kit, tmp_path, student__path=str(trained), student__config="", **IDENTICAL)
     assert found.notes == (
         "vocabulary: the student's tokenizer is not known, so its ids were not compared",
     )
