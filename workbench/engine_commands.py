@@ -47,9 +47,9 @@ def start_run(
 def check_run(
     spec: Path, sets: Sequence[str], out: Path | None = None, *, engine: Sequence[str] = ENGINE
 ) -> str:
-    """Return the report of `engine distill --check` on a valid spec and its inputs. Raises BadInput with
+    """Return the report of `engine distill --check-inputs` on a valid spec and its inputs. Raises BadInput with
     everything that is wrong otherwise. Nothing is started and nothing is written."""
-    return _run([*distill_arguments(spec, sets, out), "--check"], engine).stderr.strip()
+    return _run([*distill_arguments(spec, sets, out), "--check-inputs"], engine).stderr.strip()
 
 
 def resume_arguments(

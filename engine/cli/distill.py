@@ -1,6 +1,7 @@
 """Distil a student according to a spec, or continue a run.
 
     engine distill kd.toml                          start, follow, and print the result
+    engine distill kd.toml --check                  are the inputs sound, and what would it take? two steps are made
     engine distill kd.toml --set loss.alpha=0.5     with one setting changed
     engine distill --resume runs/kd-20260101-120000 continue after a kill, a stop or a full disk; with
                                                     --set KEY=VALUE --allow-change KEY otherwise than it began
@@ -39,6 +40,7 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.log.folder import RunFolder
+    from engine.plan.inputs import Inputs
     from engine.spec import RunSpec
 
 
@@ -83,7 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--create",
         "make the run folder, print its path, start nothing: for torchrun on several machines",
     )
-    add_flag(parser, "--check", "check spec and inputs, start nothing")
+    checks = parser.add_mutually_exclusive_group()
+    add_flag(
+        checks,
+        "--check",
+        "check spec and inputs, and measure time and memory of two steps; leaves nothing behind",
+    )
+    add_flag(checks, "--check-inputs", "only check spec and inputs, start nothing")
     add_json(parser, "print the result as one JSON value on stdout")
 
 
@@ -92,9 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("expected either a spec or --resume RUN", hint="engine distill --help")
     if arguments.smoke is not None and arguments.detach:
         raise UsageError("--smoke waits for its steps; --detach does not wait")
+    if arguments.check or arguments.check_inputs:
+        return _check(arguments)
     folder = _resume(arguments) if arguments.resume else _start(arguments)
-    if folder is None:
-        return 0
     if arguments.create:
         put(folder.path)
         return 0
@@ -117,12 +125,22 @@ def run(arguments: argparse.Namespace) -> int:
     return _project(folder, code, as_json=arguments.json)
 
 
-def _start(arguments: argparse.Namespace) -> RunFolder | None:
-    from engine.log.folder import create_run
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A new run whose inputs are sound."""
+
+    spec: RunSpec
+    text: str
+    sets: list[str]
+    inputs: Inputs
+    path: Path
+    """Its folder, which does not exist."""
+
+
+def _asked(arguments: argparse.Namespace) -> _Asked:
     from engine.plan.inputs import check_inputs
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
-    from engine.version import VERSION
 
     sets = sets_from_environment(os.environ) + arguments.set
     if arguments.smoke is not None:
@@ -138,29 +156,61 @@ def _start(arguments: argparse.Namespace) -> RunFolder | None:
             f"run folder: {path} — expected a new folder, found one that exists",
             hint="choose another with --out, or continue it with --resume",
         )
-    inputs = check_inputs(spec, path)
-    if arguments.check:
-        from engine.plan.data_size import measure_data
+    return _Asked(spec=spec, text=text, sets=sets, inputs=check_inputs(spec, path), path=path)
 
-        size = measure_data(spec, inputs)
-        say(f"{arguments.spec}: the spec and its inputs are sound")
-        for line in size.lines(spec.train.steps):
-            say(line)
-        if arguments.json:
-            measured = dataclasses.asdict(size)
-            put_json({"spec_sha256": spec.sha256, "spec": spec.to_dict(), "data": measured})
-        return None
-    spec = dataclasses.replace(
-        spec, run=dataclasses.replace(spec.run, name=path.name, out=str(path.parent))
-    )
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Say what a new run would train on and take; returns the trainer's exit code where its first steps fail, 2 where
+    they cannot be made on this machine."""
+    from engine.plan.data_size import measure_data
+
+    if arguments.resume:
+        raise UsageError("--check and --check-inputs look at a spec; --resume continues a run")
+    asked = _asked(arguments)
+    spec = asked.spec
+    size = measure_data(spec, asked.inputs)
+    say(f"{arguments.spec}: the spec and its inputs are sound")
+    for line in size.lines(spec.train.steps):
+        say(line)
+    found = {
+        "spec_sha256": spec.sha256,
+        "spec": spec.to_dict(),
+        "data": dataclasses.asdict(size),
+    }
+    code = 0
+    if arguments.check:
+        from engine.cli.first_steps import measure_first_steps
+
+        steps = measure_first_steps(spec, size)
+        found["first_steps"] = steps.to_dict()
+        code = EXIT_UNKNOWN if steps.step_s.number is None else 0
+        if steps.failed:
+            code = steps.exit_code or EXIT_FAIL
+            say(f"{arguments.spec}: its first steps fail: {steps.failed}")
+        else:
+            for line in steps.lines(spec.train.steps):
+                say(line)
+    if arguments.json:
+        put_json(found)
+    return code
+
+
+def _start(arguments: argparse.Namespace) -> RunFolder:
+    from engine.log.folder import create_run
+    from engine.version import VERSION
+
+    asked = _asked(arguments)
+    path = asked.path
+    run = dataclasses.replace(asked.spec.run, name=path.name, out=str(path.parent))
+    spec = dataclasses.replace(asked.spec, run=run)
     effective = {
         "engine": VERSION,
         "spec_file": str(arguments.spec.absolute()),
-        "sets": sets,
+        "sets": asked.sets,
         "spec": spec.to_dict(),
         "spec_sha256": spec.sha256,
     }
-    return create_run(path, text, effective)
+    return create_run(path, asked.text, effective)
 
 
 def _resume(arguments: argparse.Namespace) -> RunFolder:

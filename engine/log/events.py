@@ -229,6 +229,8 @@ class MemoryMeasured(Event, frozen=True, kw_only=True, tag="memory_peak"):
     measured_bytes: Number | None
     predicted_bytes: Number
     source: str
+    host_peak_bytes: Number | None = None
+    """Peak of the resident bytes of the trainer's process, as the kernel counts them."""
 
 
 class Compiled(Event, frozen=True, kw_only=True, tag="compile"):

@@ -172,6 +172,7 @@ def memory_peak(step: int, budget: MemoryBudget, device: torch.device) -> Memory
         measured_bytes=measured,
         predicted_bytes=budget.total_bytes,
         source=source,
+        host_peak_bytes=Host().own_memory()[1].number,
     )
 
 

@@ -183,7 +183,7 @@ def spec_of(folder: Path, **settings: object) -> Path:
 
 
 def looked_at(folder: Path, spec: Path) -> list[object]:
-    return ["distill", spec, "--check", "--out", folder / "run"]
+    return ["distill", spec, "--check-inputs", "--out", folder / "run"]
 
 
 @pytest.fixture(autouse=True)
@@ -431,10 +431,10 @@ def test_as_processes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "deep.toml").write_text("a = " + "[" * 100_000)
     for arguments in (
-        ["distill", "/dev/zero", "--check"],
-        ["distill", tmp_path / "pipe", "--check"],
-        ["distill", tmp_path / "deep.toml", "--check"],
-        ["distill", "x" * 100_000, "--check"],
+        ["distill", "/dev/zero", "--check-inputs"],
+        ["distill", tmp_path / "pipe", "--check-inputs"],
+        ["distill", tmp_path / "deep.toml", "--check-inputs"],
+        ["distill", "x" * 100_000, "--check-inputs"],
         ["spec", "--set", "train.steps=" + "[" * 50_000],
         ["spec", "--set", "train.rows=4611686018427387903"],
         ["eval", "ppl", DEMO / "teacher", "--data", "/dev/zero"],

@@ -62,7 +62,7 @@ def test_a_spec_of_two_models_and_data_is_sound_at_any_number_of_steps(
 ) -> None:
     path = spec(tmp_path, kit.teacher, f'config = "{kit.student}"', kit)
     for steps in (1, 5, 1000):
-        done = engine_here("distill", path, "--check", "--set", f"train.steps={steps}")
+        done = engine_here("distill", path, "--check-inputs", "--set", f"train.steps={steps}")
         assert done.returncode == 0, done.stderr
 
 
@@ -80,10 +80,12 @@ def test_a_student_that_is_its_teacher_is_found_by_the_check(
         student = tmp_path / "copy"
         shutil.copytree(kit.teacher, student)
     path = spec(tmp_path, kit.teacher, f'path = "{student}"', kit)
-    done = engine_here("distill", path, "--check")
+    done = engine_here("distill", path, "--check-inputs")
     assert done.returncode == 65, done.stderr
     assert "expected other weights than the teacher's, found the same values" in done.stderr
-    allowed = engine_here("distill", path, "--check", "--set", "teacher.allow_identical=true")
+    allowed = engine_here(
+        "distill", path, "--check-inputs", "--set", "teacher.allow_identical=true"
+    )
     assert allowed.returncode == 0, allowed.stderr
 
 
@@ -97,6 +99,6 @@ def test_a_student_of_the_teachers_shape_with_other_weights_is_sound(
     raw[-4:] = b"\0\0\0\0"
     weights.write_bytes(raw)
     done = engine_here(
-        "distill", spec(tmp_path, kit.teacher, f'path = "{student}"', kit), "--check"
+        "distill", spec(tmp_path, kit.teacher, f'path = "{student}"', kit), "--check-inputs"
     )
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,7 @@ def test_the_spec_that_it_writes_is_sound_and_trains(kit: Kit, here: Path, fresh
     assert done.stdout == "first.toml\n"
     text = (here / "first.toml").read_text()
     assert len(text.splitlines()) < 25 and "#" in text
-    checked = engine_here("distill", "first.toml", "--check")
+    checked = engine_here("distill", "first.toml", "--check-inputs")
     assert checked.returncode == 0, checked.stderr
     sets = ("train.steps=2", "train.rows=2", "eval.rows=2", "compute.device=cpu")
     words = [word for one in sets for word in ("--set", one)]
@@ -142,7 +142,7 @@ def test_one_short_text_file_still_makes_a_spec_or_says_why_not(kit: Kit, here: 
     text.write_text("".join(path.read_text() + "\n" for path in sorted(kit.corpus.iterdir())))
     few = engine_here("init", *flags(kit, data=text))
     assert few.returncode == 0, few.stderr
-    assert engine_here("distill", "kd.toml", "--check").returncode == 0
+    assert engine_here("distill", "kd.toml", "--check-inputs").returncode == 0
 
 
 def test_a_path_with_quotes_and_a_home_folder_is_written_as_given(
@@ -172,13 +172,13 @@ def test_it_loads_no_torch(kit: Kit, here: Path) -> None:
 
 def test_the_check_measures_a_small_corpus_and_estimates_a_large_one(kit: Kit, here: Path) -> None:
     assert engine_here("init", *flags(kit)).returncode == 0
-    small = json.loads(engine_here("distill", "kd.toml", "--check", "--json").stdout)["data"]
+    small = json.loads(engine_here("distill", "kd.toml", "--check-inputs", "--json").stdout)["data"]
     assert small["exact"] and small["documents"] == 40
     line = (kit.corpus / "part_00.py").read_text()
     large = here / "large.jsonl"
     repeats = (3 << 20) // len(line)
     large.write_text("".join(json.dumps({"text": f"# {i}\n{line}"}) + "\n" for i in range(repeats)))
-    words = ("--check", "--json", "--set", f"data.corpus={large}")
+    words = ("--check-inputs", "--json", "--set", f"data.corpus={large}")
     found = json.loads(engine_here("distill", "kd.toml", *words).stdout)["data"]
     assert not found["exact"] and found["documents"] == repeats
     from engine.formats.tokenizer import open_tokenizer
@@ -197,6 +197,6 @@ def test_a_corpus_too_small_for_one_row_is_found_by_the_check(kit: Kit, here: Pa
         (few / path.name).write_text("x = 1\n")
         (few / f"{path.stem}_b.py").write_text(f"y = {path.stem!r}\n")
     sets = ("--set", f"data.corpus={few}", "--set", "data.heldout_fraction=0.5")
-    done = engine_here("distill", "kd.toml", "--check", *sets)
+    done = engine_here("distill", "kd.toml", "--check-inputs", *sets)
     assert done.returncode == 65
     assert "expected at least 128 tokens, which is one row" in done.stderr

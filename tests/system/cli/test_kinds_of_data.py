@@ -56,7 +56,7 @@ def test_a_first_spec_of_every_kind_has_the_same_tokens(kit: Kit, here: Path) ->
         assert data.pop("path") == name and data["documents"] == 40
         sizes.append(data)
         assert load_spec(here / "kd.toml")[0].data.columns == "body"
-        checked = engine_here("distill", "kd.toml", "--check", "--json")
+        checked = engine_here("distill", "kd.toml", "--check-inputs", "--json")
         assert checked.returncode == 0, checked.stderr
     assert sizes == sizes[:1] * len(sizes)
 
@@ -103,5 +103,5 @@ def test_a_link_into_a_cache_keeps_the_ending_that_says_what_it_is(kit: Kit, her
     (here / "a.jsonl").rename(here / "blobs/7f3a")
     (here / "a.jsonl").symlink_to("blobs/7f3a")
     assert load_spec(here / "kd.toml")[0].data.corpus == str(here / "a.jsonl")
-    checked = engine_here("distill", "kd.toml", "--check")
+    checked = engine_here("distill", "kd.toml", "--check-inputs")
     assert checked.returncode == 0, checked.stderr

@@ -62,7 +62,7 @@ threads = 1
 
 
 def test_a_run_trains_on_what_the_assistant_wrote_and_says_so(spec: Path, tmp_path: Path) -> None:
-    checked = engine_here("distill", spec, "--check")
+    checked = engine_here("distill", spec, "--check-inputs")
     assert checked.returncode == 0, checked.stderr
     run = RunFolder(tmp_path / "run")
     done = engine("distill", spec, "--out", run.path)
@@ -125,9 +125,9 @@ def test_a_run_on_whole_conversations_says_how_much_is_padding_and_passes_its_ch
 def test_turns_that_are_not_known_and_a_missing_template_are_refused(
     spec: Path, tmp_path: Path
 ) -> None:
-    wrong = engine_here("distill", spec, "--check", "--set", "data.turns=first")
+    wrong = engine_here("distill", spec, "--check-inputs", "--set", "data.turns=first")
     assert wrong.returncode == 65 and "data.turns" in wrong.stderr
     (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
-    missing = engine_here("distill", spec, "--check")
+    missing = engine_here("distill", spec, "--check-inputs")
     assert missing.returncode == 65
     assert "expected a chat template for its conversations" in missing.stderr

@@ -161,7 +161,7 @@ class NewRunScreen(Screen[None]):
         Binding("enter", "edit", "edit", tooltip="type a value; checked as it is typed"),
         Binding("space", "cycle", "next value", tooltip="the next of the allowed values"),
         Binding("s", "start", "start", tooltip="start the run, after confirmation"),
-        Binding("k", "check", "check", tooltip="engine distill --check: the inputs as well"),
+        Binding("k", "check", "check", tooltip="engine distill --check-inputs: the inputs as well"),
         Binding("backspace,delete", "reset", "reset", tooltip="undo what was typed here"),
         Binding(
             "d", "only", "changed", tooltip="only settings that differ from the default, or all"

@@ -1,0 +1,209 @@
+"""Measure the first steps of a spec: its own trainer makes two of them in a temporary folder, and its log says what
+they took.
+
+The run is an ordinary one: the same supervisor, trainer, models, rows of the same shape, and choices. It differs in
+what a user does not wait for here: no first-minute checks, one batch of held-out rows, no checkpoint, and of a large
+corpus only as much text as the steps need. Nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.cli.progress import exit_code
+from engine.log.folder import RunFolder, create_run
+from engine.log.follow import Follower
+from engine.log.text import status_text
+from engine.log.view import RunView
+from engine.machine.reading import Reading, absent, measured
+from engine.plan.data_size import PIECE_BYTES, SAMPLED_BYTES, DataSize
+from engine.plan.memory import EVAL_ROWS_AT_ONCE
+from engine.signals import descendants, end, scratch_folder
+from engine.spec import RunSpec, spec_to_toml
+from engine.teachers.store.manifest import uses_cache
+from engine.terminal import StatusLine
+from engine.units import format_bytes, format_seconds
+from engine.version import VERSION
+from engine.watch.start_and_stop import Launched, launch
+
+STEPS = 2
+"""The first step allocates optimizer state and compiles what was not compiled before; the second is the run's pace."""
+TOKEN_BYTES = 8
+"""Twice what a token of English or code has on average."""
+POLL_S = 0.05
+PLAIN_EVERY_S = 5.0
+ENDING_S = 5.0
+"""How long processes that were killed may take to be gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSteps:
+    """What the first steps took. Times in seconds."""
+
+    device: str | None
+    """None where the trainer came to none."""
+    step_s: Reading
+    total_s: Reading
+    """All steps of the spec at that pace, without start, evaluations and checkpoints."""
+    host_peak_bytes: Reading
+    """Of the trainer; of several, of the first."""
+    device_peak_bytes: Reading
+    text_bytes: int | None
+    """At most so much of the training text was read for it; None for all of it."""
+    failed: str
+    """Why the trainer did not make its steps, in a line, or in two with a hint; empty where it did."""
+    exit_code: int
+    """The trainer's."""
+
+    def lines(self, steps: int) -> list[str]:
+        """Format it for people."""
+        if self.step_s.number is None and self.device is None:
+            return [f"time and memory: unknown: {self.step_s.absent}"]
+        where = f", on {self.device}"
+        if self.text_bytes is not None:
+            where += f", with the first {format_bytes(self.text_bytes)} of the text that fit"
+        pace = _words(self.step_s, format_seconds)
+        return [
+            f"a step: {pace}{where}",
+            f"all {steps:,} steps: {_words(self.total_s, format_seconds)}, without start, evaluations and checkpoints",
+            f"memory at the peak, host: {_words(self.host_peak_bytes, format_bytes)}",
+            f"memory at the peak, device: {_words(self.device_peak_bytes, format_bytes)}",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _words(reading: Reading, written: Callable[[float], str]) -> str:
+    if reading.number is None:
+        return f"unknown: {reading.absent}"
+    return f"{written(reading.number)} ({reading.source})"
+
+
+def measure_first_steps(spec: RunSpec, size: DataSize) -> FirstSteps:
+    """Make the first steps of `spec`, whose inputs are sound and whose data has `size`, showing progress on stderr.
+    A signal ends it at once."""
+    with scratch_folder("apr-check-") as folder:
+        text_bytes = _text_bytes(spec, size)
+        short = _shortened(spec, folder, text_bytes)
+        settings = {"engine": VERSION, "spec_file": "", "sets": [], "spec": short.to_dict()}
+        run = create_run(
+            folder / "run", spec_to_toml(short), settings | {"spec_sha256": short.sha256}
+        )
+        launched = launch(run)
+        try:
+            view = _follow(launched)
+        finally:
+            _end(launched)
+        return _read(spec, view, exit_code(view, launched.process.returncode), text_bytes)
+
+
+def _text_bytes(spec: RunSpec, size: DataSize) -> int | None:
+    """Return how much training text the steps are given; None for all of it."""
+    if size.exact or uses_cache(spec):
+        # Stored teacher outputs are of the rows of the whole text.
+        return None
+    heldout_tokens = (
+        EVAL_ROWS_AT_ONCE * spec.compute.gpus * spec.data.seq_len / spec.data.heldout_fraction
+    )
+    tokens = STEPS * size.tokens_per_step + heldout_tokens
+    # No document is cut: at least half of them have at most twice the mean.
+    document = PIECE_BYTES
+    if size.documents and size.text_bytes is not None:
+        document = 2 * size.text_bytes // size.documents
+    wanted = max(SAMPLED_BYTES, document, round(tokens) * TOKEN_BYTES)
+    there = min(spec.data.max_bytes or wanted, size.text_bytes or wanted)
+    return None if there < wanted else wanted
+
+
+def _shortened(spec: RunSpec, folder: Path, text_bytes: int | None) -> RunSpec:
+    data = spec.data
+    if text_bytes is not None:
+        data = dataclasses.replace(data, max_bytes=text_bytes)
+    rows = min(spec.eval.rows, EVAL_ROWS_AT_ONCE)
+    return dataclasses.replace(
+        spec,
+        run=dataclasses.replace(spec.run, name="run", out=str(folder)),
+        data=data,
+        train=dataclasses.replace(spec.train, stop_after=STEPS),
+        # A whole batch of held-out rows, whose memory may be the peak.
+        eval=dataclasses.replace(spec.eval, every=0, rows=rows),
+        checkpoint=dataclasses.replace(spec.checkpoint, every=0, at_end=False),
+        checks=dataclasses.replace(spec.checks, enabled=False),
+    )
+
+
+def _follow(launched: Launched) -> RunView:
+    follower = Follower(launched.run)
+    line = StatusLine(plain_every_s=PLAIN_EVERY_S, plain_at_once=False)
+    while launched.process.poll() is None:
+        follower.poll()
+        line.show(f"the first {STEPS} steps: {status_text(follower.view, follower.alive)}")
+        time.sleep(POLL_S)
+    line.clear()
+    return follower.read_all()
+
+
+def _end(launched: Launched) -> None:
+    """Kill what is left of the run, and wait until it writes nothing more."""
+    tree = descendants(launched.process.pid)
+    if launched.process.poll() is None:
+        launched.process.kill()
+    end(tree.values())
+    launched.process.wait()
+    launched.leave(b"d")
+    deadline_s = time.monotonic() + ENDING_S
+    while _is_alive(launched.run) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+
+
+def _is_alive(run: RunFolder) -> bool:
+    alive = run.liveness()
+    return alive.trainer or alive.supervisor
+
+
+def _read(spec: RunSpec, view: RunView, code: int, text_bytes: int | None) -> FirstSteps:
+    device = next((d.choice for d in view.decisions if d.knob == "compute.device"), None)
+    wanted = min(STEPS, spec.train.steps)
+    failed = ""
+    if code or view.last_step < wanted:
+        failed = view.finished.reason if view.finished is not None else ""
+        failed = failed or (view.exit.sentence if view.exit is not None else "nobody saw it end")
+        # A table that explains the error, as of memory, would hide it here.
+        first, *rest = failed.splitlines()
+        failed = "\n".join([first, *(line for line in rest if line.startswith("hint: "))])
+    lacks = failed.partition("\n")[0] if device is None and spec.compute.device == "cuda" else ""
+    why = lacks or (f"step {view.last_step + 1} was not finished" if failed else "")
+    log = "the trainer's log"
+    step_s = absent(why or "the log has no time", log)
+    total_s = absent(why or "the log has no time", log)
+    seconds = view.steps.last("step_s")
+    if seconds is not None and not failed:
+        warm = ", which warms up" if wanted == 1 else ", after one that warms up"
+        step_s = measured(seconds, f"step {wanted}{warm}")
+        total_s = measured(seconds * spec.train.steps, f"{spec.train.steps:,} x step {wanted}")
+    peak = view.memory_peak
+    host = device_peak = absent(why or "the log has no peak", log)
+    if peak is not None:
+        if peak.host_peak_bytes is not None:
+            host = measured(peak.host_peak_bytes, "VmHWM of the trainer")
+        device_peak = (
+            absent(peak.source, log)
+            if peak.measured_bytes is None
+            else measured(peak.measured_bytes, peak.source)
+        )
+    return FirstSteps(
+        device=device,
+        step_s=step_s,
+        total_s=total_s,
+        host_peak_bytes=host,
+        device_peak_bytes=device_peak,
+        text_bytes=text_bytes,
+        failed="" if lacks else failed,
+        exit_code=code,
+    )
