@@ -4,7 +4,7 @@
 # make contracts   run what the contracts promise, then plant each bug and see it caught
 # make ci     what .ci/run runs: check, current-docs, test, a drill of each family, contracts, a short run
 # make perf   what asserts times, alone     make soak   the long proofs, to the end, with a list of what failed
-# make frameworks   `engine watch` on scripts of Transformers, TRL, Lightning, Accelerate, and of two ranks
+# make frameworks   `engine watch` on scripts of Transformers, TRL, Lightning, Accelerate, and of two ranks; labels beside TRL's
 # All make .venv first, at the versions in constraints.txt.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
@@ -154,8 +154,10 @@ peers: .venv/.dev
 	$(BIN)/python -m pytest -v tests/system/export/test_publish_verify.py $(ARGS)
 
 # The frameworks whose scripts `engine watch` is tried on, one at a time: a script of two ranks is six processes.
+# Then the labels of conversations beside those of TRL's own trainer.
 frameworks: .venv/.frameworks
-	$(PYTEST) -v --timeout=900 tests/system/attach/test_frameworks.py tests/system/attach/test_ranks.py $(ARGS)
+	$(PYTEST) -v --timeout=900 tests/system/attach/test_frameworks.py tests/system/attach/test_ranks.py \
+		tests/system/data/test_chat_masks_trl.py $(ARGS)
 
 wheel: .venv/.dev
 	$(BIN)/python -m build --wheel

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import engine.demo
 from engine.data.chat import Chat, encode_chats
@@ -18,19 +17,23 @@ from engine.data.chat_template import ChatTemplate, Unrenderable
 from engine.data.conversations import Conversation, read_conversation
 from engine.data.sources import Skipped
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
-from tests.support.chats import CHATML, MISTRAL, QWEN3, STYLES, Style, conversations, make_tokenizer
+from tests.support.chat_masks import (
+    AFTER_END,
+    NAMES,
+    NO_END,
+    STRADDLING,
+    all_chats,
+    classes,
+    masked,
+    reference,
+    rendered,
+    tools,
+    whole,
+)
+from tests.support.chats import CHATML, MISTRAL, STYLES, Style, make_tokenizer
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "chat-masks.md"
-
-# What a difference is called in the page.
-STRADDLING = "A token begins in the prompt"
-AFTER_END = "White space after the end of the turn"
-NO_END = "The end of the turn is outside the mark"
-NOT_FOUND = "White space at an edge that the tokenizer leaves out of its offsets"
-UNMARKED = "The template has no marks"
-HEADER = "The header is inside the mark"
-MISPLACED = "The mark is in a macro or a stored block"
 
 
 @pytest.fixture(scope="module")
@@ -45,66 +48,7 @@ def trimming(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def chats() -> list[Conversation]:
-    found = [read_conversation(one, f"record {n}") for n, one in enumerate(conversations())]
-    assert len(found) == 200
-    return found
-
-
-def reference(tokenizer: Tokenizer, text: str, special: dict[str, str]) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer._inner, chat_template=text, **special)
-
-
-def whole(conversation: Conversation) -> list[dict[str, Any]]:
-    return [dict(message) for message in conversation.messages]
-
-
-def rendered(conversation: Conversation) -> list[dict[str, Any]]:
-    """The messages up to the last of the assistant."""
-    messages = whole(conversation)
-    while messages[-1]["role"] != "assistant":
-        messages.pop()
-    return messages
-
-
-def tools(conversation: Conversation) -> list[Any] | None:
-    return None if conversation.tools is None else list(conversation.tools)
-
-
-def masked(reference: Any, conversation: Conversation) -> tuple[list[int], NDArray[np.bool_]]:
-    found = reference.apply_chat_template(
-        rendered(conversation),
-        tools=tools(conversation),
-        return_assistant_tokens_mask=True,
-        return_dict=True,
-    )
-    return found["input_ids"], np.array(found["assistant_masks"], dtype=np.bool_)
-
-
-def classes(found: Chat, theirs: NDArray[np.bool_], tokenizer: Tokenizer) -> set[str]:
-    """Name the differences of a conversation, token by token."""
-    ours, named = found.labelled, set()
-    texts = [tokenizer.decode([one]) for one in found.ids]
-    special = tokenizer.special_tokens
-    edges = np.flatnonzero(np.diff(ours.astype(int), prepend=0, append=0)).reshape(-1, 2)
-    starts, ends = {int(a) for a, _ in edges}, {int(b) for _, b in edges}
-    for at in np.flatnonzero(theirs & ~ours):
-        if int(at) in ends and not texts[at].strip() and texts[at - 1] in special:
-            named.add(AFTER_END)
-        elif int(at) + 1 in starts and not texts[at].strip():
-            named.add(STRADDLING)
-        else:
-            named.add(f"they label {texts[at]!r} at {at}")
-    for at in np.flatnonzero(~theirs & ours):
-        turn = next((int(a), int(b)) for a, b in edges if a <= at < b)
-        if not theirs[turn[0] : turn[1]].any():
-            named.add("a whole turn")
-        elif int(at) + 1 == turn[1] and texts[at] in special:
-            named.add(NO_END)
-        else:
-            named.add(f"we label {texts[at]!r} at {at}")
-    return named
+    return all_chats()
 
 
 def compared(
@@ -299,52 +243,6 @@ def test_marks_in_macros_and_stored_blocks_are_where_the_text_is(
         assert tokenizer.decode(np.array(ids)[mask]).startswith("<|im_start|>")
 
 
-def trl(reference: Any, messages: list[dict[str, Any]]) -> tuple[list[int], NDArray[np.bool_]]:
-    """The rule of TRL's SFT collation for a prompt and a completion of messages: what comes after as many tokens
-    as the prompt has alone.
-    """
-    prompt = reference.apply_chat_template(
-        messages[:-1], add_generation_prompt=True, return_dict=False
-    )
-    ids = reference.apply_chat_template(messages, return_dict=False)
-    return ids, np.arange(len(ids)) >= len(prompt)
-
-
-def test_the_rule_of_trl_differs_in_what_follows_the_end(
-    tokenizer: Tokenizer, chats: list[Conversation]
-) -> None:
-    for style in (CHATML, QWEN3):
-        theirs = reference(tokenizer, style.plain, style.special_tokens)
-        given = [chat for chat in chats if chat.tools is None]
-        made = encode_chats(given, tokenizer, style.template(), turns="last")
-        for chat, found in zip(given, made, strict=True):
-            assert isinstance(found, Chat)
-            ids, mask = trl(theirs, rendered(chat))
-            assert ids == found.ids.tolist()
-            assert classes(found, mask, tokenizer) == {AFTER_END}
-
-
-def test_a_prompt_that_ends_in_the_middle_of_a_token(tokenizer: Tokenizer) -> None:
-    """The generation prompt opens the reasoning, and an answer without reasoning begins with a blank line."""
-    text = QWEN3.plain.replace(
-        "{{ '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined",
-        "{{ '<|im_start|>assistant\\n<think>\\n' }}{%- if enable_thinking is defined",
-    )
-    assert text != QWEN3.plain
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    theirs = reference(tokenizer, text, QWEN3.special_tokens)
-    ids, mask = trl(theirs, messages)
-    (found,) = encode_chats(
-        [read_conversation({"messages": messages}, "here")], tokenizer, QWEN3.template(text=text)
-    )
-    assert isinstance(found, Chat) and ids == found.ids.tolist()
-    label = tokenizer.decode(found.ids[found.labelled])
-    assert label == "</think>\n\nHello<|im_end|>" and found.straddling == 1
-    prompt = theirs.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
-    assert ids[: len(prompt)] != prompt
-    assert tokenizer.decode(np.array(ids)[mask]) == label + "\n"
-
-
 def test_the_tokenizer_of_the_demo(chats: list[Conversation]) -> None:
     """It has one special token, so the headers are text of many tokens."""
     tokenizer = open_tokenizer(Path(engine.demo.__file__).parent / "teacher")
@@ -368,5 +266,5 @@ def test_the_tokenizer_of_the_demo(chats: list[Conversation]) -> None:
 
 def test_the_page_has_a_row_for_each_class() -> None:
     rows = PAGE.read_text(encoding="utf-8")
-    for name in (STRADDLING, AFTER_END, NO_END, NOT_FOUND, UNMARKED, HEADER, MISPLACED):
+    for name in NAMES:
         assert f"| {name} |" in rows, name
