@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -30,6 +31,7 @@ def as_parquet() -> bytes:
 FILES: dict[str, Callable[[], bytes]] = {
     "a.jsonl": lambda: LINES,
     "a.json": lambda: json.dumps(RECORDS, indent=1).encode(),
+    "a.jsonl.gz": lambda: gzip.compress(LINES, mtime=0),
     "a.jsonl.zst": lambda: zstandard.compress(LINES),
     "a.parquet": as_parquet,
 }
@@ -83,6 +85,8 @@ def test_what_is_wrong_is_one_line_and_65(kit: Kit, here: Path, name: str) -> No
     assert "'body', 'id'" in unknown.stderr and "hint: " in unknown.stderr
     absent = engine_here("init", *words(kit, name), "--columns", "text")
     assert absent.returncode == 65 and "data.columns" in absent.stderr
+    wrong = engine_here("init", *words(kit, name), "--columns", "id")
+    assert wrong.returncode == 65 and "of type int" in wrong.stderr
     (here / name).write_bytes(FILES[name]()[:-40])
     cut = engine_here("init", *words(kit, name), "--columns", "body")
     assert cut.returncode == 65
@@ -90,7 +94,7 @@ def test_what_is_wrong_is_one_line_and_65(kit: Kit, here: Path, name: str) -> No
     os.mkfifo(here / name)
     fifo = engine_here("init", *words(kit, name), "--columns", "body")
     assert fifo.returncode == 65 and "FIFO" in fifo.stderr
-    for done in (unknown, absent, cut, fifo):
+    for done in (unknown, absent, wrong, cut, fifo):
         lines = [line for line in done.stderr.splitlines() if not line.startswith("hint: ")]
         assert len(lines) == 1 and name in lines[0] and not done.stdout, done.stderr
     assert not (here / "kd.toml").exists()
