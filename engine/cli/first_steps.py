@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.cli.progress import exit_code
+from engine.errors import BadInput
+from engine.log.beats import log_of, read_lost_rank
+from engine.log.events import DecisionMade, RunFinished
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
+from engine.log.read import LogReader
 from engine.log.text import status_text
 from engine.log.view import RunView
 from engine.machine.reading import Reading, absent, measured
@@ -31,6 +35,7 @@ from engine.units import format_bytes, format_seconds
 from engine.version import VERSION
 from engine.watch.start_and_stop import Launched, launch
 
+DEVICE = "compute.device"
 STEPS = 2
 """The first step allocates optimizer state and compiles what was not compiled before; the second is the run's pace."""
 TOKEN_BYTES = 8
@@ -62,7 +67,7 @@ class FirstSteps:
 
     def lines(self, steps: int) -> list[str]:
         """Format it for people."""
-        if self.step_s.number is None and self.device is None:
+        if self.step_s.number is None:
             return [f"time and memory: unknown: {self.step_s.absent}"]
         where = f", on {self.device}"
         if self.text_bytes is not None:
@@ -100,7 +105,8 @@ def measure_first_steps(spec: RunSpec, size: DataSize) -> FirstSteps:
             view = _follow(launched)
         finally:
             _end(launched)
-        return _read(spec, view, exit_code(view, launched.process.returncode), text_bytes)
+        code = exit_code(view, launched.process.returncode)
+        return _read(spec, run, view, code, text_bytes)
 
 
 def _text_bytes(spec: RunSpec, size: DataSize) -> int | None:
@@ -167,23 +173,38 @@ def _is_alive(run: RunFolder) -> bool:
     return alive.trainer or alive.supervisor
 
 
-def _read(spec: RunSpec, view: RunView, code: int, text_bytes: int | None) -> FirstSteps:
-    device = next((d.choice for d in view.decisions if d.knob == "compute.device"), None)
+def _why_failed(run: RunFolder, view: RunView) -> tuple[str, bool]:
+    """Return why the trainer failed, of several the first that did, and whether that was for lack of a device."""
+    lost = read_lost_rank(run)
+    events = LogReader(run.events if lost is None else log_of(run, lost.rank)).poll()
+    ended = next((one for one in reversed(events) if isinstance(one, RunFinished)), None)
+    reason = ended.reason if ended is not None else ""
+    if not reason:
+        reason = view.exit.sentence if view.exit is not None else "nobody saw it end"
+    # A table that explains the error, as of memory, would hide it here.
+    first, *rest = reason.splitlines()
+    decided = any(isinstance(one, DecisionMade) and one.knob == DEVICE for one in events)
+    lacks = ended is not None and ended.exit_code == BadInput.exit_code and not decided
+    return "\n".join([first, *(line for line in rest if line.startswith("hint: "))]), lacks
+
+
+def _read(
+    spec: RunSpec, run: RunFolder, view: RunView, code: int, text_bytes: int | None
+) -> FirstSteps:
+    device = next((d.choice for d in view.decisions if d.knob == DEVICE), None)
     wanted = min(STEPS, spec.train.steps)
-    failed = ""
+    failed, lacks = "", False
     if code or view.last_step < wanted:
-        failed = view.finished.reason if view.finished is not None else ""
-        failed = failed or (view.exit.sentence if view.exit is not None else "nobody saw it end")
-        # A table that explains the error, as of memory, would hide it here.
-        first, *rest = failed.splitlines()
-        failed = "\n".join([first, *(line for line in rest if line.startswith("hint: "))])
-    lacks = failed.partition("\n")[0] if device is None and spec.compute.device == "cuda" else ""
-    why = lacks or (f"step {view.last_step + 1} was not finished" if failed else "")
+        failed, lacks = _why_failed(run, view)
+        lacks = lacks and "cuda" in (spec.compute.device, device)
+    why = f"step {view.last_step + 1} was not finished" if failed else ""
+    if lacks:
+        why, failed = failed.partition("\n")[0], ""
     log = "the trainer's log"
     step_s = absent(why or "the log has no time", log)
     total_s = absent(why or "the log has no time", log)
     seconds = view.steps.last("step_s")
-    if seconds is not None and not failed:
+    if seconds is not None and not why:
         warm = ", which warms up" if wanted == 1 else ", after one that warms up"
         step_s = measured(seconds, f"step {wanted}{warm}")
         total_s = measured(seconds * spec.train.steps, f"{spec.train.steps:,} x step {wanted}")
@@ -204,6 +225,6 @@ def _read(spec: RunSpec, view: RunView, code: int, text_bytes: int | None) -> Fi
         host_peak_bytes=host,
         device_peak_bytes=device_peak,
         text_bytes=text_bytes,
-        failed="" if lacks else failed,
+        failed=failed,
         exit_code=code,
     )
