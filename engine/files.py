@@ -189,6 +189,12 @@ def depth_of(value: object) -> int:
     return deepest
 
 
+def user_cache(what: str) -> Path:
+    """Return a folder of the user's cache; a relative XDG_CACHE_HOME is invalid and ignored, as XDG specifies."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "apr-workbench" / what
+
+
 def _refuse_irregular(path: Path, opened: Path | int, found: os.stat_result) -> None:
     """Raise NotRegular unless `opened`, the path or its descriptor, is a regular file that is stored somewhere."""
     if not stat.S_ISREG(found.st_mode):

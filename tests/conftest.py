@@ -45,6 +45,12 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tokens and compiled libraries that tests make stay out of it too."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True, scope="session")
 def one_parser() -> Iterator[None]:
     """Commands that are run in this process share a parser: making it, of all commands and options, takes
     longer than most of them."""

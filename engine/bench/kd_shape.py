@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.bench.random_weights import RandomWeights
 from engine.bench.teacher import config_named
 from engine.data.batches import Batches
-from engine.data.tokens import TokenStream
+from engine.data.tokens import TokenStream, starts_of
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder
@@ -87,7 +87,7 @@ def batches_of(shape: KdShape) -> Batches:
     count = shape.tokens * (shape.steps + shape.warm_up) + 1
     tokens = np.random.default_rng(0).integers(0, ids, count, dtype=np.uint32)
     # One document for all rows: each label is the next token, across rows too.
-    stream = TokenStream(tokens=tokens, documents=np.zeros(count, dtype=np.int32), sha256="")
+    stream = TokenStream(tokens=tokens, starts=starts_of([count]), sha256="")
     return Batches(stream, seq_len=shape.seq_len, rows_per_batch=shape.rows, seed=0)
 
 

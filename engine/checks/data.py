@@ -8,6 +8,7 @@ The rows of LOOKED_AT steps are taken from the current position, as the trainer 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ repeats itself: of Python's library, split by file, a quarter is found, mostly i
 codes. Leaked text is found completely.
 """
 MOST_TOKENS = 1 << 26
-"""Tokens of the training text that are searched for held-out windows: about two seconds."""
+"""Tokens of either side whose windows are compared: about two seconds."""
 MOST_WINDOWS = 1 << 16
 MOST_ROWS = 512
 """Largest number of rows that are checked, however many make up one step."""
@@ -151,15 +152,13 @@ def padding_not_trained(context: Context) -> Answer:
 
 def split_disjoint(context: Context) -> Answer:
     train, held = context.train_stream, context.heldout_stream
-    held_lengths = _lengths(held)
-    train_lengths = _lengths(train)
-    wanted = _digests(held, held_lengths, np.ones(len(held_lengths), dtype=bool))
+    wanted = set(_digests(held, np.ones(len(held.lengths), dtype=bool)))
     # Only documents with the length of a held-out one can be copies of it.
-    candidates = np.isin(train_lengths, held_lengths)
-    copies = len(wanted & _digests(train, train_lengths, candidates))
+    candidates = np.isin(train.lengths, held.lengths)
+    copies = len({one for one in _digests(train, candidates) if one in wanted})
     train_tokens, held_tokens = _texts(train), _texts(held)
-    looked_at = min(len(train_tokens), MOST_TOKENS)
-    shared, windows = shared_windows(train_tokens[:looked_at], held_tokens)
+    looked_at = len(train_tokens)
+    shared, windows = shared_windows(train_tokens, held_tokens)
     share = shared / windows if windows else 0.0
     numbers = Numbers(
         copied_documents=copies, shared_windows=shared, windows=windows, searched_tokens=looked_at
@@ -173,7 +172,7 @@ def split_disjoint(context: Context) -> Answer:
             f"{share:.0%} of held-out stretches of {WINDOW} tokens are in the training text too"
         )
     searched = (
-        "" if looked_at == len(train_tokens) else f", of which {looked_at:,} tokens were searched"
+        "" if looked_at == train.token_count else f", of which {looked_at:,} tokens were searched"
     )
     return numbers.passed(
         f"no held-out document is trained on; {share:.1%} of held-out stretches of {WINDOW} tokens "
@@ -182,28 +181,24 @@ def split_disjoint(context: Context) -> Answer:
 
 
 def _texts(stream: TokenStream) -> NDArray[np.generic]:
-    """Return the tokens without padding, which is the same everywhere."""
-    return stream.tokens if stream.padding is None else stream.tokens[~stream.padding]
+    """Return the first MOST_TOKENS tokens, without padding, which is the same everywhere."""
+    tokens = stream.tokens[:MOST_TOKENS]
+    if stream.padding is None:
+        return tokens
+    count = int(np.searchsorted(stream.starts, len(tokens)))
+    lengths = np.diff(np.minimum(stream.starts[: count + 1], len(tokens)))
+    return tokens[~np.repeat(stream.padding[:count], lengths)]
 
 
-def _lengths(stream: TokenStream) -> NDArray[np.int64]:
-    """Return the number of tokens of each document, in order."""
-    return np.bincount(stream.documents).astype(np.int64)
-
-
-def _digests(
-    stream: TokenStream, lengths: NDArray[np.int64], wanted: NDArray[np.bool_]
-) -> set[bytes]:
-    """Return a digest of the tokens of each wanted document."""
-    ends = np.cumsum(lengths)
-    found = set()
+def _digests(stream: TokenStream, wanted: NDArray[np.bool_]) -> Iterator[bytes]:
+    """Yield a digest of the tokens of each wanted document."""
+    # An empty document consists only of its end-of-text token and is no leak, and neither is padding.
+    wanted = wanted & (stream.lengths > 1)
+    if stream.padding is not None:
+        wanted &= ~stream.padding
     for index in np.flatnonzero(wanted):
-        tokens = stream.tokens[ends[index] - lengths[index] : ends[index]]
-        # An empty document consists only of its end-of-text token and is no leak, and neither is padding.
-        filled = stream.padding is not None and stream.padding[ends[index] - 1]
-        if len(tokens) > 1 and not filled:
-            found.add(hashlib.sha256(np.ascontiguousarray(tokens, dtype="<u4").data).digest())
-    return found
+        tokens = stream.tokens[stream.starts[index] : stream.starts[index + 1]]
+        yield hashlib.sha256(np.ascontiguousarray(tokens, dtype="<u4").data).digest()
 
 
 def shared_windows(

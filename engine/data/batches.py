@@ -6,7 +6,7 @@ token after the row, if there is one. A token has a label only if that next toke
 document: the end-of-text token predicts nothing, so no label crosses from one document to another.
 
     tokens      a  b EOT | c  d  e | EOT ...      T = 3
-    documents   0  0  0  | 1  1  1 |  1
+    document    0  0  0  | 1  1  1 |  1
     labels      b EOT -  | d  e EOT|             - is IGNORED, -100
 
 Of a conversation only the tokens that the assistant wrote are labels (`TokenStream.labelled`). A row without a label
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a position that predicts nothing."""
+
+LOOKED_AT_TOKENS = 1 << 22
+"""Labels that are looked at at a time."""
 
 Int64Array = NDArray[np.int64]
 
@@ -174,10 +177,18 @@ def labelled_rows(stream: TokenStream, seq_len: int, what: str) -> Int64Array:
     rows = count_rows(stream, seq_len, what)
     if stream.labelled is None:
         return np.arange(rows, dtype=np.int64)
-    has_label = np.zeros(rows * seq_len, dtype=np.bool_)
-    same = stream.documents[1:] == stream.documents[:-1]
-    has_label[: len(same)] = (same & stream.labelled[1:])[: len(has_label)]
-    found = np.flatnonzero(has_label.reshape(rows, seq_len).any(1))
+    parts = []
+    at_once = max(1, LOOKED_AT_TOKENS // seq_len)
+    for first in range(0, rows, at_once):
+        begin, end = first * seq_len, min(rows, first + at_once) * seq_len
+        has_label = np.zeros(end - begin, dtype=np.bool_)
+        following = stream.labelled[begin + 1 : end + 1]
+        has_label[: len(following)] = following
+        # The last token of a document predicts nothing.
+        low, high = np.searchsorted(stream.starts, (begin + 1, end + 1))
+        has_label[stream.starts[low:high] - 1 - begin] = False
+        parts.append(first + np.flatnonzero(has_label.reshape(-1, seq_len).any(1)))
+    found = np.concatenate(parts)
     if not len(found):
         raise CorpusError.expected(
             "corpus",
@@ -205,16 +216,15 @@ def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
 def gather_rows(stream: TokenStream, seq_len: int, row_ids: Int64Array) -> Batch:
     """Return the given rows with their labels."""
     places_BT = row_ids[:, None] * seq_len + np.arange(seq_len, dtype=np.int64)
-    # The last token of the stream has no next one. Clipping gives the token itself, which would look like
-    # a next token of the same document.
+    documents_BT = stream.documents_at(places_BT)
+    predicts_BT = places_BT + 1 < stream.starts[documents_BT + 1]
+    # The last token of the stream has no next one.
     next_BT = np.minimum(places_BT + 1, len(stream) - 1)
-    documents_BT = stream.documents[places_BT]
-    predicts_BT = (stream.documents[next_BT] == documents_BT) & (next_BT != places_BT)
     if stream.labelled is not None:
         predicts_BT &= stream.labelled[next_BT]
     return Batch(
         tokens_BT=stream.tokens[places_BT].astype(np.int64),
-        documents_BT=documents_BT.astype(np.int64),
+        documents_BT=documents_BT,
         labels_BT=np.where(predicts_BT, stream.tokens[next_BT].astype(np.int64), IGNORED),
         row_ids=row_ids,
     )

@@ -12,8 +12,10 @@ Both splits are ordered by that same hash. `max_bytes` walks that order and take
 fits, so the subset depends only on the documents.
 
 Invariants of a `Corpus`: neither split is empty; no text of one equals a text of the other (an exact copy
-is dropped from train); each `sha256` covers the names and the bytes in order, with their lengths, so it
-changes when anything in the split does.
+is dropped from train).
+
+A corpus may be larger than memory: it is read once to be split, which keeps 24 bytes of each document and no text,
+and again, in the order of the files, by whoever wants the texts. A document that differs the second time is refused.
 
 Not covered: near-duplicates (the same file with another licence line) are kept on both sides.
 """
@@ -22,16 +24,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
-from engine.data.records import shown
-from engine.data.sources import Piece, Reader, Skipped, list_pieces
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.records import shown, unusable
+from engine.data.sources import Piece, Skipped, list_pieces
 from engine.errors import CorpusError
 
 CHECK_BYTES = 1 << 20
 """`check_corpus` stops once it has read this much text."""
-_COPY = "the same text is held out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +48,44 @@ class Document:
     is_chat: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Split:
     """One side of a corpus, ordered by the hash of the documents' names."""
 
-    documents: tuple[Document, ...]
+    index: Index = field(repr=False)
+    numbers: NDArray[np.int64] = field(repr=False)
+    """The documents, in order, as numbers of the index. Shape (D,)."""
     size_bytes: int
     """Size of the texts in UTF-8."""
-    sha256: str
+    chats: int
+    """Documents that are conversations."""
 
     @property
     def document_count(self) -> int:
-        return len(self.documents)
+        return len(self.numbers)
+
+    @cached_property
+    def documents(self) -> tuple[Document, ...]:
+        """The documents with their texts, all in memory: for a corpus that `max_bytes` bounds."""
+        place = {number: place for place, number in enumerate(self.numbers.tolist())}
+        found = sorted((place[number], one) for number, one in self.index.read(self.numbers))
+        return tuple(one for _, one in found)
+
+    @property
+    def copies(self) -> int:
+        """Documents whose text another one of the split has."""
+        return len(self.numbers) - len(np.unique(self.index.digests[self.numbers]))
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the names and texts in order, with their lengths. It holds all texts in memory."""
+        whole = hashlib.sha256()
+        for document in self.documents:
+            for part in (document.name.encode("utf-8"), document.text.encode("utf-8")):
+                # The length keeps "ab" + "c" and "a" + "bc" apart.
+                whole.update(len(part).to_bytes(8, "little"))
+                whole.update(part)
+        return whole.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +94,138 @@ class Corpus:
     train: Split
     heldout: Split
     skipped: tuple[Skipped, ...]
-    """What is in neither split, with the reason; this includes the copies dropped from train."""
+    """What a source leaves out, with the reason."""
     duplicates: int
     """Documents dropped from train because their text is held out."""
     beyond_max_bytes: int
     """Documents left out because they did not fit into `max_bytes`."""
+
+    def read(self) -> Iterator[tuple[int, Document]]:
+        """Yield the documents of both splits in the order of the files, each with its number in the index."""
+        numbers = np.concatenate([self.train.numbers, self.heldout.numbers])
+        return self.train.index.read(numbers)
+
+
+_TEXT, _CHAT, _SKIPPED = range(3)
+
+
+class Index:
+    """What is kept of each document of a source, by its number in the order of the files. Shape (P,) each."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        include_tests: bool,
+        columns: tuple[str, ...],
+        max_bytes: int | None,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._list = partial(list_pieces, source, include_tests=include_tests, columns=columns)
+        self.source = source
+        self.skipped: list[Skipped] = []
+        self.unusable: dict[int, CorpusError] = {}
+        """Files that cannot be read, which matters only if they are taken."""
+        positions, digests, sizes, kinds = array("Q"), array("Q"), array("Q"), bytearray()
+        self._skipped: dict[int, Skipped] = {}
+        self.left_out = 0
+        """Documents that `take` met and that cannot be read."""
+        done = 0
+        for item in self._list():
+            if isinstance(item, Skipped):
+                self.skipped.append(item)
+                continue
+            found: str | Skipped = ""
+            try:
+                found = item.read()
+            except CorpusError as error:
+                if max_bytes is None:
+                    raise
+                self.unusable[len(positions)] = error
+            if isinstance(found, Skipped):
+                self._skipped[len(positions)] = found
+                kinds.append(_SKIPPED)
+                found = ""
+            else:
+                kinds.append(_CHAT if item.is_chat else _TEXT)
+            positions.append(_position(item.name))
+            digests.append(_position(found))
+            sizes.append(item.size_bytes)
+            done += item.size_bytes
+            progress(done)
+        self.positions = np.frombuffer(positions, dtype=np.uint64)
+        """Of the names, in [0, 2^64)."""
+        self.digests = np.frombuffer(digests, dtype=np.uint64)
+        """The same hash, of the texts."""
+        self.sizes = np.frombuffer(sizes, dtype=np.uint64)
+        self.kinds = np.frombuffer(kinds, dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def take(
+        self, numbers: NDArray[np.int64], max_bytes: int | None, heldout: Split | None = None
+    ) -> tuple[NDArray[np.int64], int]:
+        """Return, in order, the documents that still fit and are no copies of held-out text, and how many are
+        copies. Raises the CorpusError of one that fits and cannot be read."""
+        left_bytes = math.inf if max_bytes is None else max_bytes
+        is_copy = np.zeros(len(numbers), dtype=np.bool_)
+        if heldout is not None:
+            is_copy = np.isin(self.digests[numbers], heldout.index.digests[heldout.numbers])
+        taken, copies = array("q"), 0
+        for number, copy in zip(numbers, is_copy, strict=True):
+            size = int(self.sizes[number])
+            if size > left_bytes:
+                continue
+            if self.kinds[number] == _SKIPPED:
+                if (why := self._skipped.pop(int(number), None)) is not None:
+                    self.skipped.append(why)
+                    self.left_out += 1
+            elif (error := self.unusable.get(int(number))) is not None:
+                raise error
+            elif copy:
+                copies += 1
+            else:
+                left_bytes -= size
+                taken.append(number)
+        return np.array(taken, dtype=np.int64), copies
+
+    def split(self, numbers: NDArray[np.int64]) -> Split:
+        return Split(
+            index=self,
+            numbers=numbers,
+            size_bytes=int(self.sizes[numbers].sum()),
+            chats=int(np.count_nonzero(self.kinds[numbers] == _CHAT)),
+        )
+
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, Document]]:
+        """Yield these documents in the order of the files. Raises CorpusError where they are no longer the same."""
+        wanted = np.zeros(len(self) + 1, dtype=np.bool_)
+        wanted[numbers] = True
+        number = -1
+        for item in self._list():
+            if isinstance(item, Skipped):
+                continue
+            number += 1
+            if not wanted[min(number, len(self))]:
+                continue
+            text = item.read()
+            if (
+                isinstance(text, Skipped)
+                or _position(item.name) != self.positions[number]
+                or _position(text) != self.digests[number]
+            ):
+                break
+            yield number, Document(name=item.name, text=text, is_chat=item.is_chat)
+        else:
+            if number + 1 == len(self):
+                return
+        raise unusable(
+            shown(self.source),
+            "the documents that were there when it was split",
+            "others",
+            hint="start again when nothing writes to it",
+        )
 
 
 def open_corpus(
@@ -76,51 +235,56 @@ def open_corpus(
     include_tests: bool = False,
     max_bytes: int | None = None,
     columns: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Corpus:
     """Read `source` (see `engine.data.sources`) and split it. Raises CorpusError when it cannot be used.
 
     `columns` names the one or two columns of records that are read. `max_bytes` bounds the bytes of
     train, and `max_bytes * heldout_fraction` those of held-out, which keeps at least one document (then
-    the smallest). Files that do not fit are not read.
+    the smallest). `progress` is called with the bytes of text read so far.
     """
     _check_settings(heldout_fraction, max_bytes)
-    listed: list[Skipped] = []
-    pieces: list[Piece] = []
-    for item in list_pieces(source, include_tests=include_tests, columns=columns):
-        if isinstance(item, Skipped):
-            listed.append(item)
-        else:
-            pieces.append(item)
-    if not pieces:
-        raise _empty(source, listed)
-    pieces.sort(key=lambda piece: _position(piece.name))
-    boundary = heldout_fraction * 2**64
-    heldout_pieces = [piece for piece in pieces if _position(piece.name) < boundary]
-    train_pieces = pieces[len(heldout_pieces) :]
+    index = Index(
+        source,
+        include_tests=include_tests,
+        columns=tuple(columns),
+        max_bytes=max_bytes,
+        progress=progress,
+    )
+    if not len(index):
+        raise _empty(source, index.skipped)
+    # Documents of one name stay in the order of the files.
+    order = np.argsort(index.positions, kind="stable")
+    boundary = np.uint64(math.ceil(heldout_fraction * 2**64))
+    count = int(np.searchsorted(index.positions, boundary, sorter=order))
+    heldout_numbers, train_numbers = order[:count], order[count:]
 
-    reading = _Reading()
     heldout_bytes = None if max_bytes is None else int(max_bytes * heldout_fraction)
-    heldout = reading.take(heldout_pieces, heldout_bytes)
-    if not heldout:
+    numbers, _ = index.take(heldout_numbers, heldout_bytes)
+    if not len(numbers):
         # Without held-out text a run cannot be judged, so one document is kept even if it exceeds its
         # share of the budget.
-        by_size = sorted(heldout_pieces, key=lambda piece: piece.size_bytes)
-        heldout = next(([document] for piece in by_size if (document := reading.read(piece))), [])
-    if not heldout:
-        raise _no_heldout(source, pieces, heldout_fraction)
-    held_out_texts = {_digest(document.text) for document in heldout}
-    train = reading.take(train_pieces, max_bytes, held_out_texts=held_out_texts)
-    if not train:
-        raise _no_train(source, train_pieces, reading.duplicates, max_bytes)
+        by_size = heldout_numbers[np.argsort(index.sizes[heldout_numbers], kind="stable")]
+        for place in range(len(by_size)):
+            numbers, _ = index.take(by_size[place : place + 1], None)
+            if len(numbers):
+                break
+    if not len(numbers):
+        raise _no_heldout(source, index, int(order[0]), heldout_fraction)
+    heldout = index.split(numbers)
+    numbers, copies = index.take(train_numbers, max_bytes, heldout)
+    if not len(numbers):
+        raise _no_train(source, index.sizes[train_numbers], copies, max_bytes)
 
-    skipped = (*listed, *reading.skipped.values())
+    train = index.split(numbers)
+    kept = train.document_count + heldout.document_count
     return Corpus(
         source=source,
-        train=_split(train),
-        heldout=_split(heldout),
-        skipped=tuple(sorted(skipped, key=lambda one: one.name)),
-        duplicates=reading.duplicates,
-        beyond_max_bytes=len(pieces) - len(train) - len(heldout) - len(reading.skipped),
+        train=train,
+        heldout=heldout,
+        skipped=tuple(sorted(index.skipped, key=lambda one: one.name)),
+        duplicates=copies,
+        beyond_max_bytes=len(index) - kept - copies - index.left_out,
     )
 
 
@@ -133,93 +297,18 @@ def check_corpus(source: str, *, include_tests: bool = False, columns: Sequence[
     """
     skipped: list[Skipped] = []
     read_bytes, chats = 0, False
-    with Reader() as reader:
-        for item in list_pieces(source, include_tests=include_tests, columns=columns):
-            chats |= isinstance(item, Piece) and item.is_chat
-            found = reader.read(item) if isinstance(item, Piece) else item
-            if isinstance(found, Skipped):
-                skipped.append(found)
-                continue
-            read_bytes += len(found)
-            if read_bytes >= CHECK_BYTES:
-                break
+    for item in list_pieces(source, include_tests=include_tests, columns=columns):
+        chats |= isinstance(item, Piece) and item.is_chat
+        found = item.read() if isinstance(item, Piece) else item
+        if isinstance(found, Skipped):
+            skipped.append(found)
+            continue
+        read_bytes += len(found)
+        if read_bytes >= CHECK_BYTES:
+            break
     if not read_bytes:
         raise _empty(source, skipped)
     return chats
-
-
-@dataclass(slots=True, kw_only=True)
-class _Reading:
-    """Reads pieces, and records which were skipped or were duplicates."""
-
-    skipped: dict[str, Skipped] = field(default_factory=dict)
-    duplicates: int = 0
-
-    def take(
-        self,
-        pieces: list[Piece],
-        max_bytes: int | None,
-        *,
-        held_out_texts: Collection[bytes] = (),
-    ) -> list[Document]:
-        """Return, in order, each document that still fits and is not a copy of held-out text.
-
-        What fits depends on which are copies, so what would be taken if none were is read first, in the order of the
-        files; only where a copy leaves room for others is there another pass.
-        """
-        read: dict[int, Document | Skipped] = {}
-        while True:
-            fitting = list(_fitting(pieces, max_bytes, read))
-            unread = [number for number in fitting if number not in read]
-            if not unread:
-                break
-            unread.sort(key=lambda number: _place(pieces[number]))
-            with Reader() as reader:
-                for number in unread:
-                    read[number] = self._read(pieces[number], reader, held_out_texts)
-        taken: list[Document] = []
-        for number in fitting:
-            found = read[number]
-            if isinstance(found, Document):
-                taken.append(found)
-                continue
-            self.skipped[pieces[number].name] = found
-            self.duplicates += found.reason == _COPY
-        return taken
-
-    def read(self, piece: Piece) -> Document | None:
-        with Reader() as reader:
-            found = self._read(piece, reader, ())
-        if isinstance(found, Document):
-            return found
-        self.skipped[piece.name] = found
-        return None
-
-    def _read(
-        self, piece: Piece, reader: Reader, held_out_texts: Collection[bytes]
-    ) -> Document | Skipped:
-        text = reader.read(piece)
-        if isinstance(text, Skipped):
-            return text
-        if held_out_texts and _digest(text) in held_out_texts:
-            return Skipped(name=piece.name, reason=_COPY)
-        return Document(name=piece.name, text=text, is_chat=piece.is_chat)
-
-
-def _fitting(
-    pieces: Sequence[Piece], max_bytes: int | None, read: Mapping[int, Document | Skipped]
-) -> Iterator[int]:
-    """Yield which pieces fit after those before them. One that is not read yet is taken to be a document."""
-    left_bytes = math.inf if max_bytes is None else max_bytes
-    for number, piece in enumerate(pieces):
-        if piece.size_bytes <= left_bytes:
-            yield number
-            if not isinstance(read.get(number), Skipped):
-                left_bytes -= piece.size_bytes
-
-
-def _place(piece: Piece) -> tuple[str, int, int]:
-    return str(piece.file.path), piece.start_byte, piece.record or 0
 
 
 def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:
@@ -233,27 +322,9 @@ def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:
         )
 
 
-def _position(name: str) -> int:
-    """Return the position of a name in [0, 2^64)."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8")).digest()
-
-
-def _split(documents: Iterable[Document]) -> Split:
-    documents = tuple(documents)
-    whole = hashlib.sha256()
-    size_bytes = 0
-    for document in documents:
-        raw = document.text.encode("utf-8")
-        size_bytes += len(raw)
-        for part in (document.name.encode("utf-8"), raw):
-            # The length keeps "ab" + "c" and "a" + "bc" apart.
-            whole.update(len(part).to_bytes(8, "little"))
-            whole.update(part)
-    return Split(documents=documents, size_bytes=size_bytes, sha256=whole.hexdigest())
+def _position(text: str) -> int:
+    """Return the position of a name, or of a text, in [0, 2^64)."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
 
 
 def _empty(source: str, skipped: list[Skipped]) -> CorpusError:
@@ -262,25 +333,25 @@ def _empty(source: str, skipped: list[Skipped]) -> CorpusError:
     return CorpusError(f"corpus: {shown(source)} — expected text, found {found}")
 
 
-def _no_heldout(source: str, pieces: list[Piece], heldout_fraction: float) -> CorpusError:
+def _no_heldout(source: str, index: Index, first: int, heldout_fraction: float) -> CorpusError:
     hint = "add documents: one document cannot be on both sides"
-    lowest = _position(pieces[0].name) / 2**64
-    if len(pieces) > 1 and lowest >= heldout_fraction:
+    lowest = int(index.positions[first]) / 2**64
+    if len(index) > 1 and lowest >= heldout_fraction:
         # Rounded up, so that the value printed is one that works.
         hint = f"add documents, or set heldout_fraction to {math.ceil(lowest * 1000 + 1) / 1000}"
     return CorpusError(
         f"corpus: {shown(source)} — expected at least one held-out document, "
-        f"found none of {len(pieces):,} at heldout_fraction {heldout_fraction}",
+        f"found none of {len(index):,} at heldout_fraction {heldout_fraction}",
         hint=hint,
     )
 
 
 def _no_train(
-    source: str, train_pieces: list[Piece], duplicates: int, max_bytes: int | None
+    source: str, sizes: NDArray[np.uint64], duplicates: int, max_bytes: int | None
 ) -> CorpusError:
-    found = f"none of {len(train_pieces):,} ({duplicates:,} are copies of held-out text)"
+    found = f"none of {len(sizes):,} ({duplicates:,} are copies of held-out text)"
     hint = "add documents, or lower heldout_fraction"
-    smallest_bytes = min((piece.size_bytes for piece in train_pieces), default=0)
+    smallest_bytes = int(sizes.min()) if len(sizes) else 0
     if max_bytes is not None and smallest_bytes > max_bytes:
         found = f"the smallest has {smallest_bytes:,} bytes and max_bytes is {max_bytes:,}"
         hint = f"set max_bytes to at least {smallest_bytes}"

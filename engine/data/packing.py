@@ -19,15 +19,35 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.data.tokens import TokenStream, make_stream
+from engine.data.tokens import TokenStream, make_stream, starts_of
 
 STREAM, DOCUMENTS, OFF = PACKINGS = ("stream", "documents", "off")
 WINDOW = 4096
 """Documents that are packed together: the order of the data is kept in the large."""
+FILLS = -1
+"""Stands for a document in `places`: padding."""
+
+
+def places(lengths: NDArray[np.int64], seq_len: int, packing: str) -> Iterator[tuple[int, int]]:
+    """Yield the documents and the padding between them as they stand in rows: (document or `FILLS`, tokens)."""
+    assert packing in PACKINGS
+    if packing == STREAM:
+        yield from ((number, int(length)) for number, length in enumerate(lengths))
+        return
+    there = np.flatnonzero(lengths)
+    together = WINDOW if packing == DOCUMENTS else 1
+    for first in range(0, len(there), together):
+        window = there[first : first + together]
+        sizes = lengths[window].tolist()
+        for row in _bins(sizes, seq_len):
+            for one in row:
+                yield int(window[one]), sizes[one]
+            if left := -sum(sizes[one] for one in row) % seq_len:
+                yield FILLS, left
 
 
 def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> TokenStream:
@@ -35,56 +55,37 @@ def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> To
 
     In a packed stream documents are numbered in its own order, padding included.
     """
-    assert packing in PACKINGS
     if packing == STREAM:
         return stream
-    starts = np.flatnonzero(np.diff(stream.documents, prepend=-1))
-    lengths = np.diff(starts, append=len(stream)).tolist()
-    together = WINDOW if packing == DOCUMENTS else 1
-    rows: list[list[int]] = []
-    for first in range(0, len(lengths), together):
-        rows += _bins(lengths, range(first, min(first + together, len(lengths))), seq_len)
-    whole = sum(_rows_of(sum(lengths[one] for one in row), seq_len) for row in rows)
-    tokens = np.full(whole * seq_len, padding_id, dtype=stream.tokens.dtype)
-    documents = np.empty(whole * seq_len, dtype=np.int32)
-    labelled = np.zeros(whole * seq_len, dtype=np.bool_)
-    padding = np.ones(whole * seq_len, dtype=np.bool_)
-    end = number = 0
-    for begin, source, length in _places(rows, starts.tolist(), lengths, seq_len):
-        if begin > end:
-            documents[end:begin] = number
-            number += 1
-        end = begin + length
-        tokens[begin:end] = stream.tokens[source : source + length]
-        documents[begin:end] = number
-        labelled[begin:end] = (
-            True if stream.labelled is None else stream.labelled[source : source + length]
-        )
-        padding[begin:end] = False
-        number += 1
-    documents[end:] = number
-    packed = make_stream(
+    placed = np.array(list(places(stream.lengths, seq_len, packing)), dtype=np.int64)
+    numbers, lengths = placed.reshape(-1, 2).T
+    starts = starts_of(lengths)
+    tokens = np.full(starts[-1], padding_id, dtype=stream.tokens.dtype)
+    labelled = np.zeros(starts[-1], dtype=np.bool_)
+    for number, begin, length in zip(numbers, starts, lengths, strict=False):
+        if number == FILLS:
+            continue
+        here = slice(begin, begin + length)
+        source = slice(stream.starts[number], stream.starts[number + 1])
+        tokens[here] = stream.tokens[source]
+        labelled[here] = True if stream.labelled is None else stream.labelled[source]
+    return make_stream(
         tokens,
-        documents,
+        starts,
         labelled=labelled,
+        padding=numbers == FILLS,
         left_out=stream.left_out,
         last_turn_only=stream.last_turn_only,
     )
-    padding.flags.writeable = False
-    return replace(packed, padding=padding)
 
 
-def _rows_of(tokens: int, seq_len: int) -> int:
-    return -(-tokens // seq_len)
-
-
-def _bins(lengths: list[int], window: range, seq_len: int) -> list[list[int]]:
+def _bins(lengths: list[int], seq_len: int) -> list[list[int]]:
     """Return the documents of a window by row, in the order of the first document of each; a long document and what
     stands behind it count as one row."""
     rows: list[list[int]] = []
     # Rows with room, by the room that they have.
     room: list[tuple[int, int]] = []
-    for one in sorted(window, key=lambda one: (-lengths[one], one)):
+    for one in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
         length = lengths[one]
         at = bisect.bisect_left(room, (length, -1)) if length < seq_len else len(room)
         if at < len(room):
@@ -98,16 +99,3 @@ def _bins(lengths: list[int], window: range, seq_len: int) -> list[list[int]]:
             bisect.insort(room, (left, row))
     # A long document stays first: it begins a row.
     return sorted(([first, *sorted(others)] for first, *others in rows), key=min)
-
-
-def _places(
-    rows: list[list[int]], starts: list[int], lengths: list[int], seq_len: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yield of each document where it begins in the packed stream and in the other one, and its length."""
-    begin = 0
-    for row in rows:
-        place = begin
-        for one in row:
-            yield place, starts[one], lengths[one]
-            place += lengths[one]
-        begin += _rows_of(place - begin, seq_len) * seq_len

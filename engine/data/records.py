@@ -77,7 +77,7 @@ _ZSTD_READ_AT_ONCE = 4 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A file of a corpus, recognised but not read. Its documents share it."""
+    """A file of a corpus, recognised but not read."""
 
     path: Path
     name: str
@@ -98,9 +98,6 @@ class Record:
 
     number: int
     """From 1: its line, its place in the list, or its row."""
-    start_byte: int
-    end_byte: int
-    """Where its JSON lies in the decompressed file; 0 and 0 for a row."""
     chat: str
     """The name of a conversation; empty for a text."""
     text: str
@@ -171,7 +168,8 @@ def _wrong_name(path: Path, kind: str, said: str, found: str) -> CorpusError:
 def read_records(file: DataFile) -> Iterator[Record]:
     """Yield every record of a file of JSON or Parquet. Raises CorpusError at the first that cannot be used."""
     if file.kind == "parquet":
-        yield from read_rows(file)
+        for number, row in _rows(file):
+            yield _record_of_row(file, number, row)
         return
     with open_stream(file) as stream:
         first = stream.peek(len(_BOM))[: len(_BOM)]
@@ -180,12 +178,9 @@ def read_records(file: DataFile) -> Iterator[Record]:
             yield from _elements(file, stream, start)
             return
         for number, raw in enumerate(lines(file, stream), start=1):
-            end = start + len(raw)
             if raw.strip():
-                record = record_of(file, raw, number, start)
-                yield record
-                end = record.end_byte  # the same object as in the piece before
-            start = end
+                yield _record_of(file, raw, number, start)
+            start += len(raw)
 
 
 def _begins_list(stream: io.BufferedReader) -> bool:
@@ -193,7 +188,7 @@ def _begins_list(stream: io.BufferedReader) -> bool:
     return stream.peek(1).lstrip()[:1] == b"["
 
 
-def record_of(file: DataFile, raw: bytes, number: int, start_byte: int) -> Record:
+def _record_of(file: DataFile, raw: bytes, number: int, start_byte: int) -> Record:
     """Read the JSON of one record, which begins at `start_byte`."""
     where = _where(file, number)
     source = decoded(raw.rstrip(b"\r\n"), where, start_byte)
@@ -208,9 +203,7 @@ def record_of(file: DataFile, raw: bytes, number: int, start_byte: int) -> Recor
     except (ValueError, RecursionError) as error:
         raise unusable(f"{where}, byte {start_byte:,}", _WANTED, _parser_said(error)) from None
     chat, text = _content(record, source, f"{where}, byte {start_byte:,}", file.columns)
-    return Record(
-        number=number, start_byte=start_byte, end_byte=start_byte + len(raw), chat=chat, text=text
-    )
+    return Record(number=number, chat=chat, text=text)
 
 
 def _where(file: DataFile, number: int) -> str:
@@ -368,7 +361,7 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record]
         source, begins = text[at:end], byte
         move(end)
         chat, content = _content(record, source, f"{where}, byte {begins:,}", file.columns)
-        yield Record(number=number, start_byte=begins, end_byte=byte, chat=chat, text=content)
+        yield Record(number=number, chat=chat, text=content)
         _refuse_bomb(file, byte)
         if (found := following()) == "]":
             break
@@ -383,17 +376,8 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record]
 # Parquet
 
 
-def read_rows(file: DataFile, start: int = 1) -> Iterator[Record]:
-    """Yield the records of a table from row `start` on."""
-    for number, row in _rows(file, start):
-        yield _record_of_row(file, number, row)
-
-
-def _rows(file: DataFile, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a table from row `start` on with their number, each with the columns that are needed.
-
-    Row groups before that row are not read.
-    """
+def _rows(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a table with their number, each with the columns that are needed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -405,17 +389,9 @@ def _rows(file: DataFile, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             table = pyarrow.parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
             needed = _columns(file, table.schema_arrow.names)
-            before = 0
-            for group in range(table.num_row_groups):
-                count = table.metadata.row_group(group).num_rows
-                if before + count >= start:
-                    batches = table.iter_batches(
-                        _ROWS_AT_ONCE, row_groups=[group], columns=needed, use_threads=False
-                    )
-                    for number, batch in enumerate(batches, start=before + 1):
-                        if number >= start:
-                            yield number, batch.to_pylist()[0]
-                before += count
+            batches = table.iter_batches(_ROWS_AT_ONCE, columns=needed, use_threads=False)
+            for number, batch in enumerate(batches, start=1):
+                yield number, batch.to_pylist()[0]
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
             said = " ".join(str(error).split())[:200]
             raise unusable(file.where, "a whole Parquet file", said) from None
@@ -444,7 +420,7 @@ def _record_of_row(file: DataFile, number: int, row: dict[str, Any]) -> Record:
     chat, text = _content(record, source, where, file.columns)
     if len(text) > limits.CORPUS_DOCUMENT.most:
         refuse_size(file.path, limits.CORPUS_DOCUMENT)
-    return Record(number=number, start_byte=0, end_byte=0, chat=chat, text=text)
+    return Record(number=number, chat=chat, text=text)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sources of documents: a source is listed as `Piece`s, each of which is read only when needed.
+"""Sources of documents: a source is a list of files, and those are a stream of `Piece`s.
 
     source            a piece is                          its name
     python-stdlib     a *.py file of the interpreter      path in the library: json/decoder.py
@@ -19,9 +19,8 @@ one of records, and .json files in it are read where there are no others: beside
 is the folder that it begins in, with only the files that match: `data/*.parquet`, `src/**/*.py`, with `*`, `?` and
 `[ab]` in a name and `**` for any folders.
 
-Listing reads no text file of a folder, and holds one record or line of a file at a time, so a source may be larger
-than memory. It decompresses and parses every record once; `Reader` does so once more for what is read in the order
-of the file, and from the beginning of the file for each step back.
+Listing holds one record or passage at a time, so a source may be larger than memory: what is kept of a piece must not
+be its text. A file of a folder of text is read when its piece is.
 
 The following are left out on purpose, and each is reported as a `Skipped`: empty files and texts, links
 to folders (they can loop), hidden files and folders (.git, .venv), and, in the standard library only,
@@ -36,22 +35,19 @@ from __future__ import annotations
 import fnmatch
 import glob
 import hashlib
-import io
 import os
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Literal, NoReturn
 
 from engine import limits
 from engine.data import records
 from engine.data.records import (
     TEXT_SUFFIXES,
     DataFile,
-    Record,
     decoded,
     has_record_suffix,
     open_stream,
@@ -90,111 +86,56 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One document that has been found but not read."""
+class SourceFile:
+    """A file of a source, found but not opened."""
 
+    path: Path
     name: str
-    file: DataFile
-    size_bytes: int
-    """Size of the text in UTF-8."""
-    start_byte: int = 0
-    end_byte: int | None = None
-    """Where the piece ends in its file, decompressed; None for a whole file."""
-    record: int | None = None
-    """Number, from 1, of a line, an element of a list or a row; None when the bytes are the text."""
+    """What its documents are named after: its own name, or its path in the folder."""
+    kind: Literal["text", "records", "alone"]
+    """A document, or a file of records; `alone` is a source of its own, and its first bytes say what it is."""
     may_skip: bool = False
     """Whether bytes that are not UTF-8 are skipped instead of refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One document that has been found."""
+
+    name: str
+    size_bytes: int
+    """Size of the text in UTF-8."""
+    text: str | None = None
+    """Of a conversation, the JSON of its record; None for a file that is read when it is asked for."""
+    file: SourceFile | None = None
+    """That file."""
     is_chat: bool = False
-    """Whether it is a conversation; its text is then the JSON of its record."""
+    """Whether it is a conversation."""
 
     def read(self) -> str | Skipped:
-        """Return the text, decoded as strict UTF-8. Raises CorpusError when it cannot be read.
-
-        For more than one piece of a file a `Reader` is faster."""
-        with Reader() as reader:
-            return reader.read(self)
-
-
-class Reader:
-    """Reads pieces, and keeps the file of the last one open.
-
-    Pieces that come in the order of their file cost one pass over it. A step back costs nothing in a file that is
-    read by position; one that is compressed is decompressed from its beginning, and the row group of a row is decoded
-    from its own."""
-
-    def __init__(self) -> None:
-        self._open = ExitStack()
-        self._file: DataFile | None = None
-        self._stream: io.BufferedReader | None = None
-        self._at = 0
-        """Byte of the stream, or the last row that was read."""
-        self._rows: Iterator[Record] = iter(())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def read(self, piece: Piece) -> str | Skipped:
-        """Return the text of a piece, decoded as strict UTF-8. Raises CorpusError when it cannot be read."""
-        if piece.file.kind == "parquet":
-            return self._row(piece)
-        raw = self._bytes(piece)
-        if piece.record is not None:
-            return records.record_of(piece.file, raw, piece.record, piece.start_byte).text
-        if piece.may_skip:
-            try:
-                return raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return Skipped(name=piece.name, reason=f"not UTF-8 at byte {error.start:,}")
-        return decoded(raw, piece.file.where, piece.start_byte)
-
-    def _close(self) -> None:
-        self._open.close()
-        self._file = self._stream = None
-        self._rows, self._at = iter(()), 0
-
-    def _row(self, piece: Piece) -> str:
-        assert piece.record is not None
-        if piece.file is not self._file or piece.record <= self._at:
-            self._close()
-            self._file = piece.file
-            self._rows = records.read_rows(piece.file, start=piece.record)
-        for row in self._rows:
-            self._at = row.number
-            if row.number == piece.record:
-                return row.text
-        raise unusable(
-            piece.file.where, f"row {piece.record:,}", f"{self._at:,} rows: the file has changed"
-        )
-
-    def _bytes(self, piece: Piece) -> bytes:
-        file, most = piece.file, limits.CORPUS_DOCUMENT.most
-        size = most + 1 if piece.end_byte is None else piece.end_byte - piece.start_byte
-        is_behind = bool(file.compression) and piece.start_byte < self._at
-        if self._stream is None or file is not self._file or is_behind:
-            self._close()
-            self._stream, self._file = self._open.enter_context(open_stream(file)), file
+        """Return the text, decoded as strict UTF-8. Raises CorpusError when it cannot be read."""
+        if self.text is not None:
+            return self.text
+        assert self.file is not None
+        raw = _read_document(self.file.path)
+        if not self.file.may_skip:
+            return decoded(raw, shown(self.file.path), 0)
         try:
-            if file.compression:
-                while self._at < piece.start_byte:
-                    skipped = self._stream.read(min(piece.start_byte - self._at, 1 << 20))
-                    self._at += len(skipped)
-                    if not skipped:
-                        break
-            else:
-                self._stream.seek(piece.start_byte)
-                # A huge sparse file is refused by its size, before anything is read.
-                if piece.end_byte is None and os.fstat(self._stream.fileno()).st_size > most:
-                    refuse_size(file.path, limits.CORPUS_DOCUMENT)
-            raw = self._stream.read(size)
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return Skipped(name=self.name, reason=f"not UTF-8 at byte {error.start:,}")
+
+
+def _read_document(path: Path) -> bytes:
+    most = limits.CORPUS_DOCUMENT.most
+    with open_regular(path, "corpus", error=CorpusError) as file:
+        try:
+            # A huge sparse file is refused by its size, before anything is read.
+            if os.fstat(file.fileno()).st_size > most or len(raw := file.read(most + 1)) > most:
+                refuse_size(path, limits.CORPUS_DOCUMENT)
         except OSError as error:
-            refuse_unreadable(file.path, error)
-        self._at += len(raw)
-        if len(raw) > most:
-            refuse_size(file.path, limits.CORPUS_DOCUMENT)
-        return raw
+            refuse_unreadable(path, error)
+    return raw
 
 
 def list_pieces(
@@ -206,7 +147,13 @@ def list_pieces(
     `python-stdlib`, and `columns` (one or two names) to records.
     """
     size = 0
-    listed = _listed(source, include_tests=include_tests, columns=tuple(columns))
+    columns = tuple(columns)
+    files = list_files(source, include_tests=include_tests, columns=columns)
+    listed = (
+        item
+        for found in files
+        for item in ((found,) if isinstance(found, Skipped) else _pieces(found, columns))
+    )
     for count, item in enumerate(listed, start=1):
         size += item.size_bytes if isinstance(item, Piece) else 0
         for found, limit in ((count, limits.CORPUS_PIECES), (size, limits.CORPUS_TEXT)):
@@ -215,9 +162,10 @@ def list_pieces(
         yield item
 
 
-def _listed(
-    source: str, *, include_tests: bool, columns: tuple[str, ...]
-) -> Iterator[Piece | Skipped]:
+def list_files(
+    source: str, *, include_tests: bool = False, columns: tuple[str, ...] = ()
+) -> Iterator[SourceFile | Skipped]:
+    """Yield the files of `source`, and what is left out by its name. Raises CorpusError at the first problem."""
     if source == STDLIB:
         _refuse_columns(source, columns)
         yield from _library(Path(sysconfig.get_path("stdlib")), include_tests)
@@ -228,23 +176,31 @@ def _listed(
     path = Path(source)
     if glob.has_magic(source) and not os.path.lexists(path):
         yield from _glob(source, columns)
-        return
-    mode = _stat(path).st_mode
-    if stat.S_ISDIR(mode):
+    elif stat.S_ISDIR(_stat(path).st_mode):
         yield from _folder(path, columns)
-        return
-    _refuse_special(path, mode)
-    if path.stat().st_size == 0:
-        # A file of procfs looks empty; opening it says what it is.
-        open_regular(path, "corpus", error=CorpusError).close()
-        yield Skipped(name=_utf8_name(path.name, path), reason="empty")
-        return
-    file = recognise(path, _utf8_name(path.name, path), columns)
-    if file.kind == "text":
-        _refuse_columns(source, columns)
-        yield from _passages(file)
     else:
-        yield from _records(file)
+        yield SourceFile(path=path, name=_utf8_name(path.name, path), kind="alone")
+
+
+def _pieces(found: SourceFile, columns: tuple[str, ...]) -> Iterator[Piece | Skipped]:
+    """Yield the documents of a file."""
+    status = _stat(found.path)
+    # Checked before anything opens it: opening a FIFO waits for a writer.
+    _refuse_special(found.path, status.st_mode)
+    if status.st_size == 0:
+        if found.kind == "alone":
+            # A file of procfs looks empty; opening it says what it is.
+            open_regular(found.path, "corpus", error=CorpusError).close()
+        yield Skipped(name=found.name, reason="empty")
+    elif found.kind == "text":
+        yield Piece(name=found.name, file=found, size_bytes=status.st_size)
+    else:
+        file = recognise(found.path, found.name, columns)
+        if file.kind == "text":
+            _refuse_columns(str(found.path), columns)
+            yield from _passages(file)
+        else:
+            yield from _records(file)
 
 
 def column_names(setting: str) -> tuple[str, ...]:
@@ -270,7 +226,7 @@ def _refuse_columns(source: str, columns: tuple[str, ...]) -> None:
         )
 
 
-def _library(root: Path, include_tests: bool) -> Iterator[Piece | Skipped]:
+def _library(root: Path, include_tests: bool) -> Iterator[SourceFile | Skipped]:
     if not root.is_dir():
         raise unusable(STDLIB, f"the standard library at {shown(root)}", "no such folder")
     left_out = _NOT_LIBRARY if include_tests else _NOT_LIBRARY | _TEST_FOLDERS
@@ -285,10 +241,10 @@ def _library(root: Path, include_tests: bool) -> Iterator[Piece | Skipped]:
             if file.startswith(_LOCAL_FILES):
                 yield Skipped(name=_name(path, root), reason="made for one machine")
             else:
-                yield _whole_file(path, root, may_skip=True)
+                yield SourceFile(path=path, name=_name(path, root), kind="text", may_skip=True)
 
 
-def _glob(pattern: str, columns: tuple[str, ...]) -> Iterator[Piece | Skipped]:
+def _glob(pattern: str, columns: tuple[str, ...]) -> Iterator[SourceFile | Skipped]:
     parts = Path(pattern).parts
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
@@ -299,7 +255,7 @@ def _glob(pattern: str, columns: tuple[str, ...]) -> Iterator[Piece | Skipped]:
 
 def _folder(
     root: Path, columns: tuple[str, ...], glob_parts: Sequence[str] = ()
-) -> Iterator[Piece | Skipped]:
+) -> Iterator[SourceFile | Skipped]:
     """Yield what a folder holds, or the files in it that match a glob."""
     has_text, has_tables = _kinds_in(root, glob_parts)
     is_text = has_text and not columns
@@ -325,10 +281,8 @@ def _folder(
             yield Skipped(name=_name(path, root), reason=reason)
             continue
         found += 1
-        if is_record:
-            yield from _records_in(path, root, columns)
-        else:
-            yield _whole_file(path, root, may_skip=False)
+        kind: Literal["text", "records"] = "records" if is_record else "text"
+        yield SourceFile(path=path, name=_name(path, root), kind=kind)
     if not found:
         if has_text:
             _refuse_columns(str(root), columns)
@@ -383,26 +337,6 @@ def _matches(parts: Sequence[str], names: Sequence[str]) -> bool:
     return fnmatch.fnmatchcase(names[0], parts[0]) and _matches(parts[1:], names[1:])
 
 
-def _records_in(path: Path, root: Path, columns: tuple[str, ...]) -> Iterator[Piece | Skipped]:
-    name, status = _name(path, root), _stat(path)
-    _refuse_special(path, status.st_mode)
-    if status.st_size == 0:
-        yield Skipped(name=name, reason="empty")
-    else:
-        yield from _records(recognise(path, name, columns))
-
-
-def _whole_file(path: Path, root: Path, *, may_skip: bool) -> Piece | Skipped:
-    status = _stat(path)
-    # Checked before anything opens it: opening a FIFO waits for a writer.
-    _refuse_special(path, status.st_mode)
-    name = _name(path, root)
-    if status.st_size == 0:
-        return Skipped(name=name, reason="empty")
-    file = DataFile(path=path, name=name, kind="text")
-    return Piece(name=name, file=file, size_bytes=status.st_size, may_skip=may_skip)
-
-
 def _records(file: DataFile) -> Iterator[Piece | Skipped]:
     is_empty = True
     for record in read_records(file):
@@ -414,11 +348,8 @@ def _records(file: DataFile) -> Iterator[Piece | Skipped]:
             continue
         yield Piece(
             name=record.chat or f"text-{hashlib.sha256(encoded).hexdigest()[:16]}",
-            file=file,
             size_bytes=len(encoded),
-            start_byte=record.start_byte,
-            end_byte=record.end_byte,
-            record=record.number,
+            text=record.text,
             is_chat=bool(record.chat),
         )
     if is_empty:
@@ -430,10 +361,8 @@ def _passages(file: DataFile) -> Iterator[Piece | Skipped]:
     raw_lines: list[bytes] = []
 
     def passage() -> Piece:
-        # Decoded here so that a bad byte is reported while listing, with its position in the file.
-        decoded(b"".join(raw_lines), file.where, start)
-        name = f"{file.name}#{ordinal:06d}"
-        return Piece(name=name, file=file, size_bytes=size, start_byte=start, end_byte=start + size)
+        text = decoded(b"".join(raw_lines), file.where, start)
+        return Piece(name=f"{file.name}#{ordinal:06d}", size_bytes=size, text=text)
 
     with open_stream(file) as stream:
         for raw in records.lines(file, stream):

@@ -1,7 +1,7 @@
 """A split as one stream of tokens: every document's tokens, each followed by the end-of-text token.
 
-    tokens     h e l l o EOT w o r l d EOT
-    documents  0 0 0 0 0  0  1 1 1 1 1  1
+    tokens  h e l l o EOT w o r l d EOT
+    starts  0             6             12
 
 The end-of-text token belongs to the document it ends, and every document ends with one, so a document of
 n tokens takes n + 1 positions. Boundaries are stored beside the tokens and never recovered by searching
@@ -14,8 +14,8 @@ and only what the assistant wrote is to be predicted. One that the template cann
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,152 +30,238 @@ from engine.errors import CorpusError
 from engine.files import parse_json
 from engine.formats.tokenizer import Tokenizer
 
+BATCH_BYTES = 1 << 20
+"""Text that is tokenized at a time; with its tokens as Python integers it takes some twenty times as much."""
 _HASHED_AT_ONCE = 1 << 20
 """Tokens that are widened for the hash at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenStream:
-    """Tokens in order, and the document of each. Both arrays are read-only and have the same length."""
+    """N tokens in order, of D documents. The arrays are read-only, and may be files (`engine.data.token_cache`)."""
 
     tokens: NDArray[np.uint16] | NDArray[np.uint32]
-    """16 bits if every token id of the tokenizer fits."""
-    documents: NDArray[np.int32]
-    """Index into the documents given to `tokenize`; never decreases."""
+    """Shape (N,); 16 bits if every token id of the tokenizer fits."""
+    starts: NDArray[np.int64]
+    """Where each document begins, and N. Shape (D + 1,); a document that is left out has no tokens."""
     sha256: str
-    """Hash of tokens and documents as little-endian 32-bit integers, and of `labelled` where it is not None: equal
-    for equal streams, whatever the width in memory.
+    """Hash of the tokens and the document of each as little-endian 32-bit integers, and of `labelled` where it is
+    not None: equal for equal streams, whatever the width in memory.
     """
     labelled: NDArray[np.bool_] | None = None
-    """Whether each token is to be predicted from those before it; None: all are."""
-    left_out: tuple[Skipped, ...] = ()
-    """The conversations that have no tokens, with the reason."""
+    """Whether each token is to be predicted from those before it, shape (N,); None: all are."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The conversations that have no tokens."""
     last_turn_only: int = 0
     """Conversations of which not all turns could be proved, so that only the last is labelled."""
     padding: NDArray[np.bool_] | None = None
-    """Whether each token only fills a row (`engine.data.packing`); None: none does."""
+    """Whether each document only fills a row (`engine.data.packing`), shape (D,); None: none does."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document. Shape (D,)."""
+        return np.diff(self.starts)
 
     @property
     def token_count(self) -> int:
         """Tokens that are not padding."""
-        return len(self) if self.padding is None else int(np.count_nonzero(~self.padding))
+        return len(self) - (0 if self.padding is None else int(self.lengths[self.padding].sum()))
+
+    def documents_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the document of the token at each place."""
+        return np.searchsorted(self.starts, places, side="right").astype(np.int64) - 1
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Conversations that have no tokens for one reason."""
+
+    reason: str
+    count: int
+    example: str
+    """The name of the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encoded:
+    """The tokens of one document."""
+
+    ids: NDArray[Any]
+    labelled: NDArray[np.bool_] | None = None
+    """None: all are."""
+    left_out: Skipped | None = None
+    """Why there are none."""
+    last_turn_only: bool = False
+
+    @property
+    def labels(self) -> NDArray[np.bool_]:
+        return np.ones(len(self.ids), dtype=np.bool_) if self.labelled is None else self.labelled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Makes tokens of documents."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    """Writes conversations."""
+    turns: Turns = "all"
+    """Which turns of the assistant are labelled."""
+
+    @property
+    def dtype(self) -> type[np.uint16 | np.uint32]:
+        return np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
+
+    def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
+        """Yield the tokens of each document, in order, with one batch of them in memory.
+
+        Raises TokenizerError when the tokenizer has no end-of-text token for a text, CorpusError where conversations
+        have no template.
+        """
+        batch: list[Document] = []
+        size = 0
+        for document in documents:
+            batch.append(document)
+            size += len(document.text)
+            if size >= BATCH_BYTES:
+                yield from self._encode(batch)
+                batch, size = [], 0
+        yield from self._encode(batch)
+
+    def _encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
+        texts = [one.text for one in documents if not one.is_chat]
+        # A tokenizer of a chat model may have no token that ends a text, and conversations need none.
+        end_of_text_id = self.tokenizer.end_of_text_id if texts else 0
+        encoded = iter(self.tokenizer.encode_documents(texts))
+        conversations = [
+            read_conversation(parse_json(one.text, one.name, "conversation"), one.name)
+            for one in documents
+            if one.is_chat
+        ]
+        chats = iter(encode_chats(conversations, self.tokenizer, self.template, turns=self.turns))
+        for document in documents:
+            if not document.is_chat:
+                yield Encoded(ids=np.append(next(encoded), end_of_text_id).astype(self.dtype))
+                continue
+            chat = next(chats)
+            if isinstance(chat, Skipped):
+                yield Encoded(ids=np.empty(0, self.dtype), left_out=chat)
+            else:
+                yield Encoded(
+                    ids=chat.ids.astype(self.dtype),
+                    labelled=chat.labelled,
+                    last_turn_only=chat.reason is not None,
+                )
+
+
 def tokenize(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
-    progress: Callable[[int, int], None] | None = None,
     *,
     template: ChatTemplate | None = None,
     turns: Turns = "all",
 ) -> TokenStream:
-    """Return the documents as one stream, in their order. `progress(done, total)` counts characters of text.
+    """Return the documents as one stream in memory, in their order.
 
     Conversations are written by `template`, and `turns` of the assistant are labelled. Raises TokenizerError when
     the tokenizer has no end-of-text token for a text, CorpusError where conversations have no template, or none of
     them can be written.
     """
-    texts = [document for document in documents if not document.is_chat]
-    # A tokenizer of a chat model may have no token that ends a text, and conversations need none.
-    end_of_text_id = tokenizer.end_of_text_id if texts or not documents else 0
-    encoded = tokenizer.encode_documents([document.text for document in texts], progress)
-    width = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    if len(texts) < len(documents):
-        return _with_chats(documents, encoded, tokenizer, template, turns, width)
-    lengths = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
-    tokens = np.full(lengths.sum(), end_of_text_id, dtype=width)
-    start = 0
-    # Each document's ids are dropped when copied: with those, the tokens and the document of each token,
-    # a token would take 12 bytes at once.
-    encoded.reverse()
-    while encoded:
-        ids = encoded.pop()
-        tokens[start : start + len(ids)] = ids
-        start += len(ids) + 1
-        del ids
-    return make_stream(tokens, np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    encoder = Encoder(tokenizer=tokenizer, template=template, turns=turns)
+    found = list(encoder.encode(documents))
+    tokens = [one.ids for one in found]
+    counts: dict[str, LeftOut] = {}
+    for one in found:
+        if one.left_out is not None:
+            count_left_out(counts, one.left_out)
+    left_out = tuple(counts.values())
+    refuse_nothing(left_out, sum(map(len, tokens)))
+    labelled = None
+    if any(document.is_chat for document in documents):
+        labelled = np.concatenate([one.labels for one in found])
+    return make_stream(
+        np.concatenate(tokens) if tokens else np.empty(0, encoder.dtype),
+        starts_of([len(ids) for ids in tokens]),
+        labelled=labelled,
+        left_out=left_out,
+        last_turn_only=sum(one.last_turn_only for one in found),
+    )
 
 
-def _with_chats(
-    documents: Sequence[Document],
-    encoded: Sequence[NDArray[Any]],
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    turns: Turns,
-    width: type[np.uint16 | np.uint32],
-) -> TokenStream:
-    """`encoded` are the tokens of the documents that are text, in order."""
-    conversations = [
-        read_conversation(parse_json(document.text, document.name, "conversation"), document.name)
-        for document in documents
-        if document.is_chat
-    ]
-    chats = iter(encode_chats(conversations, tokenizer, template, turns=turns))
-    texts = iter(encoded)
-    tokens: list[NDArray[Any]] = []
-    labelled: list[NDArray[np.bool_]] = []
-    left_out: list[Skipped] = []
-    last_turn_only = 0
-    for document in documents:
-        if not document.is_chat:
-            tokens.append(np.append(next(texts), tokenizer.end_of_text_id).astype(width))
-            labelled.append(np.ones(len(tokens[-1]), dtype=np.bool_))
-            continue
-        chat = next(chats)
-        if isinstance(chat, Skipped):
-            left_out.append(chat)
-            chat_ids, chat_labels = np.empty(0, width), np.empty(0, np.bool_)
-        else:
-            chat_ids, chat_labels = chat.ids.astype(width), chat.labelled
-            last_turn_only += chat.reason is not None
-        tokens.append(chat_ids)
-        labelled.append(chat_labels)
-    if left_out and not any(len(ids) for ids in tokens):
-        first = left_out[0]
+def starts_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each of D documents begins, and where the last one ends. Shape (D + 1,)."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def refuse_nothing(left_out: Sequence[LeftOut], tokens: int) -> None:
+    """Raise CorpusError where conversations were left out and nothing remains."""
+    if left_out and not tokens:
+        first, count = left_out[0], sum(one.count for one in left_out)
         raise CorpusError.expected(
             "corpus",
-            f"{len(left_out):,} conversations",
+            f"{count:,} conversations",
             "one that the chat template can write",
-            f"none ({first.name}: {first.reason})",
+            f"none ({first.example}: {first.reason})",
         )
-    lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
-    return make_stream(
-        np.concatenate(tokens),
-        np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-        labelled=np.concatenate(labelled),
-        left_out=tuple(left_out),
-        last_turn_only=last_turn_only,
-    )
+
+
+def count_left_out(counts: dict[str, LeftOut], one: Skipped) -> None:
+    """Count what is left out by its reason."""
+    before = counts.get(one.reason, LeftOut(reason=one.reason, count=0, example=one.name))
+    counts[one.reason] = replace(before, count=before.count + 1)
+
+
+class StreamDigest:
+    """The hash of a stream whose parts come one after the other."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def tokens(self, part: NDArray[Any]) -> None:
+        self._digest.update(np.ascontiguousarray(part, dtype="<u4").data)
+
+    def end(self, starts: NDArray[np.int64], labelled: Iterable[NDArray[np.bool_]]) -> str:
+        """Return the hash, after all tokens. Each part of the labels but the last has a multiple of 8 tokens."""
+        for first in range(0, int(starts[-1]), _HASHED_AT_ONCE):
+            low, high = np.searchsorted(starts, (first, first + _HASHED_AT_ONCE), side="right")
+            near = slice(max(0, int(low) - 1), int(high) + 1)
+            cut = np.clip(starts[near], first, first + _HASHED_AT_ONCE)
+            documents = np.arange(near.start, near.start + len(cut) - 1, dtype="<u4")
+            self._digest.update(np.repeat(documents, np.diff(cut)).data)
+        for part in labelled:
+            self._digest.update(np.packbits(part).data)
+        return self._digest.hexdigest()
 
 
 def make_stream(
     tokens: NDArray[Any],
-    documents: NDArray[np.int32],
+    starts: NDArray[np.int64],
     *,
     labelled: NDArray[np.bool_] | None = None,
-    left_out: tuple[Skipped, ...] = (),
+    padding: NDArray[np.bool_] | None = None,
+    left_out: tuple[LeftOut, ...] = (),
     last_turn_only: int = 0,
 ) -> TokenStream:
     """Make a stream of existing arrays, which become read-only."""
-    assert tokens.ndim == 1 and tokens.shape == documents.shape
-    digest = hashlib.sha256()
-    for values in (tokens, documents):
-        for start in range(0, len(values), _HASHED_AT_ONCE):
-            part = values[start : start + _HASHED_AT_ONCE]
-            digest.update(np.ascontiguousarray(part, dtype="<u4").data)
-        values.flags.writeable = False
-    if labelled is not None:
-        assert labelled.shape == tokens.shape
-        digest.update(np.packbits(labelled).data)
-        labelled.flags.writeable = False
+    assert tokens.ndim == 1 and starts[0] == 0 and starts[-1] == len(tokens)
+    assert labelled is None or labelled.shape == tokens.shape
+    digest = StreamDigest()
+    for first in range(0, len(tokens), _HASHED_AT_ONCE):
+        digest.tokens(tokens[first : first + _HASHED_AT_ONCE])
+    for values in (tokens, starts, labelled, padding):
+        if values is not None:
+            values.flags.writeable = False
     return TokenStream(
         tokens=tokens,
-        documents=documents,
-        sha256=digest.hexdigest(),
+        starts=starts,
+        sha256=digest.end(starts, () if labelled is None else (labelled,)),
         labelled=labelled,
+        padding=padding,
         left_out=left_out,
         last_turn_only=last_turn_only,
     )

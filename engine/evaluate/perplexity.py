@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from engine import limits
 from engine.data.corpus import Document
-from engine.data.sources import Piece, Reader, Skipped, list_pieces
+from engine.data.sources import Piece, Skipped, list_pieces
 from engine.errors import BadInput, CorpusError, NoAnswer
 from engine.evaluate.model import Model
 from engine.evaluate.statistics import Interval, bootstrap
@@ -87,18 +87,17 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
     documents: list[Document] = []
     skipped: list[Skipped] = []
     size = 0
-    with Reader() as reader:
-        for item in list_pieces(source):
-            if isinstance(item, Piece) and item.is_chat:
-                raise CorpusError.expected("documents", source, "texts", "a conversation")
-            size += 0 if isinstance(item, Skipped) else item.size_bytes
-            if size > limits.JUDGED_TEXT.most:
-                raise CorpusError.expected("documents", source, str(limits.JUDGED_TEXT), "more")
-            found = item if isinstance(item, Skipped) else reader.read(item)
-            if isinstance(found, Skipped):
-                skipped.append(found)
-            elif not isinstance(item, Skipped):
-                documents.append(Document(name=item.name, text=found))
+    for item in list_pieces(source):
+        if isinstance(item, Piece) and item.is_chat:
+            raise CorpusError.expected("documents", source, "texts", "a conversation")
+        size += 0 if isinstance(item, Skipped) else item.size_bytes
+        if size > limits.JUDGED_TEXT.most:
+            raise CorpusError.expected("documents", source, str(limits.JUDGED_TEXT), "more")
+        found = item if isinstance(item, Skipped) else item.read()
+        if isinstance(found, Skipped):
+            skipped.append(found)
+        elif not isinstance(item, Skipped):
+            documents.append(Document(name=item.name, text=found))
     if not documents:
         raise CorpusError.expected("documents", source, "at least one", "none")
     return documents, skipped

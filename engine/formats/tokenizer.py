@@ -41,7 +41,7 @@ import re
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,18 +159,13 @@ class Tokenizer:
         except TokenizerError:
             return 0
 
-    def encode_documents(
-        self, texts: Sequence[str], progress: Callable[[int, int], None] | None = None
-    ) -> list[NDArray[np.uint32]]:
+    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Return the ids of each text, in order.
 
-        `progress(done, total)` counts characters, after each batch of about a quarter of a million.
         Raises TokenizerError for a text that cannot be cut and is too long to be taken whole.
         """
         import numpy as np
 
-        total = sum(len(text) for text in texts)
-        done = 0
         # An array grows in place: a list of the pieces' ids, joined at the end, would hold them twice.
         encoded = [array("I") for _ in texts]
         for batch in _batches(self._pieces(texts)):
@@ -179,9 +174,6 @@ class Tokenizer:
                 encodings = self._inner.encode_batch_fast(pieces, add_special_tokens=False)
             for (text, _), encoding in zip(batch, encodings, strict=True):
                 encoded[text].extend(encoding.ids)
-            done += sum(map(len, pieces))
-            if progress is not None:
-                progress(done, total)
         return [np.frombuffer(ids, dtype=np.uint32) for ids in encoded]
 
     def encode_with_starts(

@@ -16,8 +16,8 @@ import numpy as np
 
 from engine.data.batches import count_rows, labelled_rows
 from engine.data.corpus import Corpus, Document, Split, open_corpus
-from engine.data.sources import Skipped, column_names
-from engine.data.tokens import TokenStream
+from engine.data.sources import column_names
+from engine.data.tokens import LeftOut, TokenStream, count_left_out
 from engine.plan.inputs import Inputs
 from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
@@ -153,7 +153,7 @@ def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: boo
     )
     train = inputs.tokenize(corpus.train.documents, data)
     held = inputs.tokenize(corpus.heldout.documents, data)
-    lengths = np.bincount(train.documents, minlength=corpus.train.document_count)
+    lengths = train.lengths
     return Overview(
         source=data.corpus,
         seq_len=data.seq_len,
@@ -161,7 +161,7 @@ def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: boo
         heldout=_part(corpus.heldout, held, inputs.pack(held, data), data.seq_len, "held-out"),
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
-        duplicates=_duplicates(corpus.train.documents),
+        duplicates=corpus.train.copies,
         copies=corpus.duplicates,
         left_out=_reasons(corpus, (*train.left_out, *held.left_out)),
         last_turn_only=train.last_turn_only + held.last_turn_only,
@@ -173,10 +173,10 @@ def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: boo
 def _part(split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, what: str) -> Part:
     rows = count_rows(packed, seq_len, what)
     # Of text all tokens but the first of each document are to be predicted.
-    every = len(stream) - len(np.unique(stream.documents))
+    every = len(stream) - int(np.count_nonzero(stream.lengths))
     return Part(
         documents=split.document_count,
-        conversations=sum(document.is_chat for document in split.documents),
+        conversations=split.chats,
         text_bytes=split.size_bytes,
         tokens=len(stream),
         labelled=every if stream.labelled is None else int(stream.labelled.sum()),
@@ -194,21 +194,19 @@ def _groups(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((1 << power, counts[power]) for power in range(min(counts), max(counts) + 1))
 
 
-def _duplicates(documents: Iterable[Document]) -> int:
-    counts = Counter(hash(document.text) for document in documents)
-    return sum(count - 1 for count in counts.values())
-
-
-def _reasons(corpus: Corpus, conversations: Iterable[Skipped]) -> tuple[Reason, ...]:
+def _reasons(corpus: Corpus, conversations: Iterable[LeftOut]) -> tuple[Reason, ...]:
+    counts: dict[str, LeftOut] = {}
+    for one in corpus.skipped:
+        count_left_out(counts, one)
+    reasons = [*counts.values(), *conversations]
+    totals: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    copy = "the same text is held out"
-    for one in (*(s for s in corpus.skipped if s.reason != copy), *conversations):
-        counts[one.reason] += 1
-        examples.setdefault(one.reason, one.name)
+    for found in reasons:
+        totals[found.reason] += found.count
+        examples.setdefault(found.reason, found.example)
     return tuple(
         Reason(text=text, count=count, example=examples[text])
-        for text, count in counts.most_common(REASONS)
+        for text, count in totals.most_common(REASONS)
     )
 
 
@@ -216,11 +214,12 @@ def _samples(
     documents: Sequence[Document], stream: TokenStream, inputs: Inputs, count: int
 ) -> tuple[Sample, ...]:
     """Return documents spread evenly over those that have tokens."""
-    numbers, starts, lengths = np.unique(stream.documents, return_index=True, return_counts=True)
+    numbers = np.flatnonzero(stream.lengths)
     count = min(count, len(numbers))
     found = []
     for place in (np.arange(count) * len(numbers) // max(1, count)).tolist():
-        start, length = int(starts[place]), int(lengths[place])
+        number = int(numbers[place])
+        start, length = int(stream.starts[number]), int(stream.lengths[number])
         ids = stream.tokens[start : start + min(length, SAMPLE_TOKENS)].astype(np.int64)
         labelled = np.ones(len(ids), dtype=np.bool_)
         # Nothing comes before the first token that it could be predicted from.
@@ -233,6 +232,7 @@ def _samples(
             (inputs.tokenizer.decode(ids[a:b].tolist()), bool(labelled[a]))
             for a, b in itertools.pairwise(cuts)
         )
-        name = documents[int(numbers[place])].name
-        found.append(Sample(name=name, tokens=length, shown=len(ids), parts=parts))
+        found.append(
+            Sample(name=documents[number].name, tokens=length, shown=len(ids), parts=parts)
+        )
     return tuple(found)

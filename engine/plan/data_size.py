@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.data.batches import labelled_rows
 from engine.data.corpus import Document, open_corpus
-from engine.data.sources import Piece, Reader, column_names, list_pieces
+from engine.data.sources import Piece, column_names, list_pieces
 from engine.data.tokens import TokenStream
 from engine.plan.inputs import Inputs
 from engine.spec import RunSpec
@@ -70,8 +70,9 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     """Measure the data of `spec`. Raises CorpusError, TokenizerError."""
     data, train = spec.data, spec.train
     per_step = train.rows * train.accumulation * spec.compute.gpus * data.seq_len
-    pieces: list[Piece] = []
-    listed, labelled = 0, None
+    documents = texts = listed = 0
+    sample = _Sample()
+    labelled = None
     for item in list_pieces(
         data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
     ):
@@ -79,13 +80,15 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
             continue
         listed += item.size_bytes
         if listed > LISTED_BYTES:
-            tokens, sampled = None, 0
+            tokens = None
             break
-        pieces.append(item)
+        documents += 1
+        texts += not item.is_chat
+        sample.add(item)
     else:
         if listed <= SAMPLED_BYTES:
             return _exact(spec, inputs, per_step)
-        tokens, sampled, labelled = _estimate(spec, pieces, listed, inputs)
+        tokens, labelled = sample.estimate(spec, inputs, listed, texts)
     whole = listed <= LISTED_BYTES
     passes = None
     if tokens is not None:
@@ -94,11 +97,11 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
             trained = min(trained, tokens * data.max_bytes / listed)
         passes = train.steps * per_step / trained
     return DataSize(
-        documents=len(pieces) if whole else None,
+        documents=documents if whole else None,
         text_bytes=listed if whole else None,
         tokens=tokens,
         exact=False,
-        sampled_bytes=sampled,
+        sampled_bytes=0 if tokens is None else sample.size_bytes,
         tokens_per_step=per_step,
         passes=passes,
         labelled=labelled,
@@ -131,30 +134,34 @@ def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
     )
 
 
-def _estimate(
-    spec: RunSpec, pieces: list[Piece], listed: int, inputs: Inputs
-) -> tuple[int | None, int, float | None]:
-    """Return the tokens of `listed` bytes of text, by the first of them, how many bytes those are, and the share of
-    their tokens that are labelled."""
-    documents: list[Document] = []
-    sampled = 0
-    with Reader() as reader:
-        for piece in pieces:
-            if piece.size_bytes > PIECE_BYTES or not isinstance(text := reader.read(piece), str):
-                continue
+class _Sample:
+    """The first documents of a corpus, with their texts."""
+
+    def __init__(self) -> None:
+        self.documents: list[Document] = []
+        self.size_bytes = 0
+
+    def add(self, piece: Piece) -> None:
+        """Take a document, unless there are enough."""
+        if self.size_bytes >= SAMPLED_BYTES or piece.size_bytes > PIECE_BYTES:
+            return
+        if isinstance(text := piece.read(), str):
             if not piece.is_chat:
-                text = text[: SAMPLED_BYTES - sampled]
-            documents.append(Document(name=piece.name, text=text, is_chat=piece.is_chat))
-            sampled += len(text.encode())
-            if sampled >= SAMPLED_BYTES:
-                break
-    if not sampled:
-        return None, 0, None
-    stream = inputs.tokenize(documents, spec.data)
-    # Every text is followed by one end-of-text token, however long it is.
-    ends = sum(not document.is_chat for document in documents)
-    texts = sum(not piece.is_chat for piece in pieces)
-    return round((len(stream) - ends) / sampled * listed) + texts, sampled, _share(stream)
+                text = text[: SAMPLED_BYTES - self.size_bytes]
+            self.documents.append(Document(name=piece.name, text=text, is_chat=piece.is_chat))
+            self.size_bytes += len(text.encode())
+
+    def estimate(
+        self, spec: RunSpec, inputs: Inputs, listed: int, texts: int
+    ) -> tuple[int | None, float | None]:
+        """Return the tokens of `listed` bytes with so many texts in them, and the share of the tokens that are
+        labelled."""
+        if not self.size_bytes:
+            return None, None
+        stream = inputs.tokenize(self.documents, spec.data)
+        # Every text is followed by one end-of-text token, however long it is.
+        ends = sum(not document.is_chat for document in self.documents)
+        return round((len(stream) - ends) / self.size_bytes * listed) + texts, _share(stream)
 
 
 def _share(stream: TokenStream) -> float | None:

@@ -21,7 +21,8 @@ from engine.data.chat_template import ChatTemplate, find_chat_template, template
 from engine.data.corpus import Document, check_corpus
 from engine.data.packing import pack
 from engine.data.sources import column_names
-from engine.data.tokens import TokenStream, tokenize
+from engine.data.token_cache import Progress, Recipe, Tokens, load_tokens, no_progress
+from engine.data.tokens import Encoder, TokenStream, tokenize
 from engine.errors import BadInput, DiskFull, TokenizerError
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
@@ -58,9 +59,23 @@ class Inputs:
     template: ChatTemplate | None = None
     """Writes the conversations of the corpus; None where it has none in its first MiB, or nobody brings one."""
 
+    def load_tokens(self, data: DataSection, progress: Progress = no_progress) -> Tokens:
+        """Return the corpus in the rows that are trained on, from the cache where it has them."""
+        recipe = Recipe(
+            source=data.corpus,
+            include_tests=data.include_tests,
+            columns=column_names(data.columns),
+            heldout_fraction=data.heldout_fraction,
+            max_bytes=data.max_bytes or None,
+            encoder=Encoder(tokenizer=self.tokenizer, template=self.template, turns=_turns(data)),
+            packing=data.packing,
+            seq_len=data.seq_len,
+        )
+        return load_tokens(recipe, progress)
+
     def tokenize(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
         """Return documents of the corpus as the models read them, one after the other."""
-        turns: Turns = "last" if data.turns == "last" else "all"
+        turns = _turns(data)
         return tokenize(documents, self.tokenizer, template=self.template, turns=turns)
 
     def pack(self, stream: TokenStream, data: DataSection) -> TokenStream:
@@ -70,6 +85,10 @@ class Inputs:
     def rows(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
         """Return documents of the corpus in the rows that are trained on."""
         return self.pack(self.tokenize(documents, data), data)
+
+
+def _turns(data: DataSection) -> Turns:
+    return "last" if data.turns == "last" else "all"
 
 
 def _model(path: str) -> tuple[ModelConfig, PackedSize]:

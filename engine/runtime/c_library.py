@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import BadInput, EngineError
+from engine.files import user_cache
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-shared", "-fPIC")
@@ -51,12 +52,6 @@ class CompiledLibrary:
     """Why it was compiled and where it was put; empty when cached."""
 
 
-def cache_folder() -> Path:
-    """Return the user's cache folder; a relative XDG_CACHE_HOME is invalid and ignored, as XDG specifies."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "apr-workbench" / "c"
-
-
 def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrary:
     """Return the library of `source`, compiling it when `folder` (default: the user's cache) has no intact one.
     Raises BadInput without a compiler, EngineError when it fails."""
@@ -66,7 +61,7 @@ def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrar
     key = hashlib.sha256()
     for part in (text, version.encode(), " ".join(FLAGS).encode(), platform.machine().encode()):
         key.update(len(part).to_bytes(8, "little") + part)
-    folder = folder or cache_folder()
+    folder = folder or user_cache("c")
     path = folder / f"{source.stem}-{key.hexdigest()[:20]}.so"
     why = _what_is_wrong(path)
     if why is not None:

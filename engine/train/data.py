@@ -6,19 +6,22 @@ number of rows (`engine.data.batches`), so a position in that order is only vali
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from engine.data.batches import Batch, heldout_rows
-from engine.data.corpus import open_corpus
-from engine.data.sources import column_names
 from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
-from engine.log.events import DataReady, Phase
+from engine.log.events import DataReady, Note, Phase
 from engine.plan.inputs import Inputs
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.spec import RunSpec
 from engine.train import record
 from engine.train.record import Log
+from engine.units import format_bytes
+
+SAID_EVERY_S = 10.0
+"""How often the progress of what takes long is logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,27 +32,41 @@ class Data:
     ready: DataReady
 
 
+class _Said:
+    """Logs what is being done to the corpus: when it begins, and how far it is every few seconds."""
+
+    def __init__(self, log: Log, source: str) -> None:
+        self._log, self._source = log, source
+        self._what, self._at_s = "", 0.0
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if what == self._what and now < self._at_s + SAID_EVERY_S:
+            return
+        detail = self._source
+        if what == self._what and done:
+            detail = format_bytes(done)
+        if total:
+            detail = f"{done / total:.0%} of {format_bytes(total)}"
+        self._what, self._at_s = what, now
+        self._log(Phase(name=what, detail=detail))
+
+
 def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log) -> Data:
-    """Read, split and tokenize the corpus.
+    """Read, split and tokenize the corpus, or take its tokens from the cache.
 
     `seen` is what the first session of a resumed run logged. Raises CorpusError when the tokens differ
     from it.
     """
     data = spec.data
     log(Phase(name="reading the corpus", detail=data.corpus))
-    corpus = open_corpus(
-        data.corpus,
-        heldout_fraction=data.heldout_fraction,
-        include_tests=data.include_tests,
-        max_bytes=data.max_bytes or None,
-        columns=column_names(data.columns),
-    )
-    count = corpus.train.document_count + corpus.heldout.document_count
-    log(Phase(name="tokenizing", detail=f"{count} documents"))
-    train = inputs.rows(corpus.train.documents, data)
-    held = inputs.rows(corpus.heldout.documents, data)
+    tokens = inputs.load_tokens(data, _Said(log, data.corpus))
+    if not tokens.is_kept:
+        log(Note(level="warning", text=f"tokens: {tokens.note}"))
+    log(Phase(name="taking the rows", detail=tokens.note))
+    train, held = tokens.train, tokens.heldout
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
-    ready = record.data(corpus, train, held, data.seq_len)
+    ready = record.data(data.corpus, tokens, data.seq_len)
     log(ready)
     if seen is not None and seen.train_sha256 != ready.train_sha256:
         raise CorpusError(

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from engine.checks.check import Result
 from engine.data.batches import labelled_rows
-from engine.data.corpus import Corpus
-from engine.data.tokens import TokenStream
+from engine.data.token_cache import Tokens
 from engine.decision import Decision
 from engine.formats.safetensors import tensors_sha256
 from engine.log.events import (
@@ -85,20 +85,23 @@ REASONS = 10
 """So many reasons to leave conversations out are logged, the most frequent first."""
 
 
-def data(corpus: Corpus, train: TokenStream, held: TokenStream, seq_len: int) -> DataReady:
+def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
+    train, held = tokens.train, tokens.heldout
     rows = len(labelled_rows(train, seq_len, "train"))
-    left_out = Counter(one.reason for stream in (train, held) for one in stream.left_out)
+    left_out: Counter[str] = Counter()
+    for one in (*train.left_out, *held.left_out):
+        left_out[one.reason] += one.count
     return DataReady(
-        source=corpus.source,
-        train_files=corpus.train.document_count,
+        source=source,
+        train_files=tokens.train_documents,
         train_tokens=train.token_count,
         train_sha256=train.sha256,
-        heldout_files=corpus.heldout.document_count,
+        heldout_files=tokens.heldout_documents,
         heldout_tokens=held.token_count,
         heldout_sha256=held.sha256,
-        skipped_files=len(corpus.skipped),
+        skipped_files=tokens.skipped,
         epoch_rows=rows,
-        labelled_tokens=None if train.labelled is None else int(train.labelled.sum()),
+        labelled_tokens=None if train.labelled is None else int(np.count_nonzero(train.labelled)),
         padding=len(train) - train.token_count,
         left_out=dict(left_out.most_common(REASONS)),
         last_turn_only=train.last_turn_only + held.last_turn_only,

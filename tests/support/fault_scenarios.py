@@ -153,7 +153,7 @@ def trainers_at_steps_1_to_3() -> tuple[Any, ...]:
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     stream = TokenStream(
         tokens=numpy.arange(64, dtype=numpy.uint16) % 16,
-        documents=numpy.zeros(64, dtype=numpy.int32),
+        starts=numpy.array([0, 64]),
         sha256="",
     )
     found = []

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 
 from engine.data.batches import Batch, Batches, heldout_rows
-from engine.data.corpus import open_corpus
-from engine.data.sources import column_names
 from engine.export.outcome import Outcome
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
@@ -110,20 +108,14 @@ class Subject:
         """The rows that the run trains on, in its order, and those that it is evaluated on."""
         data = self.spec.data
         self.say("reading and tokenizing the corpus")
-        corpus = open_corpus(
-            data.corpus,
-            heldout_fraction=data.heldout_fraction,
-            include_tests=data.include_tests,
-            max_bytes=data.max_bytes or None,
-            columns=column_names(data.columns),
-        )
+        tokens = self.inputs.load_tokens(data)
         batches = Batches(
-            self.inputs.rows(corpus.train.documents, data),
+            tokens.train,
             seq_len=data.seq_len,
             rows_per_batch=self.spec.train.rows,
             seed=self.spec.train.seed,
         )
-        held = self.inputs.rows(corpus.heldout.documents, data)
+        held = tokens.heldout
         return Rows(batches=batches, heldout=heldout_rows(held, data.seq_len, self.spec.eval.rows))
 
     @cached_property

@@ -27,7 +27,7 @@ from engine.checks.reference import reference_logits
 from engine.checks.runner import AT_ONCE
 from engine.checks.teacher import StudentShift
 from engine.data.batches import IGNORED, Batch
-from engine.data.tokens import TokenStream, make_stream
+from engine.data.tokens import TokenStream, make_stream, starts_of
 from engine.drills.defects_training import defect
 from engine.drills.planting import replaced
 from engine.formats.tokenizer import open_tokenizer
@@ -68,20 +68,17 @@ def spoilt_rows(looked_at: Context, spoil: Callable[[Batch], Batch]) -> Context:
 
 def stream_of(documents: list[list[int]]) -> TokenStream:
     tokens = np.concatenate([np.array([*d, 0], dtype=np.uint16) for d in documents])
-    owners = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) + 1 for d in documents])
-    return make_stream(tokens, owners)
+    return make_stream(tokens, starts_of([len(d) + 1 for d in documents]))
 
 
 def test_a_held_out_document_that_is_trained_on_is_found(world: World) -> None:
     looked_at = make_run(world).context
     assert level("split_disjoint", looked_at) is Level.PASS
     held = world.heldout
-    first = held.tokens[held.documents == 0]
+    first = held.tokens[: held.starts[1]]
     tokens = np.concatenate([world.train.tokens, first])
-    owners = np.concatenate(
-        [world.train.documents, np.full(len(first), world.train.documents[-1] + 1, dtype=np.int32)]
-    )
-    leaked = dataclasses.replace(looked_at, train_stream=make_stream(tokens, owners))
+    starts = np.append(world.train.starts, len(tokens))
+    leaked = dataclasses.replace(looked_at, train_stream=make_stream(tokens, starts))
     found = answer("split_disjoint", leaked)
     assert found.verdict.level is Level.FAIL and found.numbers["copied_documents"] == 1
 
@@ -89,8 +86,8 @@ def test_a_held_out_document_that_is_trained_on_is_found(world: World) -> None:
 def test_held_out_text_inside_another_document_is_found(world: World) -> None:
     looked_at = make_run(world).context
     tokens = np.concatenate([world.train.tokens, world.heldout.tokens[1:]])
-    owners = np.zeros(len(tokens), dtype=np.int32)
-    leaked = dataclasses.replace(looked_at, train_stream=make_stream(tokens, owners))
+    stream = make_stream(tokens, starts_of([len(tokens)]))
+    leaked = dataclasses.replace(looked_at, train_stream=stream)
     found = answer("split_disjoint", leaked)
     assert found.verdict.level is Level.FAIL and found.numbers["copied_documents"] == 0
     assert found.numbers["shared_windows"] >= found.numbers["windows"] - 4

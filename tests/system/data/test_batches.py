@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import engine
 from engine.data.batches import IGNORED, Batches, epoch_order, gather_rows, heldout_rows
-from engine.data.tokens import TokenStream, make_stream
+from engine.data.tokens import TokenStream, make_stream, starts_of
 from engine.errors import CorpusError
 
 END = 0
@@ -21,7 +21,7 @@ def stream_of(lengths: list[int]) -> TokenStream:
     """Documents of these lengths, end-of-text included; any other token is its place plus 1."""
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     tokens[np.cumsum(lengths) - 1] = END
-    return make_stream(tokens, np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    return make_stream(tokens, starts_of(lengths))
 
 
 lengths_of_documents = st.lists(st.integers(1, 12), min_size=1, max_size=30)
@@ -59,7 +59,7 @@ def test_labels_are_the_next_token_and_never_cross_documents(
     if rows == 0:
         return
     batch = gather_rows(stream, seq_len, np.arange(rows))
-    tokens, documents = stream.tokens.tolist(), stream.documents.tolist()
+    tokens, documents = stream.tokens.tolist(), stream.documents_at(np.arange(len(stream))).tolist()
     for r in range(rows):
         for t in range(seq_len):
             place = r * seq_len + t
@@ -189,7 +189,7 @@ def test_stream_shorter_than_a_row_is_refused_with_its_length(lengths: list[int]
 
 def test_empty_stream_is_refused() -> None:
     with pytest.raises(CorpusError, match="found 0"):
-        heldout_rows(make_stream(np.zeros(0, np.uint16), np.zeros(0, np.int32)), 1, 1)
+        heldout_rows(make_stream(np.zeros(0, np.uint16), starts_of([])), 1, 1)
 
 
 # Torch

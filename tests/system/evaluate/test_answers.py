@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from engine.cli.main import main
 from engine.data.batches import Batches
-from engine.data.tokens import make_stream
+from engine.data.tokens import make_stream, starts_of
 from engine.errors import BadInput, NoAnswer
 from engine.evaluate import humaneval as module
 from engine.evaluate.humaneval import Settings, evaluate, self_test
@@ -109,7 +109,12 @@ def knowing(kit: Kit, problems: Problems, tmp_path_factory: pytest.TempPathFacto
     trainer = Trainer(
         student=decoder,
         teacher=None,
-        batches=Batches(make_stream(tokens, documents), seq_len=96, rows_per_batch=4, seed=1),
+        batches=Batches(
+            make_stream(tokens, starts_of(np.bincount(documents))),
+            seq_len=96,
+            rows_per_batch=4,
+            seed=1,
+        ),
         train=TrainSection(steps=110, rows=4, lr=1e-2, warmup_steps=4),
         loss=LossSection(alpha=1.0),
         device=torch.device("cpu"),

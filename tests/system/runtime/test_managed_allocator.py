@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from engine.errors import BadInput, EngineError
+from engine.files import user_cache
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
-from engine.runtime.c_library import cache_folder, compiled_library
+from engine.runtime.c_library import compiled_library
 from engine.runtime.managed import SOURCE, ManagedLibrary, managed_pool, memory_scope
 from engine.runtime.pointers import is_managed
 from tests.support.lacks import skip_for
@@ -237,9 +238,9 @@ def test_processes_that_compile_at_once_share_one_whole_library(tmp_path: Path) 
 
 def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/somewhere")
-    assert cache_folder() == Path("/var/somewhere/apr-workbench/c")
+    assert user_cache("c") == Path("/var/somewhere/apr-workbench/c")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_folder() == Path.home() / ".cache/apr-workbench/c"
+    assert user_cache("c") == Path.home() / ".cache/apr-workbench/c"
 
 
 # Refusing

@@ -19,7 +19,7 @@ import zstandard
 
 from engine import limits
 from engine.data.corpus import check_corpus, open_corpus
-from engine.data.sources import Piece, Reader, Skipped, column_names, list_pieces
+from engine.data.sources import Skipped, column_names, list_pieces
 from engine.errors import CorpusError
 
 TEXTS: list[dict[str, Any]] = [
@@ -117,7 +117,8 @@ def test_every_kind_has_the_same_documents(tmp_path: Path, name: str) -> None:
     )
     path = make(tmp_path, name, KINDS[name](TEXTS))
     corpus = open_corpus(str(path), heldout_fraction=0.3, max_bytes=900)
-    assert (corpus.train, corpus.heldout) == (reference.train, reference.heldout)
+    assert corpus.train.documents == reference.train.documents
+    assert corpus.heldout.documents == reference.heldout.documents
     assert corpus.beyond_max_bytes == reference.beyond_max_bytes > 0
     assert not check_corpus(str(path))
 
@@ -414,18 +415,6 @@ def test_a_record_beyond_the_limit_is_not_held(
     assert "at most 100,000 bytes" in refused(make(tmp_path, "a.json", b'[{"text": "' + zeros))
     row = as_parquet([{"text": "0" * 1_000_000}], compression="zstd")
     assert "at most 100,000 bytes" in refused(make(tmp_path, "a.parquet", row))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "list.json"])
-def test_pieces_are_read_in_any_order(tmp_path: Path, name: str) -> None:
-    path = make(tmp_path, name, KINDS[name](TEXTS))
-    pieces = [one for one in list_pieces(str(path)) if isinstance(one, Piece)]
-    expected = [one["text"] for one in TEXTS]
-    with Reader() as reader:
-        assert [reader.read(one) for one in pieces] == expected
-        assert [reader.read(one) for one in reversed(pieces)] == expected[::-1]
-        assert [reader.read(one) for one in pieces[::7]] == expected[::7]
-    assert pieces[31].read() == expected[31]
 
 
 @pytest.mark.parametrize(

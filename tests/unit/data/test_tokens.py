@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from engine.data.corpus import Document, open_corpus
 from engine.data.sources import STDLIB
-from engine.data.tokens import make_stream, tokenize
+from engine.data.tokens import make_stream, starts_of, tokenize
 from engine.demo.train_tokenizer import train_bpe
 from engine.errors import TokenizerError
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
@@ -29,11 +30,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_each_document_is_followed_by_one_end_of_text(tokenizer: Tokenizer) -> None:
     stream = tokenize(DOCUMENTS, tokenizer)
     for i, document in enumerate(DOCUMENTS):
-        ids = stream.tokens[stream.documents == i]
+        ids = stream.tokens[stream.documents_at(np.arange(len(stream))) == i]
         assert ids[-1] == tokenizer.end_of_text_id
         assert tokenizer.decode(ids[:-1]) == document.text
-    assert np.all(np.diff(stream.documents) >= 0)
-    assert len(stream) == len(stream.tokens) == len(stream.documents)
+    assert len(stream) == len(stream.tokens) == stream.starts[-1]
 
 
 def test_ids_take_16_bits_only_when_all_fit(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -51,11 +51,29 @@ def test_sha256_sees_tokens_boundaries_and_order(tokenizer: Tokenizer) -> None:
     stream = tokenize(DOCUMENTS, tokenizer)
     assert tokenize(DOCUMENTS, tokenizer).sha256 == stream.sha256
     assert tokenize(DOCUMENTS[::-1], tokenizer).sha256 != stream.sha256
-    tokens, documents = stream.tokens.copy(), stream.documents.copy()
+    tokens, starts = stream.tokens.copy(), stream.starts.copy()
     tokens[3] += 1
-    assert make_stream(tokens, stream.documents.copy()).sha256 != stream.sha256
-    documents[-1] += 1
-    assert make_stream(stream.tokens.copy(), documents).sha256 != stream.sha256
+    assert make_stream(tokens, stream.starts.copy()).sha256 != stream.sha256
+    starts[1] += 1
+    assert make_stream(stream.tokens.copy(), starts).sha256 != stream.sha256
+
+
+@pytest.mark.parametrize("hashed_at_once", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize("lengths", [[], [0], [3], [0, 0, 5, 0, 9, 64, 0, 2, 0], [1] * 70])
+def test_sha256_is_that_of_the_tokens_and_of_the_document_of_each(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], hashed_at_once: int
+) -> None:
+    monkeypatch.setattr("engine.data.tokens._HASHED_AT_ONCE", hashed_at_once)
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    documents = np.repeat(np.arange(len(lengths)), lengths)
+    labelled = tokens % 3 == 0
+    whole = tokens.astype("<u4").tobytes() + documents.astype("<u4").tobytes()
+    stream = make_stream(tokens, starts_of(lengths))
+    assert stream.sha256 == hashlib.sha256(whole).hexdigest()
+    whole += np.packbits(labelled).tobytes()
+    stream = make_stream(tokens, starts_of(lengths), labelled=labelled)
+    assert stream.sha256 == hashlib.sha256(whole).hexdigest()
+    assert stream.documents_at(np.arange(len(tokens))).tolist() == documents.tolist()
 
 
 def test_stream_cannot_be_written_to(tokenizer: Tokenizer) -> None:
@@ -66,13 +84,6 @@ def test_stream_cannot_be_written_to(tokenizer: Tokenizer) -> None:
 
 def test_no_documents_make_an_empty_stream(tokenizer: Tokenizer) -> None:
     assert len(tokenize([], tokenizer)) == 0
-
-
-def test_progress_ends_at_the_total(tokenizer: Tokenizer) -> None:
-    seen: list[tuple[int, int]] = []
-    tokenize(DOCUMENTS, tokenizer, lambda done, total: seen.append((done, total)))
-    total = sum(len(document.text) for document in DOCUMENTS)
-    assert seen[-1] == (total, total)
 
 
 def test_tokenizer_without_end_of_text_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -87,4 +98,7 @@ def test_standard_library_comes_back_from_its_stream(tokenizer: Tokenizer) -> No
     documents = open_corpus(STDLIB, heldout_fraction=0.08, max_bytes=100_000).train.documents
     stream = tokenize(documents, tokenizer)
     for i, document in enumerate(documents):
-        assert tokenizer.decode(stream.tokens[stream.documents == i][:-1]) == document.text
+        assert (
+            tokenizer.decode(stream.tokens[stream.documents_at(np.arange(len(stream))) == i][:-1])
+            == document.text
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.data.batches import IGNORED, Batches
-from engine.data.tokens import TokenStream
+from engine.data.tokens import make_stream, starts_of
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
 from engine.spec import LossSection, TrainSection
@@ -29,8 +29,7 @@ def build(train: TrainSection = TRAIN) -> Trainer:
     """Cross entropy alone, on short documents: some positions have no label."""
     config = ModelConfig.from_dict(tiny_config(), "student")
     words = np.random.default_rng(5).integers(1, config.vocab_size, 480).astype(np.uint16)
-    documents = np.repeat(np.arange(60, dtype=np.uint32), 8)
-    stream = TokenStream(tokens=words, documents=documents, sha256="")
+    stream = make_stream(words, starts_of([8] * 60))
     return Trainer(
         student=new_decoder(config, seed=0),
         teacher=None,

@@ -8,15 +8,16 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.data.batches import Batches
-from engine.data.tokens import TokenStream
 from engine.errors import BadInput, InternalError, TrainingFailed
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
@@ -214,11 +215,7 @@ def test_memory_that_runs_out_before_a_capture_leaves_a_run_that_goes_on(
 def with_documents(trainer: Trainer, every: int) -> Trainer:
     """Rows of documents of so many tokens."""
     stream = trainer.batches._stream
-    cut = TokenStream(
-        tokens=stream.tokens,
-        documents=(torch.arange(len(stream.tokens)) // every).int().numpy(),
-        sha256="",
-    )
+    cut = replace(stream, starts=np.array([*range(0, len(stream), every), len(stream)]))
     trainer.batches = Batches(cut, seq_len=256, rows_per_batch=4, seed=0)
     return trainer
 

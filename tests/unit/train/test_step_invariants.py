@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.data.batches import Batches
-from engine.data.tokens import TokenStream
+from engine.data.tokens import make_stream, starts_of
 from engine.log.events import StepDone
 from engine.log.folder import create_run
 from engine.log.follow import Follower
@@ -33,7 +33,7 @@ def _steps(*, accumulation: int = 2, teacher: bool = True) -> list[StepDone]:
     config = ModelConfig.from_dict(tiny_config(), "tiny")
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, 300, 2000).astype(np.int32)
-    stream = TokenStream(tokens=tokens, documents=np.zeros(2000, dtype=np.int32), sha256="")
+    stream = make_stream(tokens, starts_of([2000]))
     trainer = Trainer(
         student=new_decoder(config, seed=0),
         teacher=DequantizedTeacher(new_decoder(config, seed=1)) if teacher else None,

@@ -1,0 +1,490 @@
+"""The tokens of a corpus as files, made once and mapped into memory by every start and every rank.
+
+    ~/.cache/apr-workbench/tokens/<key>/      or below $XDG_CACHE_HOME
+        train.tokens     16- or 32-bit integers, little endian, as they stand in rows
+        train.starts     64-bit: where each document begins, and the end
+        train.labelled   a byte for each token: whether it is to be predicted; only with conversations or padding
+        train.padding    a byte for each document: whether it only fills a row; only with padding
+        heldout.*        the same of the other split
+        manifest.json    sizes and SHA-256 of these files and of itself, counts
+
+The key is a hash of all that the tokens depend on: the content of the files of the corpus, which are read for it at
+every start, the tokenizer, the chat template, the settings of the split and of the rows, and the versions of what
+makes them. A folder gets its name when all of it is written. Before it is used each file is compared with its size
+and hash; one that differs has the folder made anew, also where a power failure cut it.
+
+Making needs memory for one batch of text, and some 30 bytes for each document. Tokens are made in the order of the
+files into a temporary file, and copied from there in the order of the split. So the disk holds them twice for a time.
+
+One process makes a folder, and others that want it wait. Of all folders those used last are kept, up to
+`MOST_BYTES`. Where the cache cannot be written or is full, tokens are made in a temporary folder for this process
+alone, and the note says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import limits
+from engine.data.corpus import Corpus, Document, Split, open_corpus
+from engine.data.packing import FILLS, STREAM, places
+from engine.data.sources import Skipped, list_files
+from engine.data.tokens import (
+    Encoder,
+    LeftOut,
+    StreamDigest,
+    TokenStream,
+    count_left_out,
+    refuse_nothing,
+    starts_of,
+)
+from engine.errors import BadInput, CorpusError, DiskFull
+from engine.files import open_regular, read_json_object, user_cache
+from engine.signals import partial_output, scratch_folder
+from engine.version import VERSION
+
+FORMAT = 1
+MOST_BYTES = 64 << 30
+"""Size of the cache beyond which the folders that were not used for longest are removed."""
+_READ_AT_ONCE = 1 << 22
+_WRITTEN_AT_ONCE = 1 << 20
+_ABANDONED_S = 7 * 86400
+"""Age of an unfinished folder whose maker was killed."""
+_SIDES = ("train", "heldout")
+_MANIFEST = "manifest.json"
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is being done, and the bytes done and in all; None where that is not known."""
+
+
+def no_progress(what: str, done: int, total: int | None) -> None:
+    """A `Progress` that tells nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What the tokens of a run depend on."""
+
+    source: str
+    include_tests: bool
+    columns: tuple[str, ...]
+    heldout_fraction: float
+    max_bytes: int | None
+    encoder: Encoder
+    packing: str
+    seq_len: int
+
+    def key(self, content_sha256: str) -> str:
+        tokenizer, template = self.encoder.tokenizer, self.encoder.template
+        parts: dict[str, Any] = {
+            "format": FORMAT,
+            "versions": [VERSION, version("tokenizers"), version("jinja2")],
+            "content": content_sha256,
+            "columns": self.columns,
+            "heldout_fraction": self.heldout_fraction,
+            "max_bytes": self.max_bytes,
+            "tokenizer": tokenizer.sha256,
+            "turns": self.encoder.turns,
+            "packing": self.packing,
+        }
+        if self.packing != STREAM:
+            parts |= {"seq_len": self.seq_len, "padding": tokenizer.padding_id}
+        if template is not None:
+            parts["template"] = [
+                dict(template.texts),
+                dict(template.special_tokens),
+                template.variables,
+                template.now.isoformat() if template.reads_clock else "",
+            ]
+        written = json.dumps(parts, sort_keys=True, default=repr)
+        return hashlib.sha256(written.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The tokens of a corpus, in rows, and what they were made of."""
+
+    train: TokenStream
+    heldout: TokenStream
+    train_documents: int
+    heldout_documents: int
+    skipped: int
+    """Documents that are in neither split for another reason than `max_bytes`."""
+    note: str
+    """Where they come from."""
+    is_kept: bool
+    """Whether the next start finds them."""
+
+
+def load_tokens(
+    recipe: Recipe, progress: Progress = no_progress, *, root: Path | None = None
+) -> Tokens:
+    """Return the tokens of a corpus, making those that `root` (default: the user's cache) does not have.
+
+    Raises CorpusError, TokenizerError, and DiskFull where neither the cache nor the temporary folder has room.
+    """
+    root = root or user_cache("tokens")
+    content, stamp = _content(recipe, progress)
+    key = recipe.key(content)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(root / f"{key}.lock", progress):
+            return _kept(recipe, root / key, stamp, progress)
+    except OSError as error:
+        why = f"the cache {root} cannot be used ({error.strerror or error})"
+    try:
+        with scratch_folder("apr-workbench-tokens-") as folder:
+            _make(recipe, folder, stamp, progress)
+            # The files stay mapped when their names are gone.
+            note = f"{why}: they are made for this process alone"
+            return _open(folder, note, progress, is_kept=False)
+    except OSError as error:
+        raise DiskFull.expected(
+            "tokens of the corpus",
+            recipe.source,
+            "room for them in the cache or in the temporary folder",
+            f"{why}, nor the other ({error.strerror or error})",
+            hint="free space, or set XDG_CACHE_HOME or TMPDIR to a folder that has some",
+        ) from error
+
+
+def _kept(recipe: Recipe, entry: Path, stamp: str, progress: Progress) -> Tokens:
+    """Return the tokens of a folder of the cache, which is made if it is absent or damaged."""
+    why = "made for the first time"
+    if entry.exists():
+        try:
+            found = _open(entry, f"read from {entry}", progress, is_kept=True)
+        except (BadInput, KeyError, TypeError, ValueError) as error:
+            why = f"made anew, because those kept were damaged: {error}"
+            shutil.rmtree(entry)
+        else:
+            os.utime(entry)  # it was used last
+            return found
+    partial = entry.with_name(f".{entry.name}-{secrets.token_hex(4)}")
+    with partial_output(partial):
+        partial.mkdir(mode=0o700)
+        _make(recipe, partial, stamp, progress)
+        partial.rename(entry)
+    _bound(entry)
+    return _open(entry, f"{why}, and kept in {entry}", progress, is_kept=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold the lock of a folder. It ends with the process, however that ends."""
+    with path.open("wb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress("waiting for the tokens that another process makes", 0, None)
+                time.sleep(0.1)
+        try:
+            yield
+        finally:
+            # Whoever waits for it finds the folder, or makes it again: a rename replaces no finished one.
+            path.unlink(missing_ok=True)
+
+
+def _bound(newest: Path) -> None:
+    """Remove the folders that were not used for longest, and what killed processes left."""
+    found = []
+    for path in newest.parent.iterdir():
+        with contextlib.suppress(OSError):
+            used = path.stat().st_mtime
+            if path.name.startswith("."):
+                if time.time() - used > _ABANDONED_S:
+                    shutil.rmtree(path, ignore_errors=True)
+            elif path.is_dir():
+                size = sum(one.stat().st_size for one in path.iterdir())
+                found.append((path == newest, used, size, path))
+    kept = 0
+    # Whoever has mapped a removed file keeps it.
+    for is_newest, _, size, path in sorted(found, reverse=True):
+        kept += size
+        if kept > MOST_BYTES and not is_newest:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# The content of a corpus
+
+
+def _content(recipe: Recipe, progress: Progress) -> tuple[str, str]:
+    """Return a hash of the names and contents of a corpus, and one of the state of its files on disk."""
+    content, stamp = hashlib.sha256(), hashlib.sha256()
+    done = 0
+    for file in _files(recipe):
+        if isinstance(file, Skipped):
+            content.update(json.dumps([file.name, file.reason]).encode())
+            continue
+        sha256 = hashlib.sha256()
+        try:
+            stamp.update(_state(file.path))
+            with open_regular(file.path, "corpus", error=CorpusError) as stream:
+                if os.fstat(stream.fileno()).st_size > limits.CORPUS_FILE.most:
+                    raise CorpusError.expected("corpus", file.path, str(limits.CORPUS_FILE), "more")
+                while part := stream.read(_READ_AT_ONCE):
+                    sha256.update(part)
+                    done += len(part)
+                    progress("reading the corpus", done, None)
+        except OSError as error:
+            raise CorpusError.expected(
+                "corpus", file.path, "a readable file", error.strerror or str(error)
+            ) from error
+        content.update(json.dumps([file.name, file.kind, sha256.hexdigest()]).encode())
+    return content.hexdigest(), stamp.hexdigest()
+
+
+def _files(recipe: Recipe) -> Iterator[Any]:
+    return list_files(recipe.source, include_tests=recipe.include_tests, columns=recipe.columns)
+
+
+def _state(path: Path) -> bytes:
+    status = path.stat()
+    return repr((str(path), status.st_ino, status.st_size, status.st_mtime_ns)).encode()
+
+
+def _check_unchanged(recipe: Recipe, stamp: str) -> None:
+    """Refuse tokens that may be of other contents than those that their key is of."""
+    now = hashlib.sha256()
+    with contextlib.suppress(OSError):
+        for file in _files(recipe):
+            if not isinstance(file, Skipped):
+                now.update(_state(file.path))
+    if now.hexdigest() != stamp:
+        raise CorpusError.expected(
+            "corpus",
+            recipe.source,
+            "files that stay as they are while they are read",
+            "files that were written to",
+            hint="start again when nothing writes to them",
+        )
+
+
+# Making
+
+
+def _make(recipe: Recipe, folder: Path, stamp: str, progress: Progress) -> None:
+    """Write the tokens of a corpus into an empty folder."""
+    corpus = open_corpus(
+        recipe.source,
+        heldout_fraction=recipe.heldout_fraction,
+        include_tests=recipe.include_tests,
+        max_bytes=recipe.max_bytes,
+        columns=recipe.columns,
+        progress=lambda done: progress("splitting the corpus", done, None),
+    )
+    with (folder / "tokens").open("w+b") as tokens, (folder / "labelled").open("w+b") as labelled:
+        made = _Making(recipe=recipe, corpus=corpus, tokens=tokens, labelled=labelled)
+        made.encode(progress)
+        streams = {}
+        for side in _SIDES:
+            streams[side] = made.arrange(side, folder, progress)
+    for name in ("tokens", "labelled"):
+        (folder / name).unlink()
+    _check_unchanged(recipe, stamp)
+    manifest = {
+        "format": FORMAT,
+        "skipped": len(corpus.skipped) + corpus.duplicates,
+        "streams": streams,
+        "files": {path.name: _size_and_hash(path, progress) for path in sorted(folder.iterdir())},
+    }
+    manifest["sha256"] = _digest(manifest)
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+class _Making:
+    """A corpus on its way to tokens: first in the order of the files, then in the order of each split."""
+
+    def __init__(
+        self, *, recipe: Recipe, corpus: Corpus, tokens: IO[bytes], labelled: IO[bytes]
+    ) -> None:
+        self._recipe, self._corpus, self._index = recipe, corpus, corpus.train.index
+        self._tokens, self._labelled = tokens, labelled
+        self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
+        self._starts = np.zeros(1, dtype=np.int64)
+        self._left_out: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
+        self._last_turn_only = dict.fromkeys(_SIDES, 0)
+
+    def encode(self, progress: Progress) -> None:
+        """Write the tokens of each document into the temporary files."""
+        lengths = np.zeros(len(self._index), dtype=np.int64)
+        is_heldout = np.zeros(len(self._index), dtype=np.bool_)
+        is_heldout[self._corpus.heldout.numbers] = True
+        numbers: deque[int] = deque()
+        done, total = 0, self._corpus.train.size_bytes + self._corpus.heldout.size_bytes
+
+        def documents() -> Iterator[Document]:
+            for number, document in self._corpus.read():
+                numbers.append(number)
+                yield document
+
+        for one in self._recipe.encoder.encode(documents()):
+            number = numbers.popleft()
+            lengths[number] = len(one.ids)
+            self._tokens.write(_little(one.ids))
+            if self._has_chats:
+                self._labelled.write(one.labels.tobytes())
+            side = _SIDES[int(is_heldout[number])]
+            self._last_turn_only[side] += one.last_turn_only
+            if one.left_out is not None:
+                count_left_out(self._left_out[side], one.left_out)
+            done += int(self._index.sizes[number])
+            progress("tokenizing", done, total)
+        self._tokens.flush()
+        self._labelled.flush()
+        self._starts = starts_of(lengths)
+
+    def arrange(self, side: str, folder: Path, progress: Progress) -> dict[str, Any]:
+        """Write the files of one side, and return what the manifest says of it."""
+        recipe, encoder = self._recipe, self._recipe.encoder
+        split: Split = getattr(self._corpus, side)
+        left_out = tuple(self._left_out[side].values())
+        begins = self._starts[split.numbers]
+        lengths = self._starts[split.numbers + 1] - begins
+        refuse_nothing(left_out, int(lengths.sum()))
+        is_packed = recipe.packing != STREAM
+        has_labels = split.chats > 0 or is_packed
+        dtype, width = encoder.dtype, np.dtype(encoder.dtype).itemsize
+        digest, placed, fills = StreamDigest(), array("q"), bytearray()
+        tokens, labels = bytearray(), bytearray()
+        with contextlib.ExitStack() as files:
+            token_file = files.enter_context((folder / f"{side}.tokens").open("wb"))
+            label_file = None
+            if has_labels:
+                label_file = files.enter_context((folder / f"{side}.labelled").open("w+b"))
+
+            def write() -> None:
+                digest.tokens(np.frombuffer(tokens, dtype=np.dtype(dtype).newbyteorder("<")))
+                token_file.write(tokens)
+                if label_file is not None:
+                    label_file.write(labels)
+
+            for place, length in places(lengths, recipe.seq_len, recipe.packing):
+                placed.append(length)
+                fills.append(place == FILLS)
+                if place == FILLS:
+                    tokens += _little(np.full(length, encoder.tokenizer.padding_id, dtype))
+                    labels += bytes(length)
+                else:
+                    begin = int(begins[place])
+                    tokens += _read_at(self._tokens, begin * width, length * width)
+                    if has_labels and self._has_chats:
+                        labels += _read_at(self._labelled, begin, length)
+                    elif has_labels:
+                        labels += b"\x01" * length
+                if len(tokens) >= _WRITTEN_AT_ONCE:
+                    write()
+                    progress("putting the tokens into order", token_file.tell(), None)
+                    tokens, labels = bytearray(), bytearray()
+            write()
+            starts = starts_of(np.frombuffer(placed, dtype=np.int64))
+            sha256 = digest.end(starts, () if label_file is None else _labels_in(label_file))
+        starts.astype("<i8").tofile(folder / f"{side}.starts")
+        if is_packed:
+            (folder / f"{side}.padding").write_bytes(fills)
+        return {
+            "sha256": sha256,
+            "dtype": np.dtype(dtype).name,
+            "documents": split.document_count,
+            "left_out": [asdict(one) for one in left_out],
+            "last_turn_only": self._last_turn_only[side],
+        }
+
+
+def _little(ids: NDArray[Any]) -> bytes:
+    return ids.astype(ids.dtype.newbyteorder("<")).tobytes()
+
+
+def _read_at(file: IO[bytes], begin: int, size: int) -> bytes:
+    raw = os.pread(file.fileno(), size, begin)
+    if len(raw) != size:
+        raise OSError(errno.EIO, "a temporary file was cut", str(file.name))
+    return raw
+
+
+def _labels_in(file: IO[bytes]) -> Iterator[NDArray[np.bool_]]:
+    file.seek(0)
+    while part := file.read(_READ_AT_ONCE):
+        yield np.frombuffer(part, dtype=np.bool_)
+
+
+# Reading
+
+
+def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Tokens:
+    """Map the files of a folder, each of which is compared with the manifest. Raises BadInput."""
+    path = folder / _MANIFEST
+    manifest = read_json_object(
+        path, "tokens", limits.MANIFEST, having=("sha256", "files", "streams", "skipped")
+    )
+    if manifest.pop("sha256") != _digest(manifest):
+        raise CorpusError.expected("tokens", path, "what was written", "something else")
+    for name, expected in manifest["files"].items():
+        if (found := _size_and_hash(folder / name, progress)) != expected:
+            raise CorpusError.expected("tokens", folder / name, str(expected), str(found))
+    sides = {side: _stream(folder, side, manifest) for side in _SIDES}
+    return Tokens(
+        train=sides["train"],
+        heldout=sides["heldout"],
+        train_documents=manifest["streams"]["train"]["documents"],
+        heldout_documents=manifest["streams"]["heldout"]["documents"],
+        skipped=manifest["skipped"],
+        note=note,
+        is_kept=is_kept,
+    )
+
+
+def _stream(folder: Path, side: str, manifest: dict[str, Any]) -> TokenStream:
+    about = manifest["streams"][side]
+
+    def mapped(what: str, dtype: str) -> Any:
+        path = folder / f"{side}.{what}"
+        if path.name not in manifest["files"]:
+            return None
+        # An empty file cannot be mapped.
+        size = manifest["files"][path.name][0]
+        return np.asarray(np.memmap(path, dtype, "r")) if size else np.empty(0, dtype)
+
+    return TokenStream(
+        tokens=mapped("tokens", np.dtype(about["dtype"]).newbyteorder("<").str),
+        starts=mapped("starts", "<i8"),
+        sha256=about["sha256"],
+        labelled=mapped("labelled", "bool"),
+        padding=mapped("padding", "bool"),
+        left_out=tuple(LeftOut(**one) for one in about["left_out"]),
+        last_turn_only=about["last_turn_only"],
+    )
+
+
+def _size_and_hash(path: Path, progress: Progress) -> list[Any]:
+    sha256, size = hashlib.sha256(), 0
+    with open_regular(path, "tokens", error=CorpusError) as file:
+        while part := file.read(_READ_AT_ONCE):
+            sha256.update(part)
+            size += len(part)
+            progress("hashing the tokens", size, None)
+    return [size, sha256.hexdigest()]
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
