@@ -17,8 +17,10 @@ import os
 
 from engine import limits
 from engine.cli.arguments import add_flag, add_json, add_number, add_path, add_set
-from engine.terminal import put, put_json, put_marked
+from engine.terminal import StatusLine, put, put_json, put_marked
+from engine.units import format_bytes
 
+PLAIN_EVERY_S = 10.0
 HELP = "show what the data of a spec holds, and what has labels"
 
 
@@ -39,7 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     sets = sets_from_environment(os.environ) + arguments.set
     spec, _ = load_spec(arguments.spec, sets)
     inputs = check_inputs(spec)
-    found = look_at_data(spec, inputs, samples=arguments.samples, everything=arguments.all)
+    status = StatusLine(plain_every_s=PLAIN_EVERY_S, plain_at_once=False)
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        status.show(f"{what} {format_bytes(done)}{f' of {format_bytes(total)}' if total else ''}")
+
+    found = look_at_data(
+        spec, inputs, samples=arguments.samples, everything=arguments.all, progress=progress
+    )
+    status.clear()
     if arguments.json:
         put_json(dataclasses.asdict(found))
         return 0

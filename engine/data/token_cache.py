@@ -135,24 +135,42 @@ class Tokens:
 
 
 def load_tokens(
-    recipe: Recipe, progress: Progress = no_progress, *, root: Path | None = None
+    recipe: Recipe,
+    progress: Progress = no_progress,
+    *,
+    corpus: Corpus | None = None,
+    root: Path | None = None,
 ) -> Tokens:
-    """Return the tokens of a corpus, making those that `root` (default: the user's cache) does not have.
+    """Return the tokens of a corpus, making those that `root` (default: the user's cache) does not have. `corpus` is
+    what the recipe says, if it is open already.
 
     Raises CorpusError, TokenizerError, and DiskFull where neither the cache nor the temporary folder has room.
     """
     root = root or user_cache("tokens")
     content, stamp = _content(recipe, progress)
-    key = recipe.key(content)
+    entry = root / recipe.key(content)
     try:
+        # Before the lock, which a disk that cannot be written to does not have.
+        if isinstance(found := _find(entry, progress), Tokens):
+            return found
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(root / f"{key}.lock", progress):
-            return _kept(recipe, root / key, stamp, progress)
+        with _locked(root / f"{entry.name}.lock", progress):
+            if isinstance(found := _find(entry, progress), Tokens):
+                return found
+            partial = entry.with_name(f".{entry.name}-{secrets.token_hex(4)}")
+            with partial_output(partial):
+                partial.mkdir(mode=0o700)
+                _make(recipe, corpus, partial, stamp, progress)
+                if entry.exists():
+                    shutil.rmtree(entry)
+                partial.rename(entry)
+            _bound(entry)
+            return _open(entry, f"{found}, and kept in {entry}", progress, is_kept=True)
     except OSError as error:
         why = f"the cache {root} cannot be used ({error.strerror or error})"
     try:
         with scratch_folder("apr-workbench-tokens-") as folder:
-            _make(recipe, folder, stamp, progress)
+            _make(recipe, corpus, folder, stamp, progress)
             # The files stay mapped when their names are gone.
             note = f"{why}: they are made for this process alone"
             return _open(folder, note, progress, is_kept=False)
@@ -166,25 +184,17 @@ def load_tokens(
         ) from error
 
 
-def _kept(recipe: Recipe, entry: Path, stamp: str, progress: Progress) -> Tokens:
-    """Return the tokens of a folder of the cache, which is made if it is absent or damaged."""
-    why = "made for the first time"
-    if entry.exists():
-        try:
-            found = _open(entry, f"read from {entry}", progress, is_kept=True)
-        except (BadInput, KeyError, TypeError, ValueError) as error:
-            why = f"made anew, because those kept were damaged: {error}"
-            shutil.rmtree(entry)
-        else:
-            os.utime(entry)  # it was used last
-            return found
-    partial = entry.with_name(f".{entry.name}-{secrets.token_hex(4)}")
-    with partial_output(partial):
-        partial.mkdir(mode=0o700)
-        _make(recipe, partial, stamp, progress)
-        partial.rename(entry)
-    _bound(entry)
-    return _open(entry, f"{why}, and kept in {entry}", progress, is_kept=True)
+def _find(entry: Path, progress: Progress) -> Tokens | str:
+    """Return the tokens of a folder of the cache, or why they have to be made."""
+    if not entry.exists():
+        return "made for the first time"
+    try:
+        found = _open(entry, f"read from {entry}", progress, is_kept=True)
+    except (BadInput, KeyError, TypeError, ValueError) as error:
+        return f"made anew, because those kept were damaged: {error}"
+    with contextlib.suppress(OSError):
+        os.utime(entry)  # it was used last
+    return found
 
 
 @contextlib.contextmanager
@@ -283,9 +293,11 @@ def _check_unchanged(recipe: Recipe, stamp: str) -> None:
 # Making
 
 
-def _make(recipe: Recipe, folder: Path, stamp: str, progress: Progress) -> None:
+def _make(
+    recipe: Recipe, corpus: Corpus | None, folder: Path, stamp: str, progress: Progress
+) -> None:
     """Write the tokens of a corpus into an empty folder."""
-    corpus = open_corpus(
+    corpus = corpus or open_corpus(
         recipe.source,
         heldout_fraction=recipe.heldout_fraction,
         include_tests=recipe.include_tests,

@@ -7,6 +7,7 @@ Everything is counted on the tokens that the models would read, of a part of the
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.data.batches import count_rows, labelled_rows
-from engine.data.corpus import Corpus, Document, Split, open_corpus
+from engine.data.corpus import Corpus, Split, open_corpus
+from engine.data.packing import STREAM
 from engine.data.sources import column_names
+from engine.data.token_cache import Progress, no_progress
 from engine.data.tokens import LeftOut, TokenStream, count_left_out
 from engine.plan.inputs import Inputs
 from engine.spec import RunSpec
@@ -135,7 +138,14 @@ class Overview:
         return lines
 
 
-def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: bool) -> Overview:
+def look_at_data(
+    spec: RunSpec,
+    inputs: Inputs,
+    *,
+    samples: int,
+    everything: bool,
+    progress: Progress = no_progress,
+) -> Overview:
     """Read, split and tokenize the corpus as the run would, a part of it unless `everything`.
 
     Raises CorpusError, TokenizerError.
@@ -150,15 +160,19 @@ def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: boo
         include_tests=data.include_tests,
         max_bytes=most,
         columns=column_names(data.columns),
+        progress=lambda done: progress("splitting the corpus", done, None),
     )
-    train = inputs.tokenize(corpus.train.documents, data)
-    held = inputs.tokenize(corpus.heldout.documents, data)
+    part = dataclasses.replace(data, max_bytes=most or 0)
+    stream = dataclasses.replace(part, packing=STREAM)
+    whole = inputs.load_tokens(stream, progress, corpus=corpus)
+    packed = inputs.load_tokens(part, progress, corpus=corpus)
+    train, held = whole.train, whole.heldout
     lengths = train.lengths
     return Overview(
         source=data.corpus,
         seq_len=data.seq_len,
-        train=_part(corpus.train, train, inputs.pack(train, data), data.seq_len, "train"),
-        heldout=_part(corpus.heldout, held, inputs.pack(held, data), data.seq_len, "held-out"),
+        train=_part(corpus.train, train, packed.train, data.seq_len, "train"),
+        heldout=_part(corpus.heldout, held, packed.heldout, data.seq_len, "held-out"),
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
         duplicates=corpus.train.copies,
@@ -166,7 +180,7 @@ def look_at_data(spec: RunSpec, inputs: Inputs, *, samples: int, everything: boo
         left_out=_reasons(corpus, (*train.left_out, *held.left_out)),
         last_turn_only=train.last_turn_only + held.last_turn_only,
         beyond_bytes=corpus.beyond_max_bytes,
-        samples=_samples(corpus.train.documents, train, inputs, samples),
+        samples=_samples(corpus.train, train, inputs, samples),
     )
 
 
@@ -210,15 +224,16 @@ def _reasons(corpus: Corpus, conversations: Iterable[LeftOut]) -> tuple[Reason, 
     )
 
 
-def _samples(
-    documents: Sequence[Document], stream: TokenStream, inputs: Inputs, count: int
-) -> tuple[Sample, ...]:
+def _samples(split: Split, stream: TokenStream, inputs: Inputs, count: int) -> tuple[Sample, ...]:
     """Return documents spread evenly over those that have tokens."""
-    numbers = np.flatnonzero(stream.lengths)
-    count = min(count, len(numbers))
+    with_tokens = np.flatnonzero(stream.lengths)
+    count = min(count, len(with_tokens))
+    if not count:
+        return ()
+    shown = with_tokens[np.arange(count) * len(with_tokens) // count]
+    names = {place: one.name for place, one in split.index.read(split.numbers[shown])}
     found = []
-    for place in (np.arange(count) * len(numbers) // max(1, count)).tolist():
-        number = int(numbers[place])
+    for number in shown.tolist():
         start, length = int(stream.starts[number]), int(stream.lengths[number])
         ids = stream.tokens[start : start + min(length, SAMPLE_TOKENS)].astype(np.int64)
         labelled = np.ones(len(ids), dtype=np.bool_)
@@ -233,6 +248,8 @@ def _samples(
             for a, b in itertools.pairwise(cuts)
         )
         found.append(
-            Sample(name=documents[number].name, tokens=length, shown=len(ids), parts=parts)
+            Sample(
+                name=names[int(split.numbers[number])], tokens=length, shown=len(ids), parts=parts
+            )
         )
     return tuple(found)

@@ -18,7 +18,7 @@ from engine.checkpoint_folders import FREE_SPACE_FACTOR, published, step_of
 from engine.checks.catalogue import skipped_ids
 from engine.data.chat import Turns
 from engine.data.chat_template import ChatTemplate, find_chat_template, template_of
-from engine.data.corpus import Document, check_corpus
+from engine.data.corpus import Corpus, Document, check_corpus
 from engine.data.packing import pack
 from engine.data.sources import column_names
 from engine.data.token_cache import Progress, Recipe, Tokens, load_tokens, no_progress
@@ -59,8 +59,15 @@ class Inputs:
     template: ChatTemplate | None = None
     """Writes the conversations of the corpus; None where it has none in its first MiB, or nobody brings one."""
 
-    def load_tokens(self, data: DataSection, progress: Progress = no_progress) -> Tokens:
-        """Return the corpus in the rows that are trained on, from the cache where it has them."""
+    def load_tokens(
+        self,
+        data: DataSection,
+        progress: Progress = no_progress,
+        *,
+        corpus: Corpus | None = None,
+    ) -> Tokens:
+        """Return the corpus in the rows that are trained on, from the cache where it has them. `corpus` is that of
+        `data`, if it is open already."""
         recipe = Recipe(
             source=data.corpus,
             include_tests=data.include_tests,
@@ -71,7 +78,7 @@ class Inputs:
             packing=data.packing,
             seq_len=data.seq_len,
         )
-        return load_tokens(recipe, progress)
+        return load_tokens(recipe, progress, corpus=corpus)
 
     def tokenize(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
         """Return documents of the corpus as the models read them, one after the other."""

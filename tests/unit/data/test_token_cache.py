@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from engine.data import token_cache
-from engine.data.corpus import Document, open_corpus
+from engine.data.corpus import Corpus, Document, open_corpus
 from engine.data.packing import PACKINGS, pack
 from engine.data.token_cache import Recipe, Tokens, load_tokens
 from engine.data.tokens import Encoder, TokenStream, tokenize
@@ -236,11 +236,11 @@ def test_a_cache_that_cannot_be_written_gives_tokens_for_this_process_alone(
 
     make, calls = token_cache._make, []
 
-    def full(made: Recipe, folder: Path, *rest: Any) -> None:
+    def full(made: Recipe, corpus: Corpus | None, folder: Path, *rest: Any) -> None:
         calls.append(folder)
         if folder.parent == tmp_path / "full" or len(calls) > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        make(made, folder, *rest)
+        make(made, corpus, folder, *rest)
 
     monkeypatch.setattr(token_cache, "_make", full)
     found = load_tokens(recipe, root=tmp_path / "full")
@@ -251,17 +251,37 @@ def test_a_cache_that_cannot_be_written_gives_tokens_for_this_process_alone(
         load_tokens(recipe, root=tmp_path / "full")
 
 
-def test_a_second_process_waits_and_takes_what_the_first_made(
+def test_tokens_are_read_from_a_disk_that_cannot_be_written_to(
     root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_tokens(recipe, root=root)
-    lock = (root / f"{entry(root).name}.lock").open("wb")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(token_cache, "_locked", refuse)
+    monkeypatch.setattr(token_cache.os, "utime", refuse)
+    found = load_tokens(recipe, root=root)
+    assert found.is_kept and not made(found)
+    (entry(root) / "train.tokens").write_bytes(b"")
+    found = load_tokens(recipe, root=root)
+    assert not found.is_kept and "Read-only file system" in found.note
+
+
+def test_a_second_process_waits_and_takes_what_the_first_made(
+    tmp_path: Path, root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_tokens(recipe, root=root)
+    folder = entry(root)
+    folder.rename(tmp_path / "made")
+    lock = (root / f"{folder.name}.lock").open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
     said: list[str] = []
 
     def progress(what: str, done: int, total: int | None) -> None:
         said.append(what)
         if what.startswith("waiting"):
+            (tmp_path / "made").rename(folder)
             lock.close()
 
     monkeypatch.setattr(token_cache.time, "sleep", lambda seconds: None)
