@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.kit import Kit, make_kit
+from tests.support.kit import Kit, kit_in, make_kit
+from tests.support.made_once import made_once
 
 pytest_plugins = ["tests.support.gpu_turns", "tests.support.lacks", "tests.support.perf"]
 
@@ -112,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
-    return make_kit(tmp_path_factory.mktemp("kit"))
+    return kit_in(made_once(tmp_path_factory, "kit", make_kit))
 
 
 @pytest.fixture(scope="session")
@@ -121,12 +122,12 @@ def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     say what they import, and what the command printed is in result.json beside it."""
     from tests.support.running import engine
 
-    folder = tmp_path_factory.mktemp("whole")
-    run = folder / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-        asked = ("--set", "compute.thread_wait=active", "--json")
-        done = engine("distill", kit.spec(folder), "--out", run, *asked)
-    assert done.returncode == 0, done.stderr
-    (folder / "result.json").write_text(done.stdout)
-    return run
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+            asked = ("--set", "compute.thread_wait=active", "--json")
+            done = engine("distill", kit.spec(folder), "--out", folder / "run", *asked)
+        assert done.returncode == 0, done.stderr
+        (folder / "result.json").write_text(done.stdout)
+
+    return made_once(tmp_path_factory, "whole", make) / "run"

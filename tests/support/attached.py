@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.made_once import made_once
 from tests.support.paths import ROOT
 
 PROBE = ROOT / "engine" / "attach" / "probe"
@@ -29,10 +32,14 @@ def model(width=8):
 def say(**numbers):
     print(json.dumps(numbers), flush=True)
 
+saved = []
+
 def save(*modules):
-    torch.save([m.state_dict() for m in modules] + [torch.get_rng_state()], "weights.pt")
+    saved.append(len(saved))
+    torch.save([m.state_dict() for m in modules] + [torch.get_rng_state()], f"weights-{len(saved)}.pt")
 """
-"""What every script begins with; `say` prints what a step's line has to hold."""
+"""What every script begins with; `say` prints what a step's line has to hold. Scripts that are written one behind
+the other are trainings of one process, which imports torch once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +57,7 @@ class Ran:
 
     @property
     def weights(self) -> dict[str, bytes]:
-        """Each file of weights: of a script of several ranks, each saves its own."""
+        """Each file of weights: each training, and of a script of several ranks each rank, saves its own."""
         return {path.name: path.read_bytes() for path in self.folder.glob("*.pt")}
 
     @property
@@ -126,7 +133,20 @@ def run_twice(
     assert watched.stdout == alone.stdout
     assert without_times(watched.stderr) == without_times(alone.stderr)
     assert watched.weights == alone.weights and alone.weights
+    assert not alone.lines
     return watched, alone
+
+
+def watched_once(factory: pytest.TempPathFactory, name: str, *arguments: Any, **more: Any) -> Ran:
+    """Return the watched one of `run_twice`, which is run once for all workers."""
+
+    def make(folder: Path) -> None:
+        watched, _ = run_twice(folder, *arguments, **more)
+        (folder / "said.json").write_text(json.dumps([watched.stdout, watched.stderr]))
+
+    folder = made_once(factory, name, make)
+    stdout, stderr = json.loads((folder / "said.json").read_text())
+    return Ran(folder=folder / "watched", returncode=0, stdout=stdout, stderr=stderr)
 
 
 def without_times(stderr: str) -> str:
@@ -134,18 +154,20 @@ def without_times(stderr: str) -> str:
     return re.sub(r"^([IWE])\d{4} [\d:.]+ \d+", r"\1", stderr, flags=re.MULTILINE)
 
 
-def agree(ran: Ran, trainings: int = 1) -> None:
+def agree(ran: Ran, trainings: int = 1, *, of: slice = slice(None)) -> None:
     """Each step of the log holds what the script said of that step, and there are as many; each of several trainings
-    has a log of its own."""
+    has a log of its own. `of` chooses those whose steps are compared."""
     logs = ran.trainings
     assert len(logs) == trainings
-    left = ran.said
+    left, told = ran.said, []
     for lines in logs:
         steps = [line for line in lines if line["kind"] == "step"]
         assert steps and len(left) >= len(steps)
-        _agree(lines, steps, left[: len(steps)])
+        told.append((lines, steps, left[: len(steps)]))
         left = left[len(steps) :]
     assert not left
+    for one in told[of]:
+        _agree(*one)
 
 
 def _agree(

@@ -177,11 +177,11 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, at):
         return torch.full((8,), float(at)) / 24 + torch.rand(8) / 100, torch.tensor([float(at)])
 
-def train():
+def train(workers, how):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for x, y in torch.utils.data.DataLoader(
-        Rows(), batch_size=8, shuffle=True, num_workers=%d, multiprocessing_context=%r
+        Rows(), batch_size=8, shuffle=True, num_workers=workers, multiprocessing_context=how
     ):
         optimizer.zero_grad()
         loss = (net(x) - y).square().mean()
@@ -191,7 +191,8 @@ def train():
     save(net)
 
 if __name__ == "__main__":
-    train()
+    train(2, "fork")
+    train(1, "spawn")
 """
 
 FORKS = """
@@ -313,6 +314,8 @@ for number in range(1, 10):
     loss.backward()
     optimizer.step()
     say(loss=loss.item())
+torch._dynamo.utils.counters.clear()
+torch._dynamo.reset()
 save(net)
 """
 
@@ -345,6 +348,23 @@ for factor in (1.0, float("nan"), float("inf")):
     (net(torch.ones(3, 2)).mean() * factor).backward()
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     optimizer.step()
+    say(lr=0.1, rows=None, backwards=1)
+save(net)
+"""
+
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(6, 8))
+
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x in torch.utils.data.DataLoader(Stream(), 2):
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    say(loss=loss.item(), rows=2)
 save(net)
 """
 
@@ -412,6 +432,24 @@ def with_fault(owner, name, fault, at):
         name=name, at=at, called=len(calls) >= at, same=weights == plain, restored=hooked() == originals,
         steps=sum(line["kind"] == "step" for line in lines),
         notes=[line["text"] for line in lines if line["kind"] == "note"], weights=weights)
+
+# With a probe whose log may not be written.
+def into(name):
+    hooks = apr_watch.hooks.Hooks(torch, os.path.abspath(name))
+    hooks.install()
+    same = train() == plain
+    hooks._on = False
+    hooks.remove()
+    return dict(name=name, same=same, restored=hooked() == originals)
+
+os.mkdir("old")
+with open("old/events.jsonl", "w") as file:
+    file.write("a line\\n")
+say(**into("old"), left=open("old/events.jsonl").read())
+# A folder of that name stands for a run folder that cannot be written: root may write everywhere.
+os.makedirs("shut/events.jsonl")
+os.chmod("shut", 0o555)
+say(**into("shut"), left=os.listdir("shut/events.jsonl"))
 
 class Stop(Exception):
     pass

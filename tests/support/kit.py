@@ -118,6 +118,10 @@ def make_kit(root: Path) -> Kit:
     teacher = root / "teacher"
     decoder = _taught(new_decoder(config, seed=7), documents, open_tokenizer(tokenizer))
     save_decoder(decoder, teacher, torch.float32, extra_files=[tokenizer])
-    student = root / "student.json"
-    student.write_text(json.dumps(tiny_config()))
-    return Kit(teacher=teacher, student=student, corpus=corpus)
+    (root / "student.json").write_text(json.dumps(tiny_config()))
+    return kit_in(root)
+
+
+def kit_in(root: Path) -> Kit:
+    """The kit that was made in a folder."""
+    return Kit(teacher=root / "teacher", student=root / "student.json", corpus=root / "corpus")

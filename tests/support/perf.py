@@ -18,6 +18,11 @@ def measuring() -> bool:
     return os.environ.get(SWITCH) == "1"
 
 
+def many(count: int, otherwise: int) -> int:
+    """Return `count` where times are measured; elsewhere fewer, which show everything but the time."""
+    return count if measuring() else otherwise
+
+
 def within(took_s: float, limit_s: float) -> None:
     """Assert that something took less than a limit, where times are measured."""
     assert "perf" in _marks(), "a test that asserts a time has the mark `perf`"

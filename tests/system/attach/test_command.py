@@ -67,7 +67,7 @@ def wait_for_supervisor(run: RunFolder) -> None:
     )
 
 
-@pytest.mark.parametrize("code", [0, 1, 7, 255])
+@pytest.mark.parametrize("code", [0, 255])
 def test_the_exit_code_is_the_commands_own(tmp_path: Path, code: int) -> None:
     done, run = watched(tmp_path, "sh", "-c", f"echo out; echo err >&2; exit {code}")
     assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", "err\n")
@@ -235,42 +235,6 @@ def test_a_command_without_a_probe_is_seen_from_outside_only_and_never_judged_by
     assert done.stdout == "" and "seen from outside only" in done.stderr
     assert read_settings(run) is None
     assert json.loads(run.effective.read_text())["command"]["folder"] == os.getcwd()
-
-
-SCRIPT = """
-import torch
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for step in range(1, 6):
-    x = torch.randn(8, 4)
-    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(step, loss.item(), optimizer.param_groups[0]["lr"])
-"""
-
-
-def test_a_plain_loop_is_read_as_a_run_with_every_step_that_it_prints(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done, run = watched(tmp_path, sys.executable, str(script), quiet=False)
-    assert done.returncode == 0
-    printed = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
-    view = Follower(run).read_all()
-    columns = (view.steps.values(name) for name in ("step", "loss", "lr"))
-    assert list(zip(*columns, strict=True)) == printed and len(printed) == 5
-    assert view.watched is not None and view.watched.optimizer == "AdamW"
-    assert {"forward", "backward", "optimizer"} <= view.phases.keys()
-    assert view.state(run.liveness()) == "completed"
-    # What the log does not hold is absent, and never 0.
-    assert view.steps.values("tokens") == [None] * 5 and view.total_steps is None
-    assert "after 5 steps" in done.stderr
-    shown = subprocess.run(
-        [sys.executable, "-m", "engine", "tail", str(run.path)], capture_output=True, text=True
-    )
-    assert f"command: {sys.executable} {script}" in shown.stdout
 
 
 def test_where_the_folder_cannot_be_written_the_run_lies_in_the_users_and_that_is_said(

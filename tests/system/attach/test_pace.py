@@ -5,90 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
-from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.held import ALLOCATOR, Held, read_held
-from engine.log.read import Liveness, LogReader
-from engine.log.table import batches_of
-from engine.log.text import event_text, status_text
-from engine.log.view import RunView
-from tests.support import attached_scripts as scripts
-from tests.support.attached import PROBE, Ran, agree, run_twice
-from workbench.feed import Snapshot
-from workbench.panes import ledger_words
-
-
-def view_of(ran: Ran) -> RunView:
-    events = LogReader(ran.folder / "run" / "events.jsonl").poll()
-    return fold(RunView(), "events", batches_of(events))
-
-
-def test_a_compilation_after_the_first_steps_is_told_with_the_guard_that_failed(
-    tmp_path: Path,
-) -> None:
-    watched, _ = run_twice(tmp_path, scripts.RECOMPILED)
-    agree(watched)
-    view = view_of(watched)
-    forward = [one for one in view.compiles if "backward" not in one.kernel]
-    assert [one.after_warm_up for one in forward] == [False, False, True]
-    first, again, late = forward
-    assert all("forward (" in one.kernel and "train.py:" in one.kernel for one in forward)
-    assert all(one.compiler == "torch.compile" and (one.compile_s or 0) > 0 for one in forward)
-    assert first.differs == [] and "the guard" in again.differs[0]
-    assert "expected 8, actual 4" in late.differs[0]
-    assert event_text(late).startswith("COMPILE AFTER WARM-UP: torch.compile: forward (")
-    # It is told of when the step that waited for it ends.
-    kinds = [(line["kind"], line.get("step")) for line in watched.lines]
-    assert kinds.index(("step", 7)) < max(
-        at for at, (kind, _) in enumerate(kinds) if kind == "compile"
-    )
-
-
-def test_without_a_framework_a_step_says_the_batch_of_its_pass_and_no_total(tmp_path: Path) -> None:
-    watched, _ = run_twice(tmp_path, scripts.PLAIN)
-    passes = [(step["batch"], step["batches"]) for step in watched.steps]
-    # The data that is only tested on has a pass of its own between these two.
-    assert passes == [(batch, 6) for batch in range(1, 7)] * 2
-    assert not any("total_steps" in step for step in watched.steps)
-    view = view_of(watched)
-    assert view.total_steps is None and view.batch == (6, 6)
-    shown = cast(Snapshot, SimpleNamespace(view=view))
-    assert [line.split()[0] for line in ledger_words(shown, 80, True)[1:]] == [
-        "data",
-        "forward",
-        "backward",
-        "optimizer",
-        "rest",
-    ]
-    status = status_text(view, Liveness(trainer=True, supervisor=True))
-    assert status.startswith("RUNNING | step 12 | batch 6/6 of this pass over the data | loss ")
-
-
-def test_data_of_unknown_length_says_nothing_of_its_pass(tmp_path: Path) -> None:
-    watched, _ = run_twice(tmp_path, STREAM)
-    agree(watched)
-    assert len(watched.steps) == 3
-    assert not any({"batch", "batches", "total_steps"} & set(step) for step in watched.steps)
-
-
-STREAM = """
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(torch.randn(6, 8))
-
-net = model()
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for x in torch.utils.data.DataLoader(Stream(), 2):
-    optimizer.zero_grad()
-    loss = net(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    say(loss=loss.item(), rows=2)
-save(net)
-"""
+from tests.support.attached import PROBE
 
 PROBED = """
 import json, sys

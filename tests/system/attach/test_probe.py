@@ -3,60 +3,130 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from engine.log.beats import read_beats
 from engine.log.events import LogOpened, Phase, StepDone, Watched
+from engine.log.fold import fold
 from engine.log.folder import RunFolder
-from engine.log.read import LogReader
+from engine.log.read import Liveness, LogReader
+from engine.log.table import batches_of
+from engine.log.text import event_text, status_text
+from engine.log.view import RunView
 from tests.support import attached_scripts as scripts
-from tests.support.attached import PROBE, Ran, agree, begin_run, end_run, run_twice, run_watched
+from tests.support.attached import (
+    PROBE,
+    Ran,
+    agree,
+    begin_run,
+    end_run,
+    run_twice,
+    run_watched,
+    watched_once,
+)
+from workbench.feed import Snapshot
+from workbench.panes import ledger_words
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
-    """A plain loop with and without the probe, where every warning is an error."""
-    return run_twice(tmp_path_factory.mktemp("plain"), scripts.PLAIN, "-W", "error")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A plain loop with the probe, which is as without it, where every warning is an error."""
+    return watched_once(tmp_path_factory, "plain", scripts.PLAIN, "-W", "error")
 
 
 def test_a_plain_loop_is_the_same_to_the_byte_and_every_step_is_in_the_log(
-    plain: tuple[Ran, Ran],
+    plain: Ran,
 ) -> None:
-    watched, alone = plain
-    agree(watched)
-    assert len(watched.steps) == 12 and not alone.lines
-    (facts,) = watched.of_kind("watched")
+    agree(plain)
+    assert len(plain.steps) == 12
+    (facts,) = plain.of_kind("watched")
     assert facts["parameters"] == 8 * 16 + 16 + 16 + 1
     assert (facts["optimizer"], facts["device"]) == ("AdamW", "cpu")
     assert (facts["rank"], facts["world"]) == (0, 1)
-    assert watched.lines[-1]["how"] == "returned"
-    events = LogReader(watched.folder / "run" / "events.jsonl").poll()
+    assert plain.lines[-1]["how"] == "returned"
+    events = LogReader(plain.folder / "run" / "events.jsonl").poll()
     assert [type(event) for event in events[:3]] == [LogOpened, Watched, Phase]
     assert [event.step for event in events if isinstance(event, StepDone)] == [*range(1, 13)]
 
 
-def test_micro_batches_of_a_step_are_summed_whichever_backward_was_called(tmp_path: Path) -> None:
-    watched, _ = run_twice(tmp_path, scripts.ACCUMULATION)
-    agree(watched)
-    assert len(watched.steps) == 5
+def test_without_a_framework_a_step_says_the_batch_of_its_pass_and_no_total(
+    plain: Ran,
+) -> None:
+    passes = [(step["batch"], step["batches"]) for step in plain.steps]
+    # The data that is only tested on has a pass of its own between these two.
+    assert passes == [(batch, 6) for batch in range(1, 7)] * 2
+    assert not any("total_steps" in step for step in plain.steps)
+    view = view_of(plain)
+    assert view.total_steps is None and view.batch == (6, 6)
+    shown = cast(Snapshot, SimpleNamespace(view=view))
+    assert [line.split()[0] for line in ledger_words(shown, 80, True)[1:]] == [
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "rest",
+    ]
+    status = status_text(view, Liveness(trainer=True, supervisor=True))
+    assert status.startswith("RUNNING | step 12 | batch 6/6 of this pass over the data | loss ")
 
 
-def test_closures_and_several_optimizers_have_the_steps_of_the_first(tmp_path: Path) -> None:
+def view_of(ran: Ran) -> RunView:
+    events = LogReader(ran.folder / "run" / "events.jsonl").poll()
+    return fold(RunView(), "events", batches_of(events))
+
+
+TRAININGS = 8
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Loops of other forms, one training after the other: 1, 1, 1 and 5."""
+    script = scripts.ACCUMULATION + scripts.STREAM + scripts.NON_FINITE + scripts.OTHER_STEPS
+    return watched_once(tmp_path_factory, "loops", script)
+
+
+def steps_of(ran: Ran, training: int) -> list[dict[str, Any]]:
+    return [line for line in ran.trainings[training] if line["kind"] == "step"]
+
+
+def test_micro_batches_of_a_step_are_summed_whichever_backward_was_called(loops: Ran) -> None:
+    agree(loops, TRAININGS, of=slice(0, 1))
+    assert len(steps_of(loops, 0)) == 5
+
+
+def test_data_of_unknown_length_says_nothing_of_its_pass(loops: Ran) -> None:
+    agree(loops, TRAININGS, of=slice(1, 2))
+    steps = steps_of(loops, 1)
+    assert len(steps) == 3
+    assert not any({"batch", "batches", "total_steps"} & set(step) for step in steps)
+
+
+def test_closures_and_several_optimizers_have_the_steps_of_the_first(loops: Ran) -> None:
     """LBFGS, a GAN, an optimizer inside another one whose step once raises, one for each parameter that steps in
     the backward pass, and a gradient scaler that leaves out a step; one training after the other."""
-    watched, _ = run_twice(tmp_path, scripts.OTHER_STEPS)
-    agree(watched, trainings=5)
+    agree(loops, TRAININGS, of=slice(3, 8))
 
 
-@pytest.mark.parametrize(("workers", "how"), [(2, "fork"), (1, "spawn")])
-def test_workers_of_a_loader_write_nothing(tmp_path: Path, workers: int, how: str) -> None:
-    watched, _ = run_twice(tmp_path, scripts.WORKERS % (workers, how))
-    agree(watched)
-    assert all(step["data_s"] > 0 for step in watched.steps)
+def test_non_finite_numbers_are_named_beside_a_null(loops: Ran) -> None:
+    agree(loops, TRAININGS, of=slice(2, 3))
+    found = [(step["loss"], step["grad_norm"], step.get("nf")) for step in steps_of(loops, 2)]
+    assert found[0][0] == 3.0 and found[0][2] is None
+    assert found[1:] == [
+        (None, None, {"loss": "nan", "grad_norm": "nan"}),
+        (None, None, {"loss": "+inf", "grad_norm": "+inf"}),
+    ]
+
+
+def test_workers_of_a_loader_write_nothing(tmp_path: Path) -> None:
+    """Those that are forked, and those that are spawned."""
+    watched, _ = run_twice(tmp_path, scripts.WORKERS)
+    agree(watched, trainings=2)
+    assert all(step["data_s"] > 0 for number in (0, 1) for step in steps_of(watched, number))
 
 
 def test_a_forked_child_leaves_the_log_to_its_parent_and_has_one_of_its_own(tmp_path: Path) -> None:
@@ -68,9 +138,34 @@ def test_a_forked_child_leaves_the_log_to_its_parent_and_has_one_of_its_own(tmp_
     agree(watched)
 
 
-def test_compiling_makes_the_same_graphs_breaks_and_recompiles(tmp_path: Path) -> None:
-    watched, _ = run_twice(tmp_path, scripts.COMPILED)
-    agree(watched)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A loop that recompiles late, and behind it a training of compiled functions of many forms."""
+    script = scripts.RECOMPILED + scripts.COMPILED
+    return watched_once(tmp_path_factory, "compiled", script)
+
+
+def test_compiling_makes_the_same_graphs_breaks_and_recompiles(compiled: Ran) -> None:
+    agree(compiled, trainings=2)
+
+
+def test_a_compilation_after_the_first_steps_is_told_with_the_guard_that_failed(
+    compiled: Ran,
+) -> None:
+    view = view_of(compiled)
+    forward = [one for one in view.compiles if "backward" not in one.kernel]
+    assert [one.after_warm_up for one in forward] == [False, False, True]
+    first, again, late = forward
+    assert all("forward (" in one.kernel and "train.py:" in one.kernel for one in forward)
+    assert all(one.compiler == "torch.compile" and (one.compile_s or 0) > 0 for one in forward)
+    assert first.differs == [] and "the guard" in again.differs[0]
+    assert "expected 8, actual 4" in late.differs[0]
+    assert event_text(late).startswith("COMPILE AFTER WARM-UP: torch.compile: forward (")
+    # It is told of when the step that waited for it ends.
+    kinds = [(line["kind"], line.get("step")) for line in compiled.lines]
+    assert kinds.index(("step", 7)) < max(
+        at for at, (kind, _) in enumerate(kinds) if kind == "compile"
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -89,44 +184,23 @@ def test_modules_of_the_user_are_imported_as_without_the_probe(tmp_path: Path, f
     assert ("Error in sitecustomize" in watched.stderr) == fails
 
 
-def test_non_finite_numbers_are_named_beside_a_null(tmp_path: Path) -> None:
-    watched = run_watched(tmp_path, scripts.NON_FINITE)
-    found = [(step["loss"], step["grad_norm"], step.get("nf")) for step in watched.steps]
-    assert found[0][0] == 3.0 and found[0][2] is None
-    assert found[1:] == [
-        (None, None, {"loss": "nan", "grad_norm": "nan"}),
-        (None, None, {"loss": "+inf", "grad_norm": "+inf"}),
-    ]
-
-
-def test_a_log_that_is_locked_or_has_lines_or_cannot_be_opened_is_left_alone(
-    tmp_path: Path, plain: tuple[Ran, Ran]
-) -> None:
-    places = {name: tmp_path / name / "run" / "events.jsonl" for name in ("held", "old", "shut")}
-    for place in places.values():
-        place.parent.mkdir(parents=True)
-    places["old"].write_text("a line\n")
-    # A folder of that name stands for a run folder that cannot be written: root may write everywhere.
-    places["shut"].mkdir()
-    places["shut"].parent.chmod(0o555)
-    with places["held"].open("w") as held:
+def test_a_log_that_is_locked_is_left_alone(tmp_path: Path, plain: Ran) -> None:
+    place = tmp_path / "run" / "events.jsonl"
+    place.parent.mkdir(parents=True)
+    with place.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        for name in places:
-            folder = tmp_path / name
-            ran = end_run(folder, begin_run(folder, scripts.PLAIN, "-W", "error", watched=True))
-            assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain[1].stdout), name
-            assert ran.weights == plain[1].weights
-    assert places["held"].read_bytes() == b""
-    assert places["old"].read_text() == "a line\n"
-    assert not os.listdir(places["shut"])
+        ran = end_run(tmp_path, begin_run(tmp_path, scripts.PLAIN, "-W", "error", watched=True))
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain.stdout)
+    assert ran.weights == plain.weights
+    assert place.read_bytes() == b""
 
 
 def test_a_rank_that_is_not_the_first_writes_how_far_it_has_come_and_nothing_else(
-    tmp_path: Path, plain: tuple[Ran, Ran], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plain: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = "os.environ.update(RANK='1', WORLD_SIZE='2')\n" + scripts.PLAIN
     ran = run_watched(tmp_path, script)
-    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain[1].stdout)
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain.stdout)
     assert not ran.lines
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["owner", "ranks", "stacks"]
     (beat,) = read_beats(RunFolder(tmp_path / "run"))
@@ -134,10 +208,23 @@ def test_a_rank_that_is_not_the_first_writes_how_far_it_has_come_and_nothing_els
     assert (beat.rank, beat.step, beat.entered) == (1, 12, 24)
 
 
-def test_a_fault_in_any_hook_removes_the_probe_and_nothing_else(tmp_path: Path) -> None:
-    ran = end_run(tmp_path, begin_run(tmp_path, scripts.FAULTS, watched=False, path=PROBE))
-    assert ran.returncode == 0, ran.stderr
-    *faults, signalled = ran.said
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A process that installs the probe once for each fault."""
+    folder = tmp_path_factory.mktemp("faulty")
+    ran = end_run(folder, begin_run(folder, scripts.FAULTS, watched=False, path=PROBE))
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return ran
+
+
+def test_a_log_that_has_lines_or_cannot_be_opened_is_left_alone(faulty: Ran) -> None:
+    old, shut = faulty.said[:2]
+    assert old == {"name": "old", "same": True, "restored": True, "left": "a line\n"}
+    assert shut == {"name": "shut", "same": True, "restored": True, "left": []}
+
+
+def test_a_fault_in_any_hook_removes_the_probe_and_nothing_else(faulty: Ran) -> None:
+    *faults, signalled = faulty.said[2:]
     assert len(faults) == 31
     for fault in faults:
         assert fault["called"] and fault["same"] and fault["restored"], fault

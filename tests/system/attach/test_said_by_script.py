@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from engine.log.events import Evaluated, Logged, StepDone
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.log.text import event_text, result_lines
-from tests.support.attached import PROBE, begin_run, end_run, run_twice
+from tests.support.attached import PROBE, Ran, begin_run, end_run, watched_once
 
 SAYS = """
 import apr_watch
@@ -60,11 +62,29 @@ save(outer_net, inner_net)
 """
 
 
+NAMES = """
+net = model()
+optimizer = torch.optim.SGD([
+    {"params": net[0].parameters(), "lr": 0.5, "weight_decay": 0.25}, {"params": net[3].parameters()}], lr=0.1)
+for part in (1.0, float("nan")):
+    (net(torch.ones(2, 8)).mean() * part).backward()
+optimizer.step()
+apr_watch.log(**{'a"b\\\\': 1.0, "eval/é ~": float("inf"), "": 2.0})
+"""
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """One process with a training that says numbers, four in marked blocks or behind one, and one of odd names."""
+    ran = watched_once(tmp_path_factory, "said", SAYS + INNER + NAMES, path=PROBE)
+    assert len(ran.trainings) == 6
+    return ran
+
+
 def test_numbers_of_the_script_stand_in_the_log_at_the_step_that_was_done_last(
-    tmp_path: Path,
+    watched: Ran,
 ) -> None:
-    watched, _ = run_twice(tmp_path, SAYS, path=PROBE)
-    losses = [said["loss"] for said in watched.said]
+    losses = [said["loss"] for said in watched.said[:3]]
     run = RunFolder(watched.folder / "run")
     events = LogReader(run.events).poll()
     held = [(e.step, e.loss) for e in events if isinstance(e, Evaluated)]
@@ -83,16 +103,15 @@ def test_numbers_of_the_script_stand_in_the_log_at_the_step_that_was_done_last(
 
 
 def test_a_marked_block_is_a_training_of_its_own_with_the_steps_of_its_optimizer(
-    tmp_path: Path,
+    watched: Ran,
 ) -> None:
-    watched, _ = run_twice(tmp_path, INNER, path=PROBE)
+    blocks = watched.trainings[1:5]
     found = [
-        [(line["loss"], line["lr"]) for line in lines if line["kind"] == "step"]
-        for lines in watched.trainings
+        [(line["loss"], line["lr"]) for line in lines if line["kind"] == "step"] for lines in blocks
     ]
-    said = [(one["loss"], one["lr"]) for one in watched.said]
+    said = [(one["loss"], one["lr"]) for one in watched.said[3:]]
     assert found == [said[:2], said[2:5], said[5:6], said[6:]]
-    ends = [lines[-1] for lines in watched.trainings]
+    ends = [lines[-1] for lines in blocks]
     assert [line["kind"] for line in ends] == ["script_ended"] * 4
     assert {line["how"] for line in ends} == {"goes on"}
 
@@ -113,25 +132,12 @@ with apr_watch.watch():
     assert (ran.returncode, ran.stderr, len(ran.said)) == (0, "", 1)
 
 
-def test_a_name_may_be_anything(tmp_path: Path) -> None:
-    script = """
-import apr_watch
-net = model()
-optimizer = torch.optim.SGD([
-    {"params": net[0].parameters(), "lr": 0.5, "weight_decay": 0.25}, {"params": net[3].parameters()}], lr=0.1)
-for part in (1.0, float("nan")):
-    (net(torch.ones(2, 8)).mean() * part).backward()
-optimizer.step()
-apr_watch.log(**{'a"b\\\\': 1.0, "eval/é ~": float("inf"), "": 2.0})
-"""
-    ran = end_run(tmp_path, begin_run(tmp_path, script, watched=True, path=PROBE))
-    assert (ran.returncode, ran.stderr) == (0, "")
-    view = Follower(RunFolder(tmp_path / "run")).read_all()
+def test_a_name_may_be_anything(watched: Ran) -> None:
+    run = RunFolder(watched.folder / "run-6")
+    view = Follower(run).read_all()
     assert dict(view.logged) == {'a"b\\': (1, 1.0), "eval/é ~": (1, float("inf")), "": (1, 2.0)}
     # Each loss, and each group's rate and decay.
-    (step,) = [
-        e for e in LogReader(tmp_path / "run" / "events.jsonl").poll() if isinstance(e, StepDone)
-    ]
+    (step,) = [e for e in LogReader(run.events).poll() if isinstance(e, StepDone)]
     assert (
         step.rates == [0.5, 0.1] and step.losses[0] is not None and step.losses[1] != step.losses[1]
     )

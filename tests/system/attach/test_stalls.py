@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ class Hanging:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_hanging_script_is_named_by_its_own_line(tmp_path: Path, steps: int) -> None:
+def test_a_hanging_script_is_named_by_its_own_line_and_is_a_stall_after_what_an_evaluation_may_take(
+    tmp_path: Path, steps: int
+) -> None:
     with Hanging(tmp_path, steps) as script:
         assert len(script.view.steps) == steps
         # Not the shell that started it.
@@ -89,6 +92,12 @@ def test_a_hanging_script_is_named_by_its_own_line(tmp_path: Path, steps: int) -
         assert dump.python_frame == f"{tmp_path / 'hangs.py'}:{script.line} in wait_for_ever"
         assert dump.state == LOCK or "running" in dump.summary
         assert "in <module>" in dump.python_stack[-1] and not dump.missing[1:]
+    if steps:
+        now = (script.view.heartbeat_unix_s or 0.0) + UNSEEN_WORK_S
+        case = Case(view=script.view, settings=None, now_unix_s=now - 1)
+        assert not silence(case).is_stall
+        found = silence(replace(case, now_unix_s=now + 1))
+        assert found.is_stall and found.doing == "training" and "not seen" in found.held
 
 
 def test_a_process_that_is_not_there_any_more_is_never_signalled(tmp_path: Path) -> None:
@@ -101,17 +110,6 @@ def test_a_process_that_is_not_there_any_more_is_never_signalled(tmp_path: Path)
         os.getpid(),
         str(run.path / "stacks" / f"{os.getpid()}.txt"),
     )
-
-
-def test_a_pause_between_steps_counts_as_a_stall_only_after_what_an_evaluation_may_take(
-    tmp_path: Path,
-) -> None:
-    with Hanging(tmp_path, 3) as script:
-        view = script.view
-    now = (view.heartbeat_unix_s or 0.0) + UNSEEN_WORK_S
-    assert not silence(Case(view=view, settings=None, now_unix_s=now - 1)).is_stall
-    found = silence(Case(view=view, settings=None, now_unix_s=now + 1))
-    assert found.is_stall and found.doing == "training" and "not seen" in found.held
 
 
 def test_a_signal_that_the_script_handles_itself_stays_its_own(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,33 +23,33 @@ from engine.log.events import (
     Watched,
 )
 from engine.log.folder import RunFolder, create_run
+from engine.log.follow import Follower
 from engine.log.write import LogWriter
 from tests.support.paths import ROOT
+from tests.support.running import engine_here
 
 LIMIT_S = 120.0
 LOOP = """
-import os, signal, sys, torch
+import sys, torch
 torch.manual_seed(0)
 how = sys.argv[1]
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 40
     def __getitem__(self, i):
-        # What preparing a row may take.
-        sum(range(400_000 if how == "waits" else 1))
         return torch.randn(16)
 net = torch.nn.Linear(16, 1)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 for x in torch.utils.data.DataLoader(Rows(), batch_size=8):
     if how == "never":
         break
-    (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    print(loss.item(), optimizer.param_groups[0]["lr"])
 if how == "raises":
     raise ValueError("planted")
-if how == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -72,35 +73,59 @@ def parts(lines: list[str]) -> dict[str, str]:
     return found
 
 
-def run_loop(folder: Path, how: str) -> dict[str, str]:
+def run_loop(folder: Path, how: str) -> tuple[dict[str, str], str]:
+    """Watch the loop; returns its summary, and what it printed."""
     script = folder / "train.py"
     script.write_text(LOOP)
     done = watch(folder, sys.executable, str(script), how)
     lines = summary_lines(RunFolder(folder / "run"))
     # What the terminal shows is a function of the folder.
-    assert done.stdout == "" and done.stderr.endswith("\n".join([*lines, ""]))
-    return parts(lines)
+    assert done.stderr.endswith("\n".join([*lines, ""]))
+    return parts(lines), done.stdout
 
 
-def test_a_run_that_finished_says_its_steps_losses_and_rate(tmp_path: Path) -> None:
-    found = run_loop(tmp_path, "finishes")
+@dataclass(frozen=True)
+class Finished:
+    folder: Path
+    summary: dict[str, str]
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("finished")
+    return Finished(folder, *run_loop(folder, "finishes"))
+
+
+def test_a_plain_loop_is_read_as_a_run_with_every_step_that_it_prints(finished: Finished) -> None:
+    printed = [tuple(map(float, line.split())) for line in finished.printed.splitlines()]
+    run = RunFolder(finished.folder / "run")
+    view = Follower(run).read_all()
+    assert view.steps.values("step") == [1, 2, 3, 4, 5]
+    columns = (view.steps.values(name) for name in ("loss", "lr"))
+    assert list(zip(*columns, strict=True)) == printed and len(printed) == 5
+    assert view.watched is not None and view.watched.optimizer == "AdamW"
+    assert {"forward", "backward", "optimizer"} <= view.phases.keys()
+    assert view.state(run.liveness()) == "completed"
+    # What the log does not hold is absent, and never 0.
+    assert view.steps.values("tokens") == [None] * 5 and view.total_steps is None
+    shown = engine_here("tail", run.path)
+    assert f"command: {sys.executable} {finished.folder / 'train.py'} finishes" in shown.stdout
+
+
+def test_a_run_that_finished_says_its_steps_losses_and_rate(finished: Finished) -> None:
+    found = finished.summary
     assert found["verdict"].startswith("run: finished (exit code 0); after 5 steps")
     assert "backward" in found["why"] and "waiting for data" in found["why"]
     for words in ("5 steps", "(median)", "rows/s", "loss", " -> ", "learning rate 0.01"):
         assert words in found["evidence"]
     assert "AdamW of 17 parameters on cpu" in found["evidence"]
     assert "tokens" not in found["evidence"], "nothing counted tokens"
-    assert found["next step"].endswith(f"apr-workbench {tmp_path / 'run'}")
-
-
-def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(tmp_path: Path) -> None:
-    found = run_loop(tmp_path, "waits")
-    assert found["why"].startswith("a step is waiting for data ")
-    assert found["next step"].startswith(MORE_WORKERS)
+    assert found["next step"].endswith(f"apr-workbench {finished.folder / 'run'}")
 
 
 def test_a_run_that_failed_names_its_exception_and_the_line_that_raised_it(tmp_path: Path) -> None:
-    found = run_loop(tmp_path, "raises")
+    found, _ = run_loop(tmp_path, "raises")
     assert found["verdict"].startswith("run: failed with exit code 1; after 5 steps")
     line = LOOP.splitlines().index('    raise ValueError("planted")') + 1
     where = f"{tmp_path / 'train.py'}:{line} in <module>"
@@ -109,16 +134,18 @@ def test_a_run_that_failed_names_its_exception_and_the_line_that_raised_it(tmp_p
 
 
 def test_a_run_that_was_killed_is_out_of_memory_only_with_proof(tmp_path: Path) -> None:
-    found = run_loop(tmp_path, "killed")
-    assert found["verdict"].startswith("run: ended by SIGKILL; after 5 steps")
+    watch(tmp_path, "sh", "-c", "kill -9 $$")
+    found = parts(summary_lines(RunFolder(tmp_path / "run")))
+    assert found["verdict"].startswith("run: ended by SIGKILL; seen from outside only")
     assert "SIGKILL" in found["why"] and "out of memory" not in found["verdict"]
-    assert found["next step"] == f"engine diagnose {tmp_path / 'run'}"
+    assert found["next step"] == LET_IN
 
 
 def test_a_script_that_never_stepped_is_told_from_one_without_a_probe(tmp_path: Path) -> None:
     for name in ("never", "outside"):
         (tmp_path / name).mkdir()
-    found = run_loop(tmp_path / "never", "never")
+    found, printed = run_loop(tmp_path / "never", "never")
+    assert printed == ""
     assert "ended with exit code 0; seen from outside only" in found["verdict"]
     assert found["why"] == NO_STEP
     # Exit code 70 is one of the engine's own; of a command it says nothing.
@@ -209,6 +236,25 @@ def test_a_loss_that_is_not_finite_is_named_with_its_first_step(run: RunFolder) 
     assert "the loss is not finite from step 4 on" in found["why"]
     assert "loss 1.0000 -> NaN" in found["evidence"]
     assert found["next step"].startswith("engine diagnose")
+
+
+def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(run: RunFolder) -> None:
+    phases = {"data": 0.5, "forward": 0.25, "backward": 0.125, "optimizer": 0.125, "rest": 0.0}
+    steps = [StepDone(step=n, step_s=1.0, data_s=0.5, phases=phases, rows=4) for n in (1, 2, 3)]
+    killed = ended(returncode=-9, state="KILLED", signal="SIGKILL")
+    found = write(run, steps, killed)
+    assert found["verdict"].startswith("run: ended by SIGKILL; after 3 steps")
+    assert "a step is waiting for data 50 %" in found["why"]
+    assert found["next step"] == f"engine diagnose {run.path}"
+    found = write(
+        create_run(
+            run.path.parent / "finished", "", {"spec": {}, "command": {"arguments": ["sh"]}}
+        ),
+        steps,
+        ended(returncode=0, state="COMPLETED", signal=None),
+    )
+    assert found["why"].startswith("a step is waiting for data 50 %, forward 25 %")
+    assert found["next step"].startswith(MORE_WORKERS)
 
 
 def test_a_gpu_says_only_the_seconds_that_the_script_waited(run: RunFolder) -> None:

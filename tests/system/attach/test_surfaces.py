@@ -4,8 +4,6 @@ does not apply."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from engine.log.events import Event, Phase, StepDone, TrainerExited, TrainerStar
 from engine.log.folder import RunFolder, create_run
 from engine.log.text import OTHERS_CHECKS, OTHERS_KERNELS, OTHERS_RESULT
 from engine.log.write import LogWriter
+from tests.support.running import engine_here
 from tests.support.screens import on_screen, press, text_of, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.notebook import Live
@@ -121,23 +120,17 @@ def test_two_of_them_are_compared_by_their_commands_and_unknown_numbers_are_abse
     assert "tokens - -" in words and "not finite - -" in words
 
 
-def engine(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "engine", *words], capture_output=True, text=True, timeout=LIMIT_S
-    )
-
-
 def test_commands_say_what_is_known_or_why_not(tmp_path: Path) -> None:
     run = str(make(tmp_path / "run").path)
-    tail = engine("tail", run)
+    tail = engine_here("tail", run)
     assert tail.returncode == 0 and "decisions" not in tail.stdout
     assert "command\n  command    /usr/bin/python train.py --lr=run" in tail.stdout
-    shown = json.loads(engine("tail", "--json", run).stdout)
+    shown = json.loads(engine_here("tail", "--json", run).stdout)
     assert shown["tokens_per_second"] is None and shown["last"]["tokens"] is None
-    said = engine("diagnose", "--all", run).stdout
+    said = engine_here("diagnose", "--all", run).stdout
     assert "the settings are the script's own" in said and "cannot be read" not in said
     page = tmp_path / "run.html"
-    assert engine("report", run, "--out", str(page)).returncode == 0
+    assert engine_here("report", run, "--out", str(page)).returncode == 0
     assert OTHERS_CHECKS in page.read_text() and "train.py --lr=run" in page.read_text()
 
 
@@ -154,7 +147,7 @@ def test_what_needs_settings_refuses_it_with_the_command_to_change(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     run = str(make(tmp_path / "run").path)
-    done = engine(*(run if word == "RUN" else word for word in words))
+    done = engine_here(*(run if word == "RUN" else word for word in words))
     assert done.returncode == 65
     assert "found a command that is watched, whose settings are its own" in done.stderr
     assert "engine watch -- /usr/bin/python train.py --lr=run" in done.stderr

@@ -35,10 +35,10 @@ if len(sys.argv) > 3:
 """
 SWEEP = """
 import subprocess, sys
-for words in (("0.1", "2"), ("0.2", "3", "too large"), ("0.3", "4")):
+for words in (("0.1", "2"), ("0.2", "3", "too large")):
     subprocess.run([sys.executable, "child.py", *words], stderr=subprocess.DEVNULL)
 import torch
-for rate in (0.4, 0.5):
+for rate in (0.3, 0.4):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     model(torch.ones(2, 4)).sum().backward()
@@ -61,9 +61,9 @@ def test_each_training_of_a_sweep_has_a_folder_and_an_end_of_its_own(tmp_path: P
         timeout=120,
     )
     assert done.returncode == 6
-    assert b"4 later trainings below it, each with a run of its own: lr-2" in done.stderr
+    assert b"3 later trainings below it, each with a run of its own: lr-2" in done.stderr
     runs = {run.name: run for run in find_runs(tmp_path / "runs")}
-    assert sorted(runs) == ["lr", "lr-2", "lr-3", "lr-4", "lr-5", "lr-6"]
+    assert sorted(runs) == ["lr", "lr-2", "lr-3", "lr-4", "lr-5"]
     found = {}
     for name in sorted(runs.keys() - {"lr-3"}):
         view = Follower(runs[name]).read_all()
@@ -76,9 +76,8 @@ def test_each_training_of_a_sweep_has_a_folder_and_an_end_of_its_own(tmp_path: P
     assert found == {
         "lr": (0.1, 2, "failed"),
         "lr-2": (0.2, 3, "failed"),
-        "lr-4": (0.3, 4, "completed"),
+        "lr-4": (0.3, 1, "completed"),
         "lr-5": (0.4, 1, "completed"),
-        "lr-6": (0.5, 1, "completed"),
     }
     (end,) = [e for e in LogReader(runs["lr-2"].events).poll() if isinstance(e, ScriptEnded)]
     assert (end.how, end.exception, end.message) == ("raised", "ValueError", "too large")
@@ -224,7 +223,8 @@ print("trained")
 """
 
 
-@pytest.mark.parametrize("quiet", [True, False])
+# With a summary at its end more is written, and read, where nothing can be.
+@pytest.mark.parametrize("quiet", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_a_full_disk_never_touches_the_command(tmp_path: Path, quiet: bool) -> None:
     (tmp_path / "train.py").write_text(FULL)
     words = [sys.executable, "-m", "engine", "watch", "--name", "run", *(["--quiet"] * quiet)]

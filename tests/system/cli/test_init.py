@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from engine.spec import load_spec
+from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit, tiny_config
-from tests.support.running import engine, engine_here, environment
+from tests.support.running import engine_here, environment
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +42,11 @@ def test_the_spec_that_it_writes_is_sound_and_trains(kit: Kit, here: Path, fresh
     assert len(text.splitlines()) < 25 and "#" in text
     checked = engine_here("distill", "first.toml", "--check-inputs")
     assert checked.returncode == 0, checked.stderr
-    sets = ("train.steps=2", "train.rows=2", "eval.rows=2", "compute.device=cpu")
-    words = [word for one in sets for word in ("--set", one)]
-    ran = engine("distill", "first.toml", *words, "--out", here / "run", cwd=here)
-    assert ran.returncode == 0, ran.stderr
-    assert (here / "run" / "student" / "model.safetensors").is_file()
+    sets = ("train.steps=2", "train.rows=2", "eval.rows=2")
+    sets += ("compute.device=cpu", "compute.threads=1")
+    run, code = carry_out(Path("first.toml"), here / "run", *sets)
+    assert code == 0
+    assert (run.student / "model.safetensors").is_file()
 
 
 def make_student(folder: Path, config: dict[str, object], kit: Kit) -> Path:

@@ -15,8 +15,9 @@ import pytest
 import zstandard
 
 from engine.spec import load_spec
+from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit
-from tests.support.running import engine, engine_here
+from tests.support.running import engine_here
 
 RECORDS = [{"body": f"def f{i}(x):\n    return x + {i}\n" * 20, "id": i} for i in range(40)]
 LINES = "".join(json.dumps(one) + "\n" for one in RECORDS).encode()
@@ -68,12 +69,11 @@ def test_a_run_on_parquet_trains_on_the_tokens_of_its_lines(kit: Kit, here: Path
     for name in ("a.jsonl", "*.parquet"):
         done = engine_here("init", *words(kit, name), "--columns", "body", "--force")
         assert done.returncode == 0, done.stderr
-        sets = ("train.steps=1", "train.rows=2", "eval.rows=2", "compute.device=cpu")
-        flags = [word for one in sets for word in ("--set", one)]
-        run = here / f"run-{len(name)}"
-        ran = engine("distill", "kd.toml", *flags, "--out", run, cwd=here)
-        assert ran.returncode == 0, ran.stderr
-        lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        sets = ("train.steps=1", "train.rows=2", "eval.rows=2")
+        sets += ("compute.device=cpu", "compute.threads=1")
+        run, code = carry_out(Path("kd.toml"), here / f"run-{len(name)}", *sets)
+        assert code == 0
+        lines = [json.loads(line) for line in run.events.read_text().splitlines()]
         hashes |= {line["train_sha256"] for line in lines if "train_sha256" in line}
     assert len(hashes) == 1
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from engine.data.chat_template import find_chat_template, template_of
@@ -13,11 +11,10 @@ from engine.data.tokens import tokenize
 from engine.demo.make_chats import COUNT, SEED, make_chats
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
-from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.spec import load_spec
-from tests.support.paths import DEMO, ROOT
-from tests.support.running import environment
+from tests.support.finished_runs import carry_out
+from tests.support.paths import DEMO
 from workbench.cli import demo_spec
 
 CHATS, CHAT = DEMO / "chats.jsonl", DEMO / "chat"
@@ -53,21 +50,12 @@ def test_the_teacher_brings_the_tokenizer_and_the_template() -> None:
 
 
 def test_a_short_run_learns_what_has_labels_and_leaves_the_template(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
     short = ("train.steps=24", "train.rows=2", "train.warmup_steps=4", "eval.every=0")
     # The checks of the first minute take longer than these steps.
     short += ("eval.rows=4", "compute.threads=1", "compute.device=cpu", "checks.enabled=false")
-    sets = [word for one in short for word in ("--set", one)]
-    done = subprocess.run(
-        [sys.executable, "-m", "workbench", "demo", "--chat", *sets, "--out", str(run.path)],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    # `apr-workbench demo --chat` starts this spec (tests/system/workbench/test_cli.py).
+    run, code = carry_out(demo_spec(chat=True), tmp_path / "run", *short)
+    assert code == 0
     view = Follower(run).read_all()
     spec, _ = load_spec(demo_spec(chat=True), [])
     corpus = open_corpus(spec.data.corpus, heldout_fraction=spec.data.heldout_fraction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -50,6 +51,7 @@ def functions_of(module: ModuleType) -> list[JITFunction]:
     ]
 
 
+@functools.cache  # asked for each kernel when this file is collected
 def some_variants(arch: int) -> tuple[Variant, ...]:
     """One of each function, writing bf16 where one of its variants does: what a quick look compiles."""
     found: dict[Any, Variant] = {}

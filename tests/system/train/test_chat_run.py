@@ -11,12 +11,12 @@ from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
 from engine.formats.tokenizer import open_tokenizer
-from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.text import event_text
 from tests.support.chats import CHATML, conversations, make_tokenizer
+from tests.support.finished_runs import carry_out
 from tests.support.kit import tiny_config
-from tests.support.running import engine, engine_here
+from tests.support.running import engine_here
 
 SEQ_LEN, ROWS, STEPS = 64, 4, 12
 
@@ -64,9 +64,8 @@ threads = 1
 def test_a_run_trains_on_what_the_assistant_wrote_and_says_so(spec: Path, tmp_path: Path) -> None:
     checked = engine_here("distill", spec, "--check-inputs")
     assert checked.returncode == 0, checked.stderr
-    run = RunFolder(tmp_path / "run")
-    done = engine("distill", spec, "--out", run.path)
-    assert done.returncode == 0, done.stderr
+    run, code = carry_out(spec, tmp_path / "run")
+    assert code == 0
     view = Follower(run).read_all()
     template = CHATML.template()
     tokenizer = open_tokenizer(tmp_path / "tokenizer")
@@ -101,17 +100,9 @@ def test_a_run_trains_on_what_the_assistant_wrote_and_says_so(spec: Path, tmp_pa
 def test_a_run_on_whole_conversations_says_how_much_is_padding_and_passes_its_checks(
     spec: Path, tmp_path: Path, packing: str
 ) -> None:
-    run = RunFolder(tmp_path / "run")
-    sets = (
-        "--set",
-        f"data.packing={packing}",
-        "--set",
-        "data.seq_len=128",
-        "--set",
-        "train.steps=4",
-    )
-    done = engine("distill", spec, *sets, "--out", run.path)
-    assert done.returncode == 0, done.stderr
+    sets = (f"data.packing={packing}", "data.seq_len=128", "train.steps=4")
+    run, code = carry_out(spec, tmp_path / "run", *sets)
+    assert code == 0
     view = Follower(run).read_all()
     assert view.data is not None and view.data.padding > 0
     assert "of the places in rows are padding" in event_text(view.data)

@@ -29,7 +29,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    lines = [json.dumps(record) for record in conversations()]
+    # Every 60 of them, the kinds come again.
+    lines = [json.dumps(record) for record in conversations(100)]
     # Beside conversations a file may have texts.
     lines += [json.dumps({"text": f"a text of its own, number {n}"}) for n in range(20)]
     path.write_text("\n".join(lines) + "\n")
@@ -50,8 +51,8 @@ def test_labels_of_all_rows_are_what_the_assistants_wrote(
     corpus: Corpus, tokenizer: Tokenizer, style: Style, turns: str
 ) -> None:
     which = "last" if turns == "last" else "all"
-    documents = corpus.train.documents
-    stream = tokenize(documents, tokenizer, template=style.template(), turns=which)
+    documents, template = corpus.train.documents, style.template()
+    stream = tokenize(documents, tokenizer, template=template, turns=which)
     labels, places = labels_of(stream)
     found: dict[int, list[int]] = {}
     for label, place in zip(labels, places, strict=True):
@@ -66,7 +67,7 @@ def test_labels_of_all_rows_are_what_the_assistants_wrote(
             assert found[number][:-1] == list(tokenizer.encode_documents([document.text])[0])[1:]
             continue
         conversation = read_conversation(json.loads(document.text), document.name)
-        (chat,) = encode_chats([conversation], tokenizer, style.template(), turns=which)
+        (chat,) = encode_chats([conversation], tokenizer, template, turns=which)
         assert isinstance(chat, Chat)
         # The first token of a document is not predicted, and every other one that is labelled is.
         assert found[number] == chat.ids[chat.labelled].tolist()
