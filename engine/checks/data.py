@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
-from engine.data.tokens import TokenStream
+from engine.data.tokens import READ_AT_ONCE, TokenStream
 
 LOOKED_AT = 4
 """Number of steps whose rows are checked."""
@@ -196,8 +196,13 @@ def _digests(stream: TokenStream, wanted: NDArray[np.bool_]) -> Iterator[bytes]:
     wanted = wanted & (stream.lengths > 1)
     if stream.padding is not None:
         wanted &= ~stream.padding
+    read = 0
     for index in np.flatnonzero(wanted):
         tokens = stream.tokens[stream.starts[index] : stream.starts[index + 1]]
+        read += len(tokens)
+        if read > READ_AT_ONCE:
+            stream.release()
+            read = 0
         yield hashlib.sha256(np.ascontiguousarray(tokens, dtype="<u4").data).digest()
 
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.tokens import TokenStream
+from engine.data.tokens import READ_AT_ONCE, TokenStream
 from engine.errors import CorpusError
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a position that predicts nothing."""
-
-LOOKED_AT_TOKENS = 1 << 22
-"""Labels that are looked at at a time."""
 
 Int64Array = NDArray[np.int64]
 
@@ -178,7 +175,7 @@ def labelled_rows(stream: TokenStream, seq_len: int, what: str) -> Int64Array:
     if stream.labelled is None:
         return np.arange(rows, dtype=np.int64)
     parts = []
-    at_once = max(1, LOOKED_AT_TOKENS // seq_len)
+    at_once = max(1, READ_AT_ONCE // seq_len)
     for first in range(0, rows, at_once):
         begin, end = first * seq_len, min(rows, first + at_once) * seq_len
         has_label = np.zeros(end - begin, dtype=np.bool_)
@@ -188,6 +185,7 @@ def labelled_rows(stream: TokenStream, seq_len: int, what: str) -> Int64Array:
         low, high = np.searchsorted(stream.starts, (begin + 1, end + 1))
         has_label[stream.starts[low:high] - 1 - begin] = False
         parts.append(first + np.flatnonzero(has_label.reshape(-1, seq_len).any(1)))
+        stream.release()
     found = np.concatenate(parts)
     if not len(found):
         raise CorpusError.expected(
@@ -222,9 +220,11 @@ def gather_rows(stream: TokenStream, seq_len: int, row_ids: Int64Array) -> Batch
     next_BT = np.minimum(places_BT + 1, len(stream) - 1)
     if stream.labelled is not None:
         predicts_BT &= stream.labelled[next_BT]
-    return Batch(
+    batch = Batch(
         tokens_BT=stream.tokens[places_BT].astype(np.int64),
         documents_BT=documents_BT,
         labels_BT=np.where(predicts_BT, stream.tokens[next_BT].astype(np.int64), IGNORED),
         row_ids=row_ids,
     )
+    stream.release()
+    return batch

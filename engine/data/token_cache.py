@@ -28,6 +28,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -468,14 +469,18 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
 
 def _stream(folder: Path, side: str, manifest: dict[str, Any]) -> TokenStream:
     about = manifest["streams"][side]
+    maps: list[mmap.mmap] = []
 
     def mapped(what: str, dtype: str) -> Any:
         path = folder / f"{side}.{what}"
         if path.name not in manifest["files"]:
             return None
         # An empty file cannot be mapped.
-        size = manifest["files"][path.name][0]
-        return np.asarray(np.memmap(path, dtype, "r")) if size else np.empty(0, dtype)
+        if not manifest["files"][path.name][0]:
+            return np.frombuffer(b"", dtype)
+        with open_regular(path, "tokens", error=CorpusError) as file:
+            maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return np.frombuffer(maps[-1], dtype)
 
     return TokenStream(
         tokens=mapped("tokens", np.dtype(about["dtype"]).newbyteorder("<").str),
@@ -485,6 +490,7 @@ def _stream(folder: Path, side: str, manifest: dict[str, Any]) -> TokenStream:
         padding=mapped("padding", "bool"),
         left_out=tuple(LeftOut(**one) for one in about["left_out"]),
         last_turn_only=about["last_turn_only"],
+        maps=tuple(maps),
     )
 
 

@@ -14,6 +14,7 @@ and only what the assistant wrote is to be predicted. One that the template cann
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,8 @@ from engine.formats.tokenizer import Tokenizer
 
 BATCH_BYTES = 1 << 20
 """Text that is tokenized at a time; with its tokens as Python integers it takes some twenty times as much."""
+READ_AT_ONCE = 1 << 22
+"""Tokens or labels that are looked at before the memory of a file is given back."""
 _HASHED_AT_ONCE = 1 << 20
 """Tokens that are widened for the hash at a time."""
 
@@ -56,6 +59,25 @@ class TokenStream:
     """Conversations of which not all turns could be proved, so that only the last is labelled."""
     padding: NDArray[np.bool_] | None = None
     """Whether each document only fills a row (`engine.data.packing`), shape (D,); None: none does."""
+    maps: tuple[mmap.mmap, ...] = ()
+    """The files that the arrays are, if they are files."""
+
+    def release(self) -> None:
+        """Give back the memory of what was read from files. Without it all of a corpus would count as resident once
+        its rows have been taken; the next read has it from the page cache."""
+        for one in self.maps:
+            one.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def labelled_count(self) -> int:
+        """Tokens that are to be predicted; of text all tokens."""
+        if self.labelled is None:
+            return len(self)
+        count = 0
+        for first in range(0, len(self), READ_AT_ONCE):
+            count += int(np.count_nonzero(self.labelled[first : first + READ_AT_ONCE]))
+            self.release()
+        return count
 
     @property
     def lengths(self) -> NDArray[np.int64]:

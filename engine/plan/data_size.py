@@ -165,6 +165,4 @@ class _Sample:
 
 
 def _share(stream: TokenStream) -> float | None:
-    return (
-        None if stream.labelled is None else int(stream.labelled.sum()) / max(1, stream.token_count)
-    )
+    return None if stream.labelled is None else stream.labelled_count / max(1, stream.token_count)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from engine.checks.check import Result
@@ -101,7 +100,7 @@ def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
         heldout_sha256=held.sha256,
         skipped_files=tokens.skipped,
         epoch_rows=rows,
-        labelled_tokens=None if train.labelled is None else int(np.count_nonzero(train.labelled)),
+        labelled_tokens=None if train.labelled is None else train.labelled_count,
         padding=len(train) - train.token_count,
         left_out=dict(left_out.most_common(REASONS)),
         last_turn_only=train.last_turn_only + held.last_turn_only,
