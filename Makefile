@@ -2,7 +2,7 @@
 # make demo-watch   somebody's script on the Trainer of transformers, watched
 # make test   the whole suite               make check   format, lint, types, import layers
 # make contracts   run what the contracts promise, then plant each bug and see it caught
-# make ci     what .ci/run runs: check, current-docs, promises, a short run, test, a drill of each family
+# make ci     what .ci/run runs: check, current-docs, promises, a short run, test, a drill of each kind
 # make perf   what asserts times, alone     make soak   the long proofs, to the end, with a list of what failed
 # make frameworks   `engine watch` on scripts of Transformers, TRL, Lightning, Accelerate, and of two ranks; labels beside TRL's
 # All make .venv first, at the versions in constraints.txt.

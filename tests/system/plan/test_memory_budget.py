@@ -106,11 +106,15 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._at_most = 0
+        """Bytes of the storages in `_alive`, of which some may be gone."""
         self.peak = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
+        _, before = self._alive.get(storage._cdata, (None, 0))
         self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._at_most += storage.nbytes() - before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -119,8 +123,11 @@ class LiveBytes(TorchDispatchMode):
         for value in out if isinstance(out, tuple | list) else (out,):
             if isinstance(value, torch.Tensor):
                 self.add(value)
-        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        # Asking each storage whether it is alive takes longer than an operation.
+        if self._at_most > self.peak:
+            self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
+            self._at_most = sum(size for _, size in self._alive.values())
+            self.peak = max(self.peak, self._at_most)
         return out
 
 
