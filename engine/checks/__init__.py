@@ -6,7 +6,6 @@ the data are bit for bit what they would be without it.
 
     before the models run
       vocabulary_by_bytes        a token id that means one token to the teacher and another to the student
-      labels_are_next_tokens     labels unshifted, shifted twice, or across a document's end
       batch_not_degenerate       one token repeated, the same row everywhere, a loader that is stuck
       padding_not_trained        padding with labels, which teaches the student to produce padding
       split_disjoint             held-out text that is trained on
@@ -27,18 +26,18 @@ the data are bit for bit what they would be without it.
                                  a teacher whose outputs fp8 changes more than 4-bit weights would
       teacher_not_student        the same model on both sides
       nan_not_masked             NaN logits that give a finite loss
-      ignored_rows_have_no_part  a row without a label that changes the loss or gets a gradient
-      loss_invariants            a KL that is negative, or not zero for a model and itself, or that changes with
-                                 a constant added to all logits
-      loss_gradient              a gradient that is not the logged loss's: T^2 missing, a wrong denominator
-      gradient_above_rounding    a loss head whose rounding hides the gradient when the student is close to the
-                                 teacher
-      rows_in_update             rows in the loss that are not in the update: the last row only, a denominator for
-                                 each pass of an accumulated step
+    of a real step: the first of a session, some later ones, the last (engine/audit)
+      step_rows                  rows that are not the corpus's, or are met twice
+      step_labels                labels that are missing, shifted, or stand where none belongs
+      step_teacher               a teacher that computes something else in the step than its weights say
+      step_student               a student that does
+      step_loss_parts            tokens left out of the loss, another temperature or divergence
+      step_loss                  another weight of the teacher
+      step_gradients             gradients of another objective than the logged one, rows or passes left out
+      step_clipping              a norm that is not that of the gradients
+      step_moments               other betas, another clipping, gradients that the optimizer does not see
+      step_weights               another rate or decay; a part of the student that is not trained
     in the first steps
-      tensors_moved              a frozen embedding, a tensor that the optimizer does not hold, a teacher that
-                                 changes
-      effective_learning_rate    a learning rate that never reached the optimizer
       memory_as_planned          a memory plan that differs from the measurement
       no_late_compile            a step that waited for a compiler
     at the first checkpoint
@@ -51,8 +50,8 @@ What they are, what a failure means and what to do is in `catalogue.py`, which n
     check.py, catalogue.py     the types, the catalogue       no torch
     context.py                 what a check may look at
     runner.py                  when each check runs, and the guarantee that it changes nothing
-    data.py settings.py vocabulary.py weights.py forward.py (against reference.py) teacher.py
-    objective.py gradients.py updates.py checkpoint.py resources.py      the checks
+    data.py settings.py vocabulary.py weights.py forward.py teacher.py objective.py checkpoint.py
+    resources.py               the checks
     logits.py                  cross entropies that several of them use
 
 Not covered: whether config.json is right. A wrong norm eps or rotary base in the file defines the model

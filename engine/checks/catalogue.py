@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 
+from engine.audit.stages import STAGES
 from engine.checks.check import About, When
 from engine.errors import SpecError
 
@@ -15,14 +16,6 @@ CATALOGUE: tuple[About, ...] = (
         question="Is every id the same token to the teacher, to the student and in the training text?",
         means="Probabilities are compared id by id, so the student is taught another word than the teacher meant.",
         remedy="Take teacher and student of one family, and the tokenizer that belongs to them.",
-        when=When.BEFORE,
-        stops=True,
-    ),
-    About(
-        id="labels_are_next_tokens",
-        question="Is every label the next token of the same document, and is there none across its end?",
-        means="The student learns to repeat its input, to skip a token, or to predict an unrelated document.",
-        remedy="Shift labels exactly once, where the rows are made (engine.data.batches).",
         when=When.BEFORE,
         stops=True,
     ),
@@ -154,66 +147,7 @@ CATALOGUE: tuple[About, ...] = (
         when=When.AT_START,
         stops=True,
     ),
-    About(
-        id="ignored_rows_have_no_part",
-        question="Do rows without a label leave the loss as it is and get no gradient?",
-        means="Padding, prompts or the ends of documents are trained on.",
-        remedy="Drop rows labelled -100 before any arithmetic.",
-        when=When.AT_START,
-        stops=True,
-    ),
-    About(
-        id="loss_invariants",
-        question="Is the KL at least zero, zero for a model and itself, and unmoved by a constant on all logits?",
-        means="The logged loss is not the objective: an entropy is missing, ids are padded, or a sum is too narrow.",
-        remedy="Compare the loss with engine.loss.reference.reference_loss.",
-        when=When.AT_START,
-        stops=True,
-        again=True,
-    ),
-    About(
-        id="loss_gradient",
-        question="Is the gradient that of the logged loss, by finite differences?",
-        means="The run descends another objective than the one it logs: T^2 or a denominator is missing.",
-        remedy="Compare the gradient with that of engine.loss.reference.reference_loss.",
-        when=When.AT_START,
-        stops=True,
-        again=True,
-    ),
-    About(
-        id="gradient_above_rounding",
-        question="Is what rounding does to the loss's gradient small beside the gradient?",
-        means="Teacher and student are so near, or the arithmetic so coarse, that the student follows rounding.",
-        remedy="Take student.precision=fp32, or loss.kernel=eager to see whether a kernel rounds too much.",
-        when=When.AT_START,
-        stops=False,
-        again=True,
-    ),
-    About(
-        id="rows_in_update",
-        question="Is the gradient of a step the weighted mean of the gradients of its rows, as its loss is?",
-        means="Rows are counted in the loss and not trained on, or passes are weighted wrongly.",
-        remedy="Use one denominator, the labelled tokens of the whole step, and train on every row.",
-        when=When.AT_START,
-        stops=True,
-        again=True,
-    ),
-    About(
-        id="tensors_moved",
-        question="Did the first updates move every tensor of the student, and none of the teacher?",
-        means="Part of the student is frozen or forgotten by the optimizer, or the teacher is being trained.",
-        remedy="Give the optimizer every parameter, and nothing of the teacher.",
-        when=When.FIRST_STEPS,
-        stops=True,
-    ),
-    About(
-        id="effective_learning_rate",
-        question="Is the learning rate in the optimizer, and in the size of its updates, the spec's?",
-        means="The recorded rate is not the one that trains; results cannot be compared or repeated.",
-        remedy="Set the rate on the optimizer's own groups at every step.",
-        when=When.FIRST_STEPS,
-        stops=True,
-    ),
+    *STAGES,
     About(
         id="memory_as_planned",
         question="Is the measured peak of memory near the one that was planned?",
@@ -250,13 +184,29 @@ CATALOGUE: tuple[About, ...] = (
 
 ABOUT = {about.id: about for about in CATALOGUE}
 
+RETIRED = {
+    "labels_are_next_tokens": "step_labels",
+    "ignored_rows_have_no_part": "step_gradients",
+    "loss_invariants": "step_loss_parts",
+    "loss_gradient": "step_gradients",
+    "gradient_above_rounding": "step_gradients",
+    "rows_in_update": "step_gradients",
+    "tensors_moved": "step_weights",
+    "effective_learning_rate": "step_weights",
+}
+"""Checks that runs of earlier versions have results of, each with the stage that asks its question now."""
+
 
 def skipped_ids(text: str) -> frozenset[str]:
     """Return the ids in a `checks.skip` setting. Raises SpecError for one that names no check."""
     ids = [part.strip() for part in text.split(",") if part.strip()]
     problems = []
     for name in ids:
-        if name not in ABOUT:
+        if name in RETIRED:
+            problems.append(
+                f"checks.skip: expected ids of checks, found {name!r}, which is now {RETIRED[name]}"
+            )
+        elif name not in ABOUT:
             near = difflib.get_close_matches(name, ABOUT, n=1)
             did_you_mean = f"; did you mean {near[0]}?" if near else ""
             problems.append(f"checks.skip: expected ids of checks, found {name!r}{did_you_mean}")

@@ -21,6 +21,8 @@ class When(Enum):
     """Before the first step of a session."""
     FIRST_STEPS = "first_steps"
     """After one of the first steps, as soon as there is a result."""
+    AT_STEP = "at_step"
+    """Of a step that is audited: the first of a session, some later ones, the last."""
     AT_CHECKPOINT = "at_checkpoint"
     """After the first checkpoint of a session."""
     ALWAYS = "always"
@@ -40,8 +42,6 @@ class About:
     when: When
     stops: bool
     """Whether a failure makes the run worthless; the run is then stopped, unless checks.on_fail is report."""
-    again: bool = False
-    """Whether the check also runs again during training (`engine.checks.runner`)."""
 
 
 @dataclass(frozen=True, slots=True)

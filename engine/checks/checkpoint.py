@@ -26,16 +26,28 @@ from torch import Tensor
 from engine import limits
 from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
-from engine.checks.updates import Sample
 from engine.errors import BadInput, EngineError
 from engine.files import read_json
 from engine.formats.open import open_weights
 from engine.models.decoder import Decoder
 from engine.models.load import empty_decoder
 from engine.runtime.parts import read_parts
+from engine.runtime.ranks import own_part
 from engine.units import format_bytes
 
 ROWS = 2
+SAMPLED = 1024
+
+
+class Sample:
+    """Some numbers of a tensor (of this rank's part of a sharded one), evenly spread, as they were."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._every = max(1, own_part(tensor).numel() // SAMPLED)
+        self.before = self.of(tensor).clone()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return own_part(tensor.detach()).reshape(-1)[:: self._every]
 
 
 class CheckpointReloads:

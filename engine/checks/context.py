@@ -79,18 +79,12 @@ class Context:
     """Tokenizers by their owner; None for an unknown one."""
 
     objective: Objective
-    gradients: Callable[[Sequence[Batch]], float]
-    """Runs one optimizer step over these micro-batches without its update. Returns the loss it would log,
-    and leaves its gradients, before clipping, in the student's `.grad`.
-    """
     evaluate: Callable[[Callable[[Tensor, Tensor], Tensor], Head, Sequence[Batch]], float]
     """Returns the held-out loss of hidden states and a head on some batches."""
     learning_rate: Callable[[int], float]
     """Returns the spec's learning rate for a step, counted from 0."""
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
     """The autocast context of the student's training steps."""
-    whole_rows: bool = False
-    """Whether the teacher only has outputs for full rows: for a shortened row, nothing is stored."""
     memory: Callable[[], Memory | None]
     """Returns None when no memory was planned."""
     late_compiles: Callable[[], Sequence[str]]

@@ -53,56 +53,6 @@ def next_rows(context: Context) -> Batch:
     return context.batches.take(context.position, min(rows, max(MOST_ROWS, train.rows)))
 
 
-def labels_are_next_tokens(context: Context) -> Answer:
-    batch = next_rows(context)
-    tokens_BT, labels_BT = batch.tokens_BT[:, :-1], batch.labels_BT[:, :-1]
-    next_BT = batch.tokens_BT[:, 1:]
-    inside_BT = batch.documents_BT[:, :-1] == batch.documents_BT[:, 1:]
-    labelled_BT = labels_BT != IGNORED
-    wrong = int((labelled_BT & inside_BT & (labels_BT != next_BT)).sum())
-    crossing = int((labelled_BT & ~inside_BT).sum())
-    left_out = int((~labelled_BT & inside_BT).sum())
-    labelled = int(labelled_BT.sum())
-    copies = int((labelled_BT & (labels_BT == tokens_BT)).sum())
-    others, missing = _against_mask(context, batch)
-    left_out = left_out if context.train_stream.labelled is None else missing
-    numbers = Numbers(
-        labelled=labelled, wrong=wrong, crossing=crossing, left_out=left_out, not_assistant=others
-    )
-    if others or (missing and context.train_stream.labelled is not None):
-        return numbers.failed(
-            f"{others:,} labels stand on what the assistant did not write, {missing:,} of what it wrote have none"
-        )
-    if wrong:
-        copied = (
-            f"; {copies / labelled:.0%} are the token itself: not shifted"
-            if copies > labelled / 2
-            else ""
-        )
-        return numbers.failed(f"{wrong:,} of {labelled:,} labels are not the next token{copied}")
-    if crossing:
-        return numbers.failed(
-            f"{crossing:,} labels stand across the end of a document and predict another's first token"
-        )
-    if not labelled:
-        return numbers.failed("no row has a label: there is nothing to train on")
-    return numbers.passed(f"{labelled:,} labels are the next token of their document")
-
-
-def _against_mask(context: Context, batch: Batch) -> tuple[int, int]:
-    """Return how many labels predict what is not to be predicted, and how many tokens that are have no label; both 0
-    where all tokens are."""
-    stream = context.train_stream
-    if stream.labelled is None:
-        return 0, 0
-    seq_len = batch.tokens_BT.shape[1]
-    places_BT = batch.row_ids[:, None] * seq_len + np.arange(1, seq_len)
-    inside_BT = batch.documents_BT[:, :-1] == batch.documents_BT[:, 1:]
-    wanted_BT = stream.labelled[places_BT] & inside_BT
-    labelled_BT = batch.labels_BT[:, :-1] != IGNORED
-    return int((labelled_BT & ~wanted_BT).sum()), int((wanted_BT & ~labelled_BT).sum())
-
-
 def batch_not_degenerate(context: Context) -> Answer:
     batch = next_rows(context)
     tokens_BT = batch.tokens_BT

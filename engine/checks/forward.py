@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.audit.reference import HEAD_ROWS, forward
 from engine.checks.check import Answer, Numbers, failed
 from engine.checks.context import Context
 from engine.checks.logits import Hidden
-from engine.checks.reference import reference_logits
+from engine.checks.weights import held, rows_of, shape_of, weights_of
 from engine.models.decoder import Decoder, RMSNorm
 from engine.models.head import Head, logits_of
 from engine.models.packed import head_of
@@ -191,7 +192,7 @@ def forward_is_the_model(context: Context) -> Answer:
             )
         hidden_ND = side.hidden(tokens_BT, documents_BT).flatten(0, 1)
         logits_NV = logits_of(hidden_ND, side.head, config.vocab_size).float()
-        wanted_NV = reference_logits(side.decoder, tokens_BT, documents_BT).flatten(0, 1)
+        wanted_NV = plain_logits(side.decoder, tokens_BT, documents_BT)
         # A constant added to all logits of a token makes no difference.
         logits_NV -= logits_NV.mean(dim=1, keepdim=True)
         wanted_NV -= wanted_NV.mean(dim=1, keepdim=True)
@@ -225,6 +226,19 @@ def forward_is_the_model(context: Context) -> Answer:
             if f"{whose}_error" in numbers
         )
     )
+
+
+def plain_logits(decoder: Decoder, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+    """Return the logits (N, V) of the audit's reference with the decoder's weights."""
+    weight = weights_of(decoder)
+    hidden_ND = forward(shape_of(decoder.config), weight, tokens_BT, documents_BT).hidden_ND
+    head = held(decoder, "head.weight")
+    count = head.shape[0]
+    parts = [
+        hidden_ND @ rows_of(head, first, min(HEAD_ROWS, count - first)).T
+        for first in range(0, count, HEAD_ROWS)
+    ]
+    return torch.cat(parts, dim=1)
 
 
 def _worst_eps(decoder: Decoder) -> float:

@@ -2,8 +2,7 @@
 
     checks = Checks(spec)
     for result in checks.before_training(context): ...     before the first step of a session
-    for result in checks.after_step(step): ...             after each step: checks that wait for a step, and
-                                                           now and then repeated ones (`Again`)
+    for result in checks.after_step(step): ...             after each step: checks that wait for one
     for result in checks.at_checkpoint(path, step): ...    after each save; the first one is checked
     checks.ends_run(result)                                whether to stop
 
@@ -13,17 +12,6 @@ the run, and must not count as passed.
 Invariant: weights, gradients, the optimizer, the modes of the models and the random number generators are
 the same before and after; data is read at positions and never advanced. `undisturbed` restores what a
 check uses, and tests compare runs with and without checks bit by bit.
-
-A defect may appear later than the first step, so some checks run again during training:
-
-    checks.every = N    after every N-th step
-    checks.every = 0    on a CPU, as soon as the elapsed time makes their cost at most SHARE of it; never on a
-                        GPU, where they would drain the queue of launched work
-    checks.every = -1   never
-
-The decision is made one step ahead and then holds, because otherwise a step launched early could change
-the weights before the checks see them. They never run again with several GPUs: with a sharded student
-they would be collectives, and the ranks may not decide on the same step.
 """
 
 from __future__ import annotations
@@ -44,7 +32,6 @@ from engine.checks.checkpoint import CheckpointReloads
 from engine.checks.context import Context
 from engine.checks.data import (
     batch_not_degenerate,
-    labels_are_next_tokens,
     padding_not_trained,
     split_disjoint,
 )
@@ -54,12 +41,7 @@ from engine.checks.forward import (
     forward_is_the_model,
     positions_matter,
 )
-from engine.checks.gradients import loss_gradient, nan_not_masked, rows_in_update
-from engine.checks.objective import (
-    gradient_above_rounding,
-    ignored_rows_have_no_part,
-    loss_invariants,
-)
+from engine.checks.objective import nan_not_masked
 from engine.checks.resources import MemoryAsPlanned, NoLateCompile
 from engine.checks.settings import effective_settings, resume_continues
 from engine.checks.teacher import (
@@ -70,14 +52,12 @@ from engine.checks.teacher import (
     teacher_knows_text,
     teacher_not_student,
 )
-from engine.checks.updates import EffectiveLearningRate, TensorsMoved
 from engine.checks.vocabulary import vocabulary_by_bytes
 from engine.checks.weights import weights_alive
 from engine.log.events import StepDone
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
-from engine.verdict import Level
 
 
 class Watch(Protocol):
@@ -94,7 +74,6 @@ class Reread(Protocol):
 
 AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "vocabulary_by_bytes": vocabulary_by_bytes,
-    "labels_are_next_tokens": labels_are_next_tokens,
     "batch_not_degenerate": batch_not_degenerate,
     "padding_not_trained": padding_not_trained,
     "split_disjoint": split_disjoint,
@@ -111,15 +90,8 @@ AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "teacher_fp8_within_noise_floor": teacher_fp8_within_noise_floor,
     "teacher_not_student": teacher_not_student,
     "nan_not_masked": nan_not_masked,
-    "ignored_rows_have_no_part": ignored_rows_have_no_part,
-    "loss_invariants": loss_invariants,
-    "loss_gradient": loss_gradient,
-    "gradient_above_rounding": gradient_above_rounding,
-    "rows_in_update": rows_in_update,
 }
 WATCHES: dict[str, Callable[[Context], Watch]] = {
-    "tensors_moved": TensorsMoved,
-    "effective_learning_rate": EffectiveLearningRate,
     "memory_as_planned": MemoryAsPlanned,
     "no_late_compile": NoLateCompile,
 }
@@ -129,83 +101,27 @@ REREADS: dict[str, Callable[[Context], Reread]] = {
 }
 
 
-SHARE = 0.005
-"""Largest share of the time since the first step for repeated checks when checks.every is 0."""
-
-
-class Again:
-    """Decides after which steps checks are repeated."""
-
-    def __init__(
-        self, spec: RunSpec, device: str, *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        """`device` is a torch device type; `clock` returns seconds."""
-        alone = spec.compute.gpus == 1
-        self._every = spec.checks.every if alone else -1
-        if self._every == 0 and device != "cpu":
-            self._every = -1
-        self._clock = clock
-        self._begun_s: float | None = None
-        self._spent_s = 0.0
-        self._next_s = 0.0
-        self.after: int | None = None
-        """The step after which checks are repeated; None while that is undecided."""
-
-    def expects(self, cost_s: float) -> None:
-        """Set the expected cost of running all of them, from the last time they ran."""
-        self._next_s = cost_s
-
-    def spent(self, cost_s: float) -> None:
-        """Record that they ran, and for how long."""
-        self.after = None
-        self._spent_s += cost_s
-        self._next_s = cost_s
-
-    def decide(self, done: int) -> None:
-        """Decide, after step `done`, whether to repeat the checks after the next one."""
-        now_s = self._clock()
-        if self._begun_s is None:
-            self._begun_s = now_s
-        if self._every > 0:
-            due = (done + 1) % self._every == 0
-        else:
-            spent_s = self._spent_s + self._next_s
-            due = self._every == 0 and spent_s <= SHARE * (now_s - self._begun_s)
-        if due:
-            self.after = done + 1
-
-
 class Checks:
     """The checks of one session. Raises SpecError for a `checks.skip` that names no check."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self.spec, self._run_spec = spec.checks, spec
+        self.spec = spec.checks
         self._skipped = skipped_ids(spec.checks.skip)
         self._context: Context | None = None
         self._watches: dict[str, Watch] = {}
         self._rereads: dict[str, Reread] = {}
-        self._answered: list[str] = []
-        """The repeatable checks that gave a result before training."""
-        self._again: Again | None = None
 
     def before_training(self, context: Context) -> Iterator[Result]:
         """Run every check that needs no step, in the order of the catalogue; prepare the others."""
         self._context = context
-        self._again = Again(self._run_spec, context.device.type)
-        cost_s = 0.0
         for about in CATALOGUE:
             if not self.spec.enabled or about.id in self._skipped:
                 why = "checks.skip" if self.spec.enabled else "checks.enabled=false"
                 yield _result(about, unknown(f"skipped by {why}"), 0.0, context.step)
             elif about.id in AT_ONCE:
-                for result in self._ask(about, context.step, AT_ONCE[about.id]):
-                    if about.again and result.verdict.level is not Level.UNKNOWN:
-                        self._answered.append(about.id)
-                        cost_s += result.cost_s
-                    yield result
-            else:
+                yield from self._ask(about, context.step, AT_ONCE[about.id])
+            elif about.when is not When.AT_STEP:
                 yield from self._prepare(about, context)
-        self._again.expects(cost_s)
 
     def look_at(self, context: Context) -> None:
         """Continue with other objects of the same run, whose student was sharded over several GPUs.
@@ -224,30 +140,6 @@ class Checks:
                 if about.when is not When.ALWAYS:
                     self._watches.pop(name, None)
                 yield result
-        if self._again is None or not self._answered:
-            return
-        if self._again.after == step.step:
-            yield from self._ask_again(step)
-        self._again.decide(step.step)
-
-    def _ask_again(self, step: StepDone) -> Iterator[Result]:
-        """Run the repeatable checks on the rows of the next step, with the weights that `step` left."""
-        assert self._context is not None and self._again is not None, "before_training comes first"
-        assert step.position is not None, "a step of ours"
-        context = dataclasses.replace(self._context, step=step.step, position=step.position)
-        cost_s = 0.0
-        for name in self._answered:
-            for result in self._ask(ABOUT[name], step.step, AT_ONCE[name], context):
-                cost_s += result.cost_s
-                yield result
-        self._again.spent(cost_s)
-
-    @property
-    def looks_at_weights(self) -> bool:
-        """Whether a check needs the weights as the next step leaves them."""
-        if self._again is not None and self._again.after is not None:
-            return True
-        return any(ABOUT[name].when is not When.ALWAYS for name in self._watches)
 
     def at_checkpoint(
         self, path: Path, step: int, student: Decoder | None = None

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from engine.audit.reference import Shape, Stretch, Weight
 from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.names import hf_names
 from engine.models.packed import stored_tensor
@@ -47,6 +49,45 @@ def whole(decoder: Decoder, name: str) -> Tensor:
     """Return a tensor in fp32."""
     stored = held(decoder, name)
     return rows_of(stored, 0, stored.shape[0])
+
+
+def weights_of(decoder: Decoder) -> Weight:
+    """Return the weights of a decoder for the references of the audit."""
+
+    def weight(name: str, rows_N: Tensor | None = None) -> Tensor:
+        if rows_N is None:
+            return whole(decoder, name)
+        tensor = held(decoder, name)
+        if isinstance(tensor, Tensor):
+            return tensor.detach()[rows_N].float()
+        found, which_N = torch.unique(rows_N, return_inverse=True)
+        return torch.cat([rows_of(tensor, row, 1) for row in found.tolist()])[which_N]
+
+    return weight
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """Return the shape of a decoder for the references of the audit."""
+    scaling = config.rope_scaling
+    return Shape(
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        theta=config.rope_theta,
+        bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+        tied=config.tie_word_embeddings,
+        stretch=None
+        if scaling is None
+        else Stretch(
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_freq_factor,
+            high_freq_factor=scaling.high_freq_factor,
+            original=scaling.original_max_position_embeddings,
+        ),
+    )
 
 
 def sampled(decoder: Decoder, name: str) -> Tensor:

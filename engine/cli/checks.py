@@ -56,8 +56,7 @@ def _list_checks(as_json: bool) -> int:
         return 0
     for about in CATALOGUE:
         stops = "; stops the run" if about.stops else ""
-        again = " and again" if about.again else ""
-        put(f"{about.id}  ({about.when.value.replace('_', ' ')}{again}{stops})")
+        put(f"{about.id}  ({about.when.value.replace('_', ' ')}{stops})")
         for text in (about.question, f"failed: {about.means}", f"do: {about.remedy}"):
             put(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
     return 0

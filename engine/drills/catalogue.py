@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.drills.defects_training import BETWEEN_PARTS
 from engine.drills.defects_training import DEFECTS as TRAINING
 from engine.drills.naming import ALERT, CHECK, EXIT, REFUSAL, Expected
 from engine.drills.planting import Defect
@@ -57,14 +58,14 @@ OTHERS: tuple[Defect, ...] = tuple(
         (
             "rows_dropped_later",
             _LATE,
-            "rows_in_update",
+            "step_gradients",
             "rows leave the gradient, and not the loss, at step 24",
             "aprender S-R6: rows in the log that were not trained on; here not from the start",
         ),
         (
             "gradient_scaled_later",
             _LATE,
-            "loss_gradient",
+            "step_gradients",
             "gradients are four times those of the loss, from step 24 on",
             "Soup #720: a gradient four times too large; here not from the start",
         ),
@@ -119,11 +120,14 @@ OTHERS: tuple[Defect, ...] = tuple(
         ),
     )
 )
-_DEFECTS = {one.id: one for one in (*TRAINING, *OTHERS)}
+_DEFECTS = {one.id: one for one in (*TRAINING, *BETWEEN_PARTS, *OTHERS)}
 
 _SETS: dict[str, dict[str, Any]] = {
     "identical_teacher": {"student.config": "TEACHER"},
     "denominator_per_pass": {"train.accumulation": 2},
+    **{one.id: {"train.accumulation": 2} for one in BETWEEN_PARTS},
+    # Long enough for a row of two documents.
+    "documents_merged_in_step": {"data.seq_len": 512},
 }
 _ALSO = {"frozen_embedding": "effective_settings"}
 """Checks that fail, and stop the run, before the one that the defect is listed with."""
@@ -153,7 +157,7 @@ def _other(id: str, *expected: Expected, **fields: Any) -> Drill:
 _BACKEND = "--set teacher.backend=dequantized"
 
 DRILLS: tuple[Drill, ...] = (
-    *map(_of_training, TRAINING),
+    *map(_of_training, (*TRAINING, *BETWEEN_PARTS)),
     _other(
         "host_operators",
         Expected(kind=ALERT, id="cpu_bound_teacher", text=", at ", flip=_BACKEND),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from engine.drills.planting import Defect
 
-MODELS, STEPS = "defects_models", "defects_steps"
+MODELS, STEPS, BETWEEN = "defects_models", "defects_steps", "defects_between"
 
 
 def _defect(id: str, module: str, named_by: str, what: str, happened: str) -> Defect:
@@ -98,14 +98,14 @@ DEFECTS: tuple[Defect, ...] = (
     _defect(
         "labels_unshifted",
         STEPS,
-        "labels_are_next_tokens",
+        "shift_proof",
         "a label is the token itself",
         "ms-swift PR #8436: logits and labels were never shifted",
     ),
     _defect(
         "labels_shifted_twice",
         STEPS,
-        "labels_are_next_tokens",
+        "shift_proof",
         "a label is the token after the next",
         "rows that were shifted by the loader and again by the loss",
     ),
@@ -126,14 +126,14 @@ DEFECTS: tuple[Defect, ...] = (
     _defect(
         "t_squared_missing",
         STEPS,
-        "loss_gradient",
+        "step_gradients",
         "T^2 is in the logged loss and not in its gradient",
         "axolotl kd_temperature: 1/4 of the gradient at T = 2",
     ),
     _defect(
         "denominator_per_pass",
         STEPS,
-        "rows_in_update",
+        "step_gradients",
         "each pass of an accumulated step is divided by its own labels",
         "trl #4719, #6452: the denominator under gradient accumulation",
     ),
@@ -147,28 +147,28 @@ DEFECTS: tuple[Defect, ...] = (
     _defect(
         "last_row_only",
         STEPS,
-        "rows_in_update",
+        "step_gradients",
         "all rows are in the loss and one in the gradient",
         "aprender S-R6: 1 of B rows was trained on, the log averaged B",
     ),
     _defect(
         "last_position_only",
         STEPS,
-        "rows_in_update",
+        "step_gradients",
         "all positions are in the loss and the last of each row in the gradient",
         "aprender: one target of 256 was trained on; at length 1 it cannot be seen",
     ),
     _defect(
         "rate_lost",
         STEPS,
-        "effective_learning_rate",
+        "step_weights",
         "the learning rate never reaches the optimizer",
         "aprender DBH-006: recorded 1.5e-5, trained at 1e-3",
     ),
     _defect(
         "frozen_embedding",
         STEPS,
-        "tensors_moved",
+        "step_weights",
         "the optimizer does not hold the embedding",
         "aprender DBH-007: its gradient was summed for ever",
     ),
@@ -194,6 +194,130 @@ DEFECTS: tuple[Defect, ...] = (
         "loaders that are not part of the checkpoint",
     ),
 )
+
+
+BETWEEN_PARTS: tuple[Defect, ...] = (
+    _defect(
+        "device_copy_stale",
+        BETWEEN,
+        "step_rows",
+        "the last row on the device is the first one of the batch again",
+        "pinned buffers that are written anew while their copy is still under way",
+    ),
+    _defect(
+        "labels_cut_off",
+        BETWEEN,
+        "step_labels",
+        "the second half of every row of the step has no labels",
+        "completion masks that are cut to a maximum length, and rows that are not",
+    ),
+    _defect(
+        "teacher_sees_shifted_tokens",
+        BETWEEN,
+        "step_teacher",
+        "the teacher is given the tokens one position late, in the step alone",
+        "teachers behind a collator of their own, with another padding side",
+    ),
+    _defect(
+        "teacher_forgets_far_tokens",
+        BETWEEN,
+        "step_teacher",
+        "the teacher's hidden states are wrong beyond the first tokens of a row",
+        "rotary tables and caches that were made for a shorter length",
+    ),
+    _defect(
+        "documents_merged_in_step",
+        BETWEEN,
+        "step_student",
+        "the student's training pass sees each row as one document",
+        "packing whose mask reaches evaluation and not the compiled training step",
+    ),
+    _defect(
+        "student_rounded_in_step",
+        BETWEEN,
+        "step_student",
+        "the student's hidden states are rounded to 8 bits on the way to the loss",
+        "autocast around the wrong half of a step",
+    ),
+    _defect(
+        "temperature_at_the_call",
+        BETWEEN,
+        "step_loss_parts",
+        "the loss is called at temperature 1",
+        "aprender: temperatures of the recipe and of the run differed",
+    ),
+    _defect(
+        "last_pass_uncounted",
+        BETWEEN,
+        "step_loss_parts",
+        "the loss forgets the labels of the last row of each pass, and not in the denominator",
+        "aprender S-R6: one row of a batch trained, all rows in the record",
+    ),
+    _defect(
+        "alpha_at_the_call",
+        BETWEEN,
+        "step_loss",
+        "the loss is called with another weight of the cross entropy",
+        "a default argument in the place of the recipe's setting",
+    ),
+    _defect(
+        "later_chunks_without_gradient",
+        BETWEEN,
+        "step_gradients",
+        "only the first chunk of the loss leaves a gradient of the hidden states",
+        "kernels whose launch covers the first block of rows",
+    ),
+    _defect(
+        "passes_overwritten",
+        BETWEEN,
+        "step_gradients",
+        "each micro-batch overwrites the gradients of the one before",
+        "transformers #34191: accumulation that counted passes wrongly; zero_grad inside the loop",
+    ),
+    _defect(
+        "layer_cut_off",
+        BETWEEN,
+        "step_gradients",
+        "no gradient flows through the student's first layer and its embedding lookup",
+        "checkpointing of frozen inputs: torch drops the gradient with a warning",
+    ),
+    _defect(
+        "norm_of_half",
+        BETWEEN,
+        "step_clipping",
+        "the norm leaves out every second gradient",
+        "norms over one of several parameter groups, or one shard",
+    ),
+    _defect(
+        "clipped_twice_as_hard",
+        BETWEEN,
+        "step_moments",
+        "gradients are clipped to half of train.clip_norm",
+        "clipping before unscaling, or twice",
+    ),
+    _defect(
+        "beta2_of_the_default",
+        BETWEEN,
+        "step_moments",
+        "the optimizer averages squares with 0.999, whatever train.beta2 says",
+        "settings that are logged and not passed on",
+    ),
+    _defect(
+        "decay_on_everything",
+        BETWEEN,
+        "step_weights",
+        "weight decay acts on norms and biases too, from the first step on",
+        "one parameter group for everything",
+    ),
+    _defect(
+        "rate_halved_in_step",
+        BETWEEN,
+        "step_weights",
+        "updates are half as large as the logged rate says",
+        "a second scheduler, or a rate scaled by the number of ranks",
+    ),
+)  # fmt: skip
+"""Defects between the parts of a step, where a check of the parts would not look."""
 
 
 def defect(id_: str) -> Defect:

@@ -252,19 +252,6 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_shared(tensor) else tensor
 
 
-def own_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Select from the row indices `rows` those in this rank's shard, relative to the shard's first row.
-
-    FSDP2 shards the first dimension as `torch.chunk` does.
-    """
-    if not is_shared(tensor):
-        return rows
-    each = -(-tensor.shape[0] // tensor.device_mesh.size())
-    first = each * tensor.device_mesh.get_local_rank()
-    ours = rows[(rows >= first) & (rows < first + len(own_part(tensor)))]
-    return ours - first
-
-
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """Copy `value`, which is complete on every rank, into `target`; each rank copies its own shard."""

@@ -145,12 +145,6 @@ def _cross_checks(
             "train.warmup_steps",
             f"expected at most train.steps ({spec.train.steps}), found {spec.train.warmup_steps}",
         )
-    if spec.checks.every > 0 and spec.compute.gpus > 1:
-        add(
-            "checks.every",
-            f"expected 0 or -1 with {spec.compute.gpus} GPUs, which share the student out, "
-            f"found {spec.checks.every}",
-        )
     if (tokens := spec.train.rows * spec.data.seq_len) > limits.BATCH_TOKENS.most:
         add(
             "train.rows",

@@ -508,8 +508,8 @@ class ChecksSection:
     )
     every: int = setting(
         0,
-        "Steps after which the checks of loss and step are repeated, in a single process; 0 repeats them on a CPU "
-        "as often as costs at most 0.5 % of the time, and never on a GPU, which would wait for them; -1 never.",
+        "Steps after which a step is audited again, beside the first of a session and the last of a run; 0 draws some "
+        "from the seed, the fewer the longer the run lasts (every 500th at most); -1 no others.",
         low=-1,
         most=10**9,
     )

@@ -1,17 +1,8 @@
-"""Give the checks of `engine.checks` what they may look at in a trainer; nothing is judged here.
-
-The gradients that are checked are those of a real step. A shallow copy of the trainer, which shares the
-student, the teacher and everything else, takes one step over the given batches with an optimizer that
-changes nothing. So the checks see whatever a step does to a batch, a loss or a denominator, and the run
-itself does not advance.
-"""
+"""Give the checks of `engine.checks` what they may look at in a trainer; nothing is judged here."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,14 +11,11 @@ from engine.checks.context import Context, Memory
 from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
-from engine.log.events import nan_if_absent
 from engine.loss.objective import LossTerms, distillation_loss
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
-from engine.teachers.protocol import KnowsRows
 from engine.train.heldout import heldout_loss
-from engine.train.optimizer import Uncompiled
 from engine.train.schedule import learning_rate
 from engine.train.trainer import Trainer
 
@@ -92,50 +80,9 @@ def context_of(
         heldout=heldout,
         tokenizers=tokenizers,
         objective=objective,
-        gradients=lambda batches: step_gradients(trainer, batches),
         evaluate=evaluate,
         learning_rate=lambda step: learning_rate(step, spec.train),
         autocast=trainer.autocast,
-        whole_rows=isinstance(trainer.teacher, KnowsRows),
         memory=memory,
         late_compiles=late_compiles,
     )
-
-
-def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> float:
-    """Return the loss that a step over these micro-batches would log.
-
-    The student's `.grad` then holds its gradients before clipping.
-    """
-    twin = copy.copy(trainer)
-    twin.batches = cast(Any, _TheseBatches(batches))
-    twin.optimizer = cast(Any, _NoUpdate(trainer.parameters))
-    # The trainer may already be at its last step.
-    steps = max(trainer.train.steps, trainer.step + 1)
-    twin.train = dataclasses.replace(
-        trainer.train, accumulation=len(batches), clip_norm=0.0, steps=steps
-    )
-    # Captured gradients are valid only until the next backward pass, so graphs cannot accumulate.
-    twin.graphs = None
-    twin.fetch_no_further()
-    return nan_if_absent(next(twin.steps()).loss)
-
-
-class _TheseBatches:
-    """Returns the given batches in order and ignores the position."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._left = iter(batches)
-
-    def take(self, position: int, rows: int) -> Batch:
-        return next(self._left)
-
-
-class _NoUpdate(Uncompiled):
-    """An optimizer that changes nothing."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        super().__init__(parameters, {"lr": 0.0})
-
-    def step(self, closure: Any = None) -> Any:
-        return None

@@ -37,6 +37,7 @@ from engine.models.decoder import Decoder
 from engine.models.head import DenseHead, Head
 from engine.plan.run_plan import Plan
 from engine.train import record
+from engine.train.auditing import StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
@@ -153,6 +154,7 @@ class TrainingLoop:
         self.log(Phase(name=TRAINING, detail=begun))
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         trainer.student.train()
+        audit = StepAudit(trainer, spec, self.data.stream, self.teacher_decoder)
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
@@ -161,7 +163,8 @@ class TrainingLoop:
             launched = launched or trainer.launch()
             due = self._due(launched.step, begun_at, trainer.device)
             ahead = None
-            if not any(due) and self._may_run_ahead(trainer) and not rank_stops:
+            settled = not (any(due) or audit.due(launched.step))
+            if settled and self._may_run_ahead(trainer) and not rank_stops:
                 ahead = trainer.launch(launched)
             step = trainer.finish(launched)
 
@@ -173,6 +176,7 @@ class TrainingLoop:
             self.compiles.done(self.log)
 
             # Check.
+            self._answer(audit.after(step))
             self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
                 # Whatever torch compiles lazily has been compiled by now.
@@ -221,9 +225,8 @@ class TrainingLoop:
         )
 
     def _may_run_ahead(self, trainer: Trainer) -> bool:
-        """Return whether no check, request to stop or control waits for the end of the step."""
-        waits = self.checks.looks_at_weights or self.stop.reason is not None or trainer.slow_by
-        return not waits
+        """Return whether no request to stop and no control waits for the end of the step."""
+        return self.stop.reason is None and not trainer.slow_by
 
     def _context(self, trainer: Trainer) -> Context:
         device = trainer.device

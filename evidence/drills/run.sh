@@ -2,7 +2,12 @@
 # What is in this folder, anew, from the repository's root into OUT: on any machine, then on one with a CUDA GPU.
 OUT=${1:?usage: run.sh OUT}
 python3 -m engine drill --all --out "$OUT/cpu"                 # 2: drills that need a GPU are unknown without one
-python3 -m engine drill rows_dropped_later gradient_scaled_later load_hangs --out "$OUT/cpu-late"
+python3 -m engine drill load_hangs --out "$OUT/cpu-late"
+# Those that a stage of the audit names, and shifted labels.
+python3 -m engine drill $(python3 -m engine drill --list --json | python3 -c "
+import json, sys
+print(*(d['id'] for d in json.load(sys.stdin) if any(n.startswith('check step_') for n in d['must_be_named_by'])))
+") labels_unshifted labels_shifted_twice --out "$OUT/cpu-steps"
 python3 -m engine drill --healthy --seeds 20 --out "$OUT/healthy-cpu"
 python3 -m engine drill --device cuda --out "$OUT/h200" \
   host_operators cuda_wait kernel_key_deaf stale_body killed_from_outside memory_leak

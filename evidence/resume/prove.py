@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python evidence/resume/prove.py WORK RESULTS.json --runs 100 --resumes 200 --seconds 2400
 
-Askings: `loss_gradient` in this process from every checkpoint of `--runs` runs of 20 steps, and all checks of
-a resumed session from every fourth. Resumes: processes that restore a run folder as the supervisor's trainer
+Askings: all checks and an audited step of a resumed session, from every checkpoint of `--runs` runs of 20 steps.
+Resumes: processes that restore a run folder as the supervisor's trainer
 does, take one step and are killed (SIGKILL) right after they have saved it; each is forked from this one, so
 that a resume costs no import of torch. The shapes, rates and precisions are `tests/support/healthy_runs.py`'s.
 
@@ -23,14 +23,10 @@ from typing import Any
 
 import torch
 
-from engine.checks.check import Result
-from engine.checks.gradients import loss_gradient
-from engine.checks.runner import undisturbed
 from tests.support.checked_runs import make_world
 from tests.support.healthy_runs import HIGH_RATE, Drawn, asked, drawn, killed_after_each_step
 from tests.support.kit import Kit, make_kit
 
-ALL_EVERY = 4
 RESUMES_OF_A_RUN = 20
 
 
@@ -71,7 +67,6 @@ class Tally:
         self.counts: collections.Counter[str] = collections.Counter()
         self.refused: list[dict[str, Any]] = []
         self.unknown: collections.Counter[str] = collections.Counter()
-        self.smallest_share: collections.Counter[str] = collections.Counter()
 
     def take(self, run: Drawn, step: int, id: str, verdict: Any, stops: bool) -> None:
         if verdict.level.name == "UNKNOWN":
@@ -88,7 +83,6 @@ class Tally:
             "counts": dict(self.counts),
             "refused": self.refused,
             "unknown": dict(self.unknown),
-            "loss_gradient_by_smallest_step": dict(self.smallest_share),
             "wall_s": round(seconds),
             "torch": str(torch.__version__),
         }
@@ -101,23 +95,13 @@ def ask_from_every_checkpoint(run: Drawn, folder: Path, tally: Tally) -> None:
     tally.counts["runs"] += 1
     tally.counts["runs_at_a_high_rate"] += run.settings["train"]["lr"] >= HIGH_RATE
     tally.counts["runs_in_bf16"] += run.precision == "bf16"
-    for number, path in enumerate(saved):
+    for path in saved:
         resumed = run.resume(path)
         step = resumed.trainer.step
-        if number % ALL_EVERY == 0:
-            tally.counts["askings_of_all_checks"] += 1
-            answers: list[Result] = asked(resumed)
-            for answer in answers:
-                tally.take(run, step, answer.id, answer.verdict, answer.about.stops)
-            gradient = next(one for one in answers if one.id == "loss_gradient")
-            numbers = gradient.numbers
-        else:
-            with undisturbed(resumed.context):
-                found = loss_gradient(resumed.context)
-            tally.take(run, step, "loss_gradient", found.verdict, True)
-            numbers = found.numbers
+        tally.counts["askings_of_all_checks"] += 1
+        for answer in asked(resumed):
+            tally.take(run, step, answer.id, answer.verdict, answer.about.stops)
         tally.counts["askings"] += 1
-        tally.smallest_share[str(numbers.get("step_share"))] += 1
 
 
 def resume_after_every_step(kit: Kit, run: Drawn, folder: Path, tally: Tally) -> None:

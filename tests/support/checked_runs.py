@@ -23,6 +23,7 @@ from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.spec import RunSpec, build_spec
 from engine.teachers.frozen import DequantizedTeacher
+from engine.train.auditing import StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
@@ -111,6 +112,9 @@ class Run:
     context: Context
     checks: Checks
     results: dict[str, Result]
+    stream: TokenStream
+    audit: StepAudit | None = None
+    """From the first step on."""
 
     def answer(self, results: Iterator[Result]) -> None:
         self.results |= {result.id: result for result in results}
@@ -121,10 +125,14 @@ class Run:
 
     def step(self, count: int = 1) -> list[StepDone]:
         done = []
+        if self.audit is None:
+            decoder = self.context.teacher_decoder
+            self.audit = StepAudit(self.trainer, self.spec, self.stream, decoder)
         steps = self.trainer.steps()
         for _ in range(count):
             step = next(steps)
             done.append(step)
+            self.answer(self.audit.after(step))
             self.answer(self.checks.after_step(step))
         return done
 
@@ -167,7 +175,7 @@ def make_run(
     )
     if change is not None:
         change(trainer)
-    return Run(spec, trainer, context(world, spec, trainer), Checks(spec), {})
+    return Run(spec, trainer, context(world, spec, trainer), Checks(spec), {}, world.train)
 
 
 def context(world: World, spec: RunSpec, trainer: Trainer, **changes: Any) -> Context:

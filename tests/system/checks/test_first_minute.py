@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import engine.checks
+from engine.audit.judge import JUDGES
 from engine.checks import runner
 from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
 from engine.checks.check import When
@@ -135,12 +136,12 @@ def test_checks_before_training_leave_no_gradient_and_no_mode(world: World) -> N
 
 
 def test_a_skipped_check_is_unknown_and_the_others_are_asked(world: World) -> None:
-    run = make_run(world, checks__skip="loss_gradient, tensors_moved").begin()
+    run = make_run(world, checks__skip="shift_proof, step_student").begin()
     run.step(2)
-    for name in ("loss_gradient", "tensors_moved"):
+    for name in ("shift_proof", "step_student"):
         verdict = run.results[name].verdict
         assert verdict.level is Level.UNKNOWN and verdict.reason == "skipped by checks.skip"
-    assert run.results["rows_in_update"].verdict.level is Level.PASS
+    assert run.results["step_gradients"].verdict.level is Level.PASS
 
 
 def test_switched_off_checks_are_all_unknown(world: World) -> None:
@@ -153,8 +154,10 @@ def test_switched_off_checks_are_all_unknown(world: World) -> None:
 
 
 def test_a_skip_that_names_no_check_is_refused_with_the_nearest() -> None:
-    with pytest.raises(SpecError, match="found 'loss_gradeint'; did you mean loss_gradient"):
-        skipped_ids("shift_proof,loss_gradeint")
+    with pytest.raises(SpecError, match="found 'step_gradeints'; did you mean step_gradients"):
+        skipped_ids("shift_proof,step_gradeints")
+    with pytest.raises(SpecError, match="found 'loss_gradient', which is now step_gradients"):
+        skipped_ids("loss_gradient")
     assert skipped_ids(" ") == frozenset()
 
 
@@ -178,7 +181,7 @@ def test_a_check_that_breaks_is_unknown_and_ends_nothing(
 
 def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> None:
     run = make_run(world).begin()
-    gradient, split = run.results["loss_gradient"], run.results["split_disjoint"]
+    gradient, split = run.results["shift_proof"], run.results["split_disjoint"]
     bad = dataclasses.replace(gradient.verdict, level=Level.FAIL)
     unsure = dataclasses.replace(gradient.verdict, level=Level.UNKNOWN)
     assert run.checks.ends_run(dataclasses.replace(gradient, verdict=bad))
@@ -189,7 +192,7 @@ def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> N
 
 
 def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
-    made = [*runner.AT_ONCE, *runner.WATCHES, *runner.REREADS]
+    made = [*runner.AT_ONCE, *runner.WATCHES, *runner.REREADS, *JUDGES]
     assert sorted(made) == sorted(ABOUT) and len(made) == len(set(made)) == len(CATALOGUE)
     table = (engine.checks.__doc__ or "").split("What they are,")[0]
     listed = [
@@ -200,10 +203,11 @@ def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
     assert sorted(listed) == sorted(ABOUT)
     for about in CATALOGUE:
         assert about.question.endswith("?") and about.means and about.remedy
-        kind = {When.AT_CHECKPOINT: runner.REREADS}.get(about.when, runner.AT_ONCE)
+        others = {When.AT_CHECKPOINT: runner.REREADS, When.AT_STEP: JUDGES}
+        kind: object = others.get(about.when, runner.AT_ONCE)
         if about.when in (When.FIRST_STEPS, When.ALWAYS):
             kind = runner.WATCHES
-        assert about.id in kind
+        assert about.id in kind  # type: ignore[operator]
 
 
 def test_the_catalogue_needs_no_torch() -> None:
@@ -240,14 +244,14 @@ def test_the_exit_code_is_the_lowest_answer(
         [
             ({}, EXIT_PASS),
             ({"shift_proof": "unknown"}, EXIT_UNKNOWN),
-            ({"shift_proof": "unknown", "loss_gradient": "fail"}, EXIT_FAIL),
+            ({"shift_proof": "unknown", "step_gradients": "fail"}, EXIT_FAIL),
         ]
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
         assert ask(logged(folder, every | changed)) == code
     out = capsys.readouterr().out
-    assert "FAIL     loss_gradient" in out and ABOUT["loss_gradient"].means[:40] in out
+    assert "FAIL     step_gradients" in out and ABOUT["step_gradients"].means[:40] in out
     assert f"{len(ABOUT) - 2} passed, 1 failed, 1 unknown" in out
 
 
@@ -256,7 +260,7 @@ def test_a_check_that_has_not_answered_is_unknown(
 ) -> None:
     assert ask(logged(tmp_path, {"shift_proof": "pass"}), json=True) == EXIT_UNKNOWN
     rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
-    assert rows["loss_gradient"]["reason"] == "has not answered in this session"
+    assert rows["step_gradients"]["reason"] == "has not answered in this session"
     assert rows["shift_proof"]["numbers"] == {"kl": "nan", "step": 1.0}
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,8 @@ from engine.plan.inputs import check_inputs
 from engine.spec import load_spec
 from engine.train import run as trainer_module
 from engine.verdict import Level
-from tests.support.checked_runs import Run, World, make_run, make_world
+from tests.support.checked_runs import World, make_run, make_world
 from tests.support.finished_runs import carried_out
-from tests.support.healthy_runs import Drawn
 from tests.support.kit import Kit
 from tests.support.running import engine, engine_here
 
@@ -38,57 +36,6 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 # A check that is not certain says so
-
-
-def stepped(run: Run, steps: int) -> Run:
-    for step in run.trainer.steps():
-        if step.step == steps:
-            break
-    looked_at = dataclasses.replace(
-        run.context, step=run.trainer.step, position=run.trainer.position
-    )
-    return dataclasses.replace(run, context=looked_at)
-
-
-def of_gradients(run: Run, factor: float) -> Level:
-    """What is said of a step whose gradient is `factor` times the logged loss's."""
-
-    def spoilt(batches: Sequence[Batch]) -> float:
-        loss = run.context.gradients(batches)
-        for parameter in run.trainer.parameters:
-            if parameter.grad is not None:
-                parameter.grad *= factor
-        return loss
-
-    looked_at = dataclasses.replace(run.context, gradients=spoilt)
-    return AT_ONCE["loss_gradient"](looked_at).verdict.level
-
-
-WRONG = (-1.0, 0.25, 0.5, 0.96, 1.04, 2.0, 16.0)
-
-
-def test_a_healthy_run_at_a_high_rate_is_not_refused_where_its_loss_curves(world: World) -> None:
-    student = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
-    student |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    train = {"steps": 24, "rows": 6, "lr": 4.855e-3, "warmup_steps": 0, "seed": 25}
-    settings = {
-        "data": {"seq_len": 64},
-        "loss": {"alpha": 0.0, "temperature": 2.0},
-        "train": train | {"weight_decay": 0.1, "clip_norm": 0.0},
-    }
-    run = stepped(Drawn(world, student, settings, "fp32").make(), 4)
-    answer = AT_ONCE["loss_gradient"](run.context)
-    assert answer.verdict.level is Level.PASS, answer.verdict
-    # Two step sizes alone would not have shown it.
-    assert answer.numbers["step_share"] < 0.1
-    assert {of_gradients(run, factor) for factor in (-1.0, 0.5, 2.0)} == {Level.FAIL}
-    assert of_gradients(run, 1.04) is not Level.PASS
-
-
-def test_a_wrong_gradient_is_refused_where_the_loss_hardly_curves(world: World) -> None:
-    run = make_run(world)
-    assert {of_gradients(run, factor) for factor in WRONG} == {Level.FAIL}
-    assert of_gradients(run, 1.0) is Level.PASS
 
 
 def test_a_nan_is_looked_for_where_there_is_a_label(world: World) -> None:

@@ -77,9 +77,10 @@ def test_every_check_that_one_process_answers_is_answered_the_same(
     alone: RunView, pair: Path
 ) -> None:
     two = Follower(RunFolder(pair)).read_all()
-    assert {name: c.level for name, c in two.checks.items()} == {
-        name: c.level for name, c in alone.checks.items()
-    }
+    # Layers of the teacher that are spread over the ranks are in no one's memory.
+    levels = {name: c.level for name, c in two.checks.items()}
+    assert levels.pop("step_teacher") == "unknown"
+    assert levels == {n: c.level for n, c in alone.checks.items() if n != "step_teacher"}
 
 
 def test_the_teacher_in_parts_is_the_teacher_of_one_process(alone: RunView, pair: Path) -> None:

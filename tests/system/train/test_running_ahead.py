@@ -21,7 +21,6 @@ from engine.models.load import new_decoder
 from engine.spec import TrainSection
 from engine.train import optimizer as optimizer_module
 from engine.train import trainer as subject
-from engine.train.checking import step_gradients
 from engine.train.non_finite import non_finite
 from engine.train.optimizer import build_optimizer
 from engine.train.step import PhaseTimer
@@ -233,19 +232,6 @@ def test_a_batch_that_was_looked_at_is_not_yet_taken(
     expected = [next(plain).loss for _ in range(2)]
     other.position = 20
     assert losses == expected + [step.loss for step in plain]
-
-
-def test_the_gradients_of_a_check_leave_no_trace_in_the_walk(kit: Kit) -> None:
-    expected = [numbers(s) for s in build(kit).steps()]
-    trainer = build(kit)
-    steps = trainer.steps()
-    found = [numbers(next(steps)) for _ in range(2)]
-    given = [trainer.batches.take(40, 1), trainer.batches.take(41, 2)]
-    loss = step_gradients(trainer, given)
-    other = build(kit)
-    other.student.load_state_dict(trainer.student.state_dict())
-    assert step_gradients(other, given) == loss
-    assert found + [numbers(s) for s in steps] == expected
 
 
 def test_the_phases_of_a_step_add_up_to_it(kit: Kit) -> None:

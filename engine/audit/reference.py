@@ -1,0 +1,480 @@
+"""A training step from textbooks: a decoder, the loss of distillation, clipping, AdamW and its schedule, in plain
+torch.
+
+These are the references of the audit, written for reading, and they share no code with what they judge: this file
+imports nothing of the engine. Decoders are computed in fp32, everything else in float64.
+
+    decoder     Qwen2, Qwen3, Llama: RMS norms, rotary positions on halves of a head, grouped-query attention,
+                silu(gate) * up. Each document attends by itself, so that only the future is masked; a pair
+                (x[i], x[i + E/2]) of a head is the complex number z = x[i] + i x[i + E/2], which position p turns
+                by its angle: z e^{i p theta^(-2i/E)}
+    loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
+                logits is autograd's
+    update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
+                w = w - lr (m' / (sqrt(v') + eps) + decay w),  with m' = m / (1 - b1^t), v' = v / (1 - b2^t)
+
+A decoder's gradients are found layer by layer from the last to the first, so that one layer's are in memory at a time.
+"""
+
+# Shapes: B rows, T tokens of a row or of a document, N all tokens, D width, H query heads, K key/value heads,
+# E width of a head, R = E/2, V vocabulary, C tokens of a chunk, M labelled tokens
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -100
+"""The label of a position that predicts nothing."""
+QUERIES = 1024
+"""Query tokens whose attention weights are in memory at a time."""
+CHUNK_NUMBERS = 1 << 22
+"""Logits of one side that are in memory at a time."""
+
+HEAD_ROWS = 8192
+"""Rows of a head that are widened at a time."""
+
+
+class Weight(Protocol):
+    """The weights of a decoder."""
+
+    def __call__(self, name: str, rows_N: Tensor | None = None) -> Tensor:
+        """Return a tensor in fp32, or only some rows of it."""
+        ...
+
+
+HeadRows = Callable[[int, int], Tensor]
+"""Returns `count` rows of a head from row `first` on, as they enter the matmul to logits."""
+
+
+# Rows
+
+
+def next_tokens(tokens_BT: Tensor, documents_BT: Tensor, after_B: Tensor) -> Tensor:
+    """Return the label of each position, (B, T): the next token where it is of the same document.
+
+    `after_B` is the label of a row's last position, which only the text after the row can tell.
+    """
+    labels_BT = torch.full_like(tokens_BT, IGNORED)
+    same_BT = documents_BT[:, 1:] == documents_BT[:, :-1]
+    labels_BT[:, :-1] = torch.where(same_BT, tokens_BT[:, 1:], IGNORED)
+    labels_BT[:, -1] = after_B
+    return labels_BT
+
+
+# The decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Llama 3.1's scaling of low rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original: int
+    """Positions that the model was first trained with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a decoder's weights do not tell."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    theta: float
+    bias: bool
+    """Whether q, k and v have biases."""
+    qk_norm: bool
+    tied: bool
+    stretch: Stretch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward pass, with what its backward pass needs."""
+
+    tokens_N: Tensor
+    turns: list[Tensor]
+    """For each document, e^{i p f} of its positions and pairs, (T, R)."""
+    inputs: list[Tensor]
+    """The input of each layer, then of the last norm, (N, D)."""
+    hidden_ND: Tensor
+    """After the last norm."""
+
+
+@torch.no_grad()
+def forward(
+    shape: Shape, weight: Weight, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False
+) -> Forward:
+    """Return the hidden states of some rows; the inputs of the layers only with `keep`.
+
+    The tokens of a document must be contiguous, and no two rows may share a document.
+    """
+    lengths = [
+        length
+        for documents_T in documents_BT
+        for length in torch.unique_consecutive(documents_T, return_counts=True)[1].tolist()
+    ]
+    turns = [_turns(shape, length, tokens_BT.device) for length in lengths]
+    tokens_N = tokens_BT.flatten()
+    x_ND = weight("embed.weight", tokens_N)
+    inputs = []
+    for index in range(shape.layers):
+        if keep:
+            inputs.append(x_ND)
+        parts = [weight(name) for name in _names(shape, index)]
+        x_ND = _layer(shape, x_ND, turns, parts)
+    if keep:
+        inputs.append(x_ND)
+    return Forward(tokens_N, turns, inputs, _norm(shape, x_ND, weight("norm.weight")))
+
+
+def backward(
+    shape: Shape, weight: Weight, passes: Sequence[Forward], upstream: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the gradient of every tensor but the head, summed over the passes, last layer first.
+
+    `upstream` is the gradient of each pass's hidden states, (N, D). Passes must have kept their inputs.
+    """
+    flows = list(upstream)
+
+    def through(
+        names: Sequence[str], place: int, run: Callable[[Forward, Tensor, list[Tensor]], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        parts = [weight(name).detach().requires_grad_() for name in names]
+        sums = [torch.zeros_like(part) for part in parts]
+        for number, one in enumerate(passes):
+            x_ND = one.inputs[place].detach().requires_grad_()
+            with torch.enable_grad():
+                # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
+                along = (run(one, x_ND, parts) * flows[number]).sum()
+            flows[number], *found = torch.autograd.grad(along, [x_ND, *parts])
+            for total, gradient in zip(sums, found, strict=True):
+                total += gradient
+        yield from zip(names, sums, strict=True)
+
+    yield from through(
+        ["norm.weight"], shape.layers, lambda _, x_ND, parts: _norm(shape, x_ND, parts[0])
+    )
+    for index in reversed(range(shape.layers)):
+        yield from through(
+            _names(shape, index),
+            index,
+            lambda one, x_ND, parts: _layer(shape, x_ND, one.turns, parts),
+        )
+    embedding = torch.zeros_like(weight("embed.weight"))
+    for one, flow_ND in zip(passes, flows, strict=True):
+        embedding.index_add_(0, one.tokens_N, flow_ND)
+    yield "embed.weight", embedding
+
+
+def _names(shape: Shape, index: int) -> list[str]:
+    """Return the names of a layer's tensors, in the order of `_layer`."""
+    attention = [f"{name}.weight" for name in ("q", "k", "v", "o")]
+    if shape.bias:
+        attention += [f"{name}.bias" for name in ("q", "k", "v")]
+    if shape.qk_norm:
+        attention += ["q_norm.weight", "k_norm.weight"]
+    return [
+        f"layers.{index}.{name}"
+        for name in (
+            "attention_norm.weight",
+            "mlp_norm.weight",
+            "mlp.gate.weight",
+            "mlp.up.weight",
+            "mlp.down.weight",
+            *(f"attention.{name}" for name in attention),
+        )
+    ]
+
+
+def _layer(shape: Shape, x_ND: Tensor, turns: list[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    attention_norm, mlp_norm, gate, up, down, *attention = parts
+    x_ND = x_ND + _attention(shape, _norm(shape, x_ND, attention_norm), turns, attention)
+    normed_ND = _norm(shape, x_ND, mlp_norm)
+    gated = normed_ND @ gate.T
+    return x_ND + (gated * torch.sigmoid(gated) * (normed_ND @ up.T)) @ down.T
+
+
+def _norm(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
+    return x / ((x * x).mean(dim=-1, keepdim=True) + shape.eps).sqrt() * weight
+
+
+def _attention(shape: Shape, x_ND: Tensor, turns: list[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """Attention over documents that follow each other."""
+    q, k, v, o, *others = parts
+    found = [x_ND @ matrix.T for matrix in (q, k, v)]
+    if shape.bias:
+        found = [y + bias for y, bias in zip(found, others[:3], strict=True)]
+    q_NHE, k_NKE, v_NKE = (y.reshape(len(x_ND), -1, shape.head_dim) for y in found)
+    if shape.qk_norm:
+        q_norm, k_norm = others[-2:]
+        q_NHE, k_NKE = _norm(shape, q_NHE, q_norm), _norm(shape, k_NKE, k_norm)
+    shared = shape.heads // shape.kv_heads
+    answers, first = [], 0
+    for turns_TR in turns:
+        document = slice(first, first + len(turns_TR))
+        first += len(turns_TR)
+        q_HTE = _turned(q_NHE[document], turns_TR).transpose(0, 1)
+        k_HTE = _turned(k_NKE[document], turns_TR).transpose(0, 1).repeat_interleave(shared, 0)
+        v_HTE = v_NKE[document].transpose(0, 1).repeat_interleave(shared, 0)
+        for begun in range(0, len(turns_TR), QUERIES):
+            part_HTE = q_HTE[:, begun : begun + QUERIES]
+            # The weights of all queries of a long document would not fit in memory for the backward pass.
+            answers.append(
+                checkpoint(_answers, part_HTE, k_HTE, v_HTE, begun, use_reentrant=False)
+                if torch.is_grad_enabled() and len(turns_TR) > QUERIES
+                else _answers(part_HTE, k_HTE, v_HTE, begun)
+            )
+    return torch.cat(answers) @ o.T
+
+
+def _answers(q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int) -> Tensor:
+    """Return the attention output of the queries from token `first` of a document on, heads concatenated."""
+    last = first + q_HTE.shape[1]
+    scores_HTS = q_HTE @ k_HTE[:, :last].transpose(1, 2) / math.sqrt(q_HTE.shape[2])
+    seen_TS = torch.ones(scores_HTS.shape[1:], dtype=torch.bool, device=q_HTE.device).tril(first)
+    # Masked before the maximum is taken: that of a later token may be larger by any amount.
+    weights_HTS = torch.softmax(scores_HTS.masked_fill(~seen_TS, -math.inf), dim=2)
+    return (weights_HTS @ v_HTE[:, :last]).transpose(0, 1).flatten(1)
+
+
+def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:
+    half = x_THE.shape[-1] // 2
+    z_THR = torch.complex(x_THE[..., :half], x_THE[..., half:]) * turns_TR[:, None]
+    return torch.cat([z_THR.real, z_THR.imag], dim=-1)
+
+
+def _turns(shape: Shape, length: int, device: torch.device) -> Tensor:
+    frequencies = torch.tensor(
+        [
+            _stretched(shape.theta ** (-2 * pair / shape.head_dim), shape.stretch)
+            for pair in range(shape.head_dim // 2)
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    angles_TR = torch.arange(length, device=device)[:, None] * frequencies
+    return torch.polar(torch.ones_like(angles_TR), angles_TR).to(torch.complex64)
+
+
+def _stretched(frequency: float, stretch: Stretch | None) -> float:
+    """Scale a rotary frequency as Llama 3.1 does: low ones are divided, high ones kept, those between interpolated."""
+    if stretch is None:
+        return frequency
+    wavelength = 2 * math.pi / frequency
+    if wavelength < stretch.original / stretch.high_freq_factor:
+        return frequency
+    if wavelength > stretch.original / stretch.low_freq_factor:
+        return frequency / stretch.factor
+    smooth = (stretch.original / wavelength - stretch.low_freq_factor) / (
+        stretch.high_freq_factor - stretch.low_freq_factor
+    )
+    return (1 - smooth) * frequency / stretch.factor + smooth * frequency
+
+
+# The loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    alpha: float
+    """Weight of the cross entropy; 1 without a teacher."""
+    temperature: float
+    divergence: str
+    """forward_kl, reverse_kl or jsd."""
+    beta: float
+    """The teacher's weight in the mixture of jsd."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """A few token ids of each position in a teacher's place."""
+
+    ids_NK: Tensor
+    log_probs_NK: Tensor | None
+    """Of the most probable tokens, at the loss's temperature; None for draws."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LossSums:
+    """Sums over labelled tokens, in float64; neither divided by their number nor multiplied by T^2."""
+
+    ce: float = 0.0
+    divergence: float = 0.0
+    agreeing: int = 0
+    labelled: int = 0
+    largest_logit: float = 0.0
+
+
+def loss(
+    objective: Objective,
+    hidden_ND: Tensor,
+    head: HeadRows,
+    labels_N: Tensor,
+    teacher: tuple[Tensor, HeadRows] | Targets | None,
+    *,
+    vocabulary: int,
+    denominator: float,
+    head_gradient_VD: Tensor | None = None,
+    chunk_numbers: int = CHUNK_NUMBERS,
+) -> tuple[LossSums, Tensor]:
+    """Return the sums of the loss over these tokens, and the gradient of the hidden states, (N, D) in float64.
+
+    `teacher` are its hidden states (N, E) and its head, of which the first `vocabulary` rows count, as many as the
+    student's has. The gradient of the head is added to `head_gradient_VD`. `denominator` is the number of labelled
+    tokens of the whole step; `chunk_numbers` is how many logits are in memory at a time.
+    """
+    sums = LossSums()
+    gradient_ND = hidden_ND.new_zeros(hidden_ND.shape, dtype=torch.float64)
+    rows_M = (labels_N != IGNORED).nonzero().squeeze(1)
+    sums.labelled = len(rows_M)
+    step = max(chunk_numbers // vocabulary, 16)
+    for begun in range(0, len(rows_M), step):
+        rows_C = rows_M[begun : begun + step]
+        h_CD = hidden_ND[rows_C].double()
+        z_CV = _logits(h_CD, head, vocabulary).requires_grad_()
+        with torch.enable_grad():
+            ce = -torch.log_softmax(z_CV, 1).gather(1, labels_N[rows_C][:, None]).sum()
+            total, divergence = objective.alpha * ce, None
+            if isinstance(teacher, Targets):
+                divergence = _to_targets(objective, z_CV, teacher, rows_C)
+                sums.agreeing += _agreeing(z_CV, teacher, rows_C)
+            elif teacher is not None:
+                t_CV = _logits(teacher[0][rows_C].double(), teacher[1], vocabulary)
+                sums.agreeing += int((z_CV.argmax(1) == t_CV.argmax(1)).sum())
+                divergence = _divergence(objective, t_CV, z_CV)
+            if divergence is not None:
+                scale = (1 - objective.alpha) * objective.temperature**2
+                total = total + scale * divergence
+                sums.divergence += float(divergence.detach())
+        (dz_CV,) = torch.autograd.grad(total / denominator, z_CV)
+        for first in range(0, vocabulary, HEAD_ROWS):
+            part = slice(first, min(first + HEAD_ROWS, vocabulary))
+            weight_RD = head(first, part.stop - first).double()
+            gradient_ND[rows_C] += dz_CV[:, part] @ weight_RD
+            if head_gradient_VD is not None:
+                head_gradient_VD[part] += (dz_CV[:, part].T @ h_CD).to(head_gradient_VD.dtype)
+        sums.ce += float(ce.detach())
+        sums.largest_logit = max(sums.largest_logit, float(z_CV.detach().abs().amax()))
+    return sums, gradient_ND
+
+
+def _logits(h_CD: Tensor, head: HeadRows, vocabulary: int) -> Tensor:
+    parts = [
+        h_CD @ head(first, min(HEAD_ROWS, vocabulary - first)).double().T
+        for first in range(0, vocabulary, HEAD_ROWS)
+    ]
+    return torch.cat(parts, 1)
+
+
+def _divergence(objective: Objective, t_CV: Tensor, z_CV: Tensor) -> Tensor:
+    """Return the divergence of teacher p and student q at temperature T, summed over the rows, in nats."""
+    log_p_CV = torch.log_softmax(t_CV / objective.temperature, 1)
+    log_q_CV = torch.log_softmax(z_CV / objective.temperature, 1)
+    if objective.divergence == "forward_kl":
+        return _kl(log_p_CV, log_q_CV)
+    if objective.divergence == "reverse_kl":
+        return _kl(log_q_CV, log_p_CV)
+    if objective.divergence == "jsd":
+        b = objective.beta
+        log_m_CV = torch.logaddexp(log_p_CV + math.log(b), log_q_CV + math.log(1 - b))
+        return b * _kl(log_p_CV, log_m_CV) + (1 - b) * _kl(log_q_CV, log_m_CV)
+    raise ValueError(f"divergence: expected one with a reference, found {objective.divergence}")
+
+
+def _kl(log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
+    return (log_p_CV.exp() * (log_p_CV - log_q_CV)).sum()
+
+
+def _to_targets(objective: Objective, z_CV: Tensor, targets: Targets, rows_C: Tensor) -> Tensor:
+    """Return the divergence from a few targets of each row, summed over the rows.
+
+    Draws give the cross entropy with them. Of the most probable tokens with the rest as one more outcome, the KL.
+    """
+    log_q_CV = torch.log_softmax(z_CV / objective.temperature, 1)
+    ids_CK = targets.ids_NK[rows_C].long()
+    log_q_CK = log_q_CV.gather(1, ids_CK)
+    if targets.log_probs_NK is None:
+        return -log_q_CK.mean(1).sum()
+    log_p_CK = targets.log_probs_NK[rows_C].double()
+    p_CK = log_p_CK.exp()
+    kept = torch.where(p_CK > 0, p_CK * (log_p_CK - log_q_CK), 0.0).sum()
+    rest_p_C = 1 - p_CK.sum(1)
+    others_CV = torch.ones_like(log_q_CV, dtype=torch.bool).scatter(1, ids_CK, False)
+    log_rest_q_C = log_q_CV.masked_fill(~others_CV, -math.inf).logsumexp(1)
+    # What rounding to the stored type leaves of numbers that sum to 1 is not an outcome.
+    has_rest_C = rest_p_C > ids_CK.shape[1] * torch.finfo(torch.float32).eps
+    safe_p_C = torch.where(has_rest_C, rest_p_C, 1.0)
+    rest_C = torch.where(has_rest_C, rest_p_C * (safe_p_C.log() - log_rest_q_C), 0.0)
+    return kept + rest_C.sum()
+
+
+def _agreeing(z_CV: Tensor, targets: Targets, rows_C: Tensor) -> int:
+    if targets.log_probs_NK is None:
+        return 0
+    best_C1 = targets.log_probs_NK[rows_C].argmax(1, keepdim=True)
+    return int((z_CV.argmax(1, keepdim=True) == targets.ids_NK[rows_C].gather(1, best_C1)).sum())
+
+
+# The update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    beta1: float
+    beta2: float
+    eps: float
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return what gradients of this global norm are multiplied with; a limit of 0 does not clip."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def moments(adam: AdamW, gradient: Tensor, mean: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+    """Return AdamW's moments after one more (clipped) gradient, in float64."""
+    g = gradient.double()
+    return (
+        adam.beta1 * mean.double() + (1 - adam.beta1) * g,
+        adam.beta2 * square.double() + (1 - adam.beta2) * g * g,
+    )
+
+
+def step_of_adamw(
+    adam: AdamW,
+    weight: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    rate: float,
+    decay: float,
+    count: int,
+) -> Tensor:
+    """Return what the `count`-th update adds to a weight, from the moments after it, in float64."""
+    m = mean.double() / (1 - adam.beta1**count)
+    v = square.double() / (1 - adam.beta2**count)
+    return -rate * (m / (v.sqrt() + adam.eps) + decay * weight.double())
+
+
+def learning_rate(
+    step: int, *, peak: float, warmup: int, steps: int, schedule: str, final_ratio: float
+) -> float:
+    """Return the rate of step `step`, counted from 1: linear warm-up, then cosine or constant."""
+    if step <= warmup:
+        return peak * step / warmup
+    if schedule == "constant":
+        return peak
+    done = min(1.0, (step - warmup) / (steps - warmup))
+    lowest = peak * final_ratio
+    return lowest + (peak - lowest) * (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,109 @@
+"""The audit of a real step: healthy steps pass at every stage, and what goes wrong between the parts is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.audit import judge
+from engine.audit.stages import STAGES
+from engine.drills.defects_training import BETWEEN_PARTS
+from engine.drills.planting import Defect
+from engine.train.auditing import StepAudit
+from engine.verdict import Level
+from tests.support.checked_runs import Run, World, make_run, make_world
+from tests.support.kit import Kit
+
+IDS = [about.id for about in STAGES]
+
+
+@pytest.fixture(scope="module")
+def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+def judged(run: Run) -> dict[str, str]:
+    return {id: str(run.results[id].verdict) for id in IDS if id in run.results}
+
+
+@pytest.mark.parametrize("planted", BETWEEN_PARTS, ids=lambda d: d.id)
+def test_a_defect_between_the_parts_is_named_by_its_stage(world: World, planted: Defect) -> None:
+    with planted.plant():
+        run = make_run(world, train__accumulation=2)
+        run.step(1)
+    failed = [id for id in IDS if run.results[id].failed]
+    assert failed[:1] == [planted.named_by], judged(run)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss__alpha": 1.0},
+        {"loss__alpha": 0.0, "loss__temperature": 8.0},
+        {"loss__temperature": 0.5, "loss__divergence": "jsd", "loss__beta": 0.2},
+        {"loss__divergence": "reverse_kl", "train__accumulation": 3, "train__rows": 1},
+        {"train__clip_norm": 0.0, "train__weight_decay": 0.0, "train__warmup_steps": 0},
+        {"train__clip_norm": 0.01, "train__schedule": "constant"},
+    ],
+    ids=str,
+)
+def test_every_stage_of_a_healthy_step_passes(world: World, changes: dict[str, object]) -> None:
+    run = make_run(world, **{"checks__every": 2} | changes)
+    run.step(4)
+    assert all(run.results[id].verdict.level is Level.PASS for id in IDS), judged(run)
+    assert {run.results[id].step for id in IDS} == {4}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"tie_word_embeddings": False},
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4},
+    ],
+    ids=["untied", "qwen3", "llama"],
+)
+def test_the_reference_knows_every_family(world: World, shape: dict[str, object]) -> None:
+    run = make_run(world, student=shape)
+    run.step(1)
+    assert all(run.results[id].verdict.level is Level.PASS for id in IDS), judged(run)
+
+
+def test_a_step_that_was_launched_ahead_is_audited(world: World) -> None:
+    run = make_run(world, checks__every=3)
+    trainer = run.trainer
+    audit = StepAudit(trainer, run.spec, world.train, run.context.teacher_decoder)
+    first = trainer.launch()
+    run.answer(audit.after(trainer.finish(first)))
+    second = trainer.launch()
+    third = trainer.launch(second)
+    assert list(audit.after(trainer.finish(second))) == []
+    run.answer(audit.after(trainer.finish(third)))
+    assert {run.results[id].step for id in IDS} == {3} and run.failures() == {}
+
+
+def test_an_audited_run_is_bit_for_bit_the_run_without(world: World) -> None:
+    def train(every: int, enabled: bool) -> tuple[list[float | None], torch.Tensor, Run]:
+        torch.manual_seed(5)
+        run = make_run(world, train__accumulation=2, checks__every=every, checks__enabled=enabled)
+        losses = [step.loss for step in run.step(5)]
+        return losses, torch.rand(4), run
+
+    losses, random, plain = train(-1, False)
+    assert not plain.results
+    for every in (1, 3):
+        audited_losses, audited_random, audited = train(every, True)
+        assert audited_losses == losses and torch.equal(audited_random, random)
+        for name, parameter in audited.trainer.student.named_parameters():
+            assert torch.equal(parameter, plain.trainer.student.get_parameter(name)), name
+
+
+def test_a_gradient_that_is_mostly_rounding_is_unknown_and_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "MOSTLY_ROUNDING", 1e-12)
+    run = make_run(world)
+    run.step(1)
+    verdict = run.results["step_gradients"].verdict
+    assert verdict.level is Level.UNKNOWN and "is rounding" in verdict.reason

@@ -1,0 +1,132 @@
+"""The references of the audit against what others compute: torch's AdamW, autograd over whole logits, the schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.audit import reference
+from engine.audit.reference import AdamW, Objective, Shape, Targets
+from engine.loss.chunks import SparseTargets
+from engine.loss.objective import distillation_loss
+from engine.spec import TrainSection
+from engine.train.schedule import learning_rate
+
+N, D, E, V = 7, 6, 10, 30
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_the_update_is_torchs_adamw_over_several_steps() -> None:
+    weight = torch.nn.Parameter(drawn(5, 3))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+    adam = AdamW(beta1=0.8, beta2=0.9, eps=1e-6)
+    mine, mean, square = weight.detach().clone(), torch.zeros(5, 3), torch.zeros(5, 3)
+    for count in range(1, 4):
+        weight.grad = drawn(5, 3, seed=count)
+        optimizer.step()
+        mean, square = reference.moments(adam, weight.grad, mean, square)
+        mine = mine + reference.step_of_adamw(
+            adam, mine, mean, square, rate=0.01, decay=0.2, count=count
+        )
+        torch.testing.assert_close(mine, weight.detach(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 4, 10])
+def test_the_rate_is_the_schedules_at_every_step(schedule: str, warmup: int) -> None:
+    train = TrainSection(
+        steps=10, lr=3e-3, warmup_steps=warmup, schedule=schedule, final_lr_ratio=0.1
+    )
+    for step in range(1, 11):
+        mine = reference.learning_rate(
+            step, peak=3e-3, warmup=warmup, steps=10, schedule=schedule, final_ratio=0.1
+        )
+        assert math.isclose(mine, learning_rate(step - 1, train), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled"])
+def test_the_loss_against_stored_targets_is_the_engines(kind: str) -> None:
+    hidden_ND, head_VD = drawn(N, D).requires_grad_(), drawn(V, D, seed=1)
+    labels_N = torch.tensor([3, -100, 5, 29, 0, 1, 2])
+    log_p_NV = drawn(N, V, seed=2).log_softmax(1)
+    ids_NK = log_p_NV.topk(4, dim=1).indices
+    log_probs_NK = log_p_NV.gather(1, ids_NK) if kind == "top_k" else None
+    terms = distillation_loss(
+        hidden_ND,
+        head_VD,
+        None,
+        None,
+        labels_N,
+        alpha=0.3,
+        temperature=2.0,
+        denominator=6.0,
+        targets=SparseTargets(ids_NK=ids_NK, log_probs_NK=log_probs_NK, kind=kind),  # type: ignore[arg-type]
+    )
+    terms.loss.backward()  # type: ignore[no-untyped-call]
+    head_gradient_VD = torch.zeros(V, D, dtype=torch.float64)
+    sums, gradient_ND = reference.loss(
+        Objective(alpha=0.3, temperature=2.0, divergence="forward_kl", beta=0.5),
+        hidden_ND.detach(),
+        lambda first, count: head_VD[first : first + count],
+        labels_N,
+        Targets(ids_NK=ids_NK, log_probs_NK=log_probs_NK),
+        vocabulary=V,
+        denominator=6.0,
+        head_gradient_VD=head_gradient_VD,
+        chunk_numbers=1,
+    )
+    assert terms.kd is not None
+    assert math.isclose(sums.ce / 6, float(terms.ce), rel_tol=1e-10)
+    assert math.isclose(4 * sums.divergence / 6, float(terms.kd), rel_tol=1e-10)
+    torch.testing.assert_close(gradient_ND, hidden_ND.grad, rtol=1e-8, atol=1e-12)
+
+
+def test_a_long_document_has_the_gradients_of_attention_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = Shape(
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        eps=1e-6,
+        theta=100.0,
+        bias=True,
+        qk_norm=False,
+        tied=True,
+    )
+    sizes = {"q": (16, 8), "k": (8, 8), "v": (8, 8), "o": (8, 16)}
+    weights = {"embed.weight": drawn(V, 8), "norm.weight": drawn(8)}
+    for index in range(2):
+        at = f"layers.{index}"
+        for name, size in sizes.items():
+            weights[f"{at}.attention.{name}.weight"] = drawn(*size, seed=index)
+            if name != "o":
+                weights[f"{at}.attention.{name}.bias"] = drawn(size[0], seed=index)
+        for name, size in {"gate": (12, 8), "up": (12, 8), "down": (8, 12)}.items():
+            weights[f"{at}.mlp.{name}.weight"] = drawn(*size, seed=index)
+        weights |= {f"{at}.{name}_norm.weight": drawn(8, seed=3) for name in ("attention", "mlp")}
+
+    def weight(name: str, rows_N: torch.Tensor | None = None) -> torch.Tensor:
+        held = weights[name].float()
+        return held if rows_N is None else held[rows_N]
+
+    tokens_BT = torch.arange(22).view(2, 11) % V
+    documents_BT = torch.tensor([[0] * 3 + [1] * 8, [2] * 11])
+    upstream = drawn(22, 8, seed=9).float()
+
+    def gradients() -> dict[str, torch.Tensor]:
+        one = reference.forward(shape, weight, tokens_BT, documents_BT, keep=True)
+        return dict(reference.backward(shape, weight, [one], [upstream]))
+
+    at_once = gradients()
+    monkeypatch.setattr(reference, "QUERIES", 4)
+    in_parts = gradients()
+    assert set(at_once) == set(weights)
+    for name, gradient in at_once.items():
+        torch.testing.assert_close(in_parts[name], gradient, rtol=1e-4, atol=1e-5)
