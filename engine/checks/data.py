@@ -109,6 +109,8 @@ def split_disjoint(context: Context) -> Answer:
     train_tokens, held_tokens = _texts(train), _texts(held)
     looked_at = len(train_tokens)
     shared, windows = shared_windows(train_tokens, held_tokens)
+    train.release()
+    held.release()
     share = shared / windows if windows else 0.0
     numbers = Numbers(
         copied_documents=copies, shared_windows=shared, windows=windows, searched_tokens=looked_at
@@ -170,14 +172,23 @@ def shared_windows(
         starts = starts[np.linspace(0, len(starts) - 1, MOST_WINDOWS).astype(np.int64)]
     if len(starts) == 0 or len(train) < window:
         return 0, len(starts)
-    wanted = np.unique(_rolling(held, window)[starts])
+    # Only those windows: hashes of all places of a large corpus take 50 bytes for each token.
+    powers = np.full(window, _BASE, dtype=np.uint64)
+    powers[0] = 1
+    np.multiply.accumulate(powers, out=powers)
+    hashes = np.concatenate(
+        [
+            _mixed(held[part[:, None] + np.arange(window)]) @ powers
+            for part in np.array_split(starts, -(-len(starts) // 4096))
+        ]
+    )
+    wanted = np.unique(hashes)
     found = np.zeros(len(wanted), dtype=bool)
-    step = 1 << 22
+    step = 1 << 20
     for first in range(0, len(train) - window + 1, step):
         here = _rolling(train[first : first + step + window - 1], window)
         places = np.minimum(np.searchsorted(wanted, here), len(wanted) - 1)
         found[places[wanted[places] == here]] = True
-    hashes = _rolling(held, window)[starts]
     return int(found[np.searchsorted(wanted, hashes)].sum()), len(starts)
 
 
@@ -185,14 +196,18 @@ _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
-def _rolling(tokens: NDArray[np.generic], window: int) -> NDArray[np.uint64]:
-    """Return the hash of each window of `tokens`."""
-    # splitmix64: neighbouring token ids become unrelated numbers.
+def _mixed(tokens: NDArray[np.generic]) -> NDArray[np.uint64]:
+    """Return a number for each token; those of neighbouring ids are unrelated (splitmix64)."""
     mixed = tokens.astype(np.uint64) + np.uint64(_BASE)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    count = len(tokens)
+    return mixed
+
+
+def _rolling(tokens: NDArray[np.generic], window: int) -> NDArray[np.uint64]:
+    """Return the hash of each window of `tokens`."""
+    mixed, count = _mixed(tokens), len(tokens)
     powers = np.full(count, _BASE, dtype=np.uint64)
     inverses = np.full(count, _INVERSE, dtype=np.uint64)
     powers[0] = inverses[0] = 1

@@ -13,7 +13,7 @@ every start, the tokenizer, the chat template, the settings of the split and of 
 makes them. A folder gets its name when all of it is written. Before it is used each file is compared with its size
 and hash; one that differs has the folder made anew, also where a power failure cut it.
 
-Making needs memory for one batch of text, and some 30 bytes for each document. Tokens are made in the order of the
+Making needs memory for one batch of text, and some 85 bytes for each document. Tokens are made in the order of the
 files into a temporary file, and copied from there in the order of the split. So the disk holds them twice for a time.
 
 One process makes a folder, and others that want it wait. Of all folders those used last are kept, up to

@@ -38,6 +38,7 @@ class _Said:
     def __init__(self, log: Log, source: str) -> None:
         self._log, self._source = log, source
         self._what, self._at_s = "", 0.0
+        self("reading the corpus", 0, None)
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         now = time.monotonic()
@@ -59,7 +60,6 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     from it.
     """
     data = spec.data
-    log(Phase(name="reading the corpus", detail=data.corpus))
     tokens = inputs.load_tokens(data, _Said(log, data.corpus))
     if not tokens.is_kept:
         log(Note(level="warning", text=f"tokens: {tokens.note}"))
