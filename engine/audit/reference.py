@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
 """The label of a position that predicts nothing."""
-QUERIES = 1024
+QUERIES = 256
 """Query tokens whose attention weights are in memory at a time."""
-CHUNK_NUMBERS = 1 << 22
+CHUNK_NUMBERS = 1 << 21
 """Logits of one side that are in memory at a time."""
 
 HEAD_ROWS = 8192
@@ -107,18 +107,26 @@ class Forward:
     turns: list[Tensor]
     """For each document, e^{i p f} of its positions and pairs, (T, R)."""
     inputs: list[Tensor]
-    """The input of each layer, then of the last norm, (N, D)."""
+    """The input of each layer, then of the last norm, (N, D), in host memory."""
     hidden_ND: Tensor
     """After the last norm."""
 
 
 @torch.no_grad()
 def forward(
-    shape: Shape, weight: Weight, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False
+    shape: Shape,
+    weight: Weight,
+    tokens_BT: Tensor,
+    documents_BT: Tensor,
+    *,
+    keep: bool = False,
+    rounding: float = 0.0,
 ) -> Forward:
     """Return the hidden states of some rows; the inputs of the layers only with `keep`.
 
-    The tokens of a document must be contiguous, and no two rows may share a document.
+    The tokens of a document must be contiguous, and no two rows may share a document. With `rounding` every number
+    between two layers is moved by that share of itself, up or down: what a model makes of rounding errors of that
+    size shows how far they alone may carry its answers.
     """
     lengths = [
         length
@@ -131,12 +139,21 @@ def forward(
     inputs = []
     for index in range(shape.layers):
         if keep:
-            inputs.append(x_ND)
+            inputs.append(x_ND.cpu())
         parts = [weight(name) for name in _names(shape, index)]
-        x_ND = _layer(shape, x_ND, turns, parts)
+        x_ND = _moved(_layer(shape, x_ND, turns, parts), rounding)
     if keep:
-        inputs.append(x_ND)
+        inputs.append(x_ND.cpu())
     return Forward(tokens_N, turns, inputs, _norm(shape, x_ND, weight("norm.weight")))
+
+
+def _moved(x: Tensor, share: float) -> Tensor:
+    if not share:
+        return x
+    # The top bit of a multiplicative hash of each number's place.
+    places = torch.arange(x.numel(), device=x.device) * 2654435761
+    up = (places >> 15 & 1).view(x.shape)
+    return x * (1 + share * (2 * up - 1))
 
 
 def backward(
@@ -154,7 +171,7 @@ def backward(
         parts = [weight(name).detach().requires_grad_() for name in names]
         sums = [torch.zeros_like(part) for part in parts]
         for number, one in enumerate(passes):
-            x_ND = one.inputs[place].detach().requires_grad_()
+            x_ND = one.inputs[place].to(flows[number].device).requires_grad_()
             with torch.enable_grad():
                 # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
                 along = (run(one, x_ND, parts) * flows[number]).sum()

@@ -55,6 +55,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.audit.bounds import GROUP_TOKENS, LOGITS, QUERIES
 from engine.errors import BadInput
 from engine.loss.chunks import (
     FUSED_HELD,
@@ -106,12 +107,13 @@ MEMORY_PHASES = (
     "backward",
     "last gradients",
     "evaluation",
+    "step audit",
 )
-"""In the order of a run. The first is before the first step, the last after any step. The student's
+"""In the order of a run. The first is before the first step, the last two after any step. The student's
 forward pass is left out because it needs the least, and the optimizer step because the evaluation after
 it needs more.
 """
-_TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION = MEMORY_PHASES
+_TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION, _AUDIT = MEMORY_PHASES
 _STEP = (_TEACHER, _LOSS, _BACKWARD)
 
 
@@ -350,7 +352,14 @@ class MemoryPlan:
 
     def items(self) -> tuple[BudgetItem, ...]:
         """Return every item that is not empty."""
-        parts = (_teacher_items, _student_items, _rank_items, _loss_items, _evaluation_items)
+        parts = (
+            _teacher_items,
+            _student_items,
+            _rank_items,
+            _loss_items,
+            _evaluation_items,
+            _audit_items,
+        )
         return tuple(item for part in parts for item in part(self) if item.bytes)
 
     @property
@@ -404,7 +413,7 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
             "prefetched hidden states",
             each * plan.tokens * config.hidden_size,
             "of the next batch, beside those of this one",
-            phases=(_LAST, _EVALUATION),
+            phases=(_LAST, _EVALUATION, _AUDIT),
         )
     yield BudgetItem(
         "teacher hidden states",
@@ -495,7 +504,9 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         plan.share(4 * parameters),
         f"{count} x 4 bytes{of_all}, "
         + ("kept between passes" if accumulated else "from the backward pass on"),
-        phases=(*_STEP, _LAST, _EVALUATION) if accumulated else (_LAST, _EVALUATION),
+        phases=(*_STEP, _LAST, _EVALUATION, _AUDIT)
+        if accumulated
+        else (_LAST, _EVALUATION, _AUDIT),
     )
     kept = plan.student_pass(plan.spec.train.rows).kept()
     largest = sorted(kept.items(), key=lambda term: -term[1])[:3]
@@ -640,6 +651,35 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
             f"{format_count(head)} x 4 bytes: a CPU has no product of bf16 with fp32 sums",
             phases=(_TEACHER_EVALUATION,),
         )
+
+
+def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
+    """What the references of a step's audit need on a GPU (`engine.audit`); the copy of the weights is on the host."""
+    if not plan.spec.checks.enabled or not plan.on_gpu:
+        return
+    student, teacher = plan.student, plan.teacher_in_loss
+    tokens = plan.tokens * plan.spec.train.accumulation
+    models = [one for one in (student, teacher) if one is not None]
+    group = min(max(GROUP_TOKENS, plan.spec.data.seq_len), plan.tokens)
+    layer = 4 * max(sum(linear_sizes(one).values()) for one in models)
+    # Numbers of a token in a layer; the student's with what its backward pass needs.
+    wide = 6 * student.intermediate_size + 12 * student.hidden_size
+    if teacher is not None:
+        wide = max(wide, 3 * teacher.intermediate_size + 6 * teacher.hidden_size)
+    seen = min(plan.spec.data.seq_len, QUERIES) * plan.spec.data.seq_len
+    attention = 4 * 4 * max(one.num_attention_heads for one in models) * seen
+    hidden = (
+        sum(plan.each * tokens * one.hidden_size for one in models)
+        + 8 * tokens * student.hidden_size
+    )
+    logits = 10 * 8 * min(LOGITS, plan.tokens * student.vocab_size)
+    head = 10 * student.vocab_size * student.hidden_size
+    yield BudgetItem(
+        "audit of a step",
+        layer + 4 * group * wide + attention + hidden + logits + head,
+        f"a layer in fp32, {format_count(group)} tokens of it, logits in float64, gradients of the head",
+        phases=(_AUDIT,),
+    )
 
 
 def _workspace(plan: MemoryPlan, forward: Forward) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.audit import reference
+from engine.audit.bounds import COMPARED_NUMBERS
 from engine.audit.judge import judge
 from engine.audit.observed import (
     CorpusRows,
@@ -45,8 +46,6 @@ from engine.spec import RunSpec
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 
-COMPARED_NUMBERS = 1 << 25
-"""Numbers of the student whose update is compared, in all its parameters together."""
 TEACHER_NUMBERS = 1024
 """Of each tensor of the teacher, that are looked at before and after the step."""
 RARELY = 500
@@ -186,7 +185,7 @@ class StepAudit(StepObserver):
         for name, p in self.trainer.student.named_parameters():
             if p.grad is not None:
                 gradient = whole(p.grad)
-                seen.gradients[name] = gradient[seen.rows[name]].clone()
+                seen.gradients[name] = _rows(gradient, seen.rows[name])
                 norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
                 seen.squares.append(norm.square())
 
@@ -198,7 +197,7 @@ class StepAudit(StepObserver):
         seen.teacher_changed = [n for n, t in seen.teacher.items() if not torch.equal(t, now[n])]
         for name, p in self.trainer.student.named_parameters():
             rows_R = seen.rows[name]
-            seen.after[name] = whole(p.detach())[rows_R].clone()
+            seen.after[name] = _rows(p.detach(), rows_R)
             if state := self.trainer.optimizer.state.get(p):
                 seen.moments_after[name] = (*_moments(state, rows_R), int(whole(state["step"])))
 
@@ -249,7 +248,9 @@ class StepAudit(StepObserver):
         trainer, spec = self.trainer, self.spec
         student = trainer.student
         narrow = operand_dtype(seen.passes[0].hidden_ND.to(trainer.dtype))
-        head = seen.weights["embed.weight" if student.head is None else "head.weight"]
+        # As the matmul to logits takes it: read for every chunk of the loss.
+        tied = student.head is None
+        head = seen.weights["embed.weight" if tied else "head.weight"].to(trainer.device, narrow)
         teacher = next((one for one in seen.passes if one.teacher_head is not None), None)
         train = spec.train
         position, per_epoch = seen.position, trainer.batches.rows_per_epoch
@@ -263,7 +264,7 @@ class StepAudit(StepObserver):
             ],
             student=Model(
                 shape=shape_of(student.config),
-                weight=lambda name, rows_N=None: _taken(seen.weights, name, rows_N),
+                weight=_weight(seen.weights, trainer.device),
                 vocabulary=student.config.vocab_size,
                 rounding=ROUNDING[trainer.dtype],
                 parameters=sum(p.numel() for p in seen.weights.values()),
@@ -271,7 +272,7 @@ class StepAudit(StepObserver):
             teacher=self._teacher(),
             teacher_changed=seen.teacher_changed,
             applied=step.updated,
-            student_head=lambda first, count: head[first : first + count].to(narrow),
+            student_head=lambda first, count: head[first : first + count],
             teacher_head=None if teacher is None else _head_rows(teacher),
             logit_rounding=ROUNDING[torch.float32],
             parameters=[self._parameter(seen, name, p) for name, p in student.named_parameters()],
@@ -355,7 +356,7 @@ class StepAudit(StepObserver):
         return ObservedParameter(
             name=name,
             rows_R=rows_R,
-            before=seen.weights[name][rows_R],
+            before=seen.weights[name][rows_R.cpu()],
             after=seen.after[name],
             gradient=seen.gradients.get(name),
             moments_before=seen.moments.get(name),
@@ -374,10 +375,14 @@ def _some_rows(parameter: Tensor, share: float, step: int) -> Tensor:
     return torch.arange(step % every, count, every, device=parameter.device)
 
 
-def _taken(weights: dict[str, Tensor], name: str, rows_N: Tensor | None) -> Tensor:
-    tensor = weights.get(name)
-    tensor = weights["embed.weight"] if tensor is None else tensor
-    return (tensor if rows_N is None else tensor[rows_N]).float()
+def _weight(weights: dict[str, Tensor], device: torch.device) -> reference.Weight:
+    def weight(name: str, rows_N: Tensor | None = None) -> Tensor:
+        tensor = weights["embed.weight"] if name not in weights else weights[name]
+        if rows_N is not None:
+            tensor = tensor[rows_N.to(tensor.device)]
+        return tensor.to(device, torch.float32)
+
+    return weight
 
 
 def _size(decoder: Decoder) -> int:
@@ -385,13 +390,20 @@ def _size(decoder: Decoder) -> int:
 
 
 def _whole_copy(parameter: Tensor) -> Tensor:
-    """Return a copy of a parameter, gathered if it is in parts."""
+    """Return a copy of a parameter, gathered if it is in parts; that of a GPU in host memory, where there is room."""
     found = whole(parameter.detach())
+    if found.device.type != "cpu":
+        return found.cpu()
     return found if is_shared(parameter) else found.clone()
 
 
+def _rows(tensor: Tensor, rows_R: Tensor) -> Tensor:
+    """Return a copy of some rows in host memory."""
+    return whole(tensor)[rows_R].cpu()
+
+
 def _moments(state: dict[str, Tensor], rows_R: Tensor) -> tuple[Tensor, Tensor]:
-    mean, square = (whole(state[name])[rows_R].clone() for name in ("exp_avg", "exp_avg_sq"))
+    mean, square = (_rows(state[name], rows_R) for name in ("exp_avg", "exp_avg_sq"))
     return mean, square
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.audit import reference
+from engine.audit import bounds, reference
 from engine.audit.reference import AdamW, Objective, Shape, Targets
 from engine.loss.chunks import SparseTargets
 from engine.loss.objective import distillation_loss
@@ -84,6 +84,10 @@ def test_the_loss_against_stored_targets_is_the_engines(kind: str) -> None:
     assert math.isclose(sums.ce / 6, float(terms.ce), rel_tol=1e-10)
     assert math.isclose(4 * sums.divergence / 6, float(terms.kd), rel_tol=1e-10)
     torch.testing.assert_close(gradient_ND, hidden_ND.grad, rtol=1e-8, atol=1e-12)
+
+
+def test_the_memory_plan_counts_the_queries_that_the_reference_takes() -> None:
+    assert bounds.QUERIES == reference.QUERIES
 
 
 def test_a_long_document_has_the_gradients_of_attention_at_once(

@@ -1,0 +1,14 @@
+"""How much of a step is compared, and at a time. The memory plan counts with these, so torch is not imported here."""
+
+from __future__ import annotations
+
+MOST_FLOPS = {"cpu": 4e11, "cuda": 2e14}
+"""Of the references in one audit, by device: some seconds on two cores, or on one GPU."""
+COMPARED_NUMBERS = 1 << 24
+"""Numbers of the student whose update is compared, in all its parameters together."""
+GROUP_TOKENS = 1024
+"""Tokens of a plain forward pass at a time; at least one row."""
+QUERIES = 256
+"""Query tokens whose attention weights are in memory at a time (`engine.audit.reference`)."""
+LOGITS = 1 << 21
+"""Logits of one side that are in memory at a time, in float64."""
