@@ -10,5 +10,5 @@ GROUP_TOKENS = 1024
 """Tokens of a plain forward pass at a time; at least one row."""
 QUERIES = 256
 """Query tokens whose attention weights are in memory at a time (`engine.audit.reference`)."""
-LOGITS = 1 << 21
+LOGITS = 1 << 22
 """Logits of one side that are in memory at a time, in float64."""

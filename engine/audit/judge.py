@@ -602,11 +602,12 @@ def _weight_gradients(
         for flow_ND in torch.split(of_pass_ND, [len(one.tokens_N) for one in groups])
     ]
     observed = {one.name: one for one in seen.parameters}
-    relative = max(2e-3, 16 * model.rounding)
+    # In 16 bits each layer's backward pass adds some percent.
+    relative = max(2e-3, 32 * model.rounding)
     # Of a gradient that is zero but for rounding, like a key's bias.
     floor = 64 * model.rounding * seen.gradient_norm
     if prefix:
-        relative, floor = 10 * relative, 4 * floor
+        relative, floor = 4 * relative, 4 * floor
     worst, of_worst, compared = 0.0, "", 0
     for name, gradients in _with_head(
         reference.backward(model.shape, model.weight, passes, upstream),
@@ -698,15 +699,16 @@ def _moments(step: _Step) -> Answer:
     for one in seen.parameters:
         if one.gradient is None or one.moments_after is None:
             continue
-        g = one.gradient.double() * factor
-        zero = torch.zeros_like(one.gradient)
-        before = one.moments_before or (zero, zero)
+        g = one.gradient.to(step.device).double() * factor
+        zero = torch.zeros_like(g)
+        mean, square = one.moments_before or (zero, zero)
+        before = (mean.to(step.device), square.to(step.device))
         wanted = reference.moments(seen.wanted.adam, g, *before)
         scales = (before[0].double().abs() + g.abs(), before[1].double() + g * g)
         for what, found, want, scale, floor in zip(
             ("mean", "mean square"), one.moments_after, wanted, scales, (1e-37, 1e-36), strict=True
         ):
-            error = (found.double() - want).abs()
+            error = (found.to(step.device).double() - want).abs()
             beyond = _first_beyond(error, 1e-5 * scale + floor, one)
             if beyond is not None:
                 where, place = beyond
@@ -736,17 +738,20 @@ def _weights(step: _Step) -> Answer:
         total += one.numbers
         if one.moments_after is None:
             return numbers.failed(f"{one.name} is not in the optimizer: it is never trained")
+        before, after = one.before.to(step.device), one.after.to(step.device)
+        mean, square = one.moments_after
         update = reference.step_of_adamw(
             wanted.adam,
-            one.before,
-            *one.moments_after,
+            before,
+            mean.to(step.device),
+            square.to(step.device),
             rate=wanted.rate,
             decay=wanted.decay if one.decays else 0.0,
             count=one.updates,
         )
-        error = (one.after.double() - one.before.double() - update).abs()
+        error = (after.double() - before.double() - update).abs()
         beyond = _first_beyond(
-            error, 2e-3 * update.abs() + 4 * ROUNDING * one.before.double().abs() + 1e-30, one
+            error, 2e-3 * update.abs() + 4 * ROUNDING * before.double().abs() + 1e-30, one
         )
         if beyond is not None:
             where, place = beyond
@@ -756,7 +761,7 @@ def _weights(step: _Step) -> Answer:
             )
         compared += one.before.numel()
         due += int((update != 0).sum())
-        moved += int((one.after != one.before).sum())
+        moved += int((after != before).sum())
     step.coverage.parameters, step.coverage.all_parameters = compared, total
     numbers |= dict(compared=compared, moved=moved)
     if moved < LEAST_MOVED * due:

@@ -125,8 +125,8 @@ def forward(
     """Return the hidden states of some rows; the inputs of the layers only with `keep`.
 
     The tokens of a document must be contiguous, and no two rows may share a document. With `rounding` every number
-    between two layers is moved by that share of itself, up or down: what a model makes of rounding errors of that
-    size shows how far they alone may carry its answers.
+    that a 16-bit model would round is moved by that share of itself, up or down: what becomes of that shows how far
+    rounding errors alone may carry the answers.
     """
     lengths = [
         length
@@ -141,7 +141,7 @@ def forward(
         if keep:
             inputs.append(x_ND.cpu())
         parts = [weight(name) for name in _names(shape, index)]
-        x_ND = _moved(_layer(shape, x_ND, turns, parts), rounding)
+        x_ND = _layer(shape, x_ND, turns, parts, rounding)
     if keep:
         inputs.append(x_ND.cpu())
     return Forward(tokens_N, turns, inputs, _norm(shape, x_ND, weight("norm.weight")))
@@ -215,19 +215,33 @@ def _names(shape: Shape, index: int) -> list[str]:
     ]
 
 
-def _layer(shape: Shape, x_ND: Tensor, turns: list[Tensor], parts: Sequence[Tensor]) -> Tensor:
+def _layer(
+    shape: Shape,
+    x_ND: Tensor,
+    turns: list[Tensor],
+    parts: Sequence[Tensor],
+    rounding: float = 0.0,
+) -> Tensor:
     attention_norm, mlp_norm, gate, up, down, *attention = parts
-    x_ND = x_ND + _attention(shape, _norm(shape, x_ND, attention_norm), turns, attention)
-    normed_ND = _norm(shape, x_ND, mlp_norm)
-    gated = normed_ND @ gate.T
-    return x_ND + (gated * torch.sigmoid(gated) * (normed_ND @ up.T)) @ down.T
+    normed_ND = _moved(_norm(shape, x_ND, attention_norm), rounding)
+    x_ND = _moved(x_ND + _attention(shape, normed_ND, turns, attention, rounding), rounding)
+    normed_ND = _moved(_norm(shape, x_ND, mlp_norm), rounding)
+    gated = _moved(normed_ND @ gate.T, rounding)
+    both = _moved(gated * torch.sigmoid(gated) * _moved(normed_ND @ up.T, rounding), rounding)
+    return _moved(x_ND + both @ down.T, rounding)
 
 
 def _norm(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     return x / ((x * x).mean(dim=-1, keepdim=True) + shape.eps).sqrt() * weight
 
 
-def _attention(shape: Shape, x_ND: Tensor, turns: list[Tensor], parts: Sequence[Tensor]) -> Tensor:
+def _attention(
+    shape: Shape,
+    x_ND: Tensor,
+    turns: list[Tensor],
+    parts: Sequence[Tensor],
+    rounding: float,
+) -> Tensor:
     """Attention over documents that follow each other."""
     q, k, v, o, *others = parts
     found = [x_ND @ matrix.T for matrix in (q, k, v)]
@@ -237,13 +251,15 @@ def _attention(shape: Shape, x_ND: Tensor, turns: list[Tensor], parts: Sequence[
     if shape.qk_norm:
         q_norm, k_norm = others[-2:]
         q_NHE, k_NKE = _norm(shape, q_NHE, q_norm), _norm(shape, k_NKE, k_norm)
+    q_NHE, k_NKE, v_NKE = (_moved(y, rounding) for y in (q_NHE, k_NKE, v_NKE))
     shared = shape.heads // shape.kv_heads
     answers, first = [], 0
     for turns_TR in turns:
         document = slice(first, first + len(turns_TR))
         first += len(turns_TR)
-        q_HTE = _turned(q_NHE[document], turns_TR).transpose(0, 1)
-        k_HTE = _turned(k_NKE[document], turns_TR).transpose(0, 1).repeat_interleave(shared, 0)
+        q_HTE = _moved(_turned(q_NHE[document], turns_TR), rounding).transpose(0, 1)
+        k_TKE = _moved(_turned(k_NKE[document], turns_TR), rounding)
+        k_HTE = k_TKE.transpose(0, 1).repeat_interleave(shared, 0)
         v_HTE = v_NKE[document].transpose(0, 1).repeat_interleave(shared, 0)
         for begun in range(0, len(turns_TR), QUERIES):
             part_HTE = q_HTE[:, begun : begun + QUERIES]
@@ -253,7 +269,7 @@ def _attention(shape: Shape, x_ND: Tensor, turns: list[Tensor], parts: Sequence[
                 if torch.is_grad_enabled() and len(turns_TR) > QUERIES
                 else _answers(part_HTE, k_HTE, v_HTE, begun)
             )
-    return torch.cat(answers) @ o.T
+    return _moved(torch.cat(answers), rounding) @ o.T
 
 
 def _answers(q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int) -> Tensor:
