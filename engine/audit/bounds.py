@@ -6,9 +6,14 @@ MOST_FLOPS = {"cpu": 4e11, "cuda": 2e14}
 """Of the references in one audit, by device: some seconds on two cores, or on one GPU."""
 COMPARED_NUMBERS = 1 << 24
 """Numbers of the student whose update is compared, in all its parameters together."""
-GROUP_TOKENS = 1024
-"""Tokens of a plain forward pass at a time; at least one row."""
+GROUP_NUMBERS = 1 << 24
+"""Of the widest part of a layer, for the tokens of a plain forward pass at a time; at least one row."""
 QUERIES = 256
 """Query tokens whose attention weights are in memory at a time (`engine.audit.reference`)."""
-LOGITS = 1 << 22
+LOGITS = 1 << 23
 """Logits of one side that are in memory at a time, in float64."""
+
+
+def group_tokens(intermediate_size: int) -> int:
+    """Return the tokens of a plain forward pass at a time."""
+    return GROUP_NUMBERS // intermediate_size

@@ -13,6 +13,7 @@ What the budget of arithmetic leaves out is not judged and counted: `Coverage`.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.audit import reference
-from engine.audit.bounds import GROUP_TOKENS, LOGITS, MOST_FLOPS
+from engine.audit.bounds import LOGITS, MOST_FLOPS, group_tokens
 from engine.audit.observed import Model, ObservedParameter, ObservedPass, ObservedStep
 from engine.audit.reference import IGNORED, Forward
 from engine.audit.stages import STAGES
@@ -104,10 +105,11 @@ class _Step:
         chosen = sum(len(rows) for rows in self.rows)
         return chosen == sum(one.tokens_BT.shape[0] for one in self.seen.passes)
 
-    def groups(self, number: int) -> list[list[int]]:
+    def groups(self, number: int, model: Model) -> list[list[int]]:
         """Return the chosen rows of a pass in groups that are run at a time."""
         rows = self.rows[number]
-        size = max(1, GROUP_TOKENS // self.seen.passes[number].tokens_BT.shape[1])
+        length = self.seen.passes[number].tokens_BT.shape[1]
+        size = max(1, group_tokens(model.shape.intermediate_size) // length)
         return [rows[first : first + size] for first in range(0, len(rows), size)]
 
     def forwards(
@@ -124,7 +126,7 @@ class _Step:
                     keep=keep,
                     rounding=rounding,
                 )
-                for rows in self.groups(number)
+                for rows in self.groups(number, model)
             ]
             for number, one in enumerate(self.seen.passes)
         ]
@@ -207,13 +209,14 @@ def _labels(one: ObservedPass) -> Tensor:
     return one.labels_BT.flatten().to(one.student_hidden_ND.device)
 
 
-def judge(seen: ObservedStep) -> tuple[list[tuple[About, Answer]], Coverage]:
-    """Judge every stage. A stage whose judgement breaks is unknown, with the reason."""
+def judge(seen: ObservedStep) -> tuple[list[tuple[About, Answer, float]], Coverage]:
+    """Judge every stage, with the seconds that it took. A stage whose judgement breaks is unknown, with the reason."""
     step = _Step(seen)
     step.coverage.all_positions = step.positions
-    found: list[tuple[About, Answer]] = []
+    found: list[tuple[About, Answer, float]] = []
     failed: About | None = None
     for about in STAGES:
+        begun_s = time.perf_counter()
         local, chain = JUDGES[about.id]
         answer = _answer(local, step)
         if answer.verdict.level is not Level.FAIL and chain is not None:
@@ -225,7 +228,7 @@ def judge(seen: ObservedStep) -> tuple[list[tuple[About, Answer]], Coverage]:
             answer = _both(answer, along)
         if answer.verdict.level is Level.FAIL:
             failed = failed or about
-        found.append((about, answer))
+        found.append((about, answer, time.perf_counter() - begun_s))
     return found, step.coverage
 
 

@@ -87,6 +87,7 @@ class Shape:
     """What a decoder's weights do not tell."""
 
     layers: int
+    intermediate_size: int
     heads: int
     kv_heads: int
     head_dim: int

@@ -71,6 +71,7 @@ def shape_of(config: ModelConfig) -> Shape:
     scaling = config.rope_scaling
     return Shape(
         layers=config.num_hidden_layers,
+        intermediate_size=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,

@@ -55,7 +55,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.audit.bounds import GROUP_TOKENS, LOGITS, QUERIES
+from engine.audit.bounds import LOGITS, QUERIES, group_tokens
 from engine.errors import BadInput
 from engine.loss.chunks import (
     FUSED_HELD,
@@ -660,12 +660,17 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     student, teacher = plan.student, plan.teacher_in_loss
     tokens = plan.tokens * plan.spec.train.accumulation
     models = [one for one in (student, teacher) if one is not None]
-    group = min(max(GROUP_TOKENS, plan.spec.data.seq_len), plan.tokens)
     layer = 4 * max(sum(linear_sizes(one).values()) for one in models)
-    # Numbers of a token in a layer; the student's with what its backward pass needs.
-    wide = 6 * student.intermediate_size + 12 * student.hidden_size
+
+    def group(config: ModelConfig) -> int:
+        at_once = max(group_tokens(config.intermediate_size), plan.spec.data.seq_len)
+        return min(at_once, plan.tokens)
+
+    # Numbers of a layer for the tokens at a time; the student's with what its backward pass needs.
+    wide = group(student) * (6 * student.intermediate_size + 12 * student.hidden_size)
     if teacher is not None:
-        wide = max(wide, 3 * teacher.intermediate_size + 6 * teacher.hidden_size)
+        of_teacher = 3 * teacher.intermediate_size + 6 * teacher.hidden_size
+        wide = max(wide, group(teacher) * of_teacher)
     seen = min(plan.spec.data.seq_len, QUERIES) * plan.spec.data.seq_len
     attention = 4 * 4 * max(one.num_attention_heads for one in models) * seen
     hidden = (
@@ -676,8 +681,8 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     head = 10 * student.vocab_size * student.hidden_size
     yield BudgetItem(
         "audit of a step",
-        layer + 4 * group * wide + attention + hidden + logits + head,
-        f"a layer in fp32, {format_count(group)} tokens of it, logits in float64, gradients of the head",
+        layer + 4 * wide + attention + hidden + logits + head,
+        "a layer in fp32 with some tokens of it, logits in float64, gradients of the head",
         phases=(_AUDIT,),
     )
 

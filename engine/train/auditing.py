@@ -10,7 +10,6 @@ runs the same code as any other, and may be judged after the next one has begun.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -219,9 +218,7 @@ class StepAudit(StepObserver):
         )
         found: list[Result] = []
         if ranks.first:
-            begun_s = time.perf_counter()
             answers = self._judge(seen, passes, step)
-            cost_s = (time.perf_counter() - begun_s) / len(answers)
             found = [
                 Result(
                     about=about,
@@ -230,19 +227,19 @@ class StepAudit(StepObserver):
                     cost_s=cost_s,
                     step=step.step,
                 )
-                for about, answer in answers
+                for about, answer, cost_s in answers
                 if about.id not in self._skipped
             ]
         yield from cast(list[Result], ranks.tell(found))
 
     def _judge(
         self, seen: _Seen, passes: list[list[_SeenPass]], step: StepDone
-    ) -> list[tuple[About, Answer]]:
+    ) -> list[tuple[About, Answer, float]]:
         try:
             return judge(self._observed(seen, passes, step))[0]
         except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
             broke = unknown(f"the audit broke: {type(error).__name__}: {error}")
-            return [(about, broke) for about in STAGES]
+            return [(about, broke, 0.0) for about in STAGES]
 
     def _observed(self, seen: _Seen, passes: list[list[_SeenPass]], step: StepDone) -> ObservedStep:
         trainer, spec = self.trainer, self.spec

@@ -236,16 +236,16 @@ def test_what_lasts_is_counted_from_the_shapes() -> None:
 def test_the_peak_is_the_largest_phase_and_the_table_marks_what_is_alive_in_it() -> None:
     budget = budget_of(spec_of(train__rows=32, data__seq_len=128))
     sizes = {phase: budget.bytes_in(phase) for phase in MEMORY_PHASES}
-    assert budget.total_bytes == max(sizes.values()) == sizes[budget.peak_phase] == sizes["loss"]
-    lines = budget.lines()
-    assert lines[0].startswith("memory on cuda: ") and "(loss)" in lines[0]
+    assert budget.total_bytes == max(sizes.values()) == sizes[budget.peak_phase]
+    peak, lines = budget.peak_phase, budget.lines()
+    assert lines[0].startswith("memory on cuda: ") and f"({peak})" in lines[0]
     for entry in budget.items:
         (line,) = (text for text in lines if text.startswith(f"  {entry.name}  "))
-        assert entry.how in line and ("*" in line) == ("loss" in entry.phases)
+        assert entry.how in line and ("*" in line) == (peak in entry.phases)
     (head,) = (text for text in lines if "at peak" in text)
     marks = {text.index(" * ") for text in lines if "     *     " in text}
     assert len(marks) == 1 and marks.pop() in range(head.index("at peak"), head.index("how"))
-    marked = sum(entry.bytes for entry in budget.items if "loss" in entry.phases)
+    marked = sum(entry.bytes for entry in budget.items if peak in entry.phases)
     assert marked == budget.total_bytes
 
 

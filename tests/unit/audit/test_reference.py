@@ -95,6 +95,7 @@ def test_a_long_document_has_the_gradients_of_attention_at_once(
 ) -> None:
     shape = Shape(
         layers=2,
+        intermediate_size=12,
         heads=4,
         kv_heads=2,
         head_dim=4,
