@@ -57,6 +57,8 @@ def spec_of(teacher: bool = True, **changes: object) -> RunSpec:
         "teacher": {"path": "teacher"} if teacher else {},
         "student": {"config": "student.json"},
         "loss": {} if teacher else {"alpha": 1.0},
+        # The trainer alone: no step of it is audited.
+        "checks": {"enabled": False},
     }
     for key, value in changes.items():
         section, name = key.split("__")

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from engine.data.batches import Batches
+from engine.data.tokens import starts_of
 from engine.kernels.inductor import CompileWatch
 from engine.models.load import new_decoder
 from engine.spec import LossSection, TrainSection
@@ -33,8 +35,9 @@ def test_steps_run_what_was_compiled_before_them(
     stream = stream_of(1000, 64 * 256)
     # Documents get shorter, so that both their number and the longest differ from batch to batch.
     lengths = torch.linspace(400, 5, 400).long()
-    numbered = torch.repeat_interleave(torch.arange(400), lengths)[: 64 * 256]
-    stream = dataclasses.replace(stream, documents=numbered.int().numpy())
+    starts = starts_of(lengths.numpy())
+    kept = np.append(starts[starts < 64 * 256], 64 * 256)
+    stream = dataclasses.replace(stream, starts=kept)
     losses = []
     for compiled in (False, True):
         trainer = Trainer(
