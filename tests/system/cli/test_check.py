@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,8 @@ def test_an_interrupt_ends_the_steps_at_once(kit: Kit, tmp_path: Path, scratch: 
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
+        # Where the tests run in the background the signal is ignored, and would stay so.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline_s = time.monotonic() + DEADLINE_S
