@@ -63,7 +63,7 @@ def _list_checks(as_json: bool) -> int:
 
 
 def _answers(path: Path, as_json: bool) -> int:
-    from engine.checks.catalogue import CATALOGUE
+    from engine.checks.catalogue import ABOUT, CATALOGUE, RETIRED
     from engine.log.folder import must_have_settings, open_run
     from engine.log.follow import Follower
     from engine.units import format_seconds
@@ -76,27 +76,31 @@ def _answers(path: Path, as_json: bool) -> int:
     follower = Follower(run)
     follower.read_all()
     found = follower.view.checks
-    answers = [(about, found.get(about.id), _verdict(found.get(about.id))) for about in CATALOGUE]
-    verdicts = [verdict for _, _, verdict in answers]
+    named = [(about.id, about) for about in CATALOGUE]
+    # What an earlier version asked, its answers still count.
+    named += [(id, ABOUT[stage]) for id, stage in RETIRED.items() if id in found]
+    answers = [(id, about, found.get(id), _verdict(found.get(id))) for id, about in named]
+    verdicts = [verdict for *_, verdict in answers]
     overall = lowest(verdicts)
     if as_json:
         rows = [
             {
-                "id": about.id,
+                "id": id,
                 "level": verdict.level.name.lower(),
                 "reason": verdict.reason,
                 "numbers": {} if check is None else plain(check.numbers),
                 "cost_s": None if check is None else check.cost_s,
                 "step": None if check is None else check.step,
             }
-            for about, check, verdict in answers
+            for id, about, check, verdict in answers
         ]
         put_json({"run": str(path), "level": overall.level.name.lower(), "checks": rows})
         return overall.exit_code
-    width = max(len(about.id) for about in CATALOGUE)
-    for about, check, verdict in answers:
+    width = max(len(id) for id, *_ in answers)
+    for id, about, check, verdict in answers:
         cost = format_seconds(check.cost_s) if check is not None else ""
-        put(f"{verdict.level.name:7}  {about.id:{width}}  {cost:>8}  {verdict.reason}")
+        now = "" if id == about.id else f" (now {about.id})"
+        put(f"{verdict.level.name:7}  {id:{width}}  {cost:>8}  {verdict.reason}{now}")
         if check is not None and check.level == "fail":
             for text in (about.means, f"do: {about.remedy}"):
                 put(textwrap.fill(text, WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 11))

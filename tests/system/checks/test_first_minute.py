@@ -255,6 +255,15 @@ def test_the_exit_code_is_the_lowest_answer(
     assert f"{len(ABOUT) - 2} passed, 1 failed, 1 unknown" in out
 
 
+def test_the_answers_of_an_earlier_version_count_and_name_the_stage_of_today(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = dict.fromkeys(ABOUT, "pass") | {"loss_gradient": "fail"}
+    assert ask(logged(tmp_path, every)) == EXIT_FAIL
+    out = capsys.readouterr().out
+    assert "FAIL     loss_gradient" in out and "so (now step_gradients)" in out
+
+
 def test_a_check_that_has_not_answered_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
