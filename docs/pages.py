@@ -93,6 +93,30 @@ def alerts() -> str:
     return text
 
 
+def watch_identities() -> str:
+    from engine.attach.identities import IDENTITIES
+
+    text = (
+        "# Identities of a watched training\n\n"
+        "What holds in every healthy training. [`engine watch`](../how-to/watch.md) looks at each on a few steps: the "
+        "first three of an optimizer, then those whose number is a power of two. Nothing is learnt from another run, "
+        "and the script is changed in nothing.\n\n"
+        "A **contradiction** is an identity that fails, and the only alarm: the summary names it with its numbers. A "
+        "**suspicion** holds, and may be a mistake or meant. A **fact** is neither. What cannot be seen is "
+        "**unknown**, never a pass.\n"
+    )
+    for row in IDENTITIES:
+        text += f"\n## {row.id}\n\n{row.question}\n\n"
+        text += f"- identity: {row.identity}; at worst a {row.degree}\n- otherwise: {row.means}\n"
+        text += f"- do, in a plain loop: {row.plain}\n"
+        for name, remedy in (
+            ("the Trainer of transformers", row.transformers),
+            ("Lightning", row.lightning),
+        ):
+            text += f"- with {name}: {remedy}\n" if remedy else ""
+    return text
+
+
 def commands() -> str:
     from engine.cli.main import EPILOG, build_parser
 
@@ -157,6 +181,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/checks.md": checks,
     "reference/alerts.md": alerts,
     "reference/commands.md": commands,
+    "reference/watch-identities.md": watch_identities,
     "reference/drills.md": drills,
     "limits.md": limits,
 }

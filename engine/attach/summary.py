@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from engine.attach.identities import BY_ID, CONTRADICTION, DEGREES, SUSPICION, UNKNOWN
 from engine.errors import RunLogError
 from engine.log.beats import read_lost_rank
-from engine.log.events import IDLE, StepDone
+from engine.log.events import IDLE, Identity, StepDone
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
 from engine.log.text import event_text, one_line
@@ -121,7 +122,12 @@ class _Summary:
             how = f"failed {how}"
         standing = len(view.alerts)
         alerts = f"; {standing} alert{'s' * (standing > 1)} at the end" if standing else ""
-        return f"{self.run.name}: {how}; {done}{alerts}"
+        wrong = ", ".join(dict.fromkeys(one.id for one in self._of_degree(CONTRADICTION)))
+        wrong = f"; the training is wrong: {wrong}" if wrong else ""
+        return f"{self.run.name}: {how}; {done}{alerts}{wrong}"
+
+    def _of_degree(self, degree: str) -> list[Identity]:
+        return [one for one in self.view.identities if one.degree == degree]
 
     @property
     def _stall(self) -> str | None:
@@ -157,6 +163,7 @@ class _Summary:
             lines.append(ended.sentence)
         elif ended is not None and ended.returncode:
             lines.append(self._failure())
+        lines += [_seen_text(one) for one in self._of_degree(CONTRADICTION)]
         if self._is_outside:
             lines.append(NO_STEP if self._imported_torch else NO_TORCH)
         lines += [note.text for note in view.notes if "probe removed itself" in note.text][:1]
@@ -269,6 +276,8 @@ class _Summary:
             lines.append(
                 f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
             )
+        lines += [_seen_text(one) for one in self._of_degree(SUSPICION)]
+        lines.append(self._identities())
         lines.append(self._memory())
         lines.append(self._later())
         if view.stack_dump is not None:
@@ -281,6 +290,19 @@ class _Summary:
         ]
         lines.append(f"{self.path}: {', '.join(files)}")
         return list(filter(None, lines))
+
+    def _identities(self) -> str:
+        """The worst outcome of each identity."""
+        worst: dict[str, Identity] = {}
+        for one in self.view.identities:
+            before = worst.get(one.id)
+            if before is None or _badness(one) > _badness(before):
+                worst[one.id] = one
+        texts = [
+            f"{one.id} {one.degree}" + (f" ({one.text})" if one.degree == UNKNOWN else "")
+            for one in worst.values()
+        ]
+        return f"identities: {', '.join(texts)}" if texts else ""
 
     def _pairs(self, name: str) -> list[tuple[float, float]]:
         """Values of a column beside the seconds of their steps, without the first step."""
@@ -340,6 +362,9 @@ class _Summary:
             )
         if self._stall is not None or (ended is not None and ended.signal == "SIGKILL"):
             return f"engine diagnose {self.path}"
+        if wrong := self._of_degree(CONTRADICTION):
+            row = BY_ID.get(wrong[0].id)
+            return f"{row.remedy(wrong[0].framework) if row else ''}; then {look}"
         if ended is None or ended.returncode:
             return look
         if self._waits_for_data:
@@ -347,6 +372,14 @@ class _Summary:
         if self.view.alerts or self._first_non_finite is not None:
             return f"engine diagnose {self.path}"
         return look
+
+
+def _seen_text(one: Identity) -> str:
+    return f"{one.degree} {one.id} at step {one.step}: {one.text}"
+
+
+def _badness(one: Identity) -> int:
+    return DEGREES.index(one.degree) if one.degree in DEGREES else -1
 
 
 def _percent(share: float) -> str:

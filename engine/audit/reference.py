@@ -12,6 +12,7 @@ imports nothing of the engine. Decoders are computed in fp32, everything else in
                 logits is autograd's
     update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
                 w = w - lr (m' / (sqrt(v') + eps) + decay w),  with m' = m / (1 - b1^t), v' = v / (1 - b2^t)
+                SGD (Sutskever et al., 2013): b = mu b + (1 - dampening) g,  w = w - lr b
 
 A decoder's gradients are found layer by layer from the last to the first, so that one layer's are in memory at a time.
 """
@@ -499,6 +500,30 @@ def step_of_adamw(
     m = mean.double() / (1 - adam.beta1**count)
     v = square.double() / (1 - adam.beta2**count)
     return -rate * (m / (v.sqrt() + adam.eps) + decay * weight.double())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD:
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+
+def buffer_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None) -> Tensor:
+    """Return the buffer of momentum after one more gradient, in float64; the first gradient is the buffer."""
+    g = gradient.double()
+    return g if buffer is None else sgd.momentum * buffer.double() + (1 - sgd.dampening) * g
+
+
+def step_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None, *, rate: float) -> Tensor:
+    """Return what an update adds to a weight, from the buffer after it, in float64; None without momentum.
+
+    Decay is part of the gradient, as in Adam with L2: g + decay w.
+    """
+    g = gradient.double()
+    if buffer is not None:
+        g = g + sgd.momentum * buffer.double() if sgd.nesterov else buffer.double()
+    return -rate * g
 
 
 def learning_rate(

@@ -364,6 +364,20 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
     values: dict[str, Number | None]
 
 
+class Identity(Event, frozen=True, kw_only=True, tag="identity"):
+    """What was seen of an identity that holds in every healthy training (`engine/attach/identities.py`), in a script
+    that is not ours: once for each outcome, at the first step that had it."""
+
+    id: str
+    degree: str
+    """`pass`, `unknown`, `fact`, `suspicion` or `contradiction`."""
+    step: Count
+    text: str
+    numbers: dict[str, Number | None] = {}
+    framework: str = ""
+    """`transformers` or `lightning`, where the script trains with one; it decides what to do."""
+
+
 class NonFinite(Event, frozen=True, kw_only=True, tag="non_finite"):
     """A NaN or infinite number of a step, as an event of its own, so that no average can hide it."""
 
@@ -587,6 +601,7 @@ Known: TypeAlias = (
     | StepDone
     | Evaluated
     | Logged
+    | Identity
     | NonFinite
     | CheckpointSaved
     | StudentSaved

@@ -34,6 +34,7 @@ from engine.log.events import (
     FactsRead,
     GpuSample,
     HostSample,
+    Identity,
     KernelCounts,
     LauncherGone,
     Logged,
@@ -80,6 +81,7 @@ _ALL: dict[type, str] = {
     Compiled: "compiles",
     Evaluated: "evals",
     NonFinite: "non_finite",
+    Identity: "identities",
     CheckpointSaved: "checkpoints",
 }
 """View fields that hold all events of a kind."""

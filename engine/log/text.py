@@ -26,6 +26,7 @@ from engine.log.events import (
     FactsRead,
     GpuSample,
     HostSample,
+    Identity,
     KernelCounts,
     LauncherGone,
     Logged,
@@ -177,6 +178,9 @@ def _event_text(event: AnyEvent) -> str:
         case Logged():
             numbers = (f"{name} {format_value(value)}" for name, value in event.values.items())
             return f"step {event.step}: {', '.join(numbers)}"
+        case Identity():
+            degree = event.degree.upper() if event.degree == "contradiction" else event.degree
+            return f"identity {event.id} at step {event.step}: {degree}: {event.text}"
         case Evaluated(labelled=None):
             return f"held-out loss at step {event.step}: {format_value(event.loss)}"
         case Evaluated():

@@ -25,6 +25,7 @@ from engine.log.events import (
     Evaluated,
     GpuSample,
     HostSample,
+    Identity,
     KernelCounts,
     MemoryMeasured,
     MemoryPlanned,
@@ -114,6 +115,8 @@ class RunView:
     """The row of `steps` where this session begins."""
     evals: tuple[Evaluated, ...] = ()
     non_finite: tuple[NonFinite, ...] = ()
+    identities: tuple[Identity, ...] = ()
+    """What was seen of the identities of a watched script, once for each outcome."""
     checkpoints: tuple[CheckpointSaved, ...] = ()
     notes: tuple[Note, ...] = ()
     note_keys: tuple[LineKey, ...] = ()

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.attach.identities import BY_ID
 from engine.attach.summary import LET_IN, MORE_WORKERS, MOST_LINES, NO_STEP, WIDTH, summary_lines
 from engine.log.events import (
     AlertRaised,
     Event,
+    Identity,
     Note,
     Phase,
     StackDump,
@@ -236,6 +238,25 @@ def test_a_loss_that_is_not_finite_is_named_with_its_first_step(run: RunFolder) 
     assert "the loss is not finite from step 4 on" in found["why"]
     assert "loss 1.0000 -> NaN" in found["evidence"]
     assert found["next step"].startswith("engine diagnose")
+
+
+def test_a_contradiction_is_the_verdict_with_its_numbers_and_what_to_do(run: RunFolder) -> None:
+    steps = [StepDone(step=1, loss=1.0), StepDone(step=2, loss=0.5)]
+    with LogWriter(run.events, writer="probe") as log:
+        about = {"id": "update", "numbers": {}, "framework": "transformers"}
+        seen = [("pass", 1, "held"), ("contradiction", 2, "net.weight: SGD made 3 of 1")]
+        identities = [
+            Identity(degree=degree, step=step, text=text, **about)  # type: ignore[arg-type]
+            for degree, step, text in seen
+        ]
+        for event in (WATCHED, Phase(name="training"), *steps, *identities):
+            log.write(event)
+    found = write(run, [], ended(returncode=0, state="COMPLETED", signal=None))
+    assert found["verdict"].endswith("; the training is wrong: update")
+    assert found["why"].startswith("contradiction update at step 2: net.weight: SGD made 3 of 1")
+    assert "identities: update contradiction" in found["evidence"]
+    remedy = BY_ID["update"].transformers
+    assert remedy and found["next step"].startswith(f"{remedy}; then apr-workbench")
 
 
 def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(run: RunFolder) -> None:

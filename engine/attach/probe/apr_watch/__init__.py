@@ -15,6 +15,8 @@ comparison for each import. Standard library only, Python 3.10 on; it never impo
     step.py          what a step is: its time, its batches, when its line is written
     device_clock.py  the phases of a step by a GPU's own clock
     progress.py      how many steps there will be, and the batch of the running pass over the data
+    identities.py    what has to hold of every update, looked at on a few steps
+    textbook.py      an update held against the textbook's
     compiles.py      what torch.compile compiled
     memory.py        what torch's allocator holds on a GPU
     stacks.py        how the stacks of a process that hangs are taken from outside

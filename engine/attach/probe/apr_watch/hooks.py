@@ -20,9 +20,11 @@ from . import (
     compiles,
     device_clock,
     folders,
+    identities,
     memory,
     progress,
     step,
+    textbook,
     trainings,
     values,
     writer,
@@ -107,7 +109,9 @@ class Hooks:
 
         def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not is_compiling():
-                self._ours(self._before_step, sys._getframe(1))
+                self._ours(
+                    self._before_step, sys._getframe(1), optimizer, (*args[1:], *kwargs.values())
+                )
 
         def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not is_compiling():
@@ -128,12 +132,14 @@ class Hooks:
             optimizers.register_optimizer_step_post_hook(after_step).remove,
         ]
 
-    def _before_step(self, caller: FrameType) -> None:
+    def _before_step(self, caller: FrameType, optimizer: Any, arguments: tuple[Any, ...]) -> None:
         self._step_code = caller.f_code
         if not _is_below(caller.f_back, self._step_code):
             self._steps.optimizer_begins()
+        self._steps.identities.step_begins(optimizer, arguments)
 
     def _after_step(self, caller: FrameType, optimizer: Any) -> None:
+        self._steps.identities.step_ends(optimizer)
         # An optimizer that steps another one, or whose step calls its parent's, is one optimizer.
         if not _is_below(caller.f_back, caller.f_code):
             self._steps.optimizer_ends(optimizer)
@@ -337,9 +343,11 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         compiles,
         device_clock,
         folders,
+        identities,
         memory,
         progress,
         step,
+        textbook,
         trainings,
         values,
         writer,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from .compiles import Compiles
 from .device_clock import DeviceClock, Lap
 from .folders import Beat, claim, rank_and_world, say_lost
+from .identities import Identities, Seen, framework, wait_for
 from .memory import HeldMemory
 from .progress import Progress
 from .trainings import Trainings
@@ -216,6 +217,9 @@ class Entry(NamedTuple):
     fields: dict[str, Any]
     lap: Lap | None = None
     """The step's time on a GPU."""
+    seen: Seen | None = None
+    """Of an optimizer, what becomes lines once it is known; `told` are those that the log has."""
+    told: set[tuple[str, str]] | None = None
 
 
 class Steps:
@@ -237,6 +241,7 @@ class Steps:
         self._thread: int | None = None
         self._early: list[tuple[Values, str, dict[str, Any]]] = []
         self._progress = Progress()
+        self.identities = Identities(self._torch)
         self._waiting: deque[Entry] = deque()
         self._values = Values()
         self._forget_losses()
@@ -248,6 +253,8 @@ class Steps:
         self._beat: Beat | None = None
         self._rank, self._world = 0, 1
         self._step = 0
+        self._told: set[tuple[str, str]] = set()
+        """Each identity with each degree that the training's log has."""
 
     def _forget_losses(self) -> None:
         self._reader.drop(self._values)
@@ -359,6 +366,7 @@ class Steps:
             self._begin_training(optimizer)
         if self._trainings.are_led_by(optimizer):
             self._step_ends(optimizer)
+        self._say_identities()
         self._forget_losses()
 
     def _begin_training(self, optimizer: Any) -> None:
@@ -472,6 +480,15 @@ class Steps:
         self._memory.look(folder, self._step, device)
         self._write_ready()
 
+    def _say_identities(self) -> None:
+        if self.log is None or not self.identities.seen:
+            return
+        for seen in self.identities.take():
+            about = {"step": self._step, "framework": framework()}
+            entry = Entry(Values(), self.log, "identity", about, None, seen, self._told)
+            self._waiting.append(entry)
+        self._write_ready()
+
     def _parts(self, optimizer: Any) -> dict[str, Any]:
         """Each loss where there are several, and each group's rate where they differ."""
         parts: dict[str, Any] = {}
@@ -516,6 +533,9 @@ class Steps:
             lap = self._waiting[0].lap
             if lap is not None and not self._device_clock.has_passed(lap):
                 break
+            seen = self._waiting[0].seen
+            if seen is not None and not seen.has_passed():
+                break
             _write(self._waiting.popleft())
 
     def _mark_device(self, phase: str) -> None:
@@ -538,6 +558,7 @@ class Steps:
                 self._reader.wait_for([entry.values for entry in self._waiting])
                 laps = [entry.lap for entry in self._waiting if entry.lap is not None]
                 self._device_clock.wait_for(laps)
+                wait_for([entry.seen for entry in self._waiting if entry.seen is not None])
         finally:
             while self._waiting:
                 _write(self._waiting.popleft())
@@ -556,11 +577,15 @@ class Steps:
             self._beat.close()
         # Not freed: the child may not touch the parent's GPU.
         self._left_to_parent += [self._values, self._waiting, self._reader, self._device_clock]
+        self._left_to_parent.append(self.identities)
         self._begin_anew()
 
 
 def _write(entry: Entry) -> None:
     fields = entry.fields
+    if entry.seen is not None:
+        _write_identities(entry, entry.seen)
+        return
     if entry.lap is not None:
         fields = {**fields, "phases": entry.lap.seconds}
     if entry.kind == "step":
@@ -578,6 +603,15 @@ def _write(entry: Entry) -> None:
     entry.log.write(entry.kind, **fields)
     if entry.kind == "script_ended":
         entry.log.close()
+
+
+def _write_identities(entry: Entry, seen: Seen) -> None:
+    # What a GPU has not passed at the end of the process is not known.
+    for name, degree, text, numbers in seen.lines() if seen.has_passed() else []:
+        if entry.told is not None and (name, degree) not in entry.told:
+            entry.told.add((name, degree))
+            about = {"id": name, "degree": degree, "text": text, "numbers": numbers}
+            entry.log.write("identity", **entry.fields, **about)
 
 
 def _plain(value: Any) -> float | None:

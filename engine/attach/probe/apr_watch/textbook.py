@@ -1,0 +1,166 @@
+"""What an update makes of a weight by the textbook (`engine/audit/reference.py`), held against what an optimizer made.
+
+The reference is loaded from its file, under a name of ours: `engine` never gets into the script's modules. It imports
+torch and the standard library alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Any, NamedTuple
+
+_REFERENCE = os.path.join(
+    os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "audit", "reference.py"
+)
+_NAME = f"{__package__}._reference"
+_WEIGHT, _STATE, _STEP = 2.0, 4.0, 16.0
+"""Roundings of a weight, of a state and of the step between them, in units of the last place: generous, since the
+paths of torch (a loop, foreach, fused) round in different places."""
+_IN_FLOAT = 1e-3
+"""Share of the step that `1 - beta^t` is off where a GPU computes it in fp32: 1 - 0.999 has four digits left."""
+_FP16_ROOT = 1e-3
+"""Below this root of the second moment the eps of Adam, 1e-8, is nothing in fp16."""
+
+
+def load_reference() -> Any:
+    """Raises OSError, ImportError."""
+    if _NAME not in sys.modules:
+        spec = importlib.util.spec_from_file_location(_NAME, _REFERENCE)
+        if spec is None or spec.loader is None:
+            raise ImportError(_REFERENCE)
+        module = importlib.util.module_from_spec(spec)
+        # Before it is executed: a dataclass looks its module up.
+        sys.modules[_NAME] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[_NAME]
+            raise
+    return sys.modules[_NAME]
+
+
+class Rule(NamedTuple):
+    """How a group of parameters is updated."""
+
+    kind: str
+    """`adam` or `sgd`."""
+    decoupled: bool
+    """Whether the decay shrinks the weight, as in AdamW, and does not add to the gradient."""
+    rate: float
+    decay: float
+    settings: tuple[float, ...]
+    """Of adam beta1, beta2, eps; of sgd momentum, dampening, nesterov."""
+    in_float: bool
+    """Whether the corrections of the moments may be computed in fp32."""
+
+
+def rule_of(torch: Any, optimizer: Any, group: Any) -> Rule | str:
+    """The rule of a group; why there is none."""
+    optim, kind = torch.optim, type(optimizer)
+    if kind not in (optim.AdamW, optim.Adam, optim.SGD):
+        return f"{kind.__name__} has no textbook update here"
+    for name in ("amsgrad", "maximize", "differentiable"):
+        if group.get(name):
+            return f"{kind.__name__} with {name} has no textbook update here"
+    is_sgd = kind is optim.SGD
+    names = ("momentum", "dampening", "nesterov") if is_sgd else ("eps",)
+    settings = [group[name] for name in names]
+    if not is_sgd:
+        settings = [*group["betas"], *settings]
+    numbers = [group["lr"], group["weight_decay"], *settings]
+    if not all(isinstance(number, (int, float)) for number in numbers):
+        # It may be on a GPU, and be read and written there.
+        return "a setting of the optimizer is a tensor"
+    return Rule(
+        kind="sgd" if is_sgd else "adam",
+        decoupled=not is_sgd and bool(group.get("decoupled_weight_decay", kind is optim.AdamW)),
+        rate=float(group["lr"]),
+        decay=float(group["weight_decay"]),
+        settings=tuple(map(float, settings)),
+        in_float=bool(group.get("capturable") or group.get("fused")),
+    )
+
+
+class Judged(NamedTuple):
+    """Numbers of some parameters, each (N,) in float64 on the host."""
+
+    expected: Any
+    """The new weights."""
+    off: Any
+    """How far the new weights and states are from the textbook's, as a share of what rounding explains: at most 1."""
+    step: Any
+    """What the textbook adds to the weights."""
+
+
+def judge(
+    torch: Any, rule: Rule, count: int, old: dict[str, Any], new: dict[str, Any], gradient: Any
+) -> Judged:
+    """Judge the `count`-th update of numbers, (N,) on the host in the types that the optimizer used. `old` and `new`
+    are `weight` and, where the optimizer has them, `exp_avg`, `exp_avg_sq` or `momentum_buffer`."""
+    book = load_reference()
+    weight, made, g = old["weight"].double(), new["weight"].double(), gradient.double()
+    # The largest number that takes part in a gradient's own rounding.
+    size = g.abs()
+    if rule.decay and not rule.decoupled:
+        g = g + rule.decay * weight
+        size = size + (rule.decay * weight).abs()
+    offs = []
+    if rule.kind == "adam":
+        beta1, beta2, eps = rule.settings
+        adam = book.AdamW(beta1=beta1, beta2=beta2, eps=eps)
+        before = [_or_zero(old.get(name), g) for name in ("exp_avg", "exp_avg_sq")]
+        mean, square = new["exp_avg"].double(), new["exp_avg_sq"].double()
+        expected = book.moments(adam, g, *before)
+        for found, one, scale, name in zip(
+            (mean, square),
+            expected,
+            (before[0].abs() + size, before[1] + size * size),
+            ("exp_avg", "exp_avg_sq"),
+            strict=True,
+        ):
+            offs.append((found - one).abs() / _rounding(torch, new[name], _STATE, scale))
+        step = book.step_of_adamw(
+            adam,
+            weight,
+            mean,
+            square,
+            rate=rule.rate,
+            decay=rule.decay if rule.decoupled else 0.0,
+            count=count,
+        )
+        if torch.float16 in (new["exp_avg_sq"].dtype, new["weight"].dtype):
+            step = torch.where(square.sqrt() < _FP16_ROOT, torch.nan, step)
+    else:
+        momentum, dampening, nesterov = rule.settings
+        sgd = book.SGD(momentum=momentum, dampening=dampening, nesterov=bool(nesterov))
+        buffer, previous = None, old.get("momentum_buffer")
+        if momentum:
+            buffer = new["momentum_buffer"].double()
+            one = book.buffer_of_sgd(sgd, g, previous)
+            scale = size if previous is None else size + previous.double().abs()
+            offs.append(
+                (buffer - one).abs() / _rounding(torch, new["momentum_buffer"], _STATE, scale)
+            )
+        step = book.step_of_sgd(sgd, g, buffer, rate=rule.rate)
+    bound = _rounding(torch, new["weight"], _WEIGHT, weight.abs() + made.abs())
+    bound = bound + _rounding(torch, new["weight"], _STEP, step.abs())
+    if rule.kind == "sgd":
+        # Gradient, decay and buffer may cancel in the step, and not in what was rounded.
+        parts = size if buffer is None else size + buffer.abs()
+        bound = bound + _rounding(torch, new["weight"], _STEP, rule.rate * parts)
+    if rule.in_float:
+        bound = bound + _IN_FLOAT * step.abs()
+    offs.append((made - weight - step).abs() / bound)
+    return Judged(weight + step, torch.stack(offs).amax(0), step)
+
+
+def _or_zero(state: Any, like: Any) -> Any:
+    return like.new_zeros(like.shape) if state is None else state.double()
+
+
+def _rounding(torch: Any, tensor: Any, places: float, scale: Any) -> Any:
+    """What rounding explains of numbers of this type and size; what flushing to zero does is below it."""
+    about = torch.finfo(tensor.dtype)
+    return places * (about.eps * scale + about.tiny)
