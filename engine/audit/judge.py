@@ -5,7 +5,8 @@ arithmetic as the tolerance; and along the chain, from the corpus, the weights a
 of all arithmetic up to there. A local failure is a diagnosis. A failure of the chain alone is one where no stage before
 it failed; behind a failure it is its consequence.
 
-What the budget of arithmetic leaves out is not judged and counted: `Coverage`.
+What the budget of arithmetic leaves out is not judged, and is counted in the numbers of a stage: positions and
+parameters that were compared, of all.
 """
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, V vocabulary, R rows of a parameter
@@ -15,15 +16,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.audit import reference
 from engine.audit.bounds import LOGITS, MOST_FLOPS, group_tokens
-from engine.audit.observed import Model, ObservedParameter, ObservedPass, ObservedStep
+from engine.audit.files import open_files
+from engine.audit.observed import (
+    Logged,
+    Model,
+    ObservedParameter,
+    ObservedPass,
+    ObservedStep,
+    Wanted,
+)
 from engine.audit.reference import IGNORED, Forward
 from engine.audit.stages import STAGES
 from engine.checks.check import About, Answer, Numbers, unknown
@@ -36,20 +46,10 @@ LEAST_MOVED = 0.01
 NOT_APPLIED = "the step was not applied: its loss or its gradient is not finite"
 MOSTLY_ROUNDING = 0.1
 """Share of a gradient that may be rounding before nothing can be said of it."""
+FILE_ROWS = 16
+"""Of every tensor, that are compared with its file."""
 ROUNDED_PER_SEEN = 4
 """Positions that rounding may have decided, for each of which the reference shows it."""
-
-
-@dataclass(slots=True)
-class Coverage:
-    """How much of the step was compared."""
-
-    positions: int = 0
-    """Tokens of which both models' hidden states were compared."""
-    all_positions: int = 0
-    parameters: int = 0
-    """Numbers of the student whose update was compared."""
-    all_parameters: int = 0
 
 
 @dataclass(slots=True)
@@ -69,7 +69,6 @@ class _Step:
     """An observed step with the references that several stages share, each computed once when it is first needed."""
 
     seen: ObservedStep
-    coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def device(self) -> torch.device:
@@ -209,18 +208,38 @@ def _labels(one: ObservedPass) -> Tensor:
     return one.labels_BT.flatten().to(one.student_hidden_ND.device)
 
 
-def judge(seen: ObservedStep) -> tuple[list[tuple[About, Answer, float]], Coverage]:
+def judge_record(
+    logged: Logged, wanted: Wanted, not_cleared: str | None
+) -> Iterator[tuple[About, Answer]]:
+    """Yield the stages at which the record of a step, which may not have been observed, contradicts the spec.
+
+    `not_cleared` is a parameter that had a gradient when the step's first backward pass began.
+    """
+    for id, answer in (
+        ("step_rows", _taken(logged, wanted)),
+        ("step_labels", _labelled(logged, wanted)),
+        ("step_loss", _total_loss(logged, wanted)),
+        ("step_gradients", _cleared(not_cleared)),
+        ("step_weights", _rate(logged, wanted)),
+    ):
+        if answer.verdict.level is Level.FAIL:
+            yield next(about for about in STAGES if about.id == id), answer
+
+
+def judge(seen: ObservedStep) -> list[tuple[About, Answer, float]]:
     """Judge every stage, with the seconds that it took. A stage whose judgement breaks is unknown, with the reason."""
     step = _Step(seen)
-    step.coverage.all_positions = step.positions
     found: list[tuple[About, Answer, float]] = []
     failed: About | None = None
     for about in STAGES:
         begun_s = time.perf_counter()
         local, chain = JUDGES[about.id]
         answer = _answer(local, step)
+        assert answer is not None
+        along = None
         if answer.verdict.level is not Level.FAIL and chain is not None:
             along = _answer(chain, step)
+        if along is not None:
             if along.verdict.level is Level.FAIL and failed is not None:
                 along = unknown(
                     f"follows from {failed.id}: {along.verdict.reason}", **along.numbers
@@ -229,10 +248,10 @@ def judge(seen: ObservedStep) -> tuple[list[tuple[About, Answer, float]], Covera
         if answer.verdict.level is Level.FAIL:
             failed = failed or about
         found.append((about, answer, time.perf_counter() - begun_s))
-    return found, step.coverage
+    return found
 
 
-def _answer(judge_: Callable[[_Step], Answer], step: _Step) -> Answer:
+def _answer(judge_: Judge, step: _Step) -> Answer | None:
     try:
         return judge_(step)
     except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
@@ -260,14 +279,22 @@ def _both(local: Answer, chain: Answer) -> Answer:
 
 def _rows(step: _Step) -> Answer:
     seen: list[int] = []
+    passes, wanted = len(step.seen.passes), step.seen.wanted.passes
+    if passes != wanted:
+        return Numbers(passes=passes, wanted=wanted).failed(
+            f"{passes} micro-batches were trained on, a step has {wanted}"
+        )
     for number, one in enumerate(step.seen.passes):
         corpus = one.corpus
-        if list(one.row_ids) != list(corpus.row_ids):
-            place = next(
-                i
-                for i, (a, b) in enumerate(zip(one.row_ids, corpus.row_ids, strict=False))
-                if a != b
+        shapes = tuple(one.tokens_BT.shape), tuple(corpus.tokens_BT.shape)
+        if shapes[0] != shapes[1] or len(one.row_ids) != len(corpus.row_ids):
+            return Numbers(rows=len(one.row_ids), wanted=len(corpus.row_ids)).failed(
+                f"pass {number + 1} has {shapes[0][0]} rows of {shapes[0][1]} tokens, the spec has "
+                f"{shapes[1][0]} of {shapes[1][1]}"
             )
+        if list(one.row_ids) != list(corpus.row_ids):
+            pairs = enumerate(zip(one.row_ids, corpus.row_ids, strict=True))
+            place = next(i for i, (a, b) in pairs if a != b)
             return Numbers(taken=one.row_ids[place], wanted=corpus.row_ids[place]).failed(
                 f"pass {number + 1}, row {place + 1}: row {one.row_ids[place]:,} of the corpus was taken, "
                 f"it was the turn of row {corpus.row_ids[place]:,}"
@@ -310,13 +337,32 @@ def _labels_are_next(step: _Step) -> Answer:
                 f"{_named(has)}, expected {_named(wants)}; {len(differing):,} of {labels_BT.numel():,} differ"
             )
         labelled += int((labels_BT != IGNORED).sum())
-    logged = step.seen.logged.labelled
-    numbers = Numbers(labelled=labelled, logged=logged)
+    numbers = Numbers(labelled=labelled)
     if not labelled:
         return numbers.failed("no row of the step has a label: there is nothing to train on")
-    if labelled != logged:
-        return numbers.failed(f"the step has {labelled:,} labels, {logged:,} are logged")
     return numbers.passed(f"{labelled:,} labels are the next tokens of their documents")
+
+
+def _taken(logged: Logged, wanted: Wanted) -> Answer:
+    numbers = Numbers(position=logged.position, wanted=wanted.position)
+    if logged.position != wanted.position:
+        return numbers.failed(
+            f"{logged.position:,} rows are logged as taken since the start, the spec has {wanted.position:,}"
+        )
+    if logged.tokens != wanted.tokens:
+        return numbers.failed(
+            f"{logged.tokens:,} tokens are logged, the spec has {wanted.tokens:,} in a step"
+        )
+    return numbers.passed(f"{wanted.tokens:,} tokens of {wanted.position:,} rows so far")
+
+
+def _labelled(logged: Logged, wanted: Wanted) -> Answer:
+    numbers = Numbers(labelled=wanted.labelled, logged=logged.labelled)
+    if logged.labelled != wanted.labelled:
+        return numbers.failed(
+            f"{logged.labelled:,} labels are logged, the rows of the step have {wanted.labelled:,}"
+        )
+    return numbers.passed(f"{wanted.labelled:,} labels")
 
 
 def _named(label: int) -> str:
@@ -377,10 +423,13 @@ def _forward_pass(
     # One position has fewer numbers to average over than all have together.
     beyond_P = relative_P > 4 * allowed
     positions = len(relative_P)
-    step.coverage.positions = max(step.coverage.positions, positions)
     error = found.relative(torch.ones_like(beyond_P))
     numbers = Numbers(
-        error=error, worst=float(relative_P.amax()), allowed=allowed, positions=positions
+        error=error,
+        worst=float(relative_P.amax()),
+        allowed=allowed,
+        positions=positions,
+        all_positions=step.positions,
     )
     text = f"hidden states are {error:.2g} (relative) from a plain forward pass, {allowed:.1g} is allowed"
     decided = ""
@@ -453,6 +502,59 @@ def _teacher(step: _Step) -> Answer:
     return replace(answer, numbers=dict(numbers))
 
 
+# The chain begins with the files.
+
+
+def _as_in_files(step: _Step, model: Model | None) -> Answer | None:
+    """Compare a model in memory with the files that it was read from: its shape, and some rows of every tensor.
+
+    None where there are none to compare with.
+    """
+    files = open_files(model.files) if model is not None and model.files else None
+    if model is None or files is None:
+        return None
+    shape = model.shape
+    of_model = {**_fields(shape), **_fields(shape.stretch)}
+    for name, wanted in files.shape.items():
+        found = of_model.get(name)
+        if (found or 0) != (wanted or 0) and not math.isclose(
+            found or 0, wanted or 0, rel_tol=1e-6
+        ):
+            return Numbers().failed(f"{name} is {found} in the model and {wanted} in its files")
+    compared = 0
+    for name in reference.tensor_names(shape) if files.count("norm.weight") else []:
+        count = files.count(name)
+        if not count:
+            return Numbers().failed(f"{name} is not in the files of the model")
+        count = min(count, model.vocabulary) if name in ("embed.weight", "head.weight") else count
+        rows = sorted({count * place // FILE_ROWS for place in range(FILE_ROWS)} | {count - 1})
+        found_R = model.weight(name, torch.tensor(rows, device=step.device)).cpu()
+        wanted_R = files.rows(name, rows)
+        compared += wanted_R.numel()
+        if found_R.shape != wanted_R.shape:
+            return Numbers().failed(
+                f"{name} has rows of {found_R[0].numel():,} numbers, in its files of {wanted_R[0].numel():,}"
+            )
+        # One rounding to the type in memory; in 8 bits it is also one of the row's largest.
+        allowed_R = (
+            2 * model.rounding * wanted_R.abs() + model.rounding / 64 * wanted_R.abs().amax()
+        )
+        differing = ((found_R - wanted_R).abs() > allowed_R).nonzero()
+        if len(differing):
+            row, *place = differing[0].tolist()
+            where = f"{name}[{', '.join(map(str, (rows[row], *place)))}]"
+            at = (row, *place)
+            return Numbers(differing=len(differing)).failed(
+                f"{where} is {float(found_R[at]):.6g} in memory and {float(wanted_R[at]):.6g} in the files; "
+                f"{len(differing):,} of {wanted_R.numel():,} compared numbers of the tensor differ"
+            )
+    return Numbers(compared_with_files=compared).passed("as in its files")
+
+
+def _fields(of: object) -> dict[str, Any]:
+    return {} if of is None else {one.name: getattr(of, one.name) for one in fields(of)}  # type: ignore[arg-type]
+
+
 # Loss
 
 
@@ -503,20 +605,31 @@ def _compared(step: _Step, ref: _Loss, relative: float, rounding: float, prefix:
     return numbers.passed("cross entropy and divergence are those of the step's hidden states")
 
 
-def _total_loss(step: _Step) -> Answer:
-    logged, objective = step.seen.logged, step.seen.wanted.objective
-    wanted = objective.alpha * logged.ce + (1 - objective.alpha) * (logged.kd or 0.0)
+def _total_loss(logged: Logged, wanted: Wanted) -> Answer:
+    alpha = wanted.objective.alpha
+    loss = alpha * logged.ce + (1 - alpha) * (logged.kd or 0.0)
     allowed = 4e-6 * (1 + abs(logged.ce) + abs(logged.kd or 0.0))
-    numbers = Numbers(loss=logged.loss, reference=wanted, alpha=objective.alpha)
-    if not abs(logged.loss - wanted) <= allowed:
+    numbers = Numbers(loss=logged.loss, reference=loss, alpha=alpha)
+    if not logged.applied:
+        return numbers.unknown(NOT_APPLIED)
+    if not abs(logged.loss - loss) <= allowed:
         return numbers.failed(
-            f"the logged loss is {logged.loss:.6g}; {objective.alpha:g} of the cross entropy and "
-            f"{1 - objective.alpha:g} of the divergence are {wanted:.6g}"
+            f"the logged loss is {logged.loss:.6g}; {alpha:g} of the cross entropy and "
+            f"{1 - alpha:g} of the divergence are {loss:.6g}"
         )
     return numbers.passed(f"{logged.loss:.6g} is the weighted sum of its parts")
 
 
 # Gradients
+
+
+def _cleared(not_cleared: str | None) -> Answer:
+    if not_cleared is not None:
+        return Numbers().failed(
+            f"{not_cleared} still has a gradient when the step's first backward pass begins: that of the step "
+            "before is added to this one's"
+        )
+    return Numbers().passed("no gradient is left of an earlier step")
 
 
 def _gradients(step: _Step) -> Answer:
@@ -695,19 +808,27 @@ def _first_beyond(
 
 def _moments(step: _Step) -> Answer:
     seen = step.seen
-    if not seen.applied:
+    if not seen.logged.applied:
         return unknown(NOT_APPLIED)
     factor = reference.clip_factor(seen.logged.grad_norm, seen.wanted.clip_norm)
     compared = 0
     for one in seen.parameters:
         if one.gradient is None or one.moments_after is None:
             continue
+        before, after = one.updates
+        counted = seen.wanted.updates
+        if (before, after) != (counted, counted + 1):
+            anew = ": it began anew" if one.moments_before is None else ""
+            return Numbers(before=before, after=after, wanted=counted).failed(
+                f"the optimizer counts {before:,} updates of {one.name} before the step and {after:,} after it, "
+                f"{counted:,} came before{anew}; AdamW corrects both moments by that count"
+            )
         g = one.gradient.to(step.device).double() * factor
         zero = torch.zeros_like(g)
         mean, square = one.moments_before or (zero, zero)
-        before = (mean.to(step.device), square.to(step.device))
-        wanted = reference.moments(seen.wanted.adam, g, *before)
-        scales = (before[0].double().abs() + g.abs(), before[1].double() + g * g)
+        mean, square = mean.to(step.device), square.to(step.device)
+        wanted = reference.moments(seen.wanted.adam, g, mean, square)
+        scales = (mean.double().abs() + g.abs(), square.double() + g * g)
         for what, found, want, scale, floor in zip(
             ("mean", "mean square"), one.moments_after, wanted, scales, (1e-37, 1e-36), strict=True
         ):
@@ -727,15 +848,27 @@ def _moments(step: _Step) -> Answer:
     )
 
 
+def _rate(logged: Logged, wanted: Wanted) -> Answer:
+    numbers = Numbers(rate=wanted.rate, logged=logged.lr)
+    if not abs(logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
+        return numbers.failed(
+            f"the rate is logged as {logged.lr:.4g}, the schedule of the spec has {wanted.rate:.4g}"
+        )
+    return numbers.passed(f"{logged.lr:.4g} is the rate of the schedule")
+
+
 def _weights(step: _Step) -> Answer:
     seen, wanted = step.seen, step.seen.wanted
     numbers = Numbers(rate=wanted.rate, logged=seen.logged.lr)
-    if not seen.applied:
-        return numbers.unknown(NOT_APPLIED)
-    if not abs(seen.logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
+    rate = _rate(seen.logged, wanted)
+    if rate.verdict.level is Level.FAIL:
+        return rate
+    if changed := seen.student_changed:
         return numbers.failed(
-            f"the rate is logged as {seen.logged.lr:.4g}, the schedule of the spec has {wanted.rate:.4g}"
+            f"{len(changed)} tensors of the student changed between this step and the one before, first {changed[0]}"
         )
+    if not seen.logged.applied:
+        return numbers.unknown(NOT_APPLIED)
     compared = due = moved = total = 0
     for one in seen.parameters:
         total += one.numbers
@@ -750,7 +883,7 @@ def _weights(step: _Step) -> Answer:
             square.to(step.device),
             rate=wanted.rate,
             decay=wanted.decay if one.decays else 0.0,
-            count=one.updates,
+            count=one.updates[1],
         )
         error = (after.double() - before.double() - update).abs()
         beyond = _first_beyond(
@@ -765,8 +898,7 @@ def _weights(step: _Step) -> Answer:
         compared += one.before.numel()
         due += int((update != 0).sum())
         moved += int((after != before).sum())
-    step.coverage.parameters, step.coverage.all_parameters = compared, total
-    numbers |= dict(compared=compared, moved=moved)
+    numbers |= dict(compared=compared, all_parameters=total, moved=moved)
     if moved < LEAST_MOVED * due:
         return numbers.unknown(
             f"at a rate of {wanted.rate:.2g} {moved:,} of {due:,} weights moved: the updates of the others are below "
@@ -777,14 +909,15 @@ def _weights(step: _Step) -> Answer:
     )
 
 
-Judge = Callable[[_Step], Answer]
+Judge = Callable[[_Step], Answer | None]
+"""None is no answer: the question does not apply."""
 JUDGES: dict[str, tuple[Judge, Judge | None]] = {
     "step_rows": (_rows, None),
     "step_labels": (_labels_are_next, None),
-    "step_teacher": (_teacher, None),
-    "step_student": (_student, None),
+    "step_teacher": (_teacher, lambda step: _as_in_files(step, step.seen.teacher)),
+    "step_student": (_student, lambda step: _as_in_files(step, step.seen.student)),
     "step_loss_parts": (_loss_parts, _loss_parts_chain),
-    "step_loss": (_total_loss, None),
+    "step_loss": (lambda step: _total_loss(step.seen.logged, step.seen.wanted), None),
     "step_gradients": (_gradients, _gradients_chain),
     "step_clipping": (_clipping, None),
     "step_moments": (_moments, None),

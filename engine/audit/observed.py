@@ -56,6 +56,8 @@ class Model:
     rounding: float
     """Largest relative error of one rounding in its matmuls."""
     parameters: int
+    files: str = ""
+    """The folder or file that it was read from; empty when that was looked at before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +75,8 @@ class ObservedParameter:
     """None before the first update."""
     moments_after: tuple[Tensor, Tensor] | None
     """None for a parameter that the optimizer does not have."""
-    updates: int
-    """The optimizer's count after the step."""
+    updates: tuple[int, int]
+    """The optimizer's count before and after the step."""
     numbers: int
     """Of the whole parameter."""
     decays: bool
@@ -92,19 +94,31 @@ class Logged:
     lr: float
     grad_norm: float
     labelled: int
+    tokens: int
+    position: int
+    """Rows taken since the start of training, as of all that follow."""
+    applied: bool
+    """Whether there was an update: there is none where a number of the step is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the spec says of the step."""
+    """What spec and corpus say of the step."""
 
     objective: Objective
     adam: AdamW
     rate: float
     decay: float
     clip_norm: float
+    labelled: int
+    tokens: int
+    position: int
+    passes: int
+    """Micro-batches of all ranks."""
+    updates: int
+    """Applied before the step."""
     rows_distinct: bool
-    """Whether an epoch has enough rows for those of the step to be distinct."""
+    """Whether the rows of the step are of one epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +128,10 @@ class ObservedStep:
     student: Model
     teacher: Model | None
     """None without a teacher in the objective, or when its weights are not in memory."""
-    applied: bool
-    """Whether there was an update: there is none where a number of the step is not finite."""
     teacher_changed: Sequence[str]
     """Tensors of the teacher that the step has changed."""
+    student_changed: Sequence[str]
+    """Tensors of the student that are not as the step before left them."""
     student_head: HeadRows
     """As the loss gets it, as is `teacher_head`."""
     teacher_head: HeadRows | None

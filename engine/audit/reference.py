@@ -197,6 +197,12 @@ def backward(
     yield "embed.weight", embedding
 
 
+def tensor_names(shape: Shape) -> list[str]:
+    """Return the names of all tensors of a decoder; the head of a tied one is its embedding."""
+    ends = ["embed.weight", "norm.weight", *([] if shape.tied else ["head.weight"])]
+    return ends + [name for index in range(shape.layers) for name in _names(shape, index)]
+
+
 def _names(shape: Shape, index: int) -> list[str]:
     """Return the names of a layer's tensors, in the order of `_layer`."""
     attention = [f"{name}.weight" for name in ("q", "k", "v", "o")]

@@ -66,6 +66,7 @@ def _answers(path: Path, as_json: bool) -> int:
     from engine.checks.catalogue import ABOUT, CATALOGUE, RETIRED
     from engine.log.folder import must_have_settings, open_run
     from engine.log.follow import Follower
+    from engine.log.text import audit_text
     from engine.units import format_seconds
     from engine.verdict import lowest
 
@@ -94,7 +95,9 @@ def _answers(path: Path, as_json: bool) -> int:
             }
             for id, about, check, verdict in answers
         ]
-        put_json({"run": str(path), "level": overall.level.name.lower(), "checks": rows})
+        level = overall.level.name.lower()
+        steps = list(follower.view.audited_steps)
+        put_json({"run": str(path), "level": level, "audited_steps": steps, "checks": rows})
         return overall.exit_code
     width = max(len(id) for id, *_ in answers)
     for id, about, check, verdict in answers:
@@ -110,6 +113,8 @@ def _answers(path: Path, as_json: bool) -> int:
         f"{counts['PASS']} passed, {counts['FAIL']} failed, "
         f"{len(verdicts) - sum(counts.values())} unknown, in {format_seconds(total)}"
     )
+    if audited := audit_text(follower.view):
+        put(audited)
     return overall.exit_code
 
 

@@ -125,7 +125,7 @@ _DEFECTS = {one.id: one for one in (*TRAINING, *BETWEEN_PARTS, *OTHERS)}
 _SETS: dict[str, dict[str, Any]] = {
     "identical_teacher": {"student.config": "TEACHER"},
     "denominator_per_pass": {"train.accumulation": 2},
-    **{one.id: {"train.accumulation": 2} for one in BETWEEN_PARTS},
+    **{one.id: {"train.accumulation": 2, "checks.every": 1} for one in BETWEEN_PARTS},
     # Long enough for a row of two documents.
     "documents_merged_in_step": {"data.seq_len": 512},
 }

@@ -14,15 +14,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.data import batches
 from engine.data.batches import IGNORED, Batch
 from engine.drills.planting import replaced
 from engine.loss import objective
 from engine.loss.chunks import Job
 from engine.loss.objective import LossTerms
+from engine.models import load
+from engine.models.config import ModelConfig
 from engine.train import trainer
+from engine.train.optimizer import Uncompiled
 from engine.train.step import MicroBatch, TeacherOutput
 from engine.train.trainer import Trainer
 
@@ -61,7 +66,73 @@ def labels_cut_off() -> AbstractContextManager[None]:
     return replaced(Trainer, "_part_at", make)
 
 
+def second_pass_dropped() -> AbstractContextManager[None]:
+    def make(fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(self: Trainer) -> Any:
+            fetched, labelled = fetch(self)
+            return fetched[:1], labelled
+
+        return spoilt
+
+    return replaced(Trainer, "_fetch", make)
+
+
+def half_of_each_batch() -> AbstractContextManager[None]:
+    def make(take: Callable[..., tuple[Batch, int]]) -> Callable[..., tuple[Batch, int]]:
+        def spoilt(self: Trainer, *given: Any) -> tuple[Batch, int]:
+            batch, position = take(self, *given)
+            return next(batch.split(max(1, len(batch.row_ids) // 2))), position
+
+        return spoilt
+
+    return replaced(Trainer, "_part_at", make)
+
+
+def rows_drawn_with_replacement() -> AbstractContextManager[None]:
+    def make(order: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(rows: int, seed: int, epoch: int) -> Any:
+            return np.random.default_rng([seed, epoch]).integers(0, rows, rows)
+
+        return spoilt
+
+    return replaced(batches, "epoch_order", make)
+
+
 # Models
+
+
+def _read(change: Callable[[dict[str, Any]], None]) -> AbstractContextManager[None]:
+    """Change what is read of a file, by our names of its tensors."""
+
+    def make(sources: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(*given: Any) -> Iterator[Any]:
+            found = list(sources(*given))
+            held = {ours: tensor for ours, _, tensor in found}
+            change(held)
+            yield from ((ours, name, held[ours]) for ours, name, _ in found)
+
+        return spoilt
+
+    return replaced(load, "sources", make)
+
+
+def norm_of_the_layer_before() -> AbstractContextManager[None]:
+    def change(held: dict[str, Any]) -> None:
+        last = max(int(name.split(".")[1]) for name in held if name.startswith("layers."))
+        held[f"layers.{last}.mlp_norm.weight"] = held[f"layers.{last - 1}.mlp_norm.weight"]
+
+    return _read(change)
+
+
+def rotary_base_doubled() -> AbstractContextManager[None]:
+    def make(from_dict: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
+        def spoilt(*given: Any) -> ModelConfig:
+            config = from_dict(*given)
+            return dataclasses.replace(config, rope_theta=2 * config.rope_theta)
+
+        return spoilt
+
+    return replaced(ModelConfig, "from_dict", make)
 
 
 def _teach(
@@ -185,6 +256,10 @@ def passes_overwritten() -> AbstractContextManager[None]:
     return replaced(Trainer, "_forward_backward", make)
 
 
+def gradients_never_cleared() -> AbstractContextManager[None]:
+    return replaced(Uncompiled, "zero_grad", lambda _: lambda self, **how: None)
+
+
 @contextlib.contextmanager
 def layer_cut_off() -> Iterator[None]:
     """Cut where the trainer starts, so that whoever runs the student otherwise finds it whole."""
@@ -250,3 +325,46 @@ def decay_on_everything() -> AbstractContextManager[None]:
 
 def rate_halved_in_step() -> AbstractContextManager[None]:
     return _in_update(lambda group: group.update(lr=group["lr"] / 2))
+
+
+def warmup_forgotten() -> AbstractContextManager[None]:
+    return replaced(trainer, "learning_rate", lambda _: lambda step, train: train.lr)
+
+
+# Between two steps
+
+
+def _after_update(
+    change: Callable[[torch.optim.Optimizer], None],
+) -> AbstractContextManager[None]:
+    def make(finish: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(self: Trainer, *given: Any) -> Any:
+            done = finish(self, *given)
+            with torch.no_grad():
+                change(self.optimizer)
+            return done
+
+        return spoilt
+
+    return replaced(Trainer, "finish", make)
+
+
+def weights_rounded_between_steps() -> AbstractContextManager[None]:
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.copy_(parameter.to(torch.bfloat16))
+
+    return _after_update(change)
+
+
+def optimizer_begins_anew() -> AbstractContextManager[None]:
+    return _after_update(lambda optimizer: optimizer.state.clear())
+
+
+def count_stands_still() -> AbstractContextManager[None]:
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["step"].zero_()
+
+    return _after_update(change)

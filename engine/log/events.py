@@ -277,6 +277,10 @@ class VocabularyCut(Event, frozen=True, kw_only=True, tag="vocabulary_cut"):
     """Number of held-out tokens it was measured on."""
 
 
+STAGE = "step_"
+"""What the id of a check that is a stage of the audit of a step begins with."""
+
+
 class Checked(Event, frozen=True, kw_only=True, tag="check"):
     """The result of one first-minute check (`engine checks --list`)."""
 

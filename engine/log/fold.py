@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from engine.log.events import (
+    STAGE,
     AlertCleared,
     AlertRaised,
     AnyEvent,
@@ -215,6 +216,7 @@ class _Changes:
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
             self.lists["decisions"] = []
             self.lists["compiles"] = []
+            self.lists["audited_steps"] = []
             self.changes |= {"checks": {}, "checked_again": (0, 0.0)}
             self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
             self.forget_session()
@@ -279,6 +281,11 @@ class _Changes:
                     count, seconds = self.get("checked_again")
                     self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
                 self.dict_of("checks")[event.id] = event
+                # The record of a step that was not audited can only fail.
+                if event.id.startswith(STAGE) and event.level != "fail":
+                    audited = self.list_of("audited_steps")
+                    if event.step not in audited[-1:]:
+                        audited.append(event.step)
             case Logged():
                 newest = {name: (event.step, value) for name, value in event.values.items()}
                 self.dict_of("logged").update(newest)

@@ -14,6 +14,7 @@ from typing import Any
 from engine.decision import Decision
 from engine.limits import PRINTED_LINE
 from engine.log.events import (
+    STAGE,
     AlertCleared,
     AlertRaised,
     AnyEvent,
@@ -615,11 +616,39 @@ def check_lines(view: RunView) -> list[str]:
     again = f"; {times} repeated answers took {format_seconds(seconds)}" if times else ""
     return [
         f"{counts}; they took {format_seconds(cost)}{again}",
+        *filter(None, [audit_text(view)]),
         *(
             one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.reason}")
             for check in found
         ),
     ]
+
+
+AUDITED_STEPS_SHOWN = 4
+
+
+def audit_text(view: RunView) -> str:
+    """Render what was audited, and how much of it: `audited: steps 1 and 20; stages 10 of 10; positions 384 of 384;
+    parameters 100 %`; empty when no step was."""
+    steps = [f"{step:,}" for step in view.audited_steps]
+    if not steps:
+        return ""
+    if len(steps) > AUDITED_STEPS_SHOWN:
+        steps = [*steps[: AUDITED_STEPS_SHOWN - 1], f"... {steps[-1]} ({len(steps):,} steps)"]
+    stages = [check for id, check in view.checks.items() if id.startswith(STAGE)]
+    parts = [
+        f"step{'s' * (len(view.audited_steps) > 1)} {', '.join(steps)}",
+        f"stages {sum(check.level != 'unknown' for check in stages)} of {len(stages)}",
+    ]
+    student, weights = (
+        view.checks[id].numbers if id in view.checks else {}
+        for id in ("step_student", "step_weights")
+    )
+    if "all_positions" in student:
+        parts.append(f"positions {student['positions']:,.0f} of {student['all_positions']:,.0f}")
+    if "all_parameters" in weights:
+        parts.append(f"parameters {100 * weights['compared'] / weights['all_parameters']:.0f} %")
+    return f"audited: {'; '.join(parts)}"
 
 
 UNSEEN_COMMAND = "no probe reported a step: seen from outside only"

@@ -132,6 +132,8 @@ class RunView:
     """The newest result of each first-minute check of this session, by its id."""
     checked_again: tuple[int, float] = (0, 0.0)
     """How many checks were repeated in this session, and the seconds that repeating them took."""
+    audited_steps: tuple[int, ...] = ()
+    """Steps of this session that were audited, in order."""
     student: StudentSaved | None = None
     stop_requested: str | None = None
     finished: RunFinished | None = None

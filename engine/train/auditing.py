@@ -10,7 +10,7 @@ runs the same code as any other, and may be judged after the next one has begun.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.audit import reference
 from engine.audit.bounds import COMPARED_NUMBERS
-from engine.audit.judge import judge
+from engine.audit.judge import judge, judge_record
 from engine.audit.observed import (
     CorpusRows,
     Logged,
@@ -35,18 +35,18 @@ from engine.checks.catalogue import skipped_ids
 from engine.checks.check import About, Answer, Result, unknown
 from engine.checks.forward import FP8_ROUNDING, ROUNDING, TF32_ROUNDING
 from engine.checks.weights import held, names, shape_of, weights_of
-from engine.data.batches import IGNORED
+from engine.data.batches import IGNORED, labelled_rows
 from engine.data.tokens import TokenStream
 from engine.log.events import StepDone, nan_if_absent
 from engine.models.decoder import Decoder
 from engine.models.head import Head, operand_dtype
-from engine.runtime.ranks import is_shared, whole
+from engine.runtime.ranks import is_shared, own_part, whole
 from engine.spec import RunSpec
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 
-TEACHER_NUMBERS = 1024
-"""Of each tensor of the teacher, that are looked at before and after the step."""
+SAMPLED_NUMBERS = 1024
+"""Of each tensor, that are looked at before and after what must not change it."""
 RARELY = 500
 """Steps between two audits at least, where checks.every chooses; later as many as were done so far."""
 
@@ -85,13 +85,13 @@ class _Seen:
     """A step that is being observed."""
 
     step: int
-    position: int
     weights: dict[str, Tensor]
     """The student's, before the step."""
     teacher: dict[str, Tensor]
     """Some numbers of each tensor of the teacher, before the step."""
     rows: dict[str, Tensor]
-    moments: dict[str, tuple[Tensor, Tensor]]
+    moments: dict[str, tuple[Tensor, Tensor, int]]
+    student_changed: list[str]
     passes: list[_SeenPass] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     squares: list[Tensor] = field(default_factory=list)
@@ -108,9 +108,22 @@ class StepAudit(StepObserver):
     ) -> None:
         self.trainer, self.spec, self.stream = trainer, spec, stream
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
+        self._began_at, self._began_position = trainer.step, trainer.position
         self._first = trainer.step + 1
+        self._updates = max(
+            (int(whole(state["step"])) for state in trainer.optimizer.state.values()), default=0
+        )
+        """Applied before the step that is looked at next."""
         self._skipped = skipped_ids(spec.checks.skip)
         self._seen: _Seen | None = None
+        self._begins: int | None = None
+        """The step whose first micro-batch comes next."""
+        self._left: dict[str, Tensor] = {}
+        """Some numbers of the student as a step left them, where the next one is observed."""
+        self._not_cleared: dict[int, str] = {}
+        """A parameter that had a gradient when a step's first backward pass began, by step."""
+        self._rows = labelled_rows(stream, spec.data.seq_len, "train")
+        self._order: tuple[int, np.ndarray] | None = None
         trainer.observers = (*trainer.observers, self)
 
     def due(self, step: int) -> bool:
@@ -120,7 +133,7 @@ class StepAudit(StepObserver):
 
     @torch.no_grad()
     def begun(self, step: int) -> None:
-        self._seen = None
+        self._seen, self._begins = None, step
         if not self.due(step):
             return
         parameters = dict(self.trainer.student.named_parameters())
@@ -128,12 +141,13 @@ class StepAudit(StepObserver):
         share = min(1.0, COMPARED_NUMBERS / total)
         self._seen = _Seen(
             step=step,
-            position=self.trainer.position,
             weights={name: _whole_copy(p) for name, p in parameters.items()},
             teacher=self._teacher_samples(),
             rows={name: _some_rows(p, share, step) for name, p in parameters.items()},
             moments={},
+            student_changed=_changed(self._left, parameters),
         )
+        self._left = {}
         for name, p in parameters.items():
             if state := self.trainer.optimizer.state.get(p):
                 rows_R = self._seen.rows[name]
@@ -144,14 +158,14 @@ class StepAudit(StepObserver):
         if decoder is None or decoder.shards is not None:
             return {}
         tensors = dict(decoder.named_buffers()) | dict(decoder.named_parameters())
-        return {
-            name: tensor.detach().reshape(-1)[:: max(1, tensor.numel() // TEACHER_NUMBERS)].clone()
-            for name, tensor in tensors.items()
-        }
+        return {name: _sample(tensor) for name, tensor in tensors.items()}
 
     def forwarded(
         self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
     ) -> None:
+        if self._begins is not None:
+            self._look_at_gradients(self._begins)
+            self._begins = None
         seen = self._seen
         if seen is None:
             return
@@ -177,6 +191,13 @@ class StepAudit(StepObserver):
             )
         seen.passes.append(one)
 
+    def _look_at_gradients(self, step: int) -> None:
+        # A CUDA graph writes into the same gradients at each step.
+        if self.trainer.graphs is None:
+            names = (n for n, p in self.trainer.student.named_parameters() if p.grad is not None)
+            if (name := next(names, None)) is not None:
+                self._not_cleared[step] = name
+
     @torch.no_grad()
     def gradients(self, step: int) -> None:
         if (seen := self._seen) is None:
@@ -190,23 +211,39 @@ class StepAudit(StepObserver):
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
+        parameters = dict(self.trainer.student.named_parameters())
+        if step < self.spec.train.steps and self.due(step + 1):
+            self._left = {name: _sample(own_part(p)) for name, p in parameters.items()}
         if (seen := self._seen) is None:
             return
         now = self._teacher_samples()
         seen.teacher_changed = [n for n, t in seen.teacher.items() if not torch.equal(t, now[n])]
-        for name, p in self.trainer.student.named_parameters():
+        for name, p in parameters.items():
             rows_R = seen.rows[name]
             seen.after[name] = _rows(p.detach(), rows_R)
             if state := self.trainer.optimizer.state.get(p):
-                seen.moments_after[name] = (*_moments(state, rows_R), int(whole(state["step"])))
+                seen.moments_after[name] = _moments(state, rows_R)
 
     # What is judged
 
     def after(self, step: StepDone) -> Iterator[Result]:
-        """Judge a step that was observed, once it is logged; yields nothing for another.
+        """Judge a step once it is logged: its record, of which only failures are yielded, and every stage of one
+        that was observed.
 
-        With several ranks this is a collective: the first judges what all have seen, and tells them.
+        Of an observed step with several ranks this is a collective: the first judges what all have seen, and tells
+        them.
         """
+        record = judge_record(
+            _logged(step), self._wanted(step.step), self._not_cleared.pop(step.step, None)
+        )
+        broken = [self._result(step, about, answer, 0.0) for about, answer in record]
+        try:
+            yield from (one for one in broken if one.id not in self._skipped)
+            yield from self._observed_answers(step, {one.id for one in broken} | self._skipped)
+        finally:
+            self._updates += step.updated
+
+    def _observed_answers(self, step: StepDone, without: Set[str]) -> Iterator[Result]:
         seen = self._seen
         # The next step may have begun, and be the one that is observed.
         if seen is None or seen.step != step.step:
@@ -219,24 +256,24 @@ class StepAudit(StepObserver):
         found: list[Result] = []
         if ranks.first:
             answers = self._judge(seen, passes, step)
-            found = [
-                Result(
-                    about=about,
-                    verdict=answer.verdict,
-                    numbers=answer.numbers,
-                    cost_s=cost_s,
-                    step=step.step,
-                )
-                for about, answer, cost_s in answers
-                if about.id not in self._skipped
-            ]
-        yield from cast(list[Result], ranks.tell(found))
+            found = [self._result(step, *answer) for answer in answers]
+        found = cast(list[Result], ranks.tell(found))
+        yield from (one for one in found if one.id not in without)
+
+    def _result(self, step: StepDone, about: About, answer: Answer, cost_s: float) -> Result:
+        return Result(
+            about=about,
+            verdict=answer.verdict,
+            numbers=answer.numbers,
+            cost_s=cost_s,
+            step=step.step,
+        )
 
     def _judge(
         self, seen: _Seen, passes: list[list[_SeenPass]], step: StepDone
     ) -> list[tuple[About, Answer, float]]:
         try:
-            return judge(self._observed(seen, passes, step))[0]
+            return judge(self._observed(seen, passes, step))
         except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
             broke = unknown(f"the audit broke: {type(error).__name__}: {error}")
             return [(about, broke, 0.0) for about in STAGES]
@@ -249,13 +286,11 @@ class StepAudit(StepObserver):
         tied = student.head is None
         head = seen.weights["embed.weight" if tied else "head.weight"].to(trainer.device, narrow)
         teacher = next((one for one in seen.passes if one.teacher_head is not None), None)
-        train = spec.train
-        position, per_epoch = seen.position, trainer.batches.rows_per_epoch
-        last = position + train.rows * train.accumulation * trainer.ranks.world - 1
+        position = self._position(seen.step - 1)
         return ObservedStep(
             step=seen.step,
             passes=[
-                self._pass(seen.position, one, index * trainer.ranks.world + rank)
+                self._pass(position, one, index * trainer.ranks.world + rank)
                 for index in range(len(seen.passes))
                 for rank, one in enumerate(of_rank[index] for of_rank in passes)
             ],
@@ -265,45 +300,50 @@ class StepAudit(StepObserver):
                 vocabulary=student.config.vocab_size,
                 rounding=ROUNDING[trainer.dtype],
                 parameters=sum(p.numel() for p in seen.weights.values()),
+                # A resumed session has its weights from a checkpoint.
+                files=(spec.student.path or spec.student.config) if seen.step == 1 else "",
             ),
-            teacher=self._teacher(),
+            teacher=self._teacher(seen.step == self._first),
             teacher_changed=seen.teacher_changed,
-            applied=step.updated,
+            student_changed=seen.student_changed,
             student_head=lambda first, count: head[first : first + count],
             teacher_head=None if teacher is None else _head_rows(teacher),
             logit_rounding=ROUNDING[torch.float32],
             parameters=[self._parameter(seen, name, p) for name, p in student.named_parameters()],
             gradient_norm=float(torch.stack(seen.squares).sum().sqrt()) if seen.squares else 0.0,
-            logged=Logged(
-                loss=nan_if_absent(step.loss),
-                ce=nan_if_absent(step.ce),
-                kd=step.kd,
-                agreement=step.agreement,
-                lr=nan_if_absent(step.lr),
-                grad_norm=nan_if_absent(step.grad_norm),
-                labelled=step.labelled or 0,
+            logged=_logged(step),
+            wanted=self._wanted(seen.step),
+            seed=spec.train.seed,
+        )
+
+    def _wanted(self, step: int) -> Wanted:
+        spec, trainer, train = self.spec, self.trainer, self.spec.train
+        begun, ended, per_epoch = self._position(step - 1), self._position(step), len(self._rows)
+        length = spec.data.seq_len
+        return Wanted(
+            objective=reference.Objective(
+                alpha=spec.loss.alpha if trainer.has_teacher else 1.0,
+                temperature=spec.loss.temperature if trainer.has_teacher else 1.0,
+                divergence=spec.loss.divergence,
+                beta=spec.loss.beta,
             ),
-            wanted=Wanted(
-                objective=reference.Objective(
-                    alpha=spec.loss.alpha if trainer.has_teacher else 1.0,
-                    temperature=spec.loss.temperature if trainer.has_teacher else 1.0,
-                    divergence=spec.loss.divergence,
-                    beta=spec.loss.beta,
-                ),
-                adam=reference.AdamW(beta1=train.beta1, beta2=train.beta2, eps=train.eps),
-                rate=reference.learning_rate(
-                    seen.step,
-                    peak=train.lr,
-                    warmup=train.warmup,
-                    steps=train.steps,
-                    schedule=train.schedule,
-                    final_ratio=train.final_lr_ratio,
-                ),
-                decay=train.weight_decay,
-                clip_norm=train.clip_norm,
-                rows_distinct=position // per_epoch == last // per_epoch,
+            adam=reference.AdamW(beta1=train.beta1, beta2=train.beta2, eps=train.eps),
+            rate=reference.learning_rate(
+                step,
+                peak=train.lr,
+                warmup=train.warmup,
+                steps=train.steps,
+                schedule=train.schedule,
+                final_ratio=train.final_lr_ratio,
             ),
-            seed=train.seed,
+            decay=train.weight_decay,
+            clip_norm=train.clip_norm,
+            labelled=_labels_in(self.stream, self._row_ids_at(begun, ended - begun), length),
+            tokens=(ended - begun) * length,
+            position=ended,
+            passes=train.accumulation * trainer.ranks.world,
+            updates=self._updates,
+            rows_distinct=begun // per_epoch == (ended - 1) // per_epoch,
         )
 
     def _pass(self, begun: int, one: _SeenPass, place: int) -> ObservedPass:
@@ -325,12 +365,31 @@ class StepAudit(StepObserver):
             targets=targets,
             corpus=_corpus_rows(
                 self.stream,
-                self.trainer.batches.row_ids_at(begun + place * rows, rows),
-                one.tokens_BT.shape[1],
+                self._row_ids_at(begun + place * rows, rows),
+                self.spec.data.seq_len,
             ),
         )
 
-    def _teacher(self) -> Model | None:
+    def _position(self, step: int) -> int:
+        """Return how many rows all ranks have taken when `step` is done, as the spec has it."""
+        train = self.spec.train
+        each = train.rows * train.accumulation * self.trainer.ranks.world
+        return self._began_position + (step - self._began_at) * each
+
+    def _row_ids_at(self, position: int, rows: int) -> np.ndarray:
+        """Return the rows of the corpus whose turn it is: every one with a label once in an epoch, in the order of
+        random words of Philox(seed, epoch)."""
+        found = []
+        for place in range(position, position + rows):
+            epoch, index = divmod(place, len(self._rows))
+            if self._order is None or self._order[0] != epoch:
+                random = np.random.Philox(key=np.array([self.spec.train.seed, epoch], np.uint64))
+                words = random.random_raw(len(self._rows))
+                self._order = epoch, self._rows[np.argsort(words, kind="stable")]
+            found.append(self._order[1][index])
+        return np.array(found)
+
+    def _teacher(self, first: bool) -> Model | None:
         decoder = self.teacher_decoder
         # A layer that is spread over the ranks is gathered by all of them.
         if decoder is None or decoder.shards is not None:
@@ -345,20 +404,21 @@ class StepAudit(StepObserver):
             vocabulary=decoder.config.vocab_size,
             rounding=rounding,
             parameters=_size(decoder),
+            files=self.spec.teacher.path if first else "",
         )
 
     def _parameter(self, seen: _Seen, name: str, p: Tensor) -> ObservedParameter:
         rows_R = seen.rows[name]
-        after = seen.moments_after.get(name)
+        before, after = seen.moments.get(name), seen.moments_after.get(name)
         return ObservedParameter(
             name=name,
             rows_R=rows_R,
             before=seen.weights[name][rows_R.cpu()],
             after=seen.after[name],
             gradient=seen.gradients.get(name),
-            moments_before=seen.moments.get(name),
+            moments_before=None if before is None else before[:2],
             moments_after=None if after is None else after[:2],
-            updates=0 if after is None else after[2],
+            updates=(0 if before is None else before[2], 0 if after is None else after[2]),
             numbers=p.numel(),
             decays=p.ndim >= 2,
         )
@@ -399,9 +459,22 @@ def _rows(tensor: Tensor, rows_R: Tensor) -> Tensor:
     return whole(tensor)[rows_R].cpu()
 
 
-def _moments(state: dict[str, Tensor], rows_R: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(state: dict[str, Tensor], rows_R: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return some rows of both moments, and the optimizer's count of updates."""
     mean, square = (_rows(state[name], rows_R) for name in ("exp_avg", "exp_avg_sq"))
-    return mean, square
+    return mean, square, int(whole(state["step"]))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED_NUMBERS)].clone()
+
+
+def _changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+    return [
+        name
+        for name, sample in before.items()
+        if not torch.equal(sample, _sample(own_part(now[name])))
+    ]
 
 
 def _on_host(one: _SeenPass) -> _SeenPass:
@@ -441,6 +514,37 @@ def _head_rows(teacher: _SeenPass) -> reference.HeadRows:
         return torch.cat(parts)
 
     return rows
+
+
+def _logged(step: StepDone) -> Logged:
+    return Logged(
+        loss=nan_if_absent(step.loss),
+        ce=nan_if_absent(step.ce),
+        kd=step.kd,
+        agreement=step.agreement,
+        lr=nan_if_absent(step.lr),
+        grad_norm=nan_if_absent(step.grad_norm),
+        labelled=step.labelled or 0,
+        tokens=step.tokens or 0,
+        position=step.position or 0,
+        applied=step.updated,
+    )
+
+
+def _labels_in(stream: TokenStream, row_ids: np.ndarray, length: int) -> int:
+    """Return how many tokens of some rows have a label: their next token is of the same document, and may be
+    predicted."""
+    found = 0
+    for row in row_ids.tolist():
+        # Of the next tokens; the first of a document follows nothing.
+        begin, end = row * length + 1, min((row + 1) * length + 1, len(stream))
+        low, high = np.searchsorted(stream.starts, (begin, end))
+        if stream.labelled is None:
+            found += end - begin - int(high - low)
+        else:
+            firsts = stream.labelled[stream.starts[low:high]]
+            found += int(np.count_nonzero(stream.labelled[begin:end])) - int(firsts.sum())
+    return found
 
 
 def _corpus_rows(stream: TokenStream, row_ids: np.ndarray, length: int) -> CorpusRows:

@@ -64,7 +64,7 @@ def write(log: LogWriter, found: Loggable) -> None:
         case CompiledLibrary():
             log.write(_compiled_library(found))
         case Result():
-            log.write(_checked(found))
+            log.write(checked(found))
         case _:
             log.write(found)
 
@@ -199,7 +199,7 @@ def vocabulary_cut(teacher_ids: int, student_ids: int, dropped: DroppedMass) -> 
     )
 
 
-def _checked(result: Result) -> Checked:
+def checked(result: Result) -> Checked:
     return Checked(
         id=result.id,
         level=result.verdict.level.name.lower(),

@@ -9,8 +9,9 @@ from engine.drills import defects_late
 from engine.drills.catalogue import planted
 from engine.drills.defects_training import defect
 from engine.log.events import Checked
-from engine.log.text import check_lines
+from engine.log.text import audit_text, check_lines
 from engine.log.view import RunView
+from engine.train import record
 from engine.train.auditing import is_due
 from tests.support.checked_runs import World, make_run, make_spec, make_world
 from tests.support.kit import Kit
@@ -75,7 +76,8 @@ def test_what_asking_again_took_is_told_with_the_answers() -> None:
     view = fold_events(RunView(), "events", numbered([opened(1.0), *first]))
     assert check_lines(view)[0] == "2 pass, 0 unknown, 0 fail; they took 1.0 s"
     view = fold_events(RunView(), "events", numbered([opened(1.0), *first, *again]))
-    head, worst, _ = check_lines(view)
+    head, audited, worst, _ = check_lines(view)
+    assert audited == "audited: steps 1, 20; stages 2 of 2"
     assert head == "1 pass, 0 unknown, 1 fail; they took 1.0 s; 2 repeated answers took 1.0 s"
     assert worst.startswith("x FAIL step_rows")
     # Of another session nothing was asked again.
@@ -87,3 +89,18 @@ def test_a_stage_that_is_skipped_is_not_judged(world: World) -> None:
     run = make_run(world, checks__skip="step_teacher")
     run.step(1)
     assert run.results.keys() == {about.id for about in STAGES} - {"step_teacher"}
+
+
+def test_how_much_of_a_run_was_audited_is_told(world: World) -> None:
+    run = make_run(world, checks__every=2)
+    said: list[Checked] = []
+    for _ in range(5):
+        before = dict(run.results)
+        run.step(1)
+        new = [result for id, result in run.results.items() if before.get(id) is not result]
+        said += [record.checked(result) for result in new]
+    view = fold_events(RunView(), "events", numbered([opened(1.0), *said]))
+    assert view.audited_steps == (1, 2, 4)
+    assert audit_text(view) == (
+        "audited: steps 1, 2, 4; stages 10 of 10; positions 192 of 192; parameters 100 %"
+    )

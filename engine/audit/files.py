@@ -1,0 +1,169 @@
+"""What the files of a model hold, read by the libraries of their formats and by no code of the engine: where the
+audit's chain begins. Folders with a `config.json` and safetensors, and GGUF files, of Qwen2, Qwen3 and Llama.
+"""
+
+# Shapes: R rows, D width
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IN_SAFETENSORS = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "layers": "model.layers",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp": "mlp",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "attention": "self_attn",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "o_proj",
+}
+IN_GGUF = {
+    "embed": "token_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "layers": "blk",
+    "attention_norm": "attn_norm",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    # Parts of a name that a GGUF leaves out.
+    "mlp": "",
+    "attention": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    shape: dict[str, float | None]
+    """What they say of fields of `reference.Shape` and of its `Stretch`."""
+    count: Callable[[str], int]
+    """The rows of a tensor of our name; of a vector, its numbers. 0 where there is none."""
+    rows: Callable[[str, Sequence[int]], Tensor]
+    """Some rows of it, in fp32."""
+
+
+def open_files(path: str | Path) -> Files | None:
+    """Open a folder, its `config.json` alone, or a GGUF file; None for another format, which no other library reads."""
+    path = Path(path)
+    if path.is_dir():
+        return _folder(path)
+    if path.name.endswith(".json"):
+        return Files(_shape_in_json(path), lambda name: 0, lambda name, rows: torch.empty(0))
+    return _gguf(path) if path.name.endswith(".gguf") else None
+
+
+def _renamed(name: str, parts: dict[str, str]) -> str:
+    return ".".join(filter(None, (parts.get(part, part) for part in name.split("."))))
+
+
+def _shape_in_json(path: Path) -> dict[str, float | None]:
+    raw: dict[str, Any] = json.loads(path.read_text())
+    rope = raw.get("rope_parameters") or {}
+    stretch = rope if "factor" in rope else raw.get("rope_scaling") or {}
+    heads = raw["num_attention_heads"]
+    return {
+        "layers": raw["num_hidden_layers"],
+        "intermediate_size": raw["intermediate_size"],
+        "heads": heads,
+        "kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "eps": raw["rms_norm_eps"],
+        "theta": rope.get("rope_theta", raw.get("rope_theta")),
+        "tied": raw.get("tie_word_embeddings", False),
+        "factor": stretch.get("factor"),
+        "low_freq_factor": stretch.get("low_freq_factor"),
+        "high_freq_factor": stretch.get("high_freq_factor"),
+        "original": stretch.get("original_max_position_embeddings"),
+    }
+
+
+def _folder(path: Path) -> Files:
+    from safetensors import safe_open
+
+    where: dict[str, Any] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        opened: Any = safe_open(file, "pt")
+        where |= dict.fromkeys(opened.keys(), opened)
+
+    def stored(name: str) -> Any:
+        theirs = _renamed(name, IN_SAFETENSORS)
+        return where[theirs].get_slice(theirs) if theirs in where else None
+
+    def count(name: str) -> int:
+        found = stored(name)
+        return 0 if found is None else int(found.get_shape()[0])
+
+    def rows(name: str, which: Sequence[int]) -> Tensor:
+        found = stored(name)
+        return torch.cat([found[row : row + 1] for row in which]).float()
+
+    return Files(_shape_in_json(path / "config.json"), count, rows)
+
+
+def _gguf(path: Path) -> Files:
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    reader = GGUFReader(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    family = str(reader.fields["general.architecture"].contents())
+
+    def value(key: str) -> Any:
+        field = reader.fields.get(f"{family}.{key}")
+        return None if field is None else field.contents()
+
+    heads = value("attention.head_count")
+    head_dim = value("attention.key_length") or value("embedding_length") // heads
+    shape = {
+        "layers": value("block_count"),
+        "intermediate_size": value("feed_forward_length"),
+        "heads": heads,
+        "kv_heads": value("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
+        "eps": value("attention.layer_norm_rms_epsilon"),
+        "theta": value("rope.freq_base") or 10000.0,
+        "tied": "output.weight" not in tensors,
+    }
+
+    def count(name: str) -> int:
+        found = tensors.get(_renamed(name, IN_GGUF))
+        return 0 if found is None else int(found.shape[-1])
+
+    def rows(name: str, which: Sequence[int]) -> Tensor:
+        found = tensors[_renamed(name, IN_GGUF)]
+        turned = family == "llama" and name.split(".")[-2] in ("q", "k")
+        places = [_neighbours(row, head_dim) if turned else row for row in which]
+        if len(found.shape) == 1:
+            return torch.from_numpy(dequantize(found.data, found.tensor_type)[places]).float()
+        return torch.from_numpy(dequantize(found.data[places], found.tensor_type)).float()
+
+    return Files(shape, count, rows)
+
+
+def _neighbours(row: int, head_dim: int) -> int:
+    """Return where a GGUF of Llama has a row of q or k: the halves of a head alternate in it."""
+    head, place = divmod(row, head_dim)
+    half, pair = divmod(place, head_dim // 2)
+    return head * head_dim + 2 * pair + half

@@ -1,0 +1,76 @@
+"""What the audit reads in a model's files is what the engine reads there, in every format and family."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.audit import reference
+from engine.audit.files import open_files
+from engine.checks.weights import shape_of, weights_of
+from engine.export.convert import convert
+from engine.models.config import ModelConfig
+from engine.models.load import load_decoder, new_decoder, save_decoder
+from tests.support.kit import tiny_config
+
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 24, "tie_word_embeddings": False},
+    "llama": {"tie_word_embeddings": False},
+}
+CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = request.param
+    config = tiny_config(
+        model_type=family,
+        architectures=[CLASSES[family]],
+        hidden_size=256,
+        intermediate_size=256,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        **FAMILIES[family],
+    )
+    decoder = new_decoder(ModelConfig.from_dict(config, family), seed=3)
+    for number, parameter in enumerate(decoder.parameters()):
+        if parameter.ndim == 1:
+            # Fresh norms are all ones, fresh biases all zeros.
+            generator = torch.Generator().manual_seed(number)
+            parameter.data.add_(torch.rand(parameter.shape, generator=generator))
+    path = tmp_path_factory.mktemp(family) / "model"
+    save_decoder(decoder, path, torch.float32)
+    return path
+
+
+@pytest.mark.parametrize("quant", ["folder", "f32", "q4_k_m"])
+def test_files_hold_the_weights_and_the_shape_that_are_loaded(
+    folder: Path, quant: str, tmp_path: Path
+) -> None:
+    path = folder
+    if quant != "folder":
+        path = convert(folder, tmp_path / "model.gguf", quant).target
+    decoder = load_decoder(path)
+    files, shape = open_files(path), shape_of(decoder.config)
+    assert files is not None
+    fields = asdict(shape)
+    for name, value in files.shape.items():
+        assert (fields.get(name) or 0) == pytest.approx(value or 0), name
+    weight = weights_of(decoder)
+    for name in reference.tensor_names(shape):
+        count = files.count(name)
+        assert count == weight(name).shape[0], name
+        rows = [0, 1, count // 2, count - 1]
+        assert torch.equal(files.rows(name, rows), weight(name)[rows]), name
+
+
+def test_a_format_that_nobody_else_reads_has_no_files(tmp_path: Path) -> None:
+    assert open_files(tmp_path / "model.apr") is None

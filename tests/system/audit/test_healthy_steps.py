@@ -1,0 +1,247 @@
+"""No stage of the audit fails on a healthy run: 24 runs through the command, in which every pair of settings occurs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from engine.audit.stages import STAGES
+from engine.data.batches import Batches
+from engine.data.corpus import open_corpus
+from engine.data.tokens import tokenize
+from engine.demo.train_tokenizer import train_bpe
+from engine.formats.tokenizer import open_tokenizer
+from engine.log.events import Checked
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.models.config import ModelConfig
+from engine.models.load import new_decoder, save_decoder
+from engine.spec import LossSection, TrainSection
+from engine.train.trainer import Trainer
+from tests.support.chats import CHATML, conversations, make_tokenizer
+from tests.support.kit import tiny_config
+from tests.support.running import engine
+
+STEPS, STOPS_AFTER, LONGEST = 6, 3, 2048
+
+
+class Healthy(NamedTuple):
+    accumulation: int
+    rows: int
+    seq_len: int
+    alpha: float
+    temperature: float
+    divergence: str
+    text: str
+    ranks: int
+    resumes: bool
+    last_rate_is_0: bool
+    precision: str
+    family: str
+
+
+HEALTHY = [
+    Healthy(4, 3, 256, 1.0, 0.5, "reverse_kl", "wraps", 1, False, True, "bf16", "qwen3"),
+    Healthy(1, 1, 48, 0.3, 8.0, "forward_kl", "code", 1, True, False, "fp32", "llama"),
+    Healthy(1, 8, 16, 0.0, 1.0, "jsd", "languages", 2, False, False, "bf16", "qwen2"),
+    Healthy(2, 8, 256, 1.0, 2.0, "forward_kl", "chat", 2, True, True, "fp32", "qwen2"),
+    Healthy(2, 1, 2048, 0.3, 8.0, "jsd", "chat", 2, False, True, "bf16", "qwen3"),
+    Healthy(4, 3, 16, 0.0, 1.0, "reverse_kl", "chat", 1, True, False, "fp32", "llama"),
+    Healthy(2, 3, 48, 1.0, 2.0, "jsd", "wraps", 2, False, False, "fp32", "llama"),
+    Healthy(1, 3, 2048, 0.3, 2.0, "reverse_kl", "languages", 1, True, True, "bf16", "qwen2"),
+    Healthy(4, 1, 16, 0.0, 0.5, "forward_kl", "code", 2, False, True, "fp32", "qwen3"),
+    Healthy(4, 8, 48, 0.3, 0.5, "jsd", "wraps", 1, True, False, "bf16", "qwen2"),
+    Healthy(2, 8, 48, 0.0, 1.0, "reverse_kl", "code", 2, True, True, "bf16", "qwen3"),
+    Healthy(4, 1, 256, 1.0, 8.0, "forward_kl", "languages", 1, False, True, "bf16", "llama"),
+    Healthy(1, 1, 2048, 1.0, 1.0, "forward_kl", "wraps", 2, True, False, "fp32", "qwen2"),
+    Healthy(1, 1, 256, 0.0, 2.0, "jsd", "languages", 2, False, False, "fp32", "qwen3"),
+    Healthy(2, 3, 2048, 0.0, 8.0, "forward_kl", "code", 1, True, True, "bf16", "qwen2"),
+    Healthy(2, 8, 16, 0.3, 8.0, "reverse_kl", "wraps", 2, False, False, "fp32", "llama"),
+    Healthy(1, 1, 2048, 0.3, 0.5, "reverse_kl", "chat", 1, False, False, "bf16", "llama"),
+    Healthy(4, 8, 16, 1.0, 2.0, "jsd", "code", 1, False, False, "bf16", "qwen2"),
+    Healthy(4, 3, 256, 0.3, 1.0, "reverse_kl", "code", 2, False, True, "bf16", "qwen2"),
+    Healthy(2, 1, 48, 0.3, 0.5, "reverse_kl", "languages", 2, False, True, "fp32", "qwen2"),
+    Healthy(4, 1, 2048, 0.0, 8.0, "reverse_kl", "wraps", 1, False, False, "bf16", "qwen3"),
+    Healthy(1, 1, 48, 1.0, 1.0, "jsd", "chat", 2, False, False, "fp32", "qwen3"),
+    Healthy(1, 3, 256, 0.3, 2.0, "jsd", "chat", 1, True, True, "fp32", "qwen3"),
+    Healthy(2, 8, 256, 0.3, 0.5, "forward_kl", "languages", 2, True, False, "bf16", "llama"),
+]
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen2": {},
+    "qwen3": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+    },
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+}
+LINES = (
+    "Сегодня снег идёт с утра, и дети лепят бабу номер {n}.",
+    "今日は朝から雪が降り、子供たちは{n}番目の雪だるまを作る。",
+    "اليوم يتساقط الثلج والأطفال يصنعون رجل ثلج رقم {n}",
+    "Heute schneit es, und die Kinder bauen Schneemann Nummer {n} 🙂.",
+)
+
+
+def _code(lines: int) -> str:
+    return "\n".join(f"def f{n}(x):\n    return x + {n}" for n in range(lines)) + "\n"
+
+
+def _write(folder: Path, text: str) -> None:
+    """Write a corpus and its tokenizer into the folder."""
+    corpus = folder / "corpus"
+    if text == "chat":
+        make_tokenizer(folder / "tokenizer")
+        (folder / "tokenizer" / "chat_template.jinja").write_text(CHATML.plain)
+        special = json.dumps(CHATML.special_tokens)
+        (folder / "tokenizer" / "tokenizer_config.json").write_text(special)
+        lines = [json.dumps(record) for record in conversations(800)]
+        corpus.mkdir()
+        (corpus / "chats.jsonl").write_text("\n".join(lines))
+        return
+    corpus.mkdir()
+    for index in range(40):
+        if text == "languages":
+            body = "\n".join(LINES[n % 4].format(n=n) for n in range(40 * index, 40 * index + 40))
+        else:
+            # One that wraps has a few rows of the longest length.
+            body = _code(12 + index if text == "wraps" else 160 + index)
+        (corpus / f"part_{index:02}.txt").write_text(body)
+    (folder / "tokenizer").mkdir()
+    documents = open_corpus(str(corpus), heldout_fraction=0.2).train.documents
+    (folder / "tokenizer" / "tokenizer.json").write_text(train_bpe(list(documents), 320))
+
+
+def _teach(folder: Path, text: str) -> None:
+    """Train a teacher on the text for some seconds: a run refuses one that has learnt nothing of it."""
+    tokenizer = open_tokenizer(folder / "tokenizer")
+    template = CHATML.template() if text == "chat" else None
+    documents = open_corpus(str(folder / "corpus"), heldout_fraction=0.2).train.documents
+    config = tiny_config(
+        hidden_size=48, vocab_size=tokenizer.vocab_size, max_position_embeddings=LONGEST
+    )
+    trainer = Trainer(
+        student=new_decoder(ModelConfig.from_dict(config, "teacher"), seed=7),
+        teacher=None,
+        batches=Batches(
+            tokenize(documents, tokenizer, template=template), seq_len=64, rows_per_batch=8, seed=1
+        ),
+        train=TrainSection(steps=80, rows=8, lr=1e-2, warmup_steps=4),
+        loss=LossSection(alpha=1.0),
+        device=torch.device("cpu"),
+        precision="fp32",
+    )
+    for _ in trainer.steps():
+        pass
+    files = sorted((folder / "tokenizer").iterdir())
+    save_decoder(trainer.student, folder / "teacher", torch.float32, extra_files=files)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of a text: its corpus, its tokenizer, and a teacher that knows it."""
+
+    @cache
+    def made(text: str) -> Path:
+        folder = tmp_path_factory.mktemp(text)
+        _write(folder, text)
+        _teach(folder, text)
+        return folder
+
+    return made
+
+
+def _spec(healthy: Healthy, text: Path, folder: Path) -> Path:
+    vocabulary = open_tokenizer(text / "tokenizer").vocab_size
+    shape = tiny_config(
+        vocab_size=vocabulary, max_position_embeddings=LONGEST, **FAMILIES[healthy.family]
+    )
+    (folder / "student.json").write_text(json.dumps(shape))
+    teacher = "" if healthy.alpha == 1 else f'[teacher]\npath = "{text / "teacher"}"\n'
+    path = folder / "spec.toml"
+    path.write_text(
+        f"""{teacher}
+[student]
+config = "{folder / "student.json"}"
+precision = "{healthy.precision}"
+[data]
+corpus = "{text / "corpus"}"
+tokenizer = "{text / "tokenizer"}"
+seq_len = {healthy.seq_len}
+heldout_fraction = 0.2
+[loss]
+alpha = {healthy.alpha}
+temperature = {healthy.temperature}
+divergence = "{healthy.divergence}"
+[train]
+steps = {STEPS}
+stop_after = {STOPS_AFTER if healthy.resumes else 0}
+rows = {healthy.rows}
+accumulation = {healthy.accumulation}
+warmup_steps = 2
+lr = 0.003
+schedule = "{"cosine" if healthy.last_rate_is_0 else "constant"}"
+final_lr_ratio = 0.0
+[eval]
+every = 0
+rows = 4
+[checkpoint]
+every = 0
+[checks]
+every = 2
+on_fail = "report"
+[compute]
+device = "cpu"
+threads = 1
+"""
+    )
+    return path
+
+
+def pairs(of: Sequence[object]) -> set[tuple[int, object, int, object]]:
+    return {(a, of[a], b, of[b]) for a, b in itertools.combinations(range(len(of)), 2)}
+
+
+def test_every_pair_of_settings_occurs_in_a_healthy_run() -> None:
+    values = [sorted({row[place] for row in HEALTHY}) for place in range(len(HEALTHY[0]))]
+    wanted = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(range(len(values)), 2)
+        for x, y in itertools.product(values[a], values[b])
+    }
+    missing = wanted - set().union(*(pairs(row) for row in HEALTHY))
+    # 8 rows of 2,048 tokens would take two cores a minute a step.
+    assert missing == {(1, 8, 2, 2048)}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("healthy", HEALTHY, ids=lambda row: "-".join(map(str, row)))
+def test_no_stage_fails_on_a_healthy_run(
+    texts: Callable[[str], Path], healthy: Healthy, tmp_path: Path
+) -> None:
+    spec = _spec(healthy, texts(healthy.text), tmp_path)
+    ranks = ["--gpus", healthy.ranks] if healthy.ranks > 1 else []
+    done = engine("distill", spec, *ranks, "--out", tmp_path / "run")
+    if healthy.resumes:
+        assert done.returncode in (0, 75), done.stderr
+        done = engine("distill", "--resume", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    view = Follower(RunFolder(tmp_path / "run")).read_all()
+    stages = {about.id for about in STAGES}
+    said = [
+        line.event
+        for line in view.lines
+        if isinstance(line.event, Checked) and line.event.id in stages
+    ]
+    assert {one.step for one in said} >= {1, 2, 4, 6}
+    assert {one.id for one in said} == stages
+    other = [f"step {one.step}: {one.id}: {one.reason}" for one in said if one.level != "pass"]
+    assert not other
