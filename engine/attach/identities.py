@@ -55,5 +55,52 @@ IDENTITIES: tuple[Row, ...] = (
         "gradients while optimizer.step() runs",
         transformers='set optim="adamw_torch" and look at callbacks that write weights or gradients',
     ),
+    Row(
+        id="vanishing_updates",
+        identity="update",
+        degree=CONTRADICTION,
+        question="Do 16-bit weights that have a gradient move, or is the update less than their type holds?",
+        means="The loss may fall by the few weights that move; the others stay as they were for the whole run.",
+        plain="keep the weights in fp32 and run the forward pass under torch.autocast, or raise the rate",
+        transformers="load the model with dtype=torch.float32 and set bf16=True",
+        lightning='load the model in fp32 and set precision="bf16-mixed", not "bf16-true"',
+    ),
+    Row(
+        id="stale_parameters",
+        identity="update",
+        degree=CONTRADICTION,
+        question="Are the parameters that the optimizer holds those of the model that trains?",
+        means="The optimizer steps parameters of another model, or of layers that were replaced, and the new ones stay "
+        "as they were made.",
+        plain="make the optimizer last: after replaced layers, copies, .to(), sharding and wrapping",
+        transformers="give the Trainer the model in its last form, without an optimizer made before",
+        lightning="replace layers before configure_optimizers runs, in configure_model or __init__",
+    ),
+    Row(
+        id="lost_gradients",
+        identity="gradient",
+        degree=CONTRADICTION,
+        question="Are the gradients of the backward passes there when the optimizer steps?",
+        means="Something removes the gradients in between, and the optimizer does nothing at all.",
+        plain="call optimizer.zero_grad() after optimizer.step(), or in front of the backward pass",
+    ),
+    Row(
+        id="no_gradient",
+        identity="update",
+        degree=SUSPICION,
+        question="Has each parameter of the optimizer had a gradient by its third step?",
+        means="A part of the model is not used, or is cut off by detach() or no_grad(); an expert that no token chose "
+        "yet looks the same.",
+        plain="look for detach(), .data, torch.no_grad() and layers that forward() does not call",
+    ),
+    Row(
+        id="unowned_parameters",
+        identity="update",
+        degree=SUSPICION,
+        question="Is each parameter that gets a gradient held by an optimizer?",
+        means="It stays as it was made, though its gradient is computed: it was forgotten, or it is to stay as it is.",
+        plain="give the optimizer all of them; if they are to stay, set requires_grad_(False), which also saves the "
+        "time and memory of their gradients",
+    ),
 )
 BY_ID = {row.id: row for row in IDENTITIES}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identities import BY_ID, CONTRADICTION, DEGREES, PASS, UNKNOWN
+from engine.attach.identities import BY_ID, CONTRADICTION, DEGREES, PASS, SUSPICION, UNKNOWN
 from tests.support.attached import Ran, watched_once
 
 SETUP = """
@@ -54,6 +54,9 @@ def outcomes(ran: Ran) -> dict[str, list[dict[str, Any]]]:
 
 def degrees(lines: list[dict[str, Any]], name: str) -> list[str]:
     return [line["degree"] for line in lines if line["id"] == name]
+
+
+Found = dict[str, list[dict[str, Any]]]
 
 
 HEALTHY_UPDATES = """
@@ -191,13 +194,13 @@ tell(without_the_correction_of_the_moments, a_row_that_is_written_elsewhere)
 
 
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def updates(tmp_path_factory: pytest.TempPathFactory) -> Found:
     script = SETUP + HEALTHY_UPDATES + WRONG_UPDATES
     return outcomes(watched_once(tmp_path_factory, "updates", script))
 
 
 def test_updates_of_adamw_adam_and_sgd_are_the_textbooks(
-    updates: dict[str, list[dict[str, Any]]],
+    updates: Found,
 ) -> None:
     for name, lines in updates.items():
         if name not in UNSEEN | WRONG_NAMES:
@@ -208,7 +211,7 @@ def test_updates_of_adamw_adam_and_sgd_are_the_textbooks(
 
 
 def test_an_update_that_has_no_textbook_is_unknown(
-    updates: dict[str, list[dict[str, Any]]],
+    updates: Found,
 ) -> None:
     for name in UNSEEN:
         assert degrees(updates[name], "update") == [UNKNOWN], name
@@ -218,14 +221,523 @@ WRONG_NAMES = {"without_the_correction_of_the_moments", "a_row_that_is_written_e
 
 
 def test_weights_that_are_not_the_textbooks_update_are_named_with_both_values(
-    updates: dict[str, list[dict[str, Any]]],
+    updates: Found,
 ) -> None:
     for name in WRONG_NAMES:
         assert CONTRADICTION in degrees(updates[name], "update"), name
-    (line,) = updates["without_the_correction_of_the_moments"]
+    line = updates["without_the_correction_of_the_moments"][0]
     assert line["step"] == 1 and "0.weight: AdamW made " in line["text"]
     line = updates["a_row_that_is_written_elsewhere"][0]
     # The name is that of the outermost module, and one row of it is wrong.
     assert line["text"].startswith("body.0.weight: SGD made -0.00100000005 of -0.28")
     assert line["text"].endswith("so 8 of 128 numbers")
     assert line["numbers"]["wrong"] == 1
+
+
+PARAMETERS = """
+class Loop:
+    def __init__(self, net, make=torch.optim.AdamW, **settings):
+        self.net, self.optimizer = net, make(net.parameters(), **settings)
+
+    def run(self, steps=5):
+        for _ in range(steps):
+            self.step()
+        return self.net
+
+    def loss(self):
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def step(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward([self.loss()])
+        self.optimizer.step()
+
+def classifier():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+# Updates that vanish.
+
+def bf16_at_a_small_rate():
+    net = model().bfloat16()
+    return fit(net, torch.optim.AdamW(net.parameters(), lr=1e-6))
+
+class In16Bit(Loop):
+    def loss(self):
+        return (self.net(x.bfloat16()).float() - y).abs().mean()
+
+def a_loop_in_16_bit_after_its_warm_up():
+    loop = In16Bit(classifier().to(dtype=torch.bfloat16), torch.optim.Adam, lr=1e-6, fused=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(loop.optimizer, 0.5, total_iters=2)
+    for _ in range(9):
+        loop.step()
+        schedule.step()
+    return loop.net
+
+def bf16_at_a_large_rate():
+    net = model().bfloat16()
+    return fit(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+
+def bf16_in_its_warm_up():
+    net = model().bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-4 * 10 ** min(step, 4))
+    return fit(net, optimizer, steps=9, after=schedule.step)
+
+def bf16_at_the_end_of_its_schedule():
+    net = model().bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    return fit(net, optimizer, steps=8, after=schedule.step)
+
+def fp32_at_a_small_rate():
+    net = model()
+    return fit(net, torch.optim.AdamW(net.parameters(), lr=1e-6))
+
+def autocast():
+    loop = Loop(model(), lr=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loop.run()
+
+# Parameters of the optimizer that are not the model's.
+
+def a_copy_behind_the_optimizer():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net = copy.deepcopy(net)
+    return fit(net, optimizer)
+
+def a_head_replaced_behind_the_optimizer():
+    loop = Loop(classifier(), torch.optim.SGD, lr=0.1)
+    loop.net[2] = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 1))
+    return loop.run()
+
+def a_head_replaced_in_front_of_the_optimizer():
+    net = classifier()
+    net[2] = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 1))
+    return Loop(net, torch.optim.SGD, lr=0.1).run()
+
+def moved_behind_the_optimizer():
+    # Its parameters stay the same objects.
+    loop = Loop(classifier(), lr=0.1)
+    loop.net.double().float()
+    return loop.run()
+
+# Gradients that are gone at the step.
+
+def zeroed_between_backward_and_step():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(5):
+        (net(x) - y).square().mean().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+    return net
+
+class Forgets(Loop):
+    def step(self):
+        torch.autograd.backward([self.loss()])
+        for p in self.net.parameters():
+            p.grad = None
+        self.optimizer.step()
+
+def a_loop_that_removes_its_gradients():
+    return Forgets(classifier(), torch.optim.RMSprop, lr=0.1).run()
+
+def zeroed_behind_the_step():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(5):
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+# Parameters of no optimizer, and such without a gradient.
+
+def only_the_head_is_held():
+    net = classifier()
+    return fit(net, torch.optim.AdamW(net[2].parameters(), lr=0.1))
+
+class InAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.last = [nn.Linear(8, 16), nn.Tanh()], nn.Linear(16, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+def layers_in_a_list():
+    return Loop(InAList(), torch.optim.SGD, lr=0.1).run()
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.used, self.unused = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.used(self.body(x).relu())
+
+def a_head_that_is_not_used():
+    return Loop(TwoHeads(), lr=0.1).run()
+
+class Cut(TwoHeads):
+    def forward(self, x):
+        return self.used(self.body(x).relu().detach()) + self.unused(self.body(x).data)
+
+def a_body_that_is_cut_off():
+    net = Cut()
+    return fit(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+tell(bf16_at_a_small_rate, a_loop_in_16_bit_after_its_warm_up, bf16_at_a_large_rate, bf16_in_its_warm_up,
+     bf16_at_the_end_of_its_schedule, fp32_at_a_small_rate, autocast, a_copy_behind_the_optimizer,
+     a_head_replaced_behind_the_optimizer, a_head_replaced_in_front_of_the_optimizer, moved_behind_the_optimizer,
+     zeroed_between_backward_and_step, a_loop_that_removes_its_gradients, zeroed_behind_the_step,
+     only_the_head_is_held, layers_in_a_list, a_head_that_is_not_used, a_body_that_is_cut_off)
+"""
+WRONG = {
+    "bf16_at_a_small_rate": ("vanishing_updates", 2, "161 of 161"),
+    "a_loop_in_16_bit_after_its_warm_up": ("vanishing_updates", 4, "at a rate of 1e-06"),
+    "a_copy_behind_the_optimizer": ("stale_parameters", 3, "(0.bias, 0.weight, 3.bias, ...)"),
+    "a_head_replaced_behind_the_optimizer": (
+        "stale_parameters",
+        3,
+        "(group 0, parameter 2, group 0, parameter 3), and 4 that get gradients are in no optimizer (2.0.bias,",
+    ),
+    "zeroed_between_backward_and_step": ("lost_gradients", 2, "of its 4 parameters"),
+    "a_loop_that_removes_its_gradients": ("lost_gradients", 2, "RMSprop has stepped 2 times"),
+}
+SUSPECT = {
+    "only_the_head_is_held": (
+        "unowned_parameters",
+        "2 parameters get gradients",
+        "0.bias, 0.weight",
+    ),
+    "layers_in_a_list": ("unowned_parameters", "2 parameters get gradients", ": bias, weight"),
+    "a_head_that_is_not_used": ("no_gradient", "2 of 6 parameters", "unused.weight, unused.bias"),
+    "a_body_that_is_cut_off": ("no_gradient", "2 of 6 parameters", "body.weight, body.bias"),
+}
+
+
+@pytest.fixture(scope="module")
+def parameters(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return outcomes(watched_once(tmp_path_factory, "parameters", SETUP + PARAMETERS))
+
+
+def of_degree(lines: list[dict[str, Any]], degree: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["degree"] == degree]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_contradiction_names_what_is_wrong_and_where(parameters: Found, name: str) -> None:
+    identity, step, text = WRONG[name]
+    (line,) = of_degree(parameters[name], CONTRADICTION)
+    assert (line["id"], line["step"]) == (identity, step)
+    assert text in line["text"]
+
+
+@pytest.mark.parametrize("name", SUSPECT)
+def test_what_may_be_meant_is_a_suspicion(parameters: Found, name: str) -> None:
+    identity, *texts = SUSPECT[name]
+    (line,) = of_degree(parameters[name], SUSPICION)
+    assert line["id"] == identity
+    assert all(text in line["text"] for text in texts)
+    assert not of_degree(parameters[name], CONTRADICTION)
+
+
+def test_the_healthy_twin_of_each_says_nothing(parameters: Found) -> None:
+    for name, lines in parameters.items():
+        if name not in WRONG and name not in SUSPECT:
+            assert {line["degree"] for line in lines} == {PASS}, name
+            assert degrees(lines, "stale_parameters") == [PASS], name
+    assert degrees(parameters["bf16_at_a_large_rate"], "vanishing_updates") == [PASS]
+    assert not degrees(parameters["fp32_at_a_small_rate"], "vanishing_updates")
+
+
+HEALTHY = """
+Adam, SGD = torch.optim.Adam, torch.optim.SGD
+
+def loss_of(net, x=x):
+    return (net(x) - y).square().mean()
+
+def gan():
+    generator, judge = classifier(), nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    of_generator, of_judge = Adam(generator.parameters(), lr=0.01), Adam(judge.parameters(), lr=0.01)
+    for _ in range(8):
+        fake = generator(x)
+        of_judge.zero_grad()
+        (judge(fake.detach()).mean() - judge(y).mean()).backward()
+        of_judge.step()
+        of_generator.zero_grad()
+        (-judge(fake).mean()).backward()
+        of_generator.step()
+    return nn.ModuleList([generator, judge])
+
+def gan_whose_judge_learns_now_and_then():
+    generator, judge = classifier(), nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    of_generator, of_judge = Adam(generator.parameters(), lr=0.01), Adam(judge.parameters(), lr=0.01)
+    for number in range(9):
+        of_generator.zero_grad()
+        (-judge(generator(x)).mean()).backward()
+        of_generator.step()
+        if number % 3 == 2:
+            of_judge.zero_grad()
+            (judge(generator(x).detach()).mean() - judge(y).mean()).backward()
+            of_judge.step()
+    return nn.ModuleList([generator, judge])
+
+def actor_and_critic():
+    actor, critic = nn.Linear(8, 2), nn.Linear(8, 1)
+    target = copy.deepcopy(critic)
+    optimizer = Adam([*actor.parameters(), *critic.parameters()], lr=0.01)
+    for _ in range(5):
+        value = critic(x)
+        policy = torch.distributions.Categorical(logits=actor(x))
+        action = torch.arange(16) % 2
+        # Nobody steps the target, and its gradient is dropped.
+        advantage = y + 0.9 * target(x) - value
+        loss = -(policy.log_prob(action) * advantage.detach().squeeze(1)).mean() + advantage.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(critic.parameters(), 0.5)
+        optimizer.step()
+        for old, new in zip(target.parameters(), critic.parameters()):
+            old.data.lerp_(new.data, 0.1)
+    return nn.ModuleList([actor, critic])
+
+def lbfgs():
+    net = classifier()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+    return net
+
+def ema():
+    net = classifier()
+    average = copy.deepcopy(net).requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+    def move():
+        for old, new in zip(average.parameters(), net.parameters()):
+            old.lerp_(new.detach(), 0.1)
+
+    return fit(net, optimizer, after=move)
+
+class Adapter(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 16, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x):
+        return self.inner(x) + self.b(self.a(x))
+
+def lora():
+    net = classifier().requires_grad_(False)
+    net[0] = Adapter(net[0])
+    return fit(net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01))
+
+def lora_with_all_parameters_given():
+    net = classifier().requires_grad_(False)
+    net[0] = Adapter(net[0])
+    return fit(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+
+def gradient_penalty():
+    net = classifier()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    for _ in range(5):
+        point = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net(point).sum(), point, create_graph=True)
+        optimizer.zero_grad()
+        (loss_of(net) + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+    return net
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList([nn.Linear(8, 1) for _ in range(3)])
+
+    def forward(self, x):
+        scores = self.gate(x).softmax(1)
+        best = int(scores.mean(0).argmax())
+        return scores[:, best:best + 1] * self.experts[best](x)
+
+def unused_experts():
+    net = Experts()
+    return fit(net, Adam(net.parameters(), lr=0.01))
+
+def carried_state():
+    net = nn.RNN(8, 1, batch_first=True)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    state = None
+    for _ in range(5):
+        out, state = net(x[:, None], state)
+        optimizer.zero_grad()
+        (out[:, 0] - y).square().mean().backward()
+        optimizer.step()
+        state = state.detach()
+    return net
+
+def sam():
+    net = classifier()
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        moves = [0.05 * p.grad / (1e-12 + p.grad.norm()) for p in net.parameters()]
+        with torch.no_grad():
+            torch._foreach_add_(list(net.parameters()), moves)
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(net.parameters()), moves)
+        optimizer.step()
+    return net
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.sub_(group["lr"] * torch.sign(0.9 * mean + 0.1 * p.grad))
+                mean.lerp_(p.grad, 0.01)
+
+def lion():
+    net = classifier()
+    return fit(net, Lion(net.parameters(), lr=0.01))
+
+def accumulation():
+    net = classifier()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for _ in range(5):
+        for part in range(8):
+            here = slice(2 * part, 2 * part + 2)
+            ((net(x[here]) - y[here]).square().mean() / 8).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+def forward_forward():
+    layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 16)])
+    optimizers = [Adam(layer.parameters(), lr=0.01) for layer in layers]
+    for _ in range(5):
+        good, bad = x, x.flip(1)
+        for layer, optimizer in zip(layers, optimizers):
+            good, bad = layer(good.detach()).relu(), layer(bad.detach()).relu()
+            optimizer.zero_grad()
+            nn.functional.softplus(bad.square().mean(1) - good.square().mean(1)).mean().backward()
+            optimizer.step()
+    return layers
+
+def meta_learning():
+    net = classifier()
+    outer = Adam(net.parameters(), lr=0.01)
+    for _ in range(5):
+        fast = copy.deepcopy(net)
+        for _ in range(2):
+            loss_of(fast).backward()
+            with torch.no_grad():
+                for p in fast.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+        for p, moved in zip(net.parameters(), fast.parameters()):
+            p.grad = p.detach() - moved.detach()
+        outer.step()
+    return net
+
+def master_weights():
+    net = classifier().to(torch.bfloat16)
+    masters = [p.detach().float().requires_grad_() for p in net.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-5)
+    for _ in range(5):
+        loss_of(net, x.bfloat16()).backward()
+        for master, p in zip(masters, net.parameters()):
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        for master, p in zip(masters, net.parameters()):
+            p.data.copy_(master.data)
+    return net
+
+def perceptual_loss():
+    net, judge = nn.Linear(8, 8), classifier()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (judge(net(x)) - judge(x)).square().mean().backward()
+        optimizer.step()
+    return nn.ModuleList([net, judge])
+
+def a_gradient_scaler():
+    net = classifier()
+    optimizer = Adam(net.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(net) * (float("inf") if number == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return net
+
+def steps_in_the_backward_pass():
+    net = classifier()
+    hooked = {p: SGD([p], lr=0.1) for p in net.parameters()}
+
+    def step(p):
+        hooked[p].step()
+        hooked[p].zero_grad()
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(5):
+        loss_of(net).backward()
+    return net
+
+def hogwild():
+    import threading
+    net = classifier()
+    # Made in front, so that they are one training.
+    optimizers = [SGD(net.parameters(), lr=0.01) for _ in range(2)]
+    for optimizer in optimizers:
+        thread = threading.Thread(target=fit, args=(net, optimizer))
+        thread.start()
+        thread.join()
+    return net
+
+tell(gan, gan_whose_judge_learns_now_and_then, actor_and_critic, lbfgs, ema, lora, lora_with_all_parameters_given,
+     gradient_penalty, unused_experts, carried_state, sam, lion, accumulation, forward_forward, meta_learning,
+     master_weights, perceptual_loss, a_gradient_scaler, hogwild, steps_in_the_backward_pass)
+"""
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    parts = PARAMETERS.split("# Updates that vanish.")[0]
+    ran = watched_once(tmp_path_factory, "healthy", SETUP + parts + HEALTHY)
+    return outcomes(ran)
+
+
+def test_no_healthy_program_has_a_contradiction(healthy: Found) -> None:
+    assert len(healthy) == HEALTHY.count("\ndef ") - 1
+    for name, lines in healthy.items():
+        assert not of_degree(lines, CONTRADICTION), name
+
+
+def test_suspicions_of_healthy_programs_are_few_and_say_why(healthy: Found) -> None:
+    suspected = {name for name, lines in healthy.items() if of_degree(lines, SUSPICION)}
+    assert suspected == {"actor_and_critic", "unused_experts", "perceptual_loss"}

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 from .compiles import Compiles
 from .device_clock import DeviceClock, Lap
 from .folders import Beat, claim, rank_and_world, say_lost
-from .identities import Identities, Seen, framework, wait_for
+from .identities import Identities, framework
 from .memory import HeldMemory
 from .progress import Progress
 from .trainings import Trainings
+from .updates import Seen, wait_for
 from .values import Kept, Reader, Values, as_number, is_capturing
 from .writer import Log
 
@@ -300,7 +301,9 @@ class Steps:
         self._progress.trained_on()
         self._backwards += 1
         self._say_begun()
-        self._losses += [self._loss_of(tensor) for tensor in self._as_list(tensors)]
+        losses = self._as_list(tensors)
+        self._losses += [self._loss_of(tensor) for tensor in losses]
+        self.identities.backward_begins(losses)
         return True
 
     def _loss_of(self, tensor: Any) -> float | Kept | None:
@@ -346,6 +349,7 @@ class Steps:
     # Optimizer.
 
     def optimizer_made(self, optimizer: Any) -> None:
+        self.identities.optimizer_made(optimizer)
         if self._trainings.number:
             self._trainings.optimizer_made(optimizer, self._clock.mark())
 

@@ -1,0 +1,416 @@
+"""One step of an optimizer, looked at: is the new weight its textbook update of the old?
+
+Some rows of each weight, gradient and state are copied in front of the step and behind it. On a GPU they are copied
+there, and to the host on another stream once the GPU has passed the step: nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from .parameters import CONTRADICTION, PASS, SUSPICION, UNKNOWN, Line, Modules, named
+from .textbook import Rule, judge, rule_of
+
+_NUMBERS = 1 << 18
+"""Of the weights of an optimizer that are copied: 20 ms of float64 on one core."""
+_MOST = 0.5
+"""Share of 16-bit weights that may stand still."""
+_EXIT_WAIT_S = 2.0
+
+
+class Rates:
+    """The rates of an optimizer at the steps that were looked at."""
+
+    def __init__(self) -> None:
+        self._highest = 0.0
+        self._newest: float | None = None
+
+    def add(self, rate: float) -> bool:
+        """Whether the rate of this step is neither that of a warm-up nor that of an end."""
+        has_risen = self._newest is None or rate > self._newest
+        self._newest, self._highest = rate, max(self._highest, rate)
+        return not has_risen and rate >= self._highest / 2
+
+
+class _Part:
+    """A parameter, and which of its rows are looked at."""
+
+    def __init__(self, parameter: Any, group: int, place: int, stride: int, number: int) -> None:
+        self.of = weakref.ref(parameter)
+        self.label = f"group {group}, parameter {place}"
+        rows = parameter.shape[0] if parameter.dim() else 1
+        stride = min(stride, rows)
+        # Other rows each time.
+        self._rows = slice(number % stride, None, stride)
+        self.has_gradient = False
+        self.count = self.rows_of(parameter).numel()
+
+    def rows_of(self, tensor: Any) -> Any:
+        tensor = tensor.detach()
+        return tensor[self._rows].reshape(-1) if tensor.dim() else tensor.reshape(1)
+
+
+class _Batch:
+    """Parameters that are updated by one rule, with states of the same types: their numbers lie behind each other."""
+
+    def __init__(self, rule: Rule, count: int | None) -> None:
+        self.rule, self.count = rule, count
+        """The number of this update; None where it is on the GPU."""
+        self.parts: list[_Part] = []
+        self.tensors: dict[str, Any] = {}
+
+
+class Seen:
+    """One step of an optimizer. Its lines are known once the device has passed it."""
+
+    def __init__(
+        self,
+        torch: Any,
+        optimizer: Any,
+        number: int,
+        rates: Rates,
+        threads: set[int],
+        has_closure: bool,
+    ) -> None:
+        """`number` of this step of the optimizer; `threads` are those that step optimizers, now and later."""
+        self._torch, self._optimizer = torch, type(optimizer).__name__
+        self._number, self._rates, self._threads = number, rates, threads
+        self._has_closure = has_closure
+        self.more: list[Line] = []
+        """What else was found at this step."""
+        self._why = ""
+        """Why nothing is known."""
+        self._batches: list[_Batch] = []
+        self._left_out = 0
+        self._events: list[Any] = []
+        self._copied: list[Any] | None = None
+        self._lines: list[Line] | None = None
+        # Gradients that a closure, a hook of the script or a fused scaler sets are there at the end of the step.
+        self.is_late = (
+            has_closure
+            or bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
+            or getattr(optimizer, "grad_scale", None) is not None
+        )
+        if getattr(optimizer, "_optimizer_step_post_hooks", None):
+            self._why = "a hook of the script's runs at the end of the step"
+            return
+        self._rules: list[Any] = [
+            rule_of(torch, optimizer, group) for group in optimizer.param_groups
+        ]
+        if any(isinstance(rule, str) for rule in self._rules):
+            self._why = next(rule for rule in self._rules if isinstance(rule, str))
+            return
+        self._choose(optimizer)
+        self._copy(optimizer, "old ")
+        if not self.is_late:
+            self._copy_gradients()
+
+    def _choose(self, optimizer: Any) -> None:
+        """Which rows of which parameters."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        total = sum(parameter.numel() for group in groups for parameter in group)
+        stride = max(1, -(-total // _NUMBERS))
+        places: dict[int, int] = {}
+        for group in groups:
+            for parameter in group:
+                if self._is_plain(parameter):
+                    places[parameter.data_ptr()] = places.get(parameter.data_ptr(), 0) + 1
+        batches: dict[Any, _Batch] = {}
+        for at, (group, rule) in enumerate(zip(groups, self._rules, strict=True)):
+            for place, parameter in enumerate(group):
+                # Two parameters in the same memory are updated twice.
+                if not self._is_plain(parameter) or places[parameter.data_ptr()] > 1:
+                    self._left_out += 1
+                    continue
+                state = _state_of(optimizer, parameter)
+                count, key = 0, [at, parameter.device, parameter.dtype]
+                if "step" in state:
+                    step = state["step"]
+                    on_gpu = isinstance(step, self._torch.Tensor) and not step.is_cpu
+                    count = None if on_gpu else int(step)  # type: ignore[assignment]
+                key += [count, *((name, state[name].dtype) for name in _names(state))]
+                if any(
+                    type(state[name]) is not self._torch.Tensor
+                    or state[name].shape != parameter.shape
+                    for name in _names(state)
+                ):
+                    self._left_out += 1
+                    continue
+                batch = batches.setdefault(
+                    tuple(key), _Batch(rule, None if count is None else count + 1)
+                )
+                batch.parts.append(_Part(parameter, at, place, stride, self._number))
+        self._batches = list(batches.values())
+
+    def _is_plain(self, parameter: Any) -> bool:
+        """Whether its numbers are its own, and here: not a shard, nor shared with another process."""
+        torch = self._torch
+        return (
+            type(parameter) in (torch.nn.Parameter, torch.Tensor)
+            and parameter.layout == torch.strided
+            and parameter.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+            and parameter.device.type in ("cpu", "cuda")
+            and parameter.numel() > 0
+            and not (parameter.is_cpu and parameter.is_shared())
+        )
+
+    def _copy(self, optimizer: Any, when: str) -> None:
+        """Weights and states."""
+        for batch in self._batches:
+            found = [(part, part.of()) for part in batch.parts]
+            states = [_state_of(optimizer, parameter) for _, parameter in found]
+            names = {name for state in states for name in _names(state)}
+            batch.tensors[when + "weight"] = self._cat(found)
+            for name in names:
+                batch.tensors[when + name] = self._cat(
+                    [
+                        (part, state.get(name))
+                        for (part, _), state in zip(found, states, strict=True)
+                    ]
+                )
+            if when == "new " and batch.count is None:
+                steps = [state["step"].reshape(1) for state in states if "step" in state]
+                batch.tensors["count"] = self._torch.cat(steps)
+
+    def _cat(self, found: list[tuple[_Part, Any]]) -> Any:
+        """The rows of each tensor behind each other, copied; zeros where there is none."""
+        first = next(tensor for _, tensor in found if tensor is not None)
+        pieces = [
+            first.new_zeros(part.count) if tensor is None else part.rows_of(tensor)
+            for part, tensor in found
+        ]
+        return pieces[0].clone() if len(pieces) == 1 else self._torch.cat(pieces)
+
+    def _copy_gradients(self) -> None:
+        for batch in list(self._batches):
+            found = []
+            for part in batch.parts:
+                parameter: Any = part.of()
+                gradient = parameter.grad
+                if gradient is not None and not self._fits(gradient, parameter):
+                    self._left_out += 1
+                    gradient = None
+                part.has_gradient = gradient is not None
+                found.append((part, gradient))
+            if any(part.has_gradient for part in batch.parts):
+                batch.tensors["gradient"] = self._cat(found)
+            else:
+                self._batches.remove(batch)
+
+    def _fits(self, gradient: Any, parameter: Any) -> bool:
+        torch = self._torch
+        return (
+            type(gradient) in (torch.Tensor, torch.nn.Parameter)
+            and gradient.layout == torch.strided
+            and gradient.dtype == parameter.dtype
+            and gradient.device == parameter.device
+        )
+
+    def end(self, optimizer: Any) -> None:
+        """The step is done."""
+        if self._why:
+            return
+        rules = [rule_of(self._torch, optimizer, group) for group in optimizer.param_groups]
+        if rules != self._rules or any(
+            part.of() is None for b in self._batches for part in b.parts
+        ):
+            self._why = "the optimizer's groups changed during the step"
+            self._batches = []
+            return
+        if self.is_late:
+            self._copy_gradients()
+        self._copy(optimizer, "new ")
+        torch = self._torch
+        for device in {tensor.device for b in self._batches for tensor in b.tensors.values()}:
+            if device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                self._events.append(event)
+
+    # Once the device has passed the step.
+
+    def has_passed(self) -> bool:
+        """Whether its lines are known. Never waits for the stream of the training."""
+        if not all(event.query() for event in self._events):
+            return False
+        if self._copied is None:
+            self._copied = []
+            for device in {t.device for b in self._batches for t in b.tensors.values()}:
+                if device.type == "cuda":
+                    self._copied.append(self._copy_to_host(device))
+        return all(event.query() for event, _ in self._copied)
+
+    def _copy_to_host(self, device: Any) -> tuple[Any, list[Any]]:
+        torch = self._torch
+        stream, event = torch.cuda.Stream(device), torch.cuda.Event()
+        held = []
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for batch in self._batches:
+                for name, tensor in batch.tensors.items():
+                    if tensor.device == device:
+                        # Not pinned: the first pinned allocation synchronises.
+                        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        batch.tensors[name] = host.copy_(tensor, non_blocking=True)
+                        held.append(tensor)
+            event.record(stream)
+        # The memory belongs to the stream of the training until it was copied.
+        return event, held
+
+    def lines(self) -> list[Line]:
+        """What was seen, once `has_passed`."""
+        if self._lines is None:
+            with self._torch.no_grad():
+                self._lines = [*self._update(), *self.more]
+            self._batches, self._events, self._copied = [], [], None
+        return self._lines
+
+    def wait(self, deadline: float) -> bool:
+        """At the end of the process: give a GPU that still works a moment; whether the lines are known."""
+        while not self.has_passed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _update(self) -> list[Line]:
+        if len(self._threads) > 1:
+            self._why = "several threads step optimizers"
+        if self._why:
+            return [("update", UNKNOWN, self._why, {})]
+        found = _Found()
+        for batch in self._batches:
+            self._judge(batch, found)
+        about: dict[str, Any] = {
+            "parameters": found.parameters,
+            "numbers": found.numbers,
+            "left_out": self._left_out,
+        }
+        if not found.numbers:
+            return [("update", UNKNOWN, "no number of the update could be looked at", about)]
+        about["largest"] = found.largest
+        if not found.wrong:
+            text = (
+                f"{found.numbers} numbers of {found.parameters} parameters are the textbook's update of "
+                f"{self._optimizer}"
+            )
+            return [("update", PASS, text, about), *self._vanishing(found)]
+        if self._has_closure:
+            text = "what the closure did between the two looks at the weights was not seen"
+            return [("update", UNKNOWN, text, about)]
+        about["wrong"] = len(found.wrong)
+        parameters = [parameter for parameter, _, _ in found.wrong]
+        labels = {id(parameter): label for parameter, label, _ in found.wrong}
+        modules = Modules(self._torch, parameters)
+        text = f"{named(modules, parameters[:1], labels)}: {found.wrong[0][2]}"
+        if len(parameters) > 1:
+            text += f"; also {named(modules, parameters[1:], labels)}"
+        return [("update", CONTRADICTION, text, about)]
+
+    def _judge(self, batch: _Batch, into: _Found) -> None:
+        torch, count = self._torch, batch.count
+        if count is None:
+            counts = batch.tensors["count"].tolist()
+            if min(counts) != max(counts):
+                return
+            count = int(counts[0])
+        pick = _of_parts(torch, batch)
+        found = {name: tensor[pick] for name, tensor in batch.tensors.items() if name != "count"}
+        old, new, gradient = found["old weight"], found["new weight"], found["gradient"]
+        one = judge(
+            torch,
+            batch.rule,
+            count,
+            {name[4:]: tensor for name, tensor in found.items() if name.startswith("old ")},
+            {name[4:]: tensor for name, tensor in found.items() if name.startswith("new ")},
+            gradient,
+        )
+        known = torch.isfinite(one.off)
+        off = torch.where(known, one.off, 0.0)
+        into.numbers += int(known.sum())
+        into.largest = max(into.largest, float(off.max()))
+        if old.dtype in (torch.bfloat16, torch.float16):
+            moves = known & (gradient != 0) & (one.step != 0)
+            into.moving += int(moves.sum())
+            into.still += int((moves & (old == new)).sum())
+        begin = 0
+        for part in batch.parts:
+            if not part.has_gradient:
+                continue
+            into.parameters += 1
+            here = slice(begin, begin + part.count)
+            begin = here.stop
+            worst = int(off[here].argmax())
+            if off[here][worst] > 1:
+                numbers = (old, new, one.expected, gradient)
+                was, made, expected, along = (float(t[here][worst]) for t in numbers)
+                beyond = int((off[here] > 1).sum())
+                text = (
+                    f"{self._optimizer} made {made:.9g} of {was:.9g} with the gradient {along:.4g}, where its "
+                    f"textbook makes {expected:.9g}; so {beyond} of {part.count} numbers"
+                )
+                into.wrong.append((part.of(), part.label, text))
+
+    def _vanishing(self, found: _Found) -> list[Line]:
+        """Whether most of the weights that have a gradient are where they were, since the update is less than their
+        type holds. While the rate rises, or once it has fallen by half, that may pass or be meant."""
+        rate = max(rule.rate for rule in self._rules)
+        is_at_work = self._rates.add(rate)
+        if not found.moving or not is_at_work:
+            return []
+        share = found.still / found.moving
+        about = {"numbers": found.moving, "still": found.still, "lr": rate}
+        text = f"{found.still} of {found.moving} 16-bit weights with a gradient did not move at a rate of {rate:.3g}"
+        if share <= _MOST:
+            return [("vanishing_updates", PASS, text, about)]
+        # Gradients shrink as a training converges, and the updates of SGD with them; those of Adam do not.
+        degree = SUSPICION if self._rules[0].kind == "sgd" else CONTRADICTION
+        return [
+            (
+                "vanishing_updates",
+                degree,
+                f"{text}: the update is below half of their last place",
+                about,
+            )
+        ]
+
+
+class _Found:
+    """What the batches of a step say together."""
+
+    def __init__(self) -> None:
+        self.parameters = self.numbers = 0
+        self.largest = 0.0
+        self.wrong: list[tuple[Any, str, str]] = []
+        """Parameters, their labels, and what was found."""
+        self.moving = self.still = 0
+        """16-bit weights that have a gradient and an update; those that did not move."""
+
+
+def wait_for(seen: list[Seen]) -> None:
+    """At the end of the process."""
+    deadline = time.monotonic() + _EXIT_WAIT_S
+    for one in seen:
+        one.wait(deadline)
+
+
+def _of_parts(torch: Any, batch: _Batch) -> Any:
+    """Which numbers are of parameters that had a gradient."""
+    if all(part.has_gradient for part in batch.parts):
+        return slice(None)
+    return torch.cat(
+        [torch.full((part.count,), part.has_gradient, device="cpu") for part in batch.parts]
+    )
+
+
+_STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def _state_of(optimizer: Any, parameter: Any) -> Any:
+    """Its state; a look that makes none."""
+    return optimizer.state.get(parameter, {})
+
+
+def _names(state: Any) -> list[str]:
+    return [name for name in _STATES if state.get(name) is not None]
