@@ -1,12 +1,11 @@
-"""What the files of a model hold, read by the libraries of their formats and by no code of the engine: where the
-audit's chain begins. Folders with a `config.json` and safetensors, and GGUF files, of Qwen2, Qwen3 and Llama.
+"""What the files of a model hold, read by the libraries of their formats and by none of the engine's readers: where
+the audit's chain begins. Folders with a `config.json` and safetensors, and GGUF files, of Qwen2, Qwen3 and Llama.
 """
 
 # Shapes: R rows, D width
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from engine import limits
+from engine.files import read_json_object
 
 IN_SAFETENSORS = {
     "embed": "model.embed_tokens",
@@ -79,7 +81,7 @@ def _renamed(name: str, parts: dict[str, str]) -> str:
 
 
 def _shape_in_json(path: Path) -> dict[str, float | None]:
-    raw: dict[str, Any] = json.loads(path.read_text())
+    raw = read_json_object(path, "model configuration", limits.MODEL_CONFIG)
     rope = raw.get("rope_parameters") or {}
     stretch = rope if "factor" in rope else raw.get("rope_scaling") or {}
     heads = raw["num_attention_heads"]
