@@ -85,6 +85,16 @@ IDENTITIES: tuple[Row, ...] = (
         plain="call optimizer.zero_grad() after optimizer.step(), or in front of the backward pass",
     ),
     Row(
+        id="kept_gradients",
+        identity="gradient",
+        degree=CONTRADICTION,
+        question="Do the gradients of a step hold nothing of the step before?",
+        means="Each step is along the sum of all gradients so far, as with a momentum that never fades.",
+        plain="call zero_grad() of every optimizer once for each of its steps, in front of the first backward pass",
+        transformers="leave zero_grad() to the Trainer: look at what overrides training_step or wraps the model",
+        lightning="with manual optimization call zero_grad() of every optimizer once for each of its steps",
+    ),
+    Row(
         id="no_gradient",
         identity="update",
         degree=SUSPICION,

@@ -352,6 +352,71 @@ def zeroed_behind_the_step():
         optimizer.zero_grad()
     return net
 
+# Gradients that nothing zeroes.
+
+def never_zeroed():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(5):
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+    return net
+
+class TwoOptimizers:
+    def __init__(self, zeroes):
+        self.net, self.zeroes = classifier(), zeroes
+        self.optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9)
+                           for layer in (self.net[0], self.net[2])]
+
+    def run(self):
+        for _ in range(5):
+            for part in (0, 1):
+                here = slice(8 * part, 8 * part + 8)
+                torch.autograd.backward(nn.functional.mse_loss(self.net(x[here]), y[here]) / 2)
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for optimizer in self.optimizers[:self.zeroes]:
+                optimizer.zero_grad()
+        return self.net
+
+def one_of_two_is_zeroed():
+    return TwoOptimizers(1).run()
+
+def both_are_zeroed():
+    return TwoOptimizers(2).run()
+
+def zeroed_in_place():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad(set_to_none=False)
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+    return net
+
+def two_losses_of_one_step_each():
+    net = classifier()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+        (net(x) + y).abs().mean().backward()
+        optimizer.step()
+    return net
+
+def a_decaying_sum_of_gradients():
+    net = classifier()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(5):
+        for p in net.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.9)
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+    return net
+
 # Parameters of no optimizer, and such without a gradient.
 
 def only_the_head_is_held():
@@ -393,7 +458,9 @@ def a_body_that_is_cut_off():
 tell(bf16_at_a_small_rate, a_loop_in_16_bit_after_its_warm_up, bf16_at_a_large_rate, bf16_in_its_warm_up,
      bf16_at_the_end_of_its_schedule, fp32_at_a_small_rate, autocast, a_copy_behind_the_optimizer,
      a_head_replaced_behind_the_optimizer, a_head_replaced_in_front_of_the_optimizer, moved_behind_the_optimizer,
-     zeroed_between_backward_and_step, a_loop_that_removes_its_gradients, zeroed_behind_the_step,
+     never_zeroed, one_of_two_is_zeroed, both_are_zeroed, zeroed_in_place, two_losses_of_one_step_each,
+     a_decaying_sum_of_gradients, zeroed_between_backward_and_step, a_loop_that_removes_its_gradients,
+     zeroed_behind_the_step,
      only_the_head_is_held, layers_in_a_list, a_head_that_is_not_used, a_body_that_is_cut_off)
 """
 WRONG = {
@@ -404,6 +471,12 @@ WRONG = {
         "stale_parameters",
         3,
         "(group 0, parameter 2, group 0, parameter 3), and 4 that get gradients are in no optimizer (2.0.bias,",
+    ),
+    "never_zeroed": ("kept_gradients", 3, "the gradients of step 1 of AdamW are still part of"),
+    "one_of_two_is_zeroed": (
+        "kept_gradients",
+        3,
+        "the gradients of step 1 of SGD are still part of",
     ),
     "zeroed_between_backward_and_step": ("lost_gradients", 2, "of its 4 parameters"),
     "a_loop_that_removes_its_gradients": ("lost_gradients", 2, "RMSprop has stepped 2 times"),
@@ -451,6 +524,7 @@ def test_the_healthy_twin_of_each_says_nothing(parameters: Found) -> None:
         if name not in WRONG and name not in SUSPECT:
             assert {line["degree"] for line in lines} == {PASS}, name
             assert degrees(lines, "stale_parameters") == [PASS], name
+            assert degrees(lines, "kept_gradients") == [PASS], name
     assert degrees(parameters["bf16_at_a_large_rate"], "vanishing_updates") == [PASS]
     assert not degrees(parameters["fp32_at_a_small_rate"], "vanishing_updates")
 

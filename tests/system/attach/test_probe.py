@@ -225,7 +225,7 @@ def test_a_log_that_has_lines_or_cannot_be_opened_is_left_alone(faulty: Ran) -> 
 
 def test_a_fault_in_any_hook_removes_the_probe_and_nothing_else(faulty: Ran) -> None:
     *faults, signalled = faulty.said[2:]
-    assert len(faults) == 36
+    assert len(faults) == 38
     for fault in faults:
         assert fault["called"] and fault["same"] and fault["restored"], fault
         if fault["steps"]:

@@ -16,6 +16,7 @@ comparison for each import. Standard library only, Python 3.10 on; it never impo
     device_clock.py  the phases of a step by a GPU's own clock
     progress.py      how many steps there will be, and the batch of the running pass over the data
     identities.py    what has to hold in every training, looked at on a few steps
+    gradients.py     whether gradients of the step before are still there
     parameters.py    which parameters backward passes reach and optimizers hold, and their names
     updates.py       the rows of weights, gradients and states in front of a step and behind it
     textbook.py      an update held against the textbook's

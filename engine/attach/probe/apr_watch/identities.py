@@ -1,6 +1,7 @@
 """Identities that hold in every healthy training, looked at on a few steps: the first three of an optimizer, then
 those whose number is a power of two. What each is called, and what to do: `engine/attach/identities.py`.
 
+    gradient  the gradients of a step are its own backward passes' (gradients.py)
     update    the new weights are the optimizer's textbook update of the old (updates.py); what a backward pass reaches
               is an optimizer's, and what an optimizer holds is reached (parameters.py)
 
@@ -15,6 +16,7 @@ from threading import get_ident
 from typing import Any
 
 from .folders import rank_and_world
+from .gradients import Chain
 from .parameters import Held, Reached
 from .updates import Rates, Seen
 from .values import is_capturing
@@ -35,6 +37,8 @@ class Identities:
         self._reached = Reached(torch)
         self._due: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is looked at."""
+        self._chains: list[Chain] = []
+        """Those that are open."""
         self.seen: list[Seen] = []
         """The steps that were looked at and not taken yet."""
 
@@ -47,6 +51,13 @@ class Identities:
             self._reached.look(tensors)
         else:
             self._reached.passed_by()
+        for chain in self._chains:
+            chain.backward_begins()
+        self._chains = [chain for chain in self._chains if chain.is_open]
+
+    def backward_ends(self) -> None:
+        for chain in self._chains:
+            chain.backward_ends()
 
     def step_begins(self, optimizer: Any, arguments: tuple[Any, ...]) -> None:
         """`arguments` of its `step`, a closure among them."""
@@ -54,7 +65,7 @@ class Identities:
         if watched is None:
             if len(self._watched) >= _OPTIMIZERS:
                 return
-            watched = self._watched[optimizer] = _Watched(self._reached.steps)
+            watched = self._watched[optimizer] = _Watched(self._torch, self._reached.steps)
             self._made.add(optimizer)
         watched.steps += 1
         self._threads.add(get_ident())
@@ -70,6 +81,9 @@ class Identities:
             )
             if not watched.seen.is_late:
                 self._look_at_parameters(optimizer, watched, watched.seen)
+            if watched.chained and not has_closure:
+                self._end_chain(watched.chain, watched.seen)
+            watched.chained = False
 
     def step_ends(self, optimizer: Any) -> None:
         watched = self._watched.get(optimizer)
@@ -82,12 +96,25 @@ class Identities:
                     self._look_at_parameters(optimizer, watched, seen)
                 seen.end(optimizer)
             self.seen.append(seen)
+            if _is_sampled(watched.steps + 1):
+                watched.chained = True
+                with self._torch.no_grad():
+                    watched.chain.begin(optimizer)
+                self._chains = [one for one in self._chains if one is not watched.chain]
+                self._chains += [watched.chain] * watched.chain.is_open
         self._reached.step_ends()
         watched.since = self._reached.steps
         if _is_sampled(watched.steps + 1):
             self._due.add(optimizer)
         else:
             self._due.discard(optimizer)
+
+    def _end_chain(self, chain: Chain, seen: Seen) -> None:
+        holds = chain.end()
+        if holds is not None:
+            seen.chain = chain
+        if isinstance(holds, self._torch.Tensor):
+            seen.tensors["chain"] = holds
 
     def _look_at_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
         # Sharded parameters are others in the forward pass than in the optimizer.
@@ -112,8 +139,11 @@ def _is_sampled(step: int) -> bool:
 class _Watched:
     """What is known of an optimizer."""
 
-    def __init__(self, since: int) -> None:
+    def __init__(self, torch: Any, since: int) -> None:
         self.steps = 0
+        self.chain = Chain(torch)
+        self.chained = False
+        """Whether a chain has begun at its last step."""
         self.since = since
         """Steps of all optimizers when its last one ended."""
         self.held = Held()

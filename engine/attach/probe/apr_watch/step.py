@@ -321,10 +321,12 @@ class Steps:
 
     def backward_ends(self) -> None:
         self._clock.leave("backward")
+        self.identities.backward_ends()
 
     def backward_failed(self) -> None:
         """The script may catch the error and go on (out of memory): the loss of this step is unknown."""
         self._clock.leave("backward")
+        self.identities.backward_ends()
         self._losses.append(None)
 
     def scaled(self, outputs: Any, products: Any) -> None:

@@ -13,6 +13,10 @@ from typing import Any
 from .parameters import CONTRADICTION, PASS, SUSPICION, UNKNOWN, Line, Modules, named
 from .textbook import Rule, judge, rule_of
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .gradients import Chain
+
 _NUMBERS = 1 << 18
 """Of the weights of an optimizer that are copied: 20 ms of float64 on one core."""
 _MOST = 0.5
@@ -34,7 +38,7 @@ class Rates:
         return not has_risen and rate >= self._highest / 2
 
 
-class _Part:
+class Rows:
     """A parameter, and which of its rows are looked at."""
 
     def __init__(self, parameter: Any, group: int, place: int, stride: int, number: int) -> None:
@@ -45,11 +49,33 @@ class _Part:
         # Other rows each time.
         self._rows = slice(number % stride, None, stride)
         self.has_gradient = False
-        self.count = self.rows_of(parameter).numel()
+        self.count = self.of_tensor(parameter).numel()
 
-    def rows_of(self, tensor: Any) -> Any:
+    def of_tensor(self, tensor: Any) -> Any:
         tensor = tensor.detach()
         return tensor[self._rows].reshape(-1) if tensor.dim() else tensor.reshape(1)
+
+
+def is_plain(torch: Any, parameter: Any) -> bool:
+    """Whether its numbers are its own, and here: not a shard, nor shared with another process."""
+    return (
+        type(parameter) in (torch.nn.Parameter, torch.Tensor)
+        and parameter.layout == torch.strided
+        and parameter.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        and parameter.device.type in ("cpu", "cuda")
+        and parameter.numel() > 0
+        and not (parameter.is_cpu and parameter.is_shared())
+    )
+
+
+def fits(torch: Any, gradient: Any, parameter: Any) -> bool:
+    """Whether the gradient is of the type and at the place of its parameter."""
+    return (
+        type(gradient) in (torch.Tensor, torch.nn.Parameter)
+        and gradient.layout == torch.strided
+        and gradient.dtype == parameter.dtype
+        and gradient.device == parameter.device
+    )
 
 
 class _Batch:
@@ -58,7 +84,7 @@ class _Batch:
     def __init__(self, rule: Rule, count: int | None) -> None:
         self.rule, self.count = rule, count
         """The number of this update; None where it is on the GPU."""
-        self.parts: list[_Part] = []
+        self.parts: list[Rows] = []
         self.tensors: dict[str, Any] = {}
 
 
@@ -80,6 +106,9 @@ class Seen:
         self._has_closure = has_closure
         self.more: list[Line] = []
         """What else was found at this step."""
+        self.chain: Chain | None = None
+        self.tensors: dict[str, Any] = {}
+        """`chain`: whether the gradients of the step before are still part of this one's."""
         self._why = ""
         """Why nothing is known."""
         self._batches: list[_Batch] = []
@@ -115,13 +144,13 @@ class Seen:
         places: dict[int, int] = {}
         for group in groups:
             for parameter in group:
-                if self._is_plain(parameter):
+                if is_plain(self._torch, parameter):
                     places[parameter.data_ptr()] = places.get(parameter.data_ptr(), 0) + 1
         batches: dict[Any, _Batch] = {}
         for at, (group, rule) in enumerate(zip(groups, self._rules, strict=True)):
             for place, parameter in enumerate(group):
                 # Two parameters in the same memory are updated twice.
-                if not self._is_plain(parameter) or places[parameter.data_ptr()] > 1:
+                if not is_plain(self._torch, parameter) or places[parameter.data_ptr()] > 1:
                     self._left_out += 1
                     continue
                 state = _state_of(optimizer, parameter)
@@ -141,20 +170,8 @@ class Seen:
                 batch = batches.setdefault(
                     tuple(key), _Batch(rule, None if count is None else count + 1)
                 )
-                batch.parts.append(_Part(parameter, at, place, stride, self._number))
+                batch.parts.append(Rows(parameter, at, place, stride, self._number))
         self._batches = list(batches.values())
-
-    def _is_plain(self, parameter: Any) -> bool:
-        """Whether its numbers are its own, and here: not a shard, nor shared with another process."""
-        torch = self._torch
-        return (
-            type(parameter) in (torch.nn.Parameter, torch.Tensor)
-            and parameter.layout == torch.strided
-            and parameter.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-            and parameter.device.type in ("cpu", "cuda")
-            and parameter.numel() > 0
-            and not (parameter.is_cpu and parameter.is_shared())
-        )
 
     def _copy(self, optimizer: Any, when: str) -> None:
         """Weights and states."""
@@ -174,11 +191,11 @@ class Seen:
                 steps = [state["step"].reshape(1) for state in states if "step" in state]
                 batch.tensors["count"] = self._torch.cat(steps)
 
-    def _cat(self, found: list[tuple[_Part, Any]]) -> Any:
+    def _cat(self, found: list[tuple[Rows, Any]]) -> Any:
         """The rows of each tensor behind each other, copied; zeros where there is none."""
         first = next(tensor for _, tensor in found if tensor is not None)
         pieces = [
-            first.new_zeros(part.count) if tensor is None else part.rows_of(tensor)
+            first.new_zeros(part.count) if tensor is None else part.of_tensor(tensor)
             for part, tensor in found
         ]
         return pieces[0].clone() if len(pieces) == 1 else self._torch.cat(pieces)
@@ -189,7 +206,7 @@ class Seen:
             for part in batch.parts:
                 parameter: Any = part.of()
                 gradient = parameter.grad
-                if gradient is not None and not self._fits(gradient, parameter):
+                if gradient is not None and not fits(self._torch, gradient, parameter):
                     self._left_out += 1
                     gradient = None
                 part.has_gradient = gradient is not None
@@ -199,19 +216,22 @@ class Seen:
             else:
                 self._batches.remove(batch)
 
-    def _fits(self, gradient: Any, parameter: Any) -> bool:
-        torch = self._torch
-        return (
-            type(gradient) in (torch.Tensor, torch.nn.Parameter)
-            and gradient.layout == torch.strided
-            and gradient.dtype == parameter.dtype
-            and gradient.device == parameter.device
-        )
-
     def end(self, optimizer: Any) -> None:
         """The step is done."""
-        if self._why:
-            return
+        if not self._why:
+            self._end(optimizer)
+        torch = self._torch
+        for device in self._devices():
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+    def _devices(self) -> set[Any]:
+        """GPUs that have something of it."""
+        held = [self.tensors, *(batch.tensors for batch in self._batches)]
+        return {one.device for tensors in held for one in tensors.values() if not one.is_cpu}
+
+    def _end(self, optimizer: Any) -> None:
         rules = [rule_of(self._torch, optimizer, group) for group in optimizer.param_groups]
         if rules != self._rules or any(
             part.of() is None for b in self._batches for part in b.parts
@@ -222,12 +242,6 @@ class Seen:
         if self.is_late:
             self._copy_gradients()
         self._copy(optimizer, "new ")
-        torch = self._torch
-        for device in {tensor.device for b in self._batches for tensor in b.tensors.values()}:
-            if device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(device))
-                self._events.append(event)
 
     # Once the device has passed the step.
 
@@ -236,10 +250,7 @@ class Seen:
         if not all(event.query() for event in self._events):
             return False
         if self._copied is None:
-            self._copied = []
-            for device in {t.device for b in self._batches for t in b.tensors.values()}:
-                if device.type == "cuda":
-                    self._copied.append(self._copy_to_host(device))
+            self._copied = [self._copy_to_host(device) for device in self._devices()]
         return all(event.query() for event, _ in self._copied)
 
     def _copy_to_host(self, device: Any) -> tuple[Any, list[Any]]:
@@ -247,12 +258,12 @@ class Seen:
         stream, event = torch.cuda.Stream(device), torch.cuda.Event()
         held = []
         with torch.no_grad(), torch.cuda.stream(stream):
-            for batch in self._batches:
-                for name, tensor in batch.tensors.items():
+            for tensors in (self.tensors, *(batch.tensors for batch in self._batches)):
+                for name, tensor in tensors.items():
                     if tensor.device == device:
                         # Not pinned: the first pinned allocation synchronises.
                         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                        batch.tensors[name] = host.copy_(tensor, non_blocking=True)
+                        tensors[name] = host.copy_(tensor, non_blocking=True)
                         held.append(tensor)
             event.record(stream)
         # The memory belongs to the stream of the training until it was copied.
@@ -262,9 +273,15 @@ class Seen:
         """What was seen, once `has_passed`."""
         if self._lines is None:
             with self._torch.no_grad():
-                self._lines = [*self._update(), *self.more]
+                self._lines = [*self._update(), *self._gradients(), *self.more]
             self._batches, self._events, self._copied = [], [], None
         return self._lines
+
+    def _gradients(self) -> list[Line]:
+        if self.chain is None or len(self._threads) > 1:
+            return []
+        holds = bool(self.tensors.get("chain", False))
+        return self.chain.lines(self._optimizer, self._number, holds)
 
     def wait(self, deadline: float) -> bool:
         """At the end of the process: give a GPU that still works a moment; whether the lines are known."""
