@@ -815,3 +815,102 @@ def test_no_healthy_program_has_a_contradiction(healthy: Found) -> None:
 def test_suspicions_of_healthy_programs_are_few_and_say_why(healthy: Found) -> None:
     suspected = {name for name, lines in healthy.items() if of_degree(lines, SUSPICION)}
     assert suspected == {"actor_and_critic", "unused_experts", "perceptual_loss"}
+
+
+TRAINER = """
+import copy, transformers
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+def language_model():
+    torch.manual_seed(3)
+    return Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True))
+
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (24, 12)).tolist()]
+
+def collate(rows):
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+def train(net, kind=transformers.Trainer, optimizer=None, **settings):
+    settings = dict(max_steps=5, learning_rate=1e-2, lr_scheduler_type="constant") | settings
+    trainer = kind(
+        model=net, train_dataset=rows, data_collator=collate, optimizers=(optimizer, None),
+        args=transformers.TrainingArguments(
+            output_dir="out", per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
+            save_strategy="no", use_cpu=True, seed=3, disable_tqdm=True, **settings))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return net
+
+def healthy():
+    return train(language_model())
+
+def healthy_with_checkpointing():
+    return train(language_model(), gradient_checkpointing=True, weight_decay=0.1, optim="adamw_torch_fused")
+
+def healthy_in_bf16():
+    return train(language_model(), bf16=True, learning_rate=1e-5, warmup_steps=2)
+
+def weights_in_bf16():
+    return train(language_model().bfloat16(), learning_rate=1e-5)
+
+def a_copy_behind_the_optimizer():
+    net = language_model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return train(copy.deepcopy(net), optimizer=optimizer)
+
+class Keeps(transformers.Trainer):
+    def training_step(self, model, inputs, *args, **kwargs):
+        # To keep what another part of the script added; and so it keeps all.
+        model.zero_grad = lambda set_to_none=True: None
+        self.optimizer.zero_grad = model.zero_grad
+        return super().training_step(model, inputs, *args, **kwargs)
+
+def zero_grad_replaced():
+    return train(language_model(), Keeps)
+
+def a_layer_that_is_frozen_by_no_grad():
+    net = language_model()
+    layer = net.model.layers[0]
+    forward = layer.forward
+    layer.forward = torch.no_grad()(forward)
+    return train(net)
+
+for function in (healthy, healthy_with_checkpointing, healthy_in_bf16, weights_in_bf16,
+                 a_copy_behind_the_optimizer, zero_grad_replaced, a_layer_that_is_frozen_by_no_grad):
+    say(name=function.__name__)
+    save(function())
+"""
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return outcomes(watched_once(tmp_path_factory, "trainer", TRAINER))
+
+
+def test_a_healthy_trainer_of_transformers_has_no_contradiction(trainer: Found) -> None:
+    for name in ("healthy", "healthy_with_checkpointing", "healthy_in_bf16"):
+        lines = trainer[name]
+        assert {line["degree"] for line in lines} == {PASS}, name
+        assert {line["framework"] for line in lines} == {"transformers"}
+        for identity in ("update", "stale_parameters", "kept_gradients"):
+            assert degrees(lines, identity) == [PASS], (name, identity)
+
+
+@pytest.mark.parametrize(
+    ("name", "identity"),
+    [
+        ("weights_in_bf16", "vanishing_updates"),
+        ("a_copy_behind_the_optimizer", "stale_parameters"),
+        ("zero_grad_replaced", "kept_gradients"),
+    ],
+)
+def test_mistakes_in_front_of_a_trainer_are_named(trainer: Found, name: str, identity: str) -> None:
+    (line,) = of_degree(trainer[name], CONTRADICTION)
+    assert line["id"] == identity
+
+
+def test_parameters_behind_no_grad_are_suspected_by_their_names(trainer: Found) -> None:
+    (line,) = of_degree(trainer["a_layer_that_is_frozen_by_no_grad"], SUSPICION)
+    assert line["id"] == "no_gradient" and "model.layers.0." in line["text"]
