@@ -23,7 +23,8 @@ class Chain:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self.is_open = False
+        self.is_open = self._is_broken = False
+        """Broken: it is known that the step before left nothing."""
         self._rows: list[Rows] = []
         self._last: Any = None
         self._passes = 0
@@ -51,12 +52,17 @@ class Chain:
         self._holds, self._adds, self._passes = [], [], 0
         self._last = self._gradients()
         self.is_open = self._last is not None
+        self._is_broken = self._last is None and bool(self._rows)
         if self.is_open:
             self._holds.append((self._last != 0).any())
 
+    def leave(self) -> None:
+        """Something cannot be seen."""
+        self.is_open = self._is_broken = False
+
     def backward_begins(self) -> None:
         if self._passes >= _PASSES:
-            self.is_open = False
+            self.leave()
             return
         self._passes += 1
         self._before = self._gradients()
@@ -72,11 +78,13 @@ class Chain:
     def end(self) -> Any:
         """In front of the next step: whether the chain holds, as a tensor or not; None where it is not known."""
         if not self.is_open:
-            return False if self._rows and self._passes < _PASSES else None
+            return False if self._is_broken else None
         self.is_open = False
         now = self._gradients()
-        if now is None or not self._adds:
-            return False
+        if now is None:
+            return False if self._rows else None
+        if not self._adds:
+            return None
         # Clipping and averaging multiply all gradients by one factor.
         last, now = self._last.double(), now.double()
         factor = (last @ now) / (last @ last)
@@ -91,7 +99,7 @@ class Chain:
 
     def _hold(self, condition: Any) -> None:
         if condition is False or (condition.is_cpu and not condition):
-            self.is_open = False
+            self.is_open, self._is_broken = False, bool(self._rows)
         else:
             self._holds.append(condition)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -51,13 +52,22 @@ class Identities:
             self._reached.look(tensors)
         else:
             self._reached.passed_by()
-        for chain in self._chains:
-            chain.backward_begins()
-        self._chains = [chain for chain in self._chains if chain.is_open]
+        self._look_at_gradients(Chain.backward_begins)
 
     def backward_ends(self) -> None:
-        for chain in self._chains:
-            chain.backward_ends()
+        self._look_at_gradients(Chain.backward_ends)
+
+    def _look_at_gradients(self, look: Callable[[Chain], None]) -> None:
+        if not self._chains:
+            return
+        # What is launched while a graph is captured would become part of it.
+        if is_capturing(self._torch):
+            for chain in self._chains:
+                chain.leave()
+        else:
+            for chain in self._chains:
+                look(chain)
+        self._chains = [chain for chain in self._chains if chain.is_open]
 
     def step_begins(self, optimizer: Any, arguments: tuple[Any, ...]) -> None:
         """`arguments` of its `step`, a closure among them."""
@@ -72,18 +82,18 @@ class Identities:
         watched.seen = None
         if not _is_sampled(watched.steps) or rank_and_world(self._torch)[0]:
             return
+        has_closure = any(callable(one) for one in arguments)
+        if has_closure or is_capturing(self._torch):
+            watched.chain.leave()
         if is_capturing(self._torch):
             return
-        has_closure = any(callable(one) for one in arguments)
         with self._torch.no_grad():
             watched.seen = Seen(
                 self._torch, optimizer, watched.steps, watched.rates, self._threads, has_closure
             )
             if not watched.seen.is_late:
                 self._look_at_parameters(optimizer, watched, watched.seen)
-            if watched.chained and not has_closure:
-                self._end_chain(watched.chain, watched.seen)
-            watched.chained = False
+            self._end_chain(watched.chain, watched.seen)
 
     def step_ends(self, optimizer: Any) -> None:
         watched = self._watched.get(optimizer)
@@ -97,7 +107,6 @@ class Identities:
                 seen.end(optimizer)
             self.seen.append(seen)
             if _is_sampled(watched.steps + 1):
-                watched.chained = True
                 with self._torch.no_grad():
                     watched.chain.begin(optimizer)
                 self._chains = [one for one in self._chains if one is not watched.chain]
@@ -142,8 +151,6 @@ class _Watched:
     def __init__(self, torch: Any, since: int) -> None:
         self.steps = 0
         self.chain = Chain(torch)
-        self.chained = False
-        """Whether a chain has begun at its last step."""
         self.since = since
         """Steps of all optimizers when its last one ended."""
         self.held = Held()

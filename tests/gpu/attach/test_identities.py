@@ -1,0 +1,74 @@
+"""What the probe says of a training on a GPU: copied there, read late, and the run waits for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.attached import run_twice
+
+pytestmark = pytest.mark.gpu
+
+TRAININGS = """
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+torch.use_deterministic_algorithms(True)
+device = torch.device("cuda")
+x = torch.randn(64, 512, device=device)
+optim = torch.optim
+
+def fit(make, dtype=torch.float32, zero=lambda optimizer: optimizer.zero_grad(), **settings):
+    net = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)]).to(device, dtype)
+    optimizer = make(net.parameters(), **settings)
+    # An error where the host waits for the GPU.
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(9):
+        zero(optimizer)
+        net(x.to(dtype)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    return net
+
+def in_place(optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+def never(optimizer):
+    pass
+
+cases = {
+    "foreach": (optim.AdamW, dict(lr=1e-3)),
+    "a loop": (optim.AdamW, dict(lr=1e-3, foreach=False)),
+    "fused": (optim.AdamW, dict(lr=1e-3, fused=True)),
+    "capturable": (optim.Adam, dict(lr=1e-3, capturable=True, weight_decay=0.1)),
+    "sgd": (optim.SGD, dict(lr=1e-3, momentum=0.9, nesterov=True)),
+    "fused sgd": (optim.SGD, dict(lr=1e-3, momentum=0.9, fused=True)),
+    "bf16": (optim.AdamW, dict(lr=1e-2, dtype=torch.bfloat16)),
+    "zeroed in place": (optim.AdamW, dict(lr=1e-3, zero=in_place)),
+    "vanishing": (optim.AdamW, dict(lr=1e-7, dtype=torch.bfloat16, fused=True)),
+    "never zeroed": (optim.AdamW, dict(lr=1e-3, zero=never)),
+}
+for name, (make, settings) in cases.items():
+    say(name=name)
+    save(fit(make, **settings))
+"""
+
+
+def test_trainings_on_a_gpu_are_judged_without_waiting_for_it(tmp_path: Path) -> None:
+    watched, _ = run_twice(tmp_path, TRAININGS)
+    names = [said["name"] for said in watched.said]
+    found = {
+        name: {line["id"]: line for line in lines if line["kind"] == "identity"}
+        for name, lines in zip(names, watched.trainings, strict=True)
+    }
+    wrong = {"vanishing": "vanishing_updates", "never zeroed": "kept_gradients"}
+    for name, lines in found.items():
+        assert lines["update"]["degree"] == "pass", (name, lines["update"])
+        assert lines["update"]["numbers"]["parameters"] == 8
+        assert {one for one in lines if lines[one]["degree"] == "contradiction"} == (
+            {wrong[name]} if name in wrong else set()
+        ), (name, lines)
+        assert "kept_gradients" in lines and "stale_parameters" in lines
+    for lines in watched.trainings:
+        assert not [line for line in lines if line["kind"] == "note"]
