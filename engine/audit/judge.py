@@ -48,6 +48,8 @@ MOSTLY_ROUNDING = 0.1
 """Share of a gradient that may be rounding before nothing can be said of it."""
 FILE_ROWS = 16
 """Of every tensor, that are compared with its file."""
+ROUNDED_ROWS = 2
+"""Rows whose numbers are moved by their rounding, to see what that alone does."""
 ROUNDED_PER_SEEN = 4
 """Positions that rounding may have decided, for each of which the reference shows it."""
 
@@ -111,9 +113,7 @@ class _Step:
         size = max(1, group_tokens(model.shape.intermediate_size) // length)
         return [rows[first : first + size] for first in range(0, len(rows), size)]
 
-    def forwards(
-        self, model: Model, *, keep: bool = False, rounding: float = 0.0
-    ) -> list[list[Forward]]:
+    def forwards(self, model: Model, *, keep: bool = False) -> list[list[Forward]]:
         """Return the reference's forward passes over the chosen rows of each pass, in groups."""
         return [
             [
@@ -123,7 +123,6 @@ class _Step:
                     one.tokens_BT[rows],
                     one.documents_BT[rows],
                     keep=keep,
-                    rounding=rounding,
                 )
                 for rows in self.groups(number, model)
             ]
@@ -435,9 +434,11 @@ def _forward_pass(
     decided = ""
     if beyond_P.any() or not error <= allowed:
         # Some models, of random weights above all, choose between two answers by less than rounding.
-        by_rounding_P = _moved_by_rounding(step, model, forwards, allowed)
+        by_rounding_P, looked_at_P = _moved_by_rounding(step, model, forwards, found, beyond_P)
         numbers["decided_by_rounding"] = int(by_rounding_P.sum())
-        if int(beyond_P.sum()) > ROUNDED_PER_SEEN * int(by_rounding_P.sum()):
+        most = ROUNDED_PER_SEEN * int(by_rounding_P.sum())
+        share = positions / int(looked_at_P.sum())
+        if int((beyond_P & looked_at_P).sum()) > most or int(beyond_P.sum()) > most * share:
             at = found.places[int(beyond_P.nonzero()[0])]
             return numbers.failed(
                 f"{text}; first at pass {at[0] + 1}, row {at[1] + 1}, token {at[2] + 1}: "
@@ -459,14 +460,36 @@ def _forward_pass(
 
 
 def _moved_by_rounding(
-    step: _Step, model: Model, forwards: Sequence[Sequence[Forward]], allowed: float
-) -> Tensor:
-    """Return which of the chosen positions errors of the size of one rounding carry beyond what is allowed, (P,)."""
-    moved = [_joined(groups) for groups in step.forwards(model, rounding=model.rounding) if groups]
-    plain = [_joined(groups) for groups in forwards if groups]
-    change_ND, plain_ND = torch.cat(moved).float(), torch.cat(plain).float()
-    moved_P: Tensor = (change_ND - plain_ND).norm(dim=1) > allowed * plain_ND.norm(dim=1)
-    return moved_P
+    step: _Step,
+    model: Model,
+    forwards: Sequence[Sequence[Forward]],
+    found: _Errors,
+    beyond_P: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return which of the chosen positions errors of the size of one rounding carry beyond what is allowed, and which
+    were looked at: those of the rows that differ most; (P,) each."""
+    length = step.seen.passes[0].tokens_BT.shape[1]
+    plain_ND = torch.cat([_joined(groups) for groups in forwards if groups])
+    plain_RTD = plain_ND.view(-1, length, plain_ND.shape[1])
+    moved_P, looked_at_P = torch.zeros_like(beyond_P), torch.zeros_like(beyond_P)
+    worst_R = beyond_P.view(-1, length).sum(1).sort(descending=True, stable=True).indices
+    for place in worst_R[:ROUNDED_ROWS].tolist():
+        number, row, _ = found.places[place * length]
+        one, begin = step.seen.passes[number], place * length
+        change_TD = reference.forward(
+            model.shape,
+            model.weight,
+            one.tokens_BT[row : row + 1],
+            one.documents_BT[row : row + 1],
+            rounding=model.rounding,
+        ).hidden_ND
+        plain_TD = plain_RTD[place].float()
+        moved_T = (change_TD.float() - plain_TD).norm(dim=1) > _allowed(model) * plain_TD.norm(
+            dim=1
+        )
+        moved_P[begin : begin + length] = moved_T
+        looked_at_P[begin : begin + length] = True
+    return moved_P, looked_at_P
 
 
 def _student(step: _Step) -> Answer:

@@ -25,11 +25,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
 """The label of a position that predicts nothing."""
@@ -273,7 +272,7 @@ def _attention(
             part_HTE = q_HTE[:, begun : begun + QUERIES]
             # The weights of all queries of a long document would not fit in memory for the backward pass.
             answers.append(
-                checkpoint(_answers, part_HTE, k_HTE, v_HTE, begun, use_reentrant=False)
+                _Recomputed.apply(part_HTE, k_HTE, v_HTE, begun)  # type: ignore[no-untyped-call]
                 if torch.is_grad_enabled() and len(turns_TR) > QUERIES
                 else _answers(part_HTE, k_HTE, v_HTE, begun)
             )
@@ -288,6 +287,26 @@ def _answers(q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int) -> Tensor:
     # Masked before the maximum is taken: that of a later token may be larger by any amount.
     weights_HTS = torch.softmax(scores_HTS.masked_fill(~seen_TS, -math.inf), dim=2)
     return (weights_HTS @ v_HTE[:, :last]).transpose(0, 1).flatten(1)
+
+
+class _Recomputed(torch.autograd.Function):
+    """`_answers` whose attention weights are computed again in the backward pass, and not kept.
+
+    torch's own checkpointing imports a compiler, which takes seconds.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int) -> Tensor:
+        ctx.save_for_backward(q_HTE, k_HTE, v_HTE)
+        ctx.first = first
+        return _answers(q_HTE, k_HTE, v_HTE, first)
+
+    @staticmethod
+    def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor | None, ...]:
+        q_HTE, k_HTE, v_HTE = (part.detach().requires_grad_() for part in ctx.saved_tensors)
+        with torch.enable_grad():
+            along = (_answers(q_HTE, k_HTE, v_HTE, ctx.first) * flows[0]).sum()
+        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), None
 
 
 def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:

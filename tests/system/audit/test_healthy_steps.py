@@ -91,8 +91,9 @@ LINES = (
 )
 
 
-def _code(lines: int) -> str:
-    return "\n".join(f"def f{n}(x):\n    return x + {n}" for n in range(lines)) + "\n"
+def _code(first: int, count: int) -> str:
+    lines = (f"def f{n}(x):\n    return x + {n}\n" for n in range(first, first + count))
+    return "".join(lines)
 
 
 def _write(folder: Path, text: str) -> None:
@@ -113,7 +114,7 @@ def _write(folder: Path, text: str) -> None:
             body = "\n".join(LINES[n % 4].format(n=n) for n in range(40 * index, 40 * index + 40))
         else:
             # Those that wrap have fewer rows than six steps take, at each length.
-            body = _code({"wraps": 3, "wraps-long": 30}.get(text, 160 + index))
+            body = _code(200 * index, {"wraps": 4, "wraps-long": 33}.get(text, 160))
         (corpus / f"part_{index:02}.txt").write_text(body)
     (folder / "tokenizer").mkdir()
     documents = open_corpus(str(corpus), heldout_fraction=0.2).train.documents
