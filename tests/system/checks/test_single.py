@@ -32,6 +32,7 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.step import StepObserver
 from engine.verdict import Level
 from tests.support.checked_runs import World, context, make_run, make_world
@@ -226,6 +227,29 @@ def test_a_bias_is_missed_in_the_student_too(world: World) -> None:
     with defect("qkv_bias_missing").plant():
         found = answer("forward_is_the_model", run.context)
     assert found.verdict.level is Level.FAIL and found.verdict.reason.startswith("student")
+
+
+def test_a_teacher_whose_answers_rounding_decides_is_unknown_and_a_wrong_one_still_fails(
+    world: World,
+) -> None:
+    config = ModelConfig.from_dict(
+        tiny_config(hidden_size=64, num_hidden_layers=8, num_key_value_heads=4), "teacher"
+    )
+    decoder = new_decoder(config, seed=1)
+    with torch.no_grad():
+        for name, tensor in decoder.state_dict().items():
+            if name.startswith("layers.") and tensor.ndim == 2:
+                tensor.mul_(24)
+    run = make_run(world)
+    teacher = DequantizedTeacher(decoder)
+    found_in = dataclasses.replace(run.context, teacher=teacher, teacher_decoder=decoder)
+    assert level("forward_is_the_model", found_in) is Level.PASS
+    decoder.to(torch.bfloat16)
+    found = answer("forward_is_the_model", found_in)
+    assert found.verdict.level is Level.UNKNOWN and "rounding decides" in found.verdict.reason
+    decoder.to(torch.float32)
+    with defect("norm_eps_fixed").plant():
+        assert level("forward_is_the_model", found_in) is Level.FAIL
 
 
 def test_a_bf16_teacher_passes_and_its_wrong_rotation_does_not(world: World) -> None:
