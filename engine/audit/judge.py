@@ -225,6 +225,7 @@ def judge_record(
             yield next(about for about in STAGES if about.id == id), answer
 
 
+# contract: distill-batch-honesty-v1
 def judge(seen: ObservedStep) -> list[tuple[About, Answer, float]]:
     """Judge every stage, with the seconds that it took. A stage whose judgement breaks is unknown, with the reason."""
     step = _Step(seen)
