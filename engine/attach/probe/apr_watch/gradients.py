@@ -46,9 +46,8 @@ class Chain:
             counts = Counter((p.device, p.dtype) for p in plain)
             most = counts.most_common(1)[0][0]
             plain = [p for p in plain if (p.device, p.dtype) == most]
-        total = sum(p.numel() for p in plain)
-        stride = max(1, -(-total // _NUMBERS))
-        self._rows = [Rows(p, 0, at, stride, 0) for at, p in enumerate(plain)]
+        each = max(1, _NUMBERS // max(1, len(plain)))
+        self._rows = [Rows(p, 0, at, each, 0) for at, p in enumerate(plain)]
         self._holds, self._adds, self._passes = [], [], 0
         self._last = self._gradients()
         self.is_open = self._last is not None

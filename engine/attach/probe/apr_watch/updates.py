@@ -17,8 +17,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .gradients import Chain
 
-_NUMBERS = 1 << 18
-"""Of the weights of an optimizer that are copied: 20 ms of float64 on one core."""
+_NUMBERS = 1 << 15
+"""Of the weights of an optimizer that are copied, about: some milliseconds of float64, in which a GPU may idle."""
+_LEAST = 64
+"""Of each parameter, where it has so many."""
+_APART = 7919
+"""Rows between those of two steps: prime, so that no stride meets the same ones."""
 _MOST = 0.5
 """Share of 16-bit weights that may stand still."""
 _EXIT_WAIT_S = 2.0
@@ -41,19 +45,23 @@ class Rates:
 class Rows:
     """A parameter, and which of its rows are looked at."""
 
-    def __init__(self, parameter: Any, group: int, place: int, stride: int, number: int) -> None:
+    def __init__(self, parameter: Any, group: int, place: int, most: int, number: int) -> None:
+        """At most `most` numbers, in rows that lie evenly; others with each `number`."""
         self.of = weakref.ref(parameter)
         self.label = f"group {group}, parameter {place}"
         rows = parameter.shape[0] if parameter.dim() else 1
-        stride = min(stride, rows)
-        # Other rows each time.
-        self._rows = slice(number % stride, None, stride)
+        stride = -(-rows // max(1, most * rows // parameter.numel()))
+        self._rows = slice(number * _APART % stride, None, stride)
+        self._most = most
         self.has_gradient = False
         self.count = self.of_tensor(parameter).numel()
 
     def of_tensor(self, tensor: Any) -> Any:
         tensor = tensor.detach()
-        return tensor[self._rows].reshape(-1) if tensor.dim() else tensor.reshape(1)
+        if not tensor.dim():
+            return tensor.reshape(1)
+        # A row of a large matrix may be more than all that is looked at.
+        return tensor[self._rows].reshape(-1)[: self._most]
 
 
 def is_plain(torch: Any, parameter: Any) -> bool:
@@ -139,8 +147,7 @@ class Seen:
     def _choose(self, optimizer: Any) -> None:
         """Which rows of which parameters."""
         groups = [group["params"] for group in optimizer.param_groups]
-        total = sum(parameter.numel() for group in groups for parameter in group)
-        stride = max(1, -(-total // _NUMBERS))
+        most = max(_LEAST, _NUMBERS // max(1, sum(map(len, groups))))
         places: dict[int, int] = {}
         for group in groups:
             for parameter in group:
@@ -170,7 +177,7 @@ class Seen:
                 batch = batches.setdefault(
                     tuple(key), _Batch(rule, None if count is None else count + 1)
                 )
-                batch.parts.append(Rows(parameter, at, place, stride, self._number))
+                batch.parts.append(Rows(parameter, at, place, most, self._number))
         self._batches = list(batches.values())
 
     def _copy(self, optimizer: Any, when: str) -> None:
