@@ -27,7 +27,7 @@ class Row:
 
     id: str
     identity: str
-    """`update` or `gradient`."""
+    """`update`, `gradient` or `loss`."""
     degree: str
     """The worst that it can be."""
     question: str
@@ -93,6 +93,40 @@ IDENTITIES: tuple[Row, ...] = (
         plain="call zero_grad() of every optimizer once for each of its steps, in front of the first backward pass",
         transformers="leave zero_grad() to the Trainer: look at what overrides training_step or wraps the model",
         lightning="with manual optimization call zero_grad() of every optimizer once for each of its steps",
+    ),
+    Row(
+        id="label_shift",
+        identity="loss",
+        degree=SUSPICION,
+        question="Are the labels of a language model the tokens that follow the ones it reads?",
+        means="The model learns to repeat what it reads, or to skip a token: the loss falls, and the text is bad.",
+        plain="shift once: logits[:, :-1] against tokens[:, 1:], or inputs and labels cut from one row a token apart",
+        transformers="give labels = input_ids and let the model shift them; a collator that shifts too shifts twice",
+    ),
+    Row(
+        id="label_coverage",
+        identity="loss",
+        degree=SUSPICION,
+        question="How many places have a label?",
+        means="A loss without a label is NaN or 0, and the step moves by decay and momentum alone.",
+        plain="look at what masks the labels; a row that is cut off may lose all that is to be learnt",
+        transformers="look at max_length and at assistant_only_loss or completion_only_loss",
+    ),
+    Row(
+        id="rows_left_out",
+        identity="loss",
+        degree=SUSPICION,
+        question="Do all rows of a batch reach the loss?",
+        means="Rows that are read from the data are not trained on, and the log counts them.",
+        plain="look for an index where a slice is meant, as in logits[0] or batch[:1]",
+    ),
+    Row(
+        id="double_softmax",
+        identity="loss",
+        degree=SUSPICION,
+        question="Is the softmax taken once?",
+        means="The cross entropy of a softmax of probabilities is nearly flat: it cannot fall far.",
+        plain="give cross_entropy the logits, or nll_loss their log_softmax",
     ),
     Row(
         id="no_gradient",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identities import BY_ID, CONTRADICTION, DEGREES, PASS, SUSPICION, UNKNOWN
+from engine.attach.identities import BY_ID, CONTRADICTION, DEGREES, FACT, PASS, SUSPICION, UNKNOWN
 from tests.support.attached import Ran, watched_once
 
 SETUP = """
@@ -892,7 +892,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_a_healthy_trainer_of_transformers_has_no_contradiction(trainer: Found) -> None:
     for name in ("healthy", "healthy_with_checkpointing", "healthy_in_bf16"):
         lines = trainer[name]
-        assert {line["degree"] for line in lines} == {PASS}, name
+        assert {line["degree"] for line in lines} <= {PASS, FACT}, name
         assert {line["framework"] for line in lines} == {"transformers"}
         for identity in ("update", "stale_parameters", "kept_gradients"):
             assert degrees(lines, identity) == [PASS], (name, identity)

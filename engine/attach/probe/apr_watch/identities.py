@@ -2,6 +2,7 @@
 those whose number is a power of two. What each is called, and what to do: `engine/attach/identities.py`.
 
     gradient  the gradients of a step are its own backward passes' (gradients.py)
+    loss      it is a cross entropy of the next tokens of all rows (losses.py)
     update    the new weights are the optimizer's textbook update of the old (updates.py); what a backward pass reaches
               is an optimizer's, and what an optimizer holds is reached (parameters.py)
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from .folders import rank_and_world
 from .gradients import Chain
+from .losses import Loss, losses_of
 from .parameters import Held, Reached
 from .updates import Rates, Seen
 from .values import is_capturing
@@ -38,6 +40,8 @@ class Identities:
         self._reached = Reached(torch)
         self._due: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is looked at."""
+        self._losses: list[Loss] = []
+        """Of the backward passes since the step before."""
         self._chains: list[Chain] = []
         """Those that are open."""
         self.seen: list[Seen] = []
@@ -49,7 +53,10 @@ class Identities:
 
     def backward_begins(self, tensors: list[Any]) -> None:
         if self._due:
-            self._reached.look(tensors)
+            embeddings = self._reached.look(tensors)
+            if embeddings is not None and not is_capturing(self._torch):
+                with self._torch.no_grad():
+                    self._losses += losses_of(self._torch, tensors, embeddings)
         else:
             self._reached.passed_by()
         self._look_at_gradients(Chain.backward_begins)
@@ -94,6 +101,7 @@ class Identities:
             if not watched.seen.is_late:
                 self._look_at_parameters(optimizer, watched, watched.seen)
             self._end_chain(watched.chain, watched.seen)
+            watched.seen.add_losses(self._losses)
 
     def step_ends(self, optimizer: Any) -> None:
         watched = self._watched.get(optimizer)
@@ -112,6 +120,7 @@ class Identities:
                 self._chains = [one for one in self._chains if one is not watched.chain]
                 self._chains += [watched.chain] * watched.chain.is_open
         self._reached.step_ends()
+        self._losses = []
         watched.since = self._reached.steps
         if _is_sampled(watched.steps + 1):
             self._due.add(optimizer)

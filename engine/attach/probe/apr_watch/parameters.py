@@ -53,17 +53,19 @@ class Reached:
         """A backward pass whose graph is not read."""
         self._in_part = self.steps
 
-    def look(self, tensors: Iterable[Any]) -> None:
-        """A backward pass begins at these tensors."""
+    def look(self, tensors: Iterable[Any]) -> list[Any] | None:
+        """A backward pass begins at these tensors: the nodes of embeddings behind them; None where it is not read."""
         self._read += 1
         if self._read > _EACH or self._left_s <= 0:
             self.passed_by()
-            return
+            return None
         begin_s = time.monotonic()
-        self._walk(tensors)
+        embeddings = self._walk(tensors)
         self._left_s -= time.monotonic() - begin_s
+        return embeddings
 
-    def _walk(self, tensors: Iterable[Any]) -> None:
+    def _walk(self, tensors: Iterable[Any]) -> list[Any]:
+        embeddings: list[Any] = []
         torch = self._torch
         roots = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
         left = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
@@ -74,6 +76,8 @@ class Reached:
             if kind == "AccumulateGrad":
                 leaf = node.variable
                 self._leaves[id(leaf)] = weakref.ref(leaf), self.steps
+            elif kind == "EmbeddingBackward0":
+                embeddings.append(node)
             elif kind == "CheckpointFunctionBackward":
                 # What a reentrant checkpoint computes again has a graph of its own.
                 self.passed_by()
@@ -83,7 +87,8 @@ class Reached:
                     left.append(after)
             if len(known) > _NODES:
                 self.passed_by()
-                return
+                break
+        return embeddings
 
     def since(self, step: int) -> tuple[dict[int, Any], bool]:
         """The leaves that were reached after `step` steps, by id, and whether they are all."""

@@ -10,6 +10,7 @@ import time
 import weakref
 from typing import Any
 
+from .losses import Loss, combined
 from .parameters import CONTRADICTION, PASS, SUSPICION, UNKNOWN, Line, Modules, named
 from .textbook import Rule, judge, rule_of
 
@@ -115,8 +116,9 @@ class Seen:
         self.more: list[Line] = []
         """What else was found at this step."""
         self.chain: Chain | None = None
+        self._losses: list[Loss] = []
         self.tensors: dict[str, Any] = {}
-        """`chain`: whether the gradients of the step before are still part of this one's."""
+        """`chain`: whether the gradients of the step before are still part of this one's; of each loss its counts."""
         self._why = ""
         """Why nothing is known."""
         self._batches: list[_Batch] = []
@@ -280,9 +282,25 @@ class Seen:
         """What was seen, once `has_passed`."""
         if self._lines is None:
             with self._torch.no_grad():
-                self._lines = [*self._update(), *self._gradients(), *self.more]
-            self._batches, self._events, self._copied = [], [], None
+                self._lines = [*self._update(), *self._gradients(), *self._of_losses(), *self.more]
+            self._batches, self._events, self._copied, self._losses = [], [], None, []
         return self._lines
+
+    def add_losses(self, losses: list[Loss]) -> None:
+        self._losses = losses
+        for at, loss in enumerate(losses):
+            if loss.counts is not None:
+                self.tensors[f"loss {at}"] = loss.counts
+                loss.counts = None
+
+    def _of_losses(self) -> list[Line]:
+        if not self._losses or len(self._threads) > 1:
+            return []
+        found = []
+        for at, loss in enumerate(self._losses):
+            counts = self.tensors.get(f"loss {at}")
+            found.append(loss.lines([] if counts is None else counts.tolist()))
+        return combined(found)
 
     def _gradients(self) -> list[Line]:
         if self.chain is None or len(self._threads) > 1:

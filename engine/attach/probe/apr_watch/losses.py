@@ -1,0 +1,224 @@
+"""What a loss is: a cross entropy of which tokens, as the graph behind the tensor of the backward pass has it.
+
+Nothing is hooked and nothing is computed anew: autograd keeps the labels, the ids of the tokens and what was done to
+the logits. A graph that cannot be looked into (a compiled loss, a fused kernel, a checkpointed embedding) says nothing.
+"""
+
+# Shapes: B rows, T tokens of a row, N labels, W labels of a row
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from .parameters import FACT, PASS, SUSPICION, Line
+
+_NEAR = 300
+"""Nodes between a loss and its logits, with all that other losses have."""
+_IDS = 8
+"""Embeddings whose ids are compared with the labels."""
+SHIFTS = (0, 1, 2, 3)
+"""A label may be the token itself, the next one, ..."""
+_FITS, _FITS_NOT = 0.98, 0.9
+"""Share of labels that are the tokens so far on; where one fits, another one does not. Tokens repeat themselves."""
+_SHAPES = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Clone",
+        "Transpose",
+        "Permute",
+        "T",
+        "Squeeze",
+        "Unsqueeze",
+        "Slice",
+        "Select",
+        "Index",
+        "ToCopy",
+        "Expand",
+        "Alias",
+        "AsStrided",
+        "MaskedSelect",
+    )
+    for number in (0, 1, 2)
+)
+"""What leaves the numbers as they are."""
+_SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
+
+
+class Loss:
+    """A cross entropy, near the tensor on which `backward` is called."""
+
+    def __init__(self, torch: Any, node: Any, ids: list[Any]) -> None:
+        """`ids` are the tokens that embeddings have looked up, (B, T) each."""
+        self._torch = torch
+        targets, self._ignored = _targets(node)
+        self._count, self._targets = targets.numel(), targets
+        self._start = 0
+        self.double = False
+        """Whether a softmax was applied to what a softmax gave."""
+        self._look_below(node)
+        self.rows: tuple[int, int] | None = None
+        """Of all rows of tokens, those that have a place in the loss."""
+        found = [
+            self._compare(tokens_BT) for tokens_BT in ids if tokens_BT.device == targets.device
+        ]
+        found = [one for one in found if one is not None]
+        self._targets = None
+        self.counts: Any = torch.stack(found).double() if found else None
+        """On the device, for each of the ids: labels, rows with one, and for each shift the labels that fit, and that
+        could."""
+
+    def _look_below(self, node: Any) -> None:
+        """From the labels to the logits, and to where a row of them begins."""
+        log_softmax = _source(node)[0]
+        if log_softmax is None:
+            return
+        below, slices = _source(log_softmax)
+        if type(below).__name__ == "LogBackward0":
+            below, slices = _source(below)
+        self.double = type(log_softmax).__name__ in _SOFTMAX and type(below).__name__ in _SOFTMAX
+        starts = [int(one._saved_start or 0) for one in slices if one._saved_dim == 1]
+        self._start = starts[-1] if starts else 0
+
+    def _compare(self, tokens_BT: Any) -> Any:
+        rows, length = tokens_BT.shape
+        count = self._count
+        width, odd = divmod(count, rows)
+        if odd or not length - len(SHIFTS) < width <= length:
+            # Fewer rows than there are, whole or without their last tokens.
+            for width in (length, length - 1):
+                if width > 1 and count % width == 0 and count // width < rows:
+                    self.rows = (count // width, rows)
+                    break
+            return None
+        self.rows = (rows, rows)
+        targets_BW = self._targets.reshape(rows, width)
+        known_BW = targets_BW == targets_BW
+        if self._ignored is not None:
+            known_BW = targets_BW != self._ignored
+        found = [known_BW.sum(), known_BW.any(1).sum()]
+        for shift in SHIFTS:
+            begin = self._start + shift
+            most = max(0, min(width, length - begin))
+            same = targets_BW[:, :most] == tokens_BT[:, begin : begin + most]
+            found += [(same & known_BW[:, :most]).sum(), known_BW[:, :most].sum()]
+        return self._torch.stack(found)
+
+    def lines(self, counts: list[list[float]]) -> list[Line]:
+        """`counts` as numbers."""
+        lines: list[Line] = []
+        if self.double:
+            text = "the cross entropy takes its softmax of numbers that a softmax gave"
+            lines.append(("double_softmax", SUSPICION, text, {}))
+        else:
+            lines.append(("double_softmax", PASS, "the cross entropy takes one softmax", {}))
+        if self.rows is not None and self.rows[0] < self.rows[1]:
+            text = f"the loss is that of {self.rows[0]} of the {self.rows[1]} rows that the model reads"
+            lines.append(
+                ("rows_left_out", SUSPICION, text, {"rows": self.rows[0], "of": self.rows[1]})
+            )
+        if not counts:
+            return lines
+        # An embedding of places looks up ids too, which the labels do not fit.
+        labelled, with_label, *pairs = max(counts, key=lambda one: max(_fits(one)))
+        if not labelled:
+            text = f"none of {self._count} places has a label"
+            return [*lines, ("label_coverage", SUSPICION, text, {"labels": 0})]
+        numbers: dict[str, float] = {"labels": labelled, "of": self._count}
+        text = f"{labelled:.0f} of {self._count} places have a label"
+        if self.rows is not None and with_label < self.rows[1]:
+            text += f", in {with_label:.0f} of {self.rows[1]} rows"
+        lines.append(("label_coverage", FACT, text, numbers))
+        fits = _fits([labelled, with_label, *pairs])
+        best = max(SHIFTS, key=lambda shift: fits[shift])
+        numbers = {f"shift_{shift}": fits[shift] for shift in SHIFTS}
+        if fits[1] >= _FITS:
+            lines.append(("label_shift", PASS, "labels are the tokens that follow", numbers))
+        elif fits[best] >= _FITS and fits[1] <= _FITS_NOT:
+            what = {
+                0: "the labels are the tokens that the model has just read",
+                2: "the labels are the tokens after the next: shifted twice",
+            }.get(best, f"the labels are the tokens {best} places on")
+            text = f"{what} ({fits[best]:.0%} of them; {fits[1]:.0%} are the next ones)"
+            lines.append(("label_shift", SUSPICION, text, numbers))
+        return lines
+
+
+def _fits(counts: list[float]) -> list[float]:
+    """For each shift, the share of labels that are the tokens so far on."""
+    pairs = zip(counts[2::2], counts[3::2], strict=True)
+    return [fitting / could if could else 0.0 for fitting, could in pairs]
+
+
+def combined(found: list[list[Line]]) -> list[Line]:
+    """The lines of all losses of a step, the first of each outcome. Where one of them is the loss of the next tokens,
+    others may be of later ones."""
+    lines: dict[tuple[str, str], Line] = {}
+    for line in (line for lines in found for line in lines):
+        lines.setdefault(line[:2], line)
+    if ("label_shift", PASS) in lines:
+        lines.pop(("label_shift", SUSPICION), None)
+    return list(lines.values())
+
+
+def losses_of(torch: Any, tensors: list[Any], embeddings: list[Any]) -> list[Loss]:
+    """The cross entropies of a backward pass; `embeddings` are the nodes of its graph that look up rows."""
+    ids = [ids for node in embeddings if (ids := _saved(node, "indices")) is not None]
+    ids = [
+        one for one in ids if one.dim() == 2 and one.shape[1] > 1 and not one.is_floating_point()
+    ]
+    left = deque(one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None)
+    known, found = set(left), []
+    while left and len(known) < _NEAR:
+        node = left.popleft()
+        if _targets(node)[0] is not None:
+            found.append(Loss(torch, node, ids))
+        for after, _ in node.next_functions:
+            if after is not None and after not in known:
+                known.add(after)
+                left.append(after)
+    return found
+
+
+def _saved(node: Any, name: str) -> Any:
+    """A tensor that autograd keeps; None where asking would compute it again, or copy it from elsewhere."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is None or getattr(raw, "unpack_hook", raw) is not None:
+        return None
+    return getattr(node, f"_saved_{name}")
+
+
+def _targets(node: Any) -> tuple[Any, int | None]:
+    """The labels of a node that takes one logarithm of a softmax for each, and the label that is none."""
+    kind = type(node).__name__
+    if kind in ("NllLossBackward0", "NllLoss2DBackward0"):
+        ignored = int(node._saved_ignore_index)
+        return _saved(node, "target"), ignored - (1 << 64) * (ignored >= 1 << 63)
+    if kind not in ("GatherBackward0", "IndexBackward0"):
+        return None, None
+    source = type(_source(node)[0]).__name__
+    if source not in ("LogSoftmaxBackward0", "LogBackward0"):
+        return None, None
+    if kind == "GatherBackward0":
+        index = _saved(node, "index")
+        return (index, None) if index is not None and index.shape[-1] == 1 else (None, None)
+    raw = getattr(node, "_raw_saved_indices", ())
+    if any(getattr(one, "unpack_hook", one) is not None for one in raw):
+        return None, None
+    indices = [one for one in node._saved_indices if one is not None]
+    # One of the rows, one of the labels.
+    return (indices[-1], None) if len(indices) > 1 and indices[-1].dim() else (None, None)
+
+
+def _source(node: Any) -> tuple[Any, list[Any]]:
+    """What computed the numbers that a node takes, and the slices that were taken of them."""
+    slices = []
+    node = node.next_functions[0][0] if node.next_functions else None
+    while node is not None and type(node).__name__ in _SHAPES:
+        if type(node).__name__ == "SliceBackward0":
+            slices.append(node)
+        node = node.next_functions[0][0]
+    return node, slices
