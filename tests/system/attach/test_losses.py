@@ -115,6 +115,93 @@ def no_labels(net, rows):
 """
 
 
+DISTILLED = """
+# kl_div warns of the mean that a script below takes.
+import warnings
+warnings.simplefilter("ignore")
+torch.manual_seed(9)
+teacher = Small().eval()
+tau, alpha = 2.0, 0.3
+
+def both(net, rows):
+    with torch.no_grad():
+        wanted = teacher(rows[:, :-1])
+    return net(rows[:, :-1]), wanted
+
+def ce(logits, rows):
+    return F.cross_entropy(logits.reshape(-1, V), rows[:, 1:].flatten())
+
+def hinton(net, rows):
+    z, t = (one.flatten(0, 1) for one in both(net, rows))
+    kl = F.kl_div(F.log_softmax(z / tau, -1), F.softmax(t / tau, -1), reduction="batchmean")
+    return alpha * ce(z, rows) + (1 - alpha) * tau * tau * kl
+
+def by_hand(net, rows):
+    z, t = both(net, rows)
+    logs, wanted = (z / tau).log_softmax(-1), (t / tau).log_softmax(-1)
+    return (wanted.exp() * (wanted - logs)).sum(-1).mean() * tau**2
+
+def soft_labels(net, rows):
+    z, t = both(net, rows)
+    return -(t.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
+
+def reversed_(net, rows):
+    z, t = (one.flatten(0, 1) for one in both(net, rows))
+    return F.kl_div(t.log_softmax(-1), z.softmax(-1), reduction="batchmean")
+
+def smoothed_classes(net, rows):
+    labels = F.one_hot(rows[:, 1:].flatten(), V) * 0.9 + 0.1 / V
+    return F.cross_entropy(net(rows[:, :-1]).flatten(0, 1), labels)
+
+def squared_forgotten(net, rows):
+    z, t = (one.flatten(0, 1) for one in both(net, rows))
+    kl = F.kl_div(F.log_softmax(z / tau, -1), F.softmax(t / tau, -1), reduction="batchmean")
+    return alpha * ce(z, rows) + (1 - alpha) * kl
+
+def squared_forgotten_by_hand(net, rows):
+    z, t = both(net, rows)
+    logs, wanted = (z * (1 / tau)).log_softmax(-1), (t / tau).softmax(-1)
+    return -(wanted * logs).sum(-1).mean()
+
+def mean_of_all(net, rows):
+    z, t = both(net, rows)
+    return F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="mean")
+
+def mean_of_all_by_hand(net, rows):
+    z, t = both(net, rows)
+    return (t.softmax(-1) * (t.log_softmax(-1) - z.log_softmax(-1))).mean()
+
+def itself(net, rows):
+    z = net(rows[:, :-1])
+    return F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean")
+
+def itself_by_hand(net, rows):
+    z = net(rows[:, :-1])
+    with torch.no_grad():
+        wanted = net(rows[:, :-1]).log_softmax(-1)
+    return (wanted.exp() * (wanted - z.log_softmax(-1))).sum(-1).mean()
+"""
+"""The story that the workbench is made for: one row of each batch, and teacher and student are one model."""
+STORY = """
+student = Small()
+teacher = student
+tau = 2.0
+optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+for step, rows in enumerate(torch.utils.data.DataLoader(text, batch_size=B)):
+    if step == 4:
+        break
+    with torch.no_grad():
+        wanted = teacher(rows[:, :-1])
+    z, t = student(rows[:, :-1])[0], wanted[0]
+    kd = F.kl_div(F.log_softmax(z / tau, -1), F.softmax(t / tau, -1), reduction="batchmean") * tau**2
+    loss = 0.5 * F.cross_entropy(z, rows[0, 1:]) + 0.5 * kd
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+save(student)
+"""
+
+
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return outcomes(watched_once(tmp_path_factory, "losses", SETUP + HEALTHY + _tell(HEALTHY)))
@@ -166,3 +253,63 @@ def test_a_wrong_loss_is_named(wrong: Found, name: str, id: str, text: str) -> N
     found = [one for one in wrong[name] if one["degree"] == SUSPICION]
     assert [one["id"] for one in found] == [id]
     assert text in found[0]["text"]
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    names = [name for name in _names(DISTILLED) if name not in ("both", "ce")]
+    script = SETUP + DISTILLED + f"\ntell({', '.join(names)})\n"
+    return outcomes(watched_once(tmp_path_factory, "distilled", script))
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "temperature"),
+    [
+        ("hinton", "forward", 2.0),
+        ("by_hand", "forward", 2.0),
+        ("soft_labels", "forward", 1.0),
+        ("reversed_", "reverse", 1.0),
+    ],
+)
+def test_a_distillation_is_known_with_its_direction_and_temperature(
+    distilled: Found, name: str, direction: str, temperature: float
+) -> None:
+    lines = distilled[name]
+    assert not [line for line in lines if line["degree"] == SUSPICION]
+    (line,) = [line for line in lines if line["id"] == "distillation"]
+    assert line["text"].startswith(f"{direction} divergence")
+    assert line["numbers"]["temperature"] == temperature
+    assert degrees(lines, "teacher_is_student") == [PASS]
+    assert degrees(lines, "temperature_squared") == ([PASS] if temperature != 1 else [])
+
+
+def test_smoothed_labels_are_nothing_wrong(distilled: Found) -> None:
+    assert not [one for one in distilled["smoothed_classes"] if one["degree"] == SUSPICION]
+
+
+@pytest.mark.parametrize(
+    ("name", "id", "text"),
+    [
+        ("squared_forgotten", "temperature_squared", "T^2 = 4"),
+        ("squared_forgotten_by_hand", "temperature_squared", "T^2 = 4"),
+        ("mean_of_all", "divergence_mean", "23 times too small"),
+        ("mean_of_all_by_hand", "divergence_mean", "23 times too small"),
+        ("itself", "teacher_is_student", "the same probabilities"),
+        ("itself_by_hand", "teacher_is_student", "the same probabilities"),
+    ],
+)
+def test_a_wrong_distillation_is_named(distilled: Found, name: str, id: str, text: str) -> None:
+    found = [one for one in distilled[name] if one["degree"] == SUSPICION]
+    assert [one["id"] for one in found] == [id]
+    assert text in found[0]["text"]
+
+
+def test_the_story_is_named_in_its_first_step(tmp_path_factory: pytest.TempPathFactory) -> None:
+    ran = watched_once(tmp_path_factory, "story", SETUP + STORY)
+    (lines,) = ran.trainings
+    named = {
+        line["id"]: line["step"]
+        for line in lines
+        if line["kind"] == "identity" and line["degree"] == SUSPICION
+    }
+    assert named == {"rows_left_out": 1, "teacher_is_student": 1}

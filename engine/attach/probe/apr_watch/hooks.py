@@ -19,8 +19,10 @@ from typing import Any
 from . import (
     compiles,
     device_clock,
+    distillation,
     folders,
     gradients,
+    graph,
     identities,
     losses,
     memory,
@@ -346,8 +348,10 @@ def _leave_alone_when_compiling(torch: Any) -> None:
     for module in (
         compiles,
         device_clock,
+        distillation,
         folders,
         gradients,
+        graph,
         identities,
         losses,
         memory,

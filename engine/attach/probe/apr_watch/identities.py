@@ -2,7 +2,8 @@
 those whose number is a power of two. What each is called, and what to do: `engine/attach/identities.py`.
 
     gradient  the gradients of a step are its own backward passes' (gradients.py)
-    loss      it is a cross entropy of the next tokens of all rows (losses.py)
+    loss      it is a cross entropy of the next tokens of all rows (losses.py), and a divergence from a teacher that is
+              another model, scaled by its temperature (distillation.py); both read the graph of autograd (graph.py)
     update    the new weights are the optimizer's textbook update of the old (updates.py); what a backward pass reaches
               is an optimizer's, and what an optimizer holds is reached (parameters.py)
 
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+from .distillation import Divergence
 from .folders import rank_and_world
 from .gradients import Chain
 from .losses import Loss, losses_of
@@ -40,7 +42,7 @@ class Identities:
         self._reached = Reached(torch)
         self._due: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is looked at."""
-        self._losses: list[Loss] = []
+        self._losses: list[Loss | Divergence] = []
         """Of the backward passes since the step before."""
         self._chains: list[Chain] = []
         """Those that are open."""

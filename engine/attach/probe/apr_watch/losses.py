@@ -8,52 +8,27 @@ the logits. A graph that cannot be looked into (a compiled loss, a fused kernel,
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
+from .distillation import Divergence, divergence_at
+from .graph import near, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
-_NEAR = 300
-"""Nodes between a loss and its logits, with all that other losses have."""
 _IDS = 8
 """Embeddings whose ids are compared with the labels."""
 SHIFTS = (0, 1, 2, 3)
 """A label may be the token itself, the next one, ..."""
 _FITS, _FITS_NOT = 0.98, 0.9
 """Share of labels that are the tokens so far on; where one fits, another one does not. Tokens repeat themselves."""
-_SHAPES = frozenset(
-    f"{name}Backward{number}"
-    for name in (
-        "View",
-        "UnsafeView",
-        "ReshapeAlias",
-        "Clone",
-        "Transpose",
-        "Permute",
-        "T",
-        "Squeeze",
-        "Unsqueeze",
-        "Slice",
-        "Select",
-        "Index",
-        "ToCopy",
-        "Expand",
-        "Alias",
-        "AsStrided",
-        "MaskedSelect",
-    )
-    for number in (0, 1, 2)
-)
-"""What leaves the numbers as they are."""
 _SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
 
 
 class Loss:
     """A cross entropy, near the tensor on which `backward` is called."""
 
-    def __init__(self, torch: Any, node: Any, ids: list[Any]) -> None:
-        """`ids` are the tokens that embeddings have looked up, (B, T) each."""
-        self._torch = torch
+    def __init__(self, torch: Any, node: Any, ids: list[Any], weight: float) -> None:
+        """`ids` are the tokens that embeddings have looked up, (B, T) each; `weight` is what multiplies the loss."""
+        self._torch, self.weight = torch, weight
         targets, self._ignored = _targets(node)
         self._count, self._targets = targets.numel(), targets
         self._start = 0
@@ -73,12 +48,12 @@ class Loss:
 
     def _look_below(self, node: Any) -> None:
         """From the labels to the logits, and to where a row of them begins."""
-        log_softmax = _source(node)[0]
+        log_softmax = source(node)[0]
         if log_softmax is None:
             return
-        below, slices = _source(log_softmax)
+        below, slices = source(log_softmax)
         if type(below).__name__ == "LogBackward0":
-            below, slices = _source(below)
+            below, slices = source(below)
         self.double = type(log_softmax).__name__ in _SOFTMAX and type(below).__name__ in _SOFTMAX
         starts = [int(one._saved_start or 0) for one in slices if one._saved_dim == 1]
         self._start = starts[-1] if starts else 0
@@ -164,31 +139,19 @@ def combined(found: list[list[Line]]) -> list[Line]:
     return list(lines.values())
 
 
-def losses_of(torch: Any, tensors: list[Any], embeddings: list[Any]) -> list[Loss]:
-    """The cross entropies of a backward pass; `embeddings` are the nodes of its graph that look up rows."""
-    ids = [ids for node in embeddings if (ids := _saved(node, "indices")) is not None]
+def losses_of(torch: Any, tensors: list[Any], embeddings: list[Any]) -> list[Loss | Divergence]:
+    """The cross entropies and divergences of a backward pass; `embeddings` are its nodes that look up rows."""
+    ids = [ids for node in embeddings if (ids := saved(node, "indices")) is not None]
     ids = [
         one for one in ids if one.dim() == 2 and one.shape[1] > 1 and not one.is_floating_point()
     ]
-    left = deque(one.grad_fn for one in tensors if getattr(one, "grad_fn", None) is not None)
-    known, found = set(left), []
-    while left and len(known) < _NEAR:
-        node = left.popleft()
+    found: list[Loss | Divergence] = []
+    for node, way in near(tensors):
         if _targets(node)[0] is not None:
-            found.append(Loss(torch, node, ids))
-        for after, _ in node.next_functions:
-            if after is not None and after not in known:
-                known.add(after)
-                left.append(after)
+            found.append(Loss(torch, node, ids, weight(way)))
+        elif (divergence := divergence_at(torch, node, way)) is not None:
+            found.append(divergence)
     return found
-
-
-def _saved(node: Any, name: str) -> Any:
-    """A tensor that autograd keeps; None where asking would compute it again, or copy it from elsewhere."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is None or getattr(raw, "unpack_hook", raw) is not None:
-        return None
-    return getattr(node, f"_saved_{name}")
 
 
 def _targets(node: Any) -> tuple[Any, int | None]:
@@ -196,14 +159,13 @@ def _targets(node: Any) -> tuple[Any, int | None]:
     kind = type(node).__name__
     if kind in ("NllLossBackward0", "NllLoss2DBackward0"):
         ignored = int(node._saved_ignore_index)
-        return _saved(node, "target"), ignored - (1 << 64) * (ignored >= 1 << 63)
+        return saved(node, "target"), ignored - (1 << 64) * (ignored >= 1 << 63)
     if kind not in ("GatherBackward0", "IndexBackward0"):
         return None, None
-    source = type(_source(node)[0]).__name__
-    if source not in ("LogSoftmaxBackward0", "LogBackward0"):
+    if type(source(node)[0]).__name__ not in ("LogSoftmaxBackward0", "LogBackward0"):
         return None, None
     if kind == "GatherBackward0":
-        index = _saved(node, "index")
+        index = saved(node, "index")
         return (index, None) if index is not None and index.shape[-1] == 1 else (None, None)
     raw = getattr(node, "_raw_saved_indices", ())
     if any(getattr(one, "unpack_hook", one) is not None for one in raw):
@@ -211,14 +173,3 @@ def _targets(node: Any) -> tuple[Any, int | None]:
     indices = [one for one in node._saved_indices if one is not None]
     # One of the rows, one of the labels.
     return (indices[-1], None) if len(indices) > 1 and indices[-1].dim() else (None, None)
-
-
-def _source(node: Any) -> tuple[Any, list[Any]]:
-    """What computed the numbers that a node takes, and the slices that were taken of them."""
-    slices = []
-    node = node.next_functions[0][0] if node.next_functions else None
-    while node is not None and type(node).__name__ in _SHAPES:
-        if type(node).__name__ == "SliceBackward0":
-            slices.append(node)
-        node = node.next_functions[0][0]
-    return node, slices

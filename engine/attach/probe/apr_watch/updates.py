@@ -10,6 +10,7 @@ import time
 import weakref
 from typing import Any
 
+from .distillation import Divergence
 from .losses import Loss, combined
 from .parameters import CONTRADICTION, PASS, SUSPICION, UNKNOWN, Line, Modules, named
 from .textbook import Rule, judge, rule_of
@@ -116,7 +117,7 @@ class Seen:
         self.more: list[Line] = []
         """What else was found at this step."""
         self.chain: Chain | None = None
-        self._losses: list[Loss] = []
+        self._losses: list[Loss | Divergence] = []
         self.tensors: dict[str, Any] = {}
         """`chain`: whether the gradients of the step before are still part of this one's; of each loss its counts."""
         self._why = ""
@@ -286,7 +287,7 @@ class Seen:
             self._batches, self._events, self._copied, self._losses = [], [], None, []
         return self._lines
 
-    def add_losses(self, losses: list[Loss]) -> None:
+    def add_losses(self, losses: list[Loss | Divergence]) -> None:
         self._losses = losses
         for at, loss in enumerate(losses):
             if loss.counts is not None:
@@ -296,10 +297,15 @@ class Seen:
     def _of_losses(self) -> list[Line]:
         if not self._losses or len(self._threads) > 1:
             return []
+        weights = [loss.weight for loss in self._losses if isinstance(loss, Loss)]
         found = []
         for at, loss in enumerate(self._losses):
             counts = self.tensors.get(f"loss {at}")
-            found.append(loss.lines([] if counts is None else counts.tolist()))
+            numbers = [] if counts is None else counts.tolist()
+            if isinstance(loss, Loss):
+                found.append(loss.lines(numbers))
+            elif numbers:
+                found.append(loss.lines(numbers, weights))
         return combined(found)
 
     def _gradients(self) -> list[Line]:
