@@ -1,5 +1,5 @@
 # make demo   a live distillation on screen (headless without a terminal); with ARGS=--chat on conversations
-# make demo-watch   somebody's script on the Trainer of transformers, watched
+# make demo-watch   somebody's script on the Trainer of transformers, watched, and its mistake named
 # make test   the whole suite               make check   format, lint, types, import layers
 # make contracts   run what the contracts promise, then plant each bug and see it caught
 # make ci     what .ci/run runs: check, current-docs, promises, a short run, test, a drill of each kind

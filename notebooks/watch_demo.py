@@ -1,5 +1,8 @@
 """Train a small language model from scratch on Python source, byte by byte, with the Trainer of transformers.
 
+It has a mistake on purpose, for `engine watch` to name: the windows shift the labels, and a model of transformers does
+so once more, so that it learns to write the byte after the next. The loss falls all the same, and no error is raised.
+
 python watch_demo.py [--steps 120] [--text FOLDER] [--output FOLDER]
 """
 
@@ -15,7 +18,7 @@ LENGTH = 128
 
 
 class Windows(Dataset):
-    """Windows of the files of a folder, one byte a token."""
+    """Windows of the files of a folder, one byte a token, with the bytes that follow as labels."""
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*.py"))
@@ -23,11 +26,13 @@ class Windows(Dataset):
         self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
     def __len__(self) -> int:
-        return len(self.tokens) // LENGTH
+        return (len(self.tokens) - 1) // LENGTH
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        window = self.tokens[index * LENGTH : (index + 1) * LENGTH]
-        return {"input_ids": window, "labels": window}
+        begin = index * LENGTH
+        window = self.tokens[begin : begin + LENGTH]
+        following = self.tokens[begin + 1 : begin + LENGTH + 1]
+        return {"input_ids": window, "labels": following}
 
 
 def main() -> None:

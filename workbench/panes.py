@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from engine.attach.identities import identity_lines
 from engine.log.events import IDLE, STEP_PHASES
 from engine.log.text import (
-    OTHERS_CHECKS,
     OTHERS_DATA,
     OTHERS_KERNELS,
     OTHERS_RESULT,
@@ -130,8 +130,9 @@ def decision_words(snapshot: Snapshot) -> list[str]:
 
 
 def check_words(snapshot: Snapshot) -> list[str]:
-    """Return the first-minute checks: failed, then unknown, then passed."""
-    return [OTHERS_CHECKS] if snapshot.command is not None else check_lines(snapshot.view)
+    """Return the first-minute checks: failed, then unknown, then passed; of a script that is not ours, what was seen
+    of the identities of any training."""
+    return (identity_lines if snapshot.command is not None else check_lines)(snapshot.view)
 
 
 def data_words(snapshot: Snapshot) -> list[str]:
@@ -311,7 +312,14 @@ PANES: tuple[Pane, ...] = (
     ),
     Pane(id="log", title="log", column="below", when="always", page=None),
     Pane(id="result", title="result", words=result_words, when="ended", page=2),
-    Pane(id="checks", title="checks", words=check_words, when="tall", page=3),
+    Pane(
+        id="checks",
+        title="checks",
+        title_of_watched="identities",
+        words=check_words,
+        when="tall",
+        page=3,
+    ),
     Pane(id="kernels", title="JIT", words=kernel_words, label="JIT", when="tall", page=5),
     Pane(id="alerts", title="alerts", words=alert_words, when="alerts", page=1),
     Pane(id="data", title="data", words=data_words, help=DATA_HELP, page=7),

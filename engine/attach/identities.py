@@ -1,10 +1,15 @@
 """What has to hold in every healthy training, and what it means where it does not: the identities that the probe of
-`engine watch` looks at on a few steps (`apr_watch/identities.py`). No torch.
+`engine watch` looks at on a few steps (`apr_watch/identities.py`), and the lines in which every surface shows what was
+seen of them. No torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from engine.log.events import Identity
+from engine.log.text import UNSEEN_COMMAND, one_line
+from engine.log.view import RunView
 
 DEGREES = PASS, UNKNOWN, FACT, SUSPICION, CONTRADICTION = (
     "pass",
@@ -181,3 +186,74 @@ IDENTITIES: tuple[Row, ...] = (
     ),
 )
 BY_ID = {row.id: row for row in IDENTITIES}
+
+SIGNS = {
+    CONTRADICTION: "x CONTRADICTION",
+    SUSPICION: "! suspicion",
+    UNKNOWN: "? unknown",
+    FACT: "- fact",
+    PASS: "+ pass",
+}
+"""In the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was seen of an identity in one run."""
+
+    id: str
+    row: Row | None
+    """None where another version wrote it."""
+    seen: Identity | None
+    """The worst of what was seen; None where nothing was."""
+
+    @property
+    def degree(self) -> str:
+        return self.seen.degree if self.seen is not None and self.seen.degree in SIGNS else UNKNOWN
+
+    @property
+    def text(self) -> str:
+        if self.seen is not None:
+            return one_line(f"{self.seen.text} (step {self.seen.step})")
+        return f"not judged: {self.row.question if self.row is not None else ''}"
+
+    @property
+    def means(self) -> str:
+        return self.row.means if self.row is not None else ""
+
+    @property
+    def remedy(self) -> str:
+        framework = self.seen.framework if self.seen is not None else PLAIN
+        return self.row.remedy(framework) if self.row is not None else ""
+
+
+def outcomes(view: RunView) -> list[Outcome]:
+    """What was seen of each identity: contradictions, suspicions, what is unknown, facts, what holds.
+
+    The log has each outcome of an identity once, at the first step that had it, so the worst of them counts: a
+    contradiction is not undone by a later step.
+    """
+    worst: dict[str, Identity] = {}
+    for one in view.identities:
+        if one.id not in worst or _badness(one) > _badness(worst[one.id]):
+            worst[one.id] = one
+    ids = [*BY_ID, *(id for id in worst if id not in BY_ID)]
+    found = [Outcome(id, BY_ID.get(id), worst.get(id)) for id in ids]
+    return sorted(found, key=lambda one: list(SIGNS).index(one.degree))
+
+
+def _badness(one: Identity) -> int:
+    return DEGREES.index(one.degree) if one.degree in DEGREES else -1
+
+
+def identity_lines(view: RunView) -> list[str]:
+    """Render every identity with its degree, and of those that may be wrong what that means and what to do."""
+    if view.watched is None:
+        return [UNSEEN_COMMAND]
+    found = outcomes(view)
+    lines = [", ".join(f"{sum(one.degree == d for one in found)} {d}" for d in SIGNS)]
+    for one in found:
+        lines.append(f"{SIGNS[one.degree]} {one.id}: {one.text}")
+        if one.degree in (CONTRADICTION, SUSPICION) and one.row is not None:
+            lines += [f"  means: {one.means}", f"  do: {one.remedy}"]
+    return lines

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from engine.attach.identities import BY_ID, CONTRADICTION, DEGREES, SUSPICION, UNKNOWN
+from engine.attach.identities import BY_ID, CONTRADICTION, SUSPICION, UNKNOWN, outcomes
 from engine.errors import RunLogError
 from engine.log.beats import read_lost_rank
 from engine.log.events import IDLE, Identity, StepDone
@@ -292,15 +292,11 @@ class _Summary:
         return list(filter(None, lines))
 
     def _identities(self) -> str:
-        """The worst outcome of each identity."""
-        worst: dict[str, Identity] = {}
-        for one in self.view.identities:
-            before = worst.get(one.id)
-            if before is None or _badness(one) > _badness(before):
-                worst[one.id] = one
+        """The worst outcome of each identity of which something was seen."""
         texts = [
-            f"{one.id} {one.degree}" + (f" ({one.text})" if one.degree == UNKNOWN else "")
-            for one in worst.values()
+            f"{one.id} {one.degree}" + (f" ({one.seen.text})" if one.degree == UNKNOWN else "")
+            for one in outcomes(self.view)
+            if one.seen is not None
         ]
         return f"identities: {', '.join(texts)}" if texts else ""
 
@@ -371,15 +367,13 @@ class _Summary:
             return f"{MORE_WORKERS}; then {look}"
         if self.view.alerts or self._first_non_finite is not None:
             return f"engine diagnose {self.path}"
+        if (doubt := self._of_degree(SUSPICION)) and (row := BY_ID.get(doubt[0].id)):
+            return f"unless {row.id} is meant: {row.remedy(doubt[0].framework)}; then {look}"
         return look
 
 
 def _seen_text(one: Identity) -> str:
     return f"{one.degree} {one.id} at step {one.step}: {one.text}"
-
-
-def _badness(one: Identity) -> int:
-    return DEGREES.index(one.degree) if one.degree in DEGREES else -1
 
 
 def _percent(share: float) -> str:

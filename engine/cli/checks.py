@@ -20,6 +20,7 @@ from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
     from engine.log.events import Checked
+    from engine.log.view import RunView
     from engine.verdict import Verdict
 
 WIDTH = 100
@@ -32,14 +33,16 @@ def add_checks_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checks(arguments: argparse.Namespace) -> int:
-    """List the first-minute checks, or show what they found in a run.
+    """List the first-minute checks, or show what they found in a run; of a script that is watched, the identities
+    that hold in any training.
 
     engine checks --list       every check: its question, what a failure means, what to do
     engine checks RUN          the results of a run's newest session, with their cost
     ... --json                 the same as one JSON value
 
     A check that was skipped, broke or has no result yet is unknown, never passed. Exit code of a run: the
-    lowest answer, 0 pass, 1 fail, 2 unknown.
+    lowest answer, 0 pass, 1 fail, 2 unknown. Of a script that is watched: 1 with a contradiction, 0 without one,
+    2 where no identity could be judged.
     """
     if arguments.list == (arguments.run is not None):
         raise UsageError("checks: expected either a run folder or --list")
@@ -64,18 +67,19 @@ def _list_checks(as_json: bool) -> int:
 
 def _answers(path: Path, as_json: bool) -> int:
     from engine.checks.catalogue import ABOUT, CATALOGUE, RETIRED
-    from engine.log.folder import must_have_settings, open_run
+    from engine.log.folder import open_run, read_command
     from engine.log.follow import Follower
     from engine.log.text import audit_text
     from engine.units import format_seconds
     from engine.verdict import lowest
 
     run = open_run(path)
-    # Checks are in the log: settings that cannot be read do not keep anybody from their results.
-    with contextlib.suppress(RunLogError):
-        must_have_settings(run)
     follower = Follower(run)
     follower.read_all()
+    # Checks are in the log: settings that cannot be read do not keep anybody from their results.
+    with contextlib.suppress(RunLogError):
+        if read_command(run) is not None:
+            return _identities(path, follower.view, as_json)
     found = follower.view.checks
     named = [(about.id, about) for about in CATALOGUE]
     # What an earlier version asked, its answers still count.
@@ -116,6 +120,36 @@ def _answers(path: Path, as_json: bool) -> int:
     if audited := audit_text(follower.view):
         put(audited)
     return overall.exit_code
+
+
+def _identities(path: Path, view: RunView, as_json: bool) -> int:
+    from engine.attach.identities import CONTRADICTION, PASS, SUSPICION, identity_lines, outcomes
+    from engine.verdict import Level, Verdict
+
+    found = outcomes(view)
+    degrees = {one.degree for one in view.identities}
+    level = Level.PASS if degrees & {PASS, SUSPICION} else Level.UNKNOWN
+    if CONTRADICTION in degrees:
+        level = Level.FAIL
+    if as_json:
+        rows = [
+            {
+                "id": one.id,
+                "degree": one.degree,
+                "text": one.text,
+                "numbers": {} if one.seen is None else plain(one.seen.numbers),
+                "step": None if one.seen is None else one.seen.step,
+                "means": one.means,
+                "remedy": one.remedy,
+            }
+            for one in found
+        ]
+        put_json({"run": str(path), "level": level.name.lower(), "identities": rows})
+    else:
+        for line in identity_lines(view):
+            indent = " " * (len(line) - len(line.lstrip()) + 2)
+            put(textwrap.fill(line, WIDTH, subsequent_indent=indent))
+    return Verdict(level, "").exit_code
 
 
 def _verdict(check: Checked | None) -> Verdict:

@@ -191,7 +191,9 @@ def _print_all(follower: Any, log_lines: int) -> None:
 
 
 def _what_it_does(run: RunFolder, view: Any) -> dict[str, list[str]]:
-    """Return the command of a run that is somebody's own script, or the decisions of one of ours."""
+    """Return the command of a run that is somebody's own script and what was seen of it, or the decisions of one of
+    ours."""
+    from engine.attach.identities import identity_lines
     from engine.errors import RunLogError
     from engine.log.folder import read_command
     from engine.log.text import command_lines, decision_lines
@@ -199,7 +201,7 @@ def _what_it_does(run: RunFolder, view: Any) -> dict[str, list[str]]:
     # Settings that cannot be read are those of a run of ours.
     with contextlib.suppress(RunLogError):
         if (command := read_command(run)) is not None:
-            return {"command": command_lines(view, command)}
+            return {"command": command_lines(view, command), "identities": identity_lines(view)}
     return {"decisions": [line for d in view.decisions for line in decision_lines(d)]}
 
 

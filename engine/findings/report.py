@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from engine.attach.identities import identity_lines
 from engine.errors import BadInput, RunLogError
 from engine.findings.bundle import Bundle, is_bundle
 from engine.findings.capture import is_flip
@@ -25,7 +26,6 @@ from engine.flips.verdict import interval_of
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
 from engine.log.follow import Follower
 from engine.log.text import (
-    OTHERS_CHECKS,
     OTHERS_KERNELS,
     OTHERS_RESULT,
     alert_lines,
@@ -88,7 +88,9 @@ def _run_page(run: RunFolder) -> str:
         *[_section("Speed", speed_lines(view))] * bool(speed_lines(view)),
         _section("Active alerts", alerts or ["none"]),
         f'<h2>Figures</h2>\n<div class="figures">{"".join(run_figures(view))}</div>',
-        _section("First-minute checks", [OTHERS_CHECKS] if command else check_lines(view)),
+        _section("Identities", identity_lines(view))
+        if command
+        else _section("First-minute checks", check_lines(view)),
         _section("Command", command_lines(view, command))
         if command
         else _section("Decisions", decisions or ["none was logged"]),

@@ -652,9 +652,6 @@ def audit_text(view: RunView) -> str:
 
 
 UNSEEN_COMMAND = "no probe reported a step: seen from outside only"
-OTHERS_CHECKS = (
-    "no checks: they compare a run with its spec, and a script that is not ours has none"
-)
 OTHERS_KERNELS = "nothing compiled by torch.compile was seen"
 OTHERS_DATA = (
     "the data of a script that is not ours is not read; what its batches hold is in the steps"

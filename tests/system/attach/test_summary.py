@@ -170,6 +170,12 @@ def test_the_script_of_the_demo_is_seen_step_by_step_and_changed_in_nothing(tmp_
     found = parts(summary_lines(RunFolder(tmp_path / "run")))
     assert found["verdict"].startswith("run: finished (exit code 0); after 4 steps")
     assert "tokens/s" in found["evidence"] and "AdamW of 133.4k" in found["evidence"]
+    # The mistake in it is named at the first step, with what to do in a script of transformers.
+    shifted = (
+        "suspicion label_shift at step 1: the labels are the tokens after the next: shifted twice"
+    )
+    assert shifted in found["evidence"]
+    assert found["next step"].startswith("unless label_shift is meant: give labels = input_ids")
 
 
 WATCHED = Watched(

@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from engine.log.events import Event, Phase, StepDone, TrainerExited, TrainerStarted, Watched
+from engine.attach.identities import CONTRADICTION, FACT, IDENTITIES, PASS, SUSPICION, UNKNOWN
+from engine.log.events import (
+    Event,
+    Identity,
+    Phase,
+    StepDone,
+    TrainerExited,
+    TrainerStarted,
+    Watched,
+)
 from engine.log.folder import RunFolder, create_run
-from engine.log.text import OTHERS_CHECKS, OTHERS_KERNELS, OTHERS_RESULT
+from engine.log.text import OTHERS_KERNELS, OTHERS_RESULT, UNSEEN_COMMAND
 from engine.log.write import LogWriter
 from tests.support.running import engine_here
 from tests.support.screens import on_screen, press, text_of, texts_of, words_of
@@ -31,7 +40,7 @@ def write(path: Path, kind: str, *events: Event) -> None:
             log.write(event)
 
 
-def make(path: Path, *, steps: int = 3, code: int = 0) -> RunFolder:
+def make(path: Path, *seen: Identity, steps: int = 3, code: int = 0) -> RunFolder:
     """A run whose tokens, rates of tokens and total steps are not known."""
     about = {
         "arguments": ["/usr/bin/python", "train.py", f"--lr={path.name}"],
@@ -42,7 +51,7 @@ def make(path: Path, *, steps: int = 3, code: int = 0) -> RunFolder:
     numbers = range(1, steps + 1)
     done = [StepDone(step=n, loss=3.0 / n, step_s=0.1, data_s=0.02) for n in numbers]
     if done:
-        write(run.events, "probe", WATCHED, Phase(name="training"), *done)
+        write(run.events, "probe", WATCHED, Phase(name="training"), *done, *seen)
     exit_ = TrainerExited(
         trainer_pid=7, returncode=code, state="FAILED" if code else "COMPLETED", signal=None,
         cause="", certainty="proved", sentence="It ended.",
@@ -72,7 +81,7 @@ def test_panes_that_do_not_apply_say_why_in_one_line(tmp_path: Path) -> None:
         assert line in command
     assert "abc123def456+ (files differ)" in command
     assert OTHERS_RESULT in result
-    assert OTHERS_CHECKS in checks
+    assert f"{len(IDENTITIES)} unknown" in checks
     assert OTHERS_KERNELS in kernels
 
 
@@ -131,7 +140,7 @@ def test_commands_say_what_is_known_or_why_not(tmp_path: Path) -> None:
     assert "the settings are the script's own" in said and "cannot be read" not in said
     page = tmp_path / "run.html"
     assert engine_here("report", run, "--out", str(page)).returncode == 0
-    assert OTHERS_CHECKS in page.read_text() and "train.py --lr=run" in page.read_text()
+    assert "train.py --lr=run" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +149,6 @@ def test_commands_say_what_is_known_or_why_not(tmp_path: Path) -> None:
         ("flip", "RUN", "--set", "train.lr=1"),
         ("distill", "--resume", "RUN"),
         ("gate", "RUN"),
-        ("checks", "RUN"),
     ],
 )
 def test_what_needs_settings_refuses_it_with_the_command_to_change(
@@ -163,3 +171,74 @@ def test_a_notebook_shows_the_command_in_the_place_of_decisions(tmp_path: Path) 
     assert OTHERS_RESULT in lines
     shown = page_panes()["decisions"](RunFeed(run).read_all())
     assert shown[0].endswith("train.py --lr=run")
+
+
+SHIFT = Identity(id="label_shift", degree=SUSPICION, step=1, text="the labels are shifted twice")
+HELD = Identity(
+    id="update", degree=PASS, step=1, text="9 numbers are the textbook's", numbers={"of": 9}
+)
+KEPT = Identity(
+    id="kept_gradients", degree=CONTRADICTION, step=2, text="nothing zeroed them",
+    framework="transformers",
+)  # fmt: skip
+
+
+def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to_do(
+    tmp_path: Path,
+) -> None:
+    fact = Identity(id="label_coverage", degree=FACT, step=1, text="9 of 9 places")
+    # A later step at which it holds does not undo a contradiction.
+    later = Identity(id="kept_gradients", degree=PASS, step=4, text="nothing of the step before")
+    other = Identity(id="of_another_version", degree="marvel", step=1, text="who knows")
+    run = make(tmp_path / "run", HELD, fact, SHIFT, KEPT, later, other)
+    done = engine_here("checks", run.path)
+    assert done.returncode == 1 and "settings" not in done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert head.startswith("1 contradiction, 1 suspicion, ") and "1 fact, 1 pass" in head
+    heads = [line for line in lines if not line.startswith(" ")]
+    names = {line.split()[2].rstrip(":") for line in heads}
+    assert names == {row.id for row in IDENTITIES} | {"of_another_version"}
+    assert heads[0] == "x CONTRADICTION kept_gradients: nothing zeroed them (step 2)"
+    assert (
+        lines[1].startswith("  means: Each step is along the sum")
+        and "leave zero_grad() to" in lines[2]
+    )
+    signs = [line[0] for line in heads]
+    assert signs == sorted(signs, key="x!?-+".index)
+    assert heads[-1] == "+ pass update: 9 numbers are the textbook's (step 1)"
+
+    page, tail = tmp_path / "run.html", engine_here("tail", run.path).stdout
+    assert engine_here("report", run.path, "--out", page).returncode == 0
+    *_, pane = texts_of(run.path, (160, 60), "7", "z")
+    for shown in (tail, page.read_text(), pane):
+        assert "x CONTRADICTION kept_gradients: nothing zeroed them (step 2)" in shown
+        assert "+ pass update: 9 numbers are the textbook" in shown
+    assert "7 identities" in pane and "7 checks" not in pane
+    shown = page_panes()["checks"](RunFeed(run).read_all())
+    assert shown[1].startswith("x CONTRADICTION kept_gradients")
+
+
+def test_the_exit_code_and_json_of_identities_say_what_could_be_judged(tmp_path: Path) -> None:
+    fact = Identity(id="label_coverage", degree=FACT, step=1, text="9 of 9 places")
+    unknown = Identity(id="update", degree=UNKNOWN, step=1, text="sharded")
+    for name, seen, code, level in (
+        ("holds", (HELD, SHIFT), 0, "pass"),
+        ("wrong", (HELD, KEPT), 1, "fail"),
+        ("unseen", (fact, unknown), 2, "unknown"),
+    ):
+        done = engine_here("checks", make(tmp_path / name, *seen).path, "--json")
+        found = json.loads(done.stdout)
+        assert (done.returncode, found["level"]) == (code, level)
+        rows = {row["id"]: row for row in found["identities"]}
+        assert list(rows) != [] and rows.keys() == {row.id for row in IDENTITIES}
+        assert (
+            rows["lost_gradients"]["degree"] == UNKNOWN and rows["lost_gradients"]["step"] is None
+        )
+        keys = ("id", "degree", "text", "numbers", "step", "means", "remedy")
+        assert tuple(found["identities"][0]) == keys
+    assert rows["update"]["text"] == "sharded (step 1)"
+
+
+def test_a_command_without_a_probe_has_no_identities_and_says_so(tmp_path: Path) -> None:
+    done = engine_here("checks", make(tmp_path / "run", steps=0).path)
+    assert (done.returncode, done.stdout) == (2, f"{UNSEEN_COMMAND}\n")

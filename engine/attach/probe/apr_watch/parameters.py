@@ -210,7 +210,9 @@ class Held:
                 text = "not every backward pass could be read"
                 return [("stale_parameters", UNKNOWN, text, {})]
             text = f"{len(mine)} parameters of {name}: each gets a gradient, and no others do"
-            return [("stale_parameters", PASS, text, {"parameters": len(mine)})]
+            about = {"parameters": len(mine)}
+            held = ("stale_parameters", "no_gradient", "unowned_parameters", "lost_gradients")
+            return [(id, PASS, text, about) for id in held]
         return self._stray(torch, name, idle, loose, reached, labels, bool(given))
 
     def _stray(
