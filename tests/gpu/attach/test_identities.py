@@ -72,3 +72,70 @@ def test_trainings_on_a_gpu_are_judged_without_waiting_for_it(tmp_path: Path) ->
         assert "kept_gradients" in lines and "stale_parameters" in lines
     for lines in watched.trainings:
         assert not [line for line in lines if line["kind"] == "note"]
+
+
+LOSSES = """
+from torch import nn
+from torch.nn import functional as F
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+torch.use_deterministic_algorithms(True)
+device = torch.device("cuda")
+V, T = 50_257, 32
+text = torch.randint(V, (4, T), device=device)
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(V, 64), nn.Linear(64, V, bias=False)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)))
+
+teacher = Small().to(device)
+
+def next_tokens(z, t):
+    return F.cross_entropy(z[:, :-1].reshape(-1, V), text[:, 1:].reshape(-1))
+
+def same_tokens(z, t):
+    return F.cross_entropy(z.reshape(-1, V), text.reshape(-1))
+
+def distilled(z, t):
+    kd = F.kl_div(F.log_softmax(z / 2, -1), F.softmax(t / 2, -1), reduction="none").sum(-1).mean()
+    return 0.5 * next_tokens(z, t) + 0.5 * 4 * kd
+
+def unscaled(z, t):
+    return F.kl_div(F.log_softmax(z / 2, -1), F.softmax(t / 2, -1), reduction="none").sum(-1).mean()
+
+for loss in (next_tokens, same_tokens, distilled, unscaled):
+    torch.manual_seed(3)
+    net = Small().to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(5):
+        with torch.autocast("cuda", torch.bfloat16):
+            with torch.no_grad():
+                wanted = teacher(text)
+            value = loss(net(text), wanted)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    say(name=loss.__name__)
+    save(net)
+"""
+
+
+def test_losses_on_a_gpu_are_judged_without_waiting_for_it(tmp_path: Path) -> None:
+    watched, _ = run_twice(tmp_path, LOSSES)
+    names = [said["name"] for said in watched.said]
+    found = {
+        name: {(line["id"], line["degree"]) for line in lines if line["kind"] == "identity"}
+        for name, lines in zip(names, watched.trainings, strict=True)
+    }
+    wrong = {"same_tokens": "label_shift", "unscaled": "temperature_squared"}
+    for name, lines in found.items():
+        named = {id for id, degree in lines if degree in ("suspicion", "contradiction")}
+        assert named == ({wrong[name]} if name in wrong else set()), (name, lines)
+    assert ("label_shift", "pass") in found["next_tokens"]
+    assert {("temperature_squared", "pass"), ("teacher_is_student", "pass")} <= found["distilled"]

@@ -17,7 +17,8 @@ from typing import Any
 from .graph import saved, scalar, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
-_PLACES = 64
+_PLACES, _NUMBERS = 64, 1 << 20
+"""So many places are looked at, and so many numbers of them: some MiB in float64."""
 _SAME = 1e-6
 """Nats between two models that are one."""
 _SUMS_TO_1 = 1e-2
@@ -45,9 +46,10 @@ class Divergence:
     def _compare(self, teacher: Any, student: Any) -> Any:
         """On the device: how far the sum of p is from 1, the divergence, and the share of places with the same best."""
         torch, flat = self._torch, (-1, self._vocabulary)
-        stride = max(1, self._places // _PLACES)
-        teacher_RV = teacher.detach().reshape(flat)[::stride][:_PLACES].double()
-        student_RV = student.detach().reshape(flat)[::stride][:_PLACES].double()
+        places = max(1, min(_PLACES, _NUMBERS // self._vocabulary))
+        stride = max(1, self._places // places)
+        teacher_RV = teacher.detach().reshape(flat)[::stride][:places].double()
+        student_RV = student.detach().reshape(flat)[::stride][:places].double()
         p_RV = teacher_RV if self._is_forward else teacher_RV.exp()
         log_q_RV = student_RV if self._is_forward else student_RV.log()
         off = (p_RV.sum(1) - 1).abs().max()
