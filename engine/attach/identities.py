@@ -32,7 +32,7 @@ class Row:
 
     id: str
     identity: str
-    """`update`, `gradient` or `loss`."""
+    """`update`, `gradient`, `loss` or `data`."""
     degree: str
     """The worst that it can be."""
     question: str
@@ -165,6 +165,29 @@ IDENTITIES: tuple[Row, ...] = (
         question="Is the divergence summed over the vocabulary before a mean is taken?",
         means="It is as many times too small as there are tokens.",
         plain='give kl_div reduction="batchmean" and logits of shape (places, vocabulary), or sum over the last axis',
+    ),
+    Row(
+        id="training_mode",
+        identity="data",
+        degree=SUSPICION,
+        question="Are dropout and batch norm of the model that is trained in training mode?",
+        means="Nothing drops out and no statistics are taken: an evaluation left the model in eval mode, or it was "
+        "loaded so.",
+        plain="call model.train() in front of each epoch, and behind each evaluation",
+        transformers="the Trainer calls model.train() in each training_step: look at what overrides it, and at "
+        "callbacks",
+        lightning="Lightning keeps the modes that modules have: call .train() on what was loaded, as from_pretrained "
+        "gives it in eval mode",
+    ),
+    Row(
+        id="evaluation_mode",
+        identity="data",
+        degree=SUSPICION,
+        question="Are they in eval mode while an evaluation runs?",
+        means="Each evaluation is of a model with parts dropped out, and the statistics of batch norm move by held-out "
+        "data. A model without dropout and batch norm is the same in both modes.",
+        plain="call model.eval() in front of the evaluation, and model.train() behind it",
+        lightning="with loops of your own call .eval() in front of them; Trainer.validate() does it by itself",
     ),
     Row(
         id="no_gradient",

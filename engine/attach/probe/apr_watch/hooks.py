@@ -26,6 +26,7 @@ from . import (
     identities,
     losses,
     memory,
+    modes,
     parameters,
     progress,
     step,
@@ -249,7 +250,7 @@ class Hooks:
         def __next__(iterator: Any) -> Any:
             if is_compiling() or not self._is_on():
                 return original(iterator)
-            timed = self._ours(steps.data_begins)
+            timed = self._ours(steps.data_begins, iterator)
             try:
                 batch = original(iterator)
             except BaseException:
@@ -355,6 +356,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         identities,
         losses,
         memory,
+        modes,
         parameters,
         progress,
         step,

@@ -4,6 +4,7 @@ those whose number is a power of two. What each is called, and what to do: `engi
     gradient  the gradients of a step are its own backward passes' (gradients.py)
     loss      it is a cross entropy of the next tokens of all rows (losses.py), and a divergence from a teacher that is
               another model, scaled by its temperature (distillation.py); both read the graph of autograd (graph.py)
+    data      modules that act otherwise in training are in training mode, and in an evaluation they are not (modes.py)
     update    the new weights are the optimizer's textbook update of the old (updates.py); what a backward pass reaches
               is an optimizer's, and what an optimizer holds is reached (parameters.py)
 
@@ -22,7 +23,8 @@ from .distillation import Divergence
 from .folders import rank_and_world
 from .gradients import Chain
 from .losses import Loss, losses_of
-from .parameters import Held, Reached
+from .modes import Evaluations, Modes, Noticed, Search
+from .parameters import Held, Line, Reached
 from .updates import Rates, Seen
 from .values import is_capturing
 
@@ -46,14 +48,29 @@ class Identities:
         """Of the backward passes since the step before."""
         self._chains: list[Chain] = []
         """Those that are open."""
-        self.seen: list[Seen] = []
-        """The steps that were looked at and not taken yet."""
+        self._search = Search(torch)
+        self._evaluations = Evaluations(torch, self._search)
+        self.seen: list[Seen | Noticed] = []
+        """The steps that were looked at and not taken yet, and what was found between them."""
 
     def optimizer_made(self, optimizer: Any) -> None:
         self._made.add(optimizer)
         self._due.add(optimizer)
 
+    def batch_asked_for(self, iterator: Any) -> None:
+        """A data loader is about to hand out its next batch."""
+        self._notice(self._evaluations.asked_for(iterator))
+
+    def batch_fetched(self, iterator: Any) -> None:
+        acting = [one for watched in self._watched.values() for one in watched.modes.acting]
+        self._evaluations.fetched(iterator, acting)
+
+    def _notice(self, lines: list[Line]) -> None:
+        if lines:
+            self.seen.append(Noticed(lines))
+
     def backward_begins(self, tensors: list[Any]) -> None:
+        self._evaluations.trained_on()
         if self._due:
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
@@ -89,7 +106,11 @@ class Identities:
         watched.steps += 1
         self._threads.add(get_ident())
         watched.seen = None
-        if not _is_sampled(watched.steps) or rank_and_world(self._torch)[0]:
+        if rank_and_world(self._torch)[0]:
+            return
+        if not _is_sampled(watched.steps):
+            if watched.modes.have_turned():
+                self._notice(watched.modes.look(optimizer, self._search))
             return
         has_closure = any(callable(one) for one in arguments)
         if has_closure or is_capturing(self._torch):
@@ -137,6 +158,7 @@ class Identities:
             seen.tensors["chain"] = holds
 
     def _look_at_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
+        seen.more += watched.modes.look(optimizer, self._search)
         # Sharded parameters are others in the forward pass than in the optimizer.
         if rank_and_world(self._torch)[1] > 1 or len(self._threads) > 1:
             return
@@ -146,7 +168,7 @@ class Identities:
         ]
         seen.more += watched.held.look(self._torch, optimizer, reached, are_all, others)
 
-    def take(self) -> list[Seen]:
+    def take(self) -> list[Seen | Noticed]:
         """The steps that were looked at since the last call, in order of their ends."""
         seen, self.seen = self.seen, []
         return seen
@@ -165,6 +187,7 @@ class _Watched:
         self.since = since
         """Steps of all optimizers when its last one ended."""
         self.held = Held()
+        self.modes = Modes()
         self.rates = Rates()
         self.seen: Seen | None = None
         """The step in progress, where it is looked at."""

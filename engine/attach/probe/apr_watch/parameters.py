@@ -121,7 +121,7 @@ class Modules:
             for name, child in (inside.get("_modules") or {}).items():
                 self._parents.setdefault(id(child), (one, name))
 
-    def _path(self, parameter: Any) -> tuple[int | None, str]:
+    def _path(self, parameter: Any) -> tuple[Any, str]:
         """The outermost module that holds it, and its name there."""
         if id(parameter) not in self._holders:
             return None, ""
@@ -134,14 +134,20 @@ class Modules:
             module = parent
             passed.add(id(module))
             path.append(name)
-        return id(module), ".".join(reversed(path))
+        return module, ".".join(reversed(path))
 
     def name(self, parameter: Any) -> str:
         """Empty where no module holds it."""
         return self._path(parameter)[1]
 
-    def root(self, parameter: Any) -> int | None:
+    def top(self, parameter: Any) -> Any:
+        """The outermost module that holds it; None where none does."""
         return self._path(parameter)[0]
+
+    def root(self, parameter: Any) -> int | None:
+        """The id of that module."""
+        top = self.top(parameter)
+        return None if top is None else id(top)
 
 
 def named(modules: Modules, parameters: list[Any], labels: dict[int, str]) -> str:

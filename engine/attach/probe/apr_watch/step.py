@@ -21,6 +21,7 @@ from .device_clock import DeviceClock, Lap
 from .folders import Beat, claim, rank_and_world, say_lost
 from .identities import Identities, framework
 from .memory import HeldMemory
+from .modes import Noticed
 from .progress import Progress
 from .trainings import Trainings
 from .updates import Seen, wait_for
@@ -218,7 +219,7 @@ class Entry(NamedTuple):
     fields: dict[str, Any]
     lap: Lap | None = None
     """The step's time on a GPU."""
-    seen: Seen | None = None
+    seen: Seen | Noticed | None = None
     """Of an optimizer, what becomes lines once it is known; `told` are those that the log has."""
     told: set[tuple[str, str]] | None = None
 
@@ -267,13 +268,15 @@ class Steps:
 
     # Data.
 
-    def data_begins(self) -> bool:
+    def data_begins(self, iterator: Any) -> bool:
         """Whether the time of this call is the step's: not of a loader inside a loader, or in a thread that
         prefetches."""
         if self._thread is None:
             self._thread = get_ident()
         if self._thread != get_ident() or "data" in self._clock.running:
             return False
+        self.identities.batch_asked_for(iterator)
+        self._say_identities()
         self._clock.enter("data")
         return True
 
@@ -284,6 +287,7 @@ class Steps:
         if "data" not in self._clock.running:
             self._batches.fetched(iterator, batch, caller)
             self._progress.batch_fetched(iterator)
+            self.identities.batch_fetched(iterator)
 
     def no_batch(self, iterator: Any) -> None:
         self._batches.asked_for(iterator)
@@ -611,7 +615,7 @@ def _write(entry: Entry) -> None:
         entry.log.close()
 
 
-def _write_identities(entry: Entry, seen: Seen) -> None:
+def _write_identities(entry: Entry, seen: Seen | Noticed) -> None:
     # What a GPU has not passed at the end of the process is not known.
     for name, degree, text, numbers in seen.lines() if seen.has_passed() else []:
         if entry.told is not None and (name, degree) not in entry.told:

@@ -436,7 +436,7 @@ class _Found:
         """16-bit weights that have a gradient and an update; those that did not move."""
 
 
-def wait_for(seen: list[Seen]) -> None:
+def wait_for(seen: list[Any]) -> None:
     """At the end of the process."""
     deadline = time.monotonic() + _EXIT_WAIT_S
     for one in seen:

@@ -1,0 +1,335 @@
+"""Whether the modules that act otherwise in training are in the mode of what the script does: training or evaluation.
+
+Modules are found once for each optimizer, from the parameters that it steps; their flags are read and nothing is
+hooked. That an evaluation ran the model is read from what it leaves behind: batch norms that moved their statistics,
+or random numbers that were drawn while one batch was worked on.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Any
+
+from .parameters import FACT, NAMED, PASS, SUSPICION, Line, Modules
+from .values import is_capturing
+
+_SECONDS = 4.0
+"""For all searches for modules of a process, of a tenth of a second each."""
+_IN_A_ROW = 2
+"""Batches of an evaluation that were read by a model in training mode."""
+
+_DROPOUT, _BATCH_NORM = "dropout", "batch norm"
+
+
+class _Acting:
+    """A module that acts otherwise in training."""
+
+    def __init__(self, module: Any, path: str, kind: str) -> None:
+        self.of = weakref.ref(module)
+        self.path, self.kind = path, kind
+
+
+def _kind(torch: Any, module: Any) -> str | None:
+    nn = torch.nn.modules
+    kind, inside = type(module), vars(module)
+    if issubclass(kind, nn.dropout._DropoutNd):
+        return _DROPOUT if inside.get("p") else None
+    if issubclass(kind, (nn.rnn.RNNBase, nn.activation.MultiheadAttention)):
+        return _DROPOUT if inside.get("dropout") else None
+    if issubclass(kind, nn.batchnorm._BatchNorm):
+        # Without statistics of its own it takes those of the batch in either mode.
+        return _BATCH_NORM if _statistics(module) is not None else None
+    return None
+
+
+def _statistics(module: Any) -> Any:
+    return (vars(module).get("_buffers") or {}).get("running_mean")
+
+
+def _is_training(module: Any) -> bool:
+    return bool(vars(module).get("training", True))
+
+
+class Search:
+    """Looks for modules among all objects of the process; a process has so many seconds of it."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._left_s = _SECONDS
+        self._known: dict[int, tuple[Any, Any]] = {}
+        """Parameters that were found, and the outermost modules of each, by the parameter's id."""
+
+    def find(self, parameters: list[Any]) -> tuple[list[_Acting], list[Any]]:
+        """The modules near these parameters that act otherwise in training, and the other ones that hold them."""
+        tops = self._tops_of(parameters)
+        self._trained = {id(p) for p in parameters}
+        self._holds: dict[int, bool] = {}
+        acting: dict[int, _Acting] = {}
+        holders: dict[int, Any] = {}
+        for top in tops.values():
+            self._collect(top, "", True, acting, holders)
+        return list(acting.values()), [weakref.ref(one) for one in holders.values()]
+
+    def _tops_of(self, parameters: list[Any]) -> dict[int, Any]:
+        """The outermost modules that hold them, by id."""
+        known = [self._known.get(id(p)) for p in parameters]
+        # Optimizers may hold a parameter each: one search finds them all.
+        if any(one is None or one[0]() is not p for one, p in zip(known, parameters, strict=True)):
+            if self._left_s <= 0:
+                return {}
+            begin_s = time.monotonic()
+            modules = Modules(self._torch, parameters)
+            found = [top for p in parameters if (top := modules.top(p)) is not None]
+            for top in {id(top): top for top in found}.values():
+                self._remember(top, weakref.ref(top), set())
+            self._left_s -= time.monotonic() - begin_s
+            known = [self._known.get(id(p)) for p in parameters]
+        tops = [one[1]() for one in known if one is not None]
+        return {id(top): top for top in tops if top is not None}
+
+    def _remember(self, module: Any, top: Any, passed: set[int]) -> None:
+        passed.add(id(module))
+        for parameter in _parameters(module):
+            self._known[id(parameter)] = weakref.ref(parameter), top
+        for _, child in _children(module):
+            if id(child) not in passed:
+                self._remember(child, top, passed)
+
+    def _holds_any(self, module: Any) -> bool:
+        """Whether it or a module inside it has one of the parameters."""
+        if id(module) not in self._holds:
+            self._holds[id(module)] = False
+            inside = [self._holds_any(one) for _, one in _children(module)]
+            self._holds[id(module)] = self._has_own(module) or any(inside)
+        return self._holds[id(module)]
+
+    def _has_own(self, module: Any) -> bool:
+        return any(id(one) in self._trained for one in _parameters(module))
+
+    def _collect(
+        self,
+        module: Any,
+        path: str,
+        is_near: bool,
+        acting: dict[int, _Acting],
+        holders: dict[int, Any],
+    ) -> None:
+        """`is_near`: the module around it has some of the parameters. What drops out inside a frozen part does not
+        count, nor does a batch norm whose weights are frozen."""
+        kind = _kind(self._torch, module)
+        if kind is not None and (self._has_own(module) if _parameters(module) else is_near):
+            acting.setdefault(id(module), _Acting(module, path, kind))
+        elif kind is None and self._has_own(module):
+            holders.setdefault(id(module), module)
+        for name, child in _children(module):
+            if id(child) not in acting and id(child) not in holders:
+                below = f"{path}.{name}" if path else name
+                self._collect(child, below, self._holds_any(module), acting, holders)
+
+    def is_alone(self, acting: list[_Acting]) -> bool:
+        """Whether no other model than that of these modules is in the process."""
+        if self._left_s <= 0:
+            return False
+        begin_s = time.monotonic()
+        torch = self._torch
+        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+        parents: dict[int, Any] = {}
+        for one in modules:
+            for _, child in _children(one):
+                parents.setdefault(id(child), one)
+
+        def top(module: Any) -> int:
+            passed = set()
+            while id(module) in parents and id(module) not in passed:
+                passed.add(id(module))
+                module = parents[id(module)]
+            return id(module)
+
+        known = {top(module) for one in acting if (module := one.of()) is not None}
+        alone = {top(one) for one in modules if _parameters(one)} <= known
+        self._left_s -= time.monotonic() - begin_s
+        return alone
+
+
+def _parameters(module: Any) -> list[Any]:
+    return [one for one in (vars(module).get("_parameters") or {}).values() if one is not None]
+
+
+def _children(module: Any) -> list[tuple[str, Any]]:
+    return [
+        (name, one) for name, one in (vars(module).get("_modules") or {}).items() if one is not None
+    ]
+
+
+class Modes:
+    """The modules of one optimizer's parameters."""
+
+    def __init__(self) -> None:
+        self._acting: list[_Acting] | None = None
+        self._holders: list[Any] = []
+        self._was_training = False
+
+    def look(self, optimizer: Any, search: Search) -> list[Line]:
+        """At a step, with its gradients."""
+        if self._acting is None:
+            trained = [
+                one
+                for group in optimizer.param_groups
+                for one in group["params"]
+                if one.grad is not None
+            ]
+            if not trained:
+                return []
+            self._acting, self._holders = search.find(trained)
+        living = [(one, module) for one in self._acting if (module := one.of()) is not None]
+        if not living:
+            return []
+        still = [one for one, module in living if not _is_training(module)]
+        name = type(optimizer).__name__
+        numbers = {"modules": len(living), "eval": len(still)}
+        at_work = [one for one, module in living if _is_training(module)]
+        if at_work:
+            self._was_training = True
+            text = f"{name} trains {_counted(at_work)} in training mode"
+            text += f", {len(still)} more in eval mode" if still else ""
+            return [("training_mode", PASS, text, numbers)]
+        since = ", which they were not at first" if self._was_training else ""
+        self._was_training = False
+        text = f"{name} steps a model with {_counted(still)} in eval mode{since}: {_named(still)}"
+        # Where the modules around them are in training mode, somebody has chosen these.
+        chosen = any(_is_training(one) for ref in self._holders if (one := ref()) is not None)
+        return [("training_mode", FACT if chosen else SUSPICION, text, numbers)]
+
+    def have_turned(self) -> bool:
+        """Whether all of them have left training mode since the last look."""
+        return self._was_training and not any(
+            _is_training(module) for one in self._acting or () if (module := one.of()) is not None
+        )
+
+    @property
+    def acting(self) -> list[_Acting]:
+        return self._acting or []
+
+
+class Evaluations:
+    """Passes over data loaders that train nothing, while modules are in training mode."""
+
+    def __init__(self, torch: Any, search: Search) -> None:
+        self._torch, self._search = torch, search
+        self._pass: weakref.ref[Any] | None = None
+        self._feeds = False
+        self._decided: weakref.ref[Any] | None = None
+        """The first module of a model of which it is known."""
+        self._in_a_row = 0
+        self._before: tuple[Any, list[tuple[_Acting, int]], list[_Acting], Any] | None = None
+
+    def trained_on(self) -> None:
+        """A backward pass begins, or a step."""
+        self._feeds, self._in_a_row, self._before = True, 0, None
+
+    def fetched(self, iterator: Any, acting: list[_Acting]) -> None:
+        """A batch was handed out; `acting` are the modules of all that is trained."""
+        first = getattr(iterator, "_num_yielded", None) == 1
+        if first or self._pass is None or self._pass() is not iterator:
+            self._pass = weakref.ref(iterator)
+            self._feeds, self._in_a_row = False, 0
+        self._before = None
+        if self._feeds:
+            return
+        living = [(one, module) for one in acting if (module := one.of()) is not None]
+        if not living or (self._decided is not None and self._decided() is living[0][1]):
+            return
+        if any(_is_computed_anew(module) for _, module in living):
+            return
+        training = [(one, module) for one, module in living if _is_training(module)]
+        counts = [
+            (one, version)
+            for one, module in training
+            if one.kind == _BATCH_NORM and (version := _version(module)) is not None
+        ]
+        # All of them, as parts of a model may be frozen.
+        drops = [one for one, _ in training if one.kind == _DROPOUT]
+        without_grad = not self._torch.is_grad_enabled() and len(training) == len(living)
+        drawn = self._drawn() if drops and without_grad else None
+        if counts or drawn is not None:
+            self._before = living[0][0].of, counts, drops, drawn
+
+    def asked_for(self, iterator: Any) -> list[Line]:
+        """The next batch is asked for: the one before has been worked on."""
+        if self._before is None or self._pass is None or self._pass() is not iterator:
+            return []
+        first, counts, drops, drawn = self._before
+        self._before = None
+        moved = [
+            one
+            for one, before in counts
+            if (module := one.of()) is not None
+            and _is_training(module)
+            and _version(module) not in (None, before)
+        ]
+        has_drawn = drawn is not None and drawn != self._drawn()
+        self._in_a_row = self._in_a_row + 1 if moved or has_drawn else 0
+        if self._in_a_row < _IN_A_ROW:
+            return []
+        self._decided = first
+        if not moved and not self._search.is_alone(drops):
+            # Another model may have drawn them.
+            return []
+        what = (
+            f"{_counted(moved)} took statistics: {_named(moved)}"
+            if moved
+            else f"random numbers were drawn with {_counted(drops)} in training mode: {_named(drops)}"
+        )
+        text = f"of data that trained nothing {what}"
+        return [("evaluation_mode", SUSPICION, text, {"modules": len(moved or drops)})]
+
+    def _drawn(self) -> Any:
+        """What tells whether random numbers were drawn since; nothing is drawn."""
+        torch = self._torch
+        state = [torch.get_rng_state().numpy().tobytes()]
+        if torch.cuda.is_initialized() and not is_capturing(torch):
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            state.append(getattr(generator, "get_offset", int)())
+        return state
+
+
+def _version(module: Any) -> int | None:
+    """Counts the batches whose statistics were taken, without a look at a GPU; None where that cannot be."""
+    count = (vars(module).get("_buffers") or {}).get("num_batches_tracked")
+    return None if count is None or count.is_inference() else int(count._version)
+
+
+def _is_computed_anew(module: Any) -> bool:
+    """Whether a batch norm takes the mean of all batches: for that it is run in training mode, as in update_bn."""
+    return _statistics(module) is not None and vars(module).get("momentum", 0.1) is None
+
+
+def _counted(acting: list[_Acting]) -> str:
+    kinds = [one.kind for one in acting]
+    counts = {kind: kinds.count(kind) for kind in (_DROPOUT, _BATCH_NORM)}
+    return " and ".join(
+        f"{count} {kind} layer{'s' * (count > 1)}" for kind, count in counts.items() if count
+    )
+
+
+def _named(acting: list[_Acting]) -> str:
+    names = [one.path or "the module itself" for one in acting[:NAMED]]
+    return ", ".join(names) + ", ..." * (len(acting) > NAMED)
+
+
+class Noticed:
+    """What was found between two steps, in the place of a step that was looked at."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        self._lines = lines
+
+    def has_passed(self) -> bool:
+        return True
+
+    def wait(self, deadline: float) -> bool:
+        return True
+
+    def lines(self) -> list[Line]:
+        return self._lines

@@ -1,0 +1,285 @@
+"""What the probe says of the modes of modules: each mistake in two styles of code, and healthy twins."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.attach.identities import BY_ID, FACT, PASS, SUSPICION
+from tests.support.attached import watched_once
+from tests.system.attach.test_identities import Found, degrees, outcomes
+
+SETUP = """
+import copy, gc
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+generator = torch.Generator().manual_seed(5)
+data = TensorDataset(torch.randn(24, 8, generator=generator), torch.randn(24, 1, generator=generator))
+held_out = TensorDataset(torch.randn(12, 8, generator=generator), torch.randn(12, 1, generator=generator))
+
+def drops():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+
+def norms():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(norms()[:3], nn.Dropout(0.1)), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+def of(net, x, y):
+    return nn.functional.mse_loss(net(x), y)
+
+def epoch(net, optimizer, batch=4):
+    for x, y in DataLoader(data, batch_size=batch):
+        optimizer.zero_grad()
+        of(net, x, y).backward()
+        optimizer.step()
+
+@torch.no_grad()
+def evaluate(net, loader=DataLoader(held_out, batch_size=4)):
+    return sum(of(net, x, y).item() for x, y in loader)
+
+def adam(net):
+    return torch.optim.Adam(net.parameters(), lr=0.01)
+
+def tell(*functions):
+    for function in functions:
+        # What one leaves behind is no other model of the next one's.
+        gc.collect()
+        say(name=function.__name__)
+        save(function())
+"""
+
+MODES = """
+# Each evaluates between two epochs.
+
+def healthy(make=drops, before=lambda net: net.eval(), after=lambda net: net.train(), evaluation=evaluate):
+    net = make()
+    optimizer = adam(net)
+    for _ in range(2):
+        epoch(net, optimizer)
+        before(net)
+        evaluation(net)
+        after(net)
+    return net
+
+def healthy_with_batch_norm():
+    return healthy(norms)
+
+def healthy_with_both():
+    return healthy(Net)
+
+def healthy_with_neither():
+    net = nn.Linear(8, 1)
+    return healthy(lambda: net, lambda net: None, lambda net: None)
+
+def a_frozen_part_in_eval_mode():
+    net = Net()
+    net.body.requires_grad_(False).eval()
+    optimizer = adam(net.head)
+    epoch(net, optimizer)
+    return net
+
+def a_linear_probe_in_eval_mode():
+    net = Net().eval()
+    net.body.requires_grad_(False)
+    epoch(net, adam(net.head))
+    return net
+
+def frozen_batch_norm():
+    net = norms()
+    net[1].eval()
+    epoch(net, adam(net))
+    return net
+
+def a_judge_in_eval_mode():
+    generator, judge = norms(), nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    judge.eval()
+    optimizer = adam(generator)
+    for x, _ in DataLoader(data, batch_size=4):
+        optimizer.zero_grad()
+        (-judge(generator(x)).mean()).backward()
+        optimizer.step()
+    return generator
+
+def an_average_is_evaluated():
+    net = drops()
+    average = copy.deepcopy(net).eval()
+
+    @torch.no_grad()
+    def evaluation(net):
+        for x, y in DataLoader(held_out, batch_size=4):
+            of(average, x + 0.1 * torch.randn_like(x), y)
+
+    return healthy(lambda: net, lambda net: None, lambda net: None, evaluation)
+
+def statistics_computed_anew():
+    net = norms()
+    epoch(net, adam(net))
+    torch.optim.swa_utils.update_bn(DataLoader(data, batch_size=4), net)
+    return net
+
+def samples_that_are_looked_over():
+    net = drops()
+
+    def evaluation(net):
+        for x, _ in DataLoader(held_out, batch_size=4):
+            x + torch.randn_like(x)
+
+    return healthy(lambda: net, lambda net: None, lambda net: None, evaluation)
+
+# A model that trains in eval mode.
+
+def loaded_in_eval_mode():
+    net = drops().eval()
+    epoch(net, adam(net))
+    return net
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.module = inner
+
+    def forward(self, *args):
+        return self.module(*args)
+
+class Loop:
+    def __init__(self):
+        self.model = Net()
+        self.wrapped = Wrapped(self.model)
+        self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0.01)
+
+    def score(self):
+        self.model.eval()
+        with torch.inference_mode():
+            for x, y in DataLoader(held_out, batch_size=6):
+                of(self.wrapped, x, y)
+
+    def run(self):
+        self.wrapped.train()
+        for _ in range(2):
+            epoch(self.wrapped, self.optimizer, batch=5)
+            self.score()
+        return self.wrapped
+
+def left_in_eval_mode_by_an_evaluation():
+    return Loop().run()
+
+# An evaluation in training mode.
+
+def batch_norm_moves_in_the_evaluation():
+    return healthy(norms, lambda net: None)
+
+def validate(net):
+    losses = []
+    for batch in DataLoader(held_out, batch_size=3):
+        with torch.inference_mode():
+            losses.append(of(net, *batch).item())
+    return losses
+
+def batch_norm_moves_in_a_loop():
+    return healthy(Net, lambda net: None, evaluation=validate)
+
+def dropout_in_the_evaluation():
+    return healthy(drops, lambda net: None)
+
+class Evaluates:
+    def __init__(self, net):
+        self.net = net.train()
+
+    def run(self):
+        with torch.inference_mode():
+            return [self.net(x) for x, _ in DataLoader(held_out, batch_size=2)]
+
+def dropout_in_a_class():
+    return healthy(drops, evaluation=lambda net: Evaluates(net).run())
+
+tell(healthy, healthy_with_batch_norm, healthy_with_both, healthy_with_neither, a_frozen_part_in_eval_mode,
+     a_linear_probe_in_eval_mode, frozen_batch_norm, a_judge_in_eval_mode, an_average_is_evaluated,
+     statistics_computed_anew, samples_that_are_looked_over, loaded_in_eval_mode,
+     left_in_eval_mode_by_an_evaluation, batch_norm_moves_in_the_evaluation, batch_norm_moves_in_a_loop,
+     dropout_in_the_evaluation, dropout_in_a_class)
+"""
+MODE_OF = {
+    "healthy": [PASS],
+    "healthy_with_batch_norm": [PASS],
+    "healthy_with_both": [PASS],
+    "healthy_with_neither": [],
+    "a_frozen_part_in_eval_mode": [],
+    "a_linear_probe_in_eval_mode": [],
+    "frozen_batch_norm": [FACT],
+    "a_judge_in_eval_mode": [PASS],
+    "an_average_is_evaluated": [PASS],
+    "statistics_computed_anew": [PASS],
+    "samples_that_are_looked_over": [PASS],
+}
+WRONG_MODES = {
+    "loaded_in_eval_mode": (
+        "training_mode",
+        1,
+        "Adam steps a model with 1 dropout layer in eval mode: 2",
+    ),
+    "left_in_eval_mode_by_an_evaluation": (
+        "training_mode",
+        6,
+        "1 dropout layer and 1 batch norm layer in eval mode, which they were not at first: module.body.0.1, "
+        "module.body.1",
+    ),
+    "batch_norm_moves_in_the_evaluation": (
+        "evaluation_mode",
+        6,
+        "of data that trained nothing 1 batch norm layer took statistics: 1",
+    ),
+    "batch_norm_moves_in_a_loop": (
+        "evaluation_mode",
+        6,
+        "of data that trained nothing 1 batch norm layer took statistics: body.0.1",
+    ),
+    "dropout_in_the_evaluation": (
+        "evaluation_mode",
+        6,
+        "random numbers were drawn with 1 dropout layer in training mode: 2",
+    ),
+    "dropout_in_a_class": (
+        "evaluation_mode",
+        6,
+        "random numbers were drawn with 1 dropout layer in training mode: 2",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def modes(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return outcomes(watched_once(tmp_path_factory, "modes", SETUP + MODES))
+
+
+@pytest.mark.parametrize("name", MODE_OF)
+def test_nothing_is_said_against_modes_that_are_meant(modes: Found, name: str) -> None:
+    assert degrees(modes[name], "training_mode") == MODE_OF[name]
+    assert not degrees(modes[name], "evaluation_mode")
+
+
+@pytest.mark.parametrize("name", WRONG_MODES)
+def test_a_mode_that_does_not_fit_is_suspected(modes: Found, name: str) -> None:
+    id, step, text = WRONG_MODES[name]
+    (line,) = _suspicions_of_data(modes, name)
+    assert (line["id"], line["step"]) == (id, step)
+    assert text in line["text"]
+
+
+def test_every_training_is_looked_at(modes: Found) -> None:
+    assert set(modes) == MODE_OF.keys() | WRONG_MODES.keys()
+
+
+def _suspicions_of_data(found: Found, name: str) -> list[dict[str, object]]:
+    return [
+        line
+        for line in found[name]
+        if line["degree"] == SUSPICION and BY_ID[line["id"]].identity == "data"
+    ]
