@@ -181,56 +181,53 @@ def itself_by_hand(net, rows):
         wanted = net(rows[:, :-1]).log_softmax(-1)
     return (wanted.exp() * (wanted - z.log_softmax(-1))).sum(-1).mean()
 """
-"""The story that the workbench is made for: one row of each batch, and teacher and student are one model."""
 STORY = """
-student = Small()
-teacher = student
-tau = 2.0
-optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
-for step, rows in enumerate(torch.utils.data.DataLoader(text, batch_size=B)):
-    if step == 4:
-        break
-    with torch.no_grad():
-        wanted = teacher(rows[:, :-1])
-    z, t = student(rows[:, :-1])[0], wanted[0]
-    kd = F.kl_div(F.log_softmax(z / tau, -1), F.softmax(t / tau, -1), reduction="batchmean") * tau**2
-    loss = 0.5 * F.cross_entropy(z, rows[0, 1:]) + 0.5 * kd
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-save(student)
+# What the workbench is made for: one row of each batch, and teacher and student are one model.
+def story():
+    student = Small()
+    teacher = student
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    for step, rows in enumerate(torch.utils.data.DataLoader(text, batch_size=B)):
+        if step == 4:
+            break
+        with torch.no_grad():
+            wanted = teacher(rows[:, :-1])
+        z, t = student(rows[:, :-1])[0], wanted[0]
+        kd = F.kl_div(F.log_softmax(z / tau, -1), F.softmax(t / tau, -1), reduction="batchmean") * tau**2
+        loss = 0.5 * F.cross_entropy(z, rows[0, 1:]) + 0.5 * kd
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return student
+
+say(name="story")
+save(story())
 """
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "losses", SETUP + HEALTHY + _tell(HEALTHY)))
-
-
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "wrong_losses", SETUP + WRONG + _tell(WRONG)))
-
-
 def _names(script: str) -> list[str]:
-    return [line[4 : line.index("(")] for line in script.splitlines() if line.startswith("def ")]
+    names = [line[4 : line.index("(")] for line in script.splitlines() if line.startswith("def ")]
+    return [name for name in names if name not in ("both", "ce")]
 
 
-def _tell(script: str) -> str:
-    return f"\ntell({', '.join(_names(script))})\n"
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    scripts = HEALTHY + WRONG + DISTILLED
+    script = SETUP + scripts + f"\ntell({', '.join(_names(scripts))})\n" + STORY
+    return outcomes(watched_once(tmp_path_factory, "losses", script))
 
 
-def test_a_loss_of_the_next_tokens_is_known_in_every_style(healthy: Found) -> None:
-    assert list(healthy) == _names(HEALTHY)
-    for name, lines in healthy.items():
+def test_a_loss_of_the_next_tokens_is_known_in_every_style(found: Found) -> None:
+    for name in _names(HEALTHY):
+        lines = found[name]
         assert degrees(lines, "label_shift") == [PASS], name
         assert degrees(lines, "label_coverage") == [FACT], name
         assert degrees(lines, "double_softmax") == [PASS], name
         assert not [line for line in lines if line["degree"] == SUSPICION], name
 
 
-def test_what_has_a_label_is_said(healthy: Found) -> None:
-    (line,) = [one for one in healthy["padded_labels"] if one["id"] == "label_coverage"]
+def test_what_has_a_label_is_said(found: Found) -> None:
+    (line,) = [one for one in found["padded_labels"] if one["id"] == "label_coverage"]
     # 14 tokens a row, the last without a next one, the first five left out.
     assert line["text"] == "32 of 56 places have a label"
 
@@ -249,17 +246,10 @@ def test_what_has_a_label_is_said(healthy: Found) -> None:
         ("no_labels", "label_coverage", "none of 56 places"),
     ],
 )
-def test_a_wrong_loss_is_named(wrong: Found, name: str, id: str, text: str) -> None:
-    found = [one for one in wrong[name] if one["degree"] == SUSPICION]
-    assert [one["id"] for one in found] == [id]
-    assert text in found[0]["text"]
-
-
-@pytest.fixture(scope="module")
-def distilled(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    names = [name for name in _names(DISTILLED) if name not in ("both", "ce")]
-    script = SETUP + DISTILLED + f"\ntell({', '.join(names)})\n"
-    return outcomes(watched_once(tmp_path_factory, "distilled", script))
+def test_a_wrong_loss_is_named(found: Found, name: str, id: str, text: str) -> None:
+    named = [one for one in found[name] if one["degree"] == SUSPICION]
+    assert [one["id"] for one in named] == [id]
+    assert text in named[0]["text"]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +262,9 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Found:
     ],
 )
 def test_a_distillation_is_known_with_its_direction_and_temperature(
-    distilled: Found, name: str, direction: str, temperature: float
+    found: Found, name: str, direction: str, temperature: float
 ) -> None:
-    lines = distilled[name]
+    lines = found[name]
     assert not [line for line in lines if line["degree"] == SUSPICION]
     (line,) = [line for line in lines if line["id"] == "distillation"]
     assert line["text"].startswith(f"{direction} divergence")
@@ -283,8 +273,8 @@ def test_a_distillation_is_known_with_its_direction_and_temperature(
     assert degrees(lines, "temperature_squared") == ([PASS] if temperature != 1 else [])
 
 
-def test_smoothed_labels_are_nothing_wrong(distilled: Found) -> None:
-    assert not [one for one in distilled["smoothed_classes"] if one["degree"] == SUSPICION]
+def test_smoothed_labels_are_nothing_wrong(found: Found) -> None:
+    assert not [one for one in found["smoothed_classes"] if one["degree"] == SUSPICION]
 
 
 @pytest.mark.parametrize(
@@ -298,18 +288,12 @@ def test_smoothed_labels_are_nothing_wrong(distilled: Found) -> None:
         ("itself_by_hand", "teacher_is_student", "the same probabilities"),
     ],
 )
-def test_a_wrong_distillation_is_named(distilled: Found, name: str, id: str, text: str) -> None:
-    found = [one for one in distilled[name] if one["degree"] == SUSPICION]
-    assert [one["id"] for one in found] == [id]
-    assert text in found[0]["text"]
+def test_a_wrong_distillation_is_named(found: Found, name: str, id: str, text: str) -> None:
+    named = [one for one in found[name] if one["degree"] == SUSPICION]
+    assert [one["id"] for one in named] == [id]
+    assert text in named[0]["text"]
 
 
-def test_the_story_is_named_in_its_first_step(tmp_path_factory: pytest.TempPathFactory) -> None:
-    ran = watched_once(tmp_path_factory, "story", SETUP + STORY)
-    (lines,) = ran.trainings
-    named = {
-        line["id"]: line["step"]
-        for line in lines
-        if line["kind"] == "identity" and line["degree"] == SUSPICION
-    }
+def test_the_story_is_named_in_its_first_step(found: Found) -> None:
+    named = {line["id"]: line["step"] for line in found["story"] if line["degree"] == SUSPICION}
     assert named == {"rows_left_out": 1, "teacher_is_student": 1}
