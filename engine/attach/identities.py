@@ -190,6 +190,41 @@ IDENTITIES: tuple[Row, ...] = (
         lightning="with loops of your own call .eval() in front of them; Trainer.validate() does it by itself",
     ),
     Row(
+        id="data_order",
+        identity="data",
+        degree=SUSPICION,
+        question="Is the order of the data another one in each pass, where it is to be shuffled?",
+        means="Each epoch has the same batches: the generator is seeded anew, or a sampler is not told its epoch.",
+        plain="seed once, in front of the first epoch; of a DistributedSampler call set_epoch(epoch) in front of each",
+    ),
+    Row(
+        id="cut_passes",
+        identity="data",
+        degree=SUSPICION,
+        question="Do passes over a data loader come to their end?",
+        means="An iterator that is made anew gives the first batch again; without shuffling it is the same one, and "
+        "the rest of the data is never read.",
+        plain="make the iterator once for each epoch, for batch in loader, instead of next(iter(loader))",
+        lightning="look at limit_train_batches and overfit_batches",
+    ),
+    Row(
+        id="repeated_samples",
+        identity="data",
+        degree=SUSPICION,
+        question="Is each sample handed out once in a pass?",
+        means="Some are trained on twice and others not at all, unless that is what the sampler is for.",
+        plain="look at what the sampler, or the batch sampler, yields; draw from randperm, not from randint",
+    ),
+    Row(
+        id="repeated_batches",
+        identity="data",
+        degree=SUSPICION,
+        question="Do batches that follow each other differ?",
+        means="The same data is trained on several times in a row.",
+        plain="of an IterableDataset with several workers give each its part by get_worker_info(); else look at what "
+        "__getitem__ does with its index",
+    ),
+    Row(
         id="no_gradient",
         identity="update",
         degree=SUSPICION,

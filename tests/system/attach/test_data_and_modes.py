@@ -1,4 +1,4 @@
-"""What the probe says of the modes of modules: each mistake in two styles of code, and healthy twins."""
+"""What the probe says of data, and of the modes of modules: each mistake in two styles of code, and healthy twins."""
 
 from __future__ import annotations
 
@@ -275,6 +275,247 @@ def test_a_mode_that_does_not_fit_is_suspected(modes: Found, name: str) -> None:
 
 def test_every_training_is_looked_at(modes: Found) -> None:
     assert set(modes) == MODE_OF.keys() | WRONG_MODES.keys()
+
+
+DATA = """
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import SequentialSampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+def linear():
+    torch.manual_seed(3)
+    return nn.Linear(8, 1)
+
+def on(loader, epochs=3, begin=lambda epoch: None, each=lambda batch: None):
+    net = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        begin(epoch)
+        for x, y in loader() if callable(loader) else loader:
+            optimizer.zero_grad()
+            of(net, x, y).backward()
+            optimizer.step()
+    return net
+
+def shuffled():
+    return on(DataLoader(data, batch_size=4, shuffle=True))
+
+def shuffled_by_a_loader_of_each_epoch():
+    return on(lambda: DataLoader(data, batch_size=4, shuffle=True))
+
+def shuffled_by_workers_that_stay():
+    return on(DataLoader(data, batch_size=4, shuffle=True, num_workers=2, persistent_workers=True))
+
+def in_order():
+    return on(DataLoader(data, batch_size=4))
+
+def spread_over_ranks():
+    sampler = DistributedSampler(data, 2, 0)
+    return on(DataLoader(data, batch_size=4, sampler=sampler), begin=sampler.set_epoch)
+
+def with_replacement():
+    return on(DataLoader(data, batch_size=4, sampler=RandomSampler(data, replacement=True)), epochs=1)
+
+def weighted():
+    return on(DataLoader(data, batch_size=4, sampler=WeightedRandomSampler([1.0] + 23 * [0.1], 24)), epochs=1)
+
+def all_in_one_batch():
+    return on(DataLoader(data, batch_size=24), epochs=6)
+
+def the_same_batch_on_purpose():
+    batch = next(iter(DataLoader(data, batch_size=4)))
+    return on([batch] * 6)
+
+shared = DataLoader(data, batch_size=4, shuffle=True)
+
+def one_of_two_trainings():
+    return on(shared, epochs=1)
+
+def in_the_order_of_the_other_training():
+    # What is alike are two runs, not two passes of one.
+    return on(shared, epochs=1)
+
+def some_batches_of_each_pass():
+    net = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loader = DataLoader(data, batch_size=3, shuffle=True)
+    for _ in range(3):
+        for step, (x, y) in enumerate(loader):
+            if step == 4:
+                break
+            optimizer.zero_grad()
+            of(net, x, y).backward()
+            optimizer.step()
+    return net
+
+def two_passes_at_a_time():
+    net = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    for _ in range(2):
+        for (x, y), (z, _) in zip(loader, loader):
+            optimizer.zero_grad()
+            of(net, (x + z) / 2, y).backward()
+            optimizer.step()
+    return net
+
+class Stream(IterableDataset):
+    def __init__(self, splits):
+        self.splits = splits
+
+    def __iter__(self):
+        at, of_all = (get_worker_info().id, get_worker_info().num_workers) if self.splits else (0, 1)
+        return iter([data[place] for place in range(at, len(data), of_all)])
+
+def a_stream_that_is_split():
+    return on(DataLoader(Stream(True), batch_size=4, num_workers=2), epochs=1)
+
+# What is wrong.
+
+def seeded_in_each_epoch():
+    return on(DataLoader(data, batch_size=4, shuffle=True), begin=lambda epoch: torch.manual_seed(1) and None)
+
+def a_generator_of_each_epoch():
+    return on(lambda: DataLoader(data, 4, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(1))))
+
+def an_epoch_that_is_not_set():
+    return on(DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0)))
+
+def the_first_batch_again_and_again():
+    net = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loader = DataLoader(data, batch_size=4)
+    for _ in range(6):
+        x, y = next(iter(loader))
+        optimizer.zero_grad()
+        of(net, x, y).backward()
+        optimizer.step()
+    return net
+
+class Draws:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __call__(self):
+        for batch in self.loader:
+            return batch
+
+def a_first_batch_of_each_shuffle():
+    draw = Draws(DataLoader(data, batch_size=4, shuffle=True))
+    return on(lambda: [draw()], epochs=6)
+
+def the_first_batches_of_each_pass():
+    def first():
+        for step, batch in enumerate(DataLoader(data, batch_size=3)):
+            if step == 4:
+                return
+            yield batch
+    return on(first)
+
+class Picks(Sampler):
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __len__(self):
+        return len(data)
+
+    def __iter__(self):
+        return iter(torch.randint(len(data), (len(data),), generator=self.generator).tolist())
+
+def drawn_with_randint():
+    return on(DataLoader(data, batch_size=4, sampler=Picks()), epochs=1)
+
+class Windows(Sampler):
+    # Each begins half a batch behind the one before.
+    def __iter__(self):
+        return iter([list(range(at, at + 4)) for at in range(0, 20, 2)])
+
+def batches_that_overlap():
+    return on(DataLoader(data, batch_sampler=Windows()), epochs=1)
+
+def a_stream_that_each_worker_reads():
+    return on(DataLoader(Stream(False), batch_size=4, num_workers=2), epochs=1)
+
+class OneItem(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, at):
+        return data[0]
+
+def an_index_that_is_not_used():
+    return on(DataLoader(OneItem(), batch_size=4, shuffle=True), epochs=1)
+
+tell(shuffled, shuffled_by_a_loader_of_each_epoch, shuffled_by_workers_that_stay, in_order, spread_over_ranks,
+     with_replacement, weighted, all_in_one_batch, the_same_batch_on_purpose, one_of_two_trainings,
+     in_the_order_of_the_other_training, some_batches_of_each_pass, two_passes_at_a_time, a_stream_that_is_split,
+     seeded_in_each_epoch, a_generator_of_each_epoch, an_epoch_that_is_not_set, the_first_batch_again_and_again,
+     a_first_batch_of_each_shuffle, the_first_batches_of_each_pass, drawn_with_randint, batches_that_overlap,
+     a_stream_that_each_worker_reads, an_index_that_is_not_used)
+"""
+HEALTHY_DATA = {
+    "shuffled": {"data_order": [PASS], "repeated_samples": [PASS]},
+    "shuffled_by_a_loader_of_each_epoch": {"data_order": [PASS], "repeated_samples": [PASS]},
+    "shuffled_by_workers_that_stay": {"data_order": [PASS], "repeated_samples": [PASS]},
+    "in_order": {"data_order": [FACT], "repeated_samples": [PASS]},
+    "spread_over_ranks": {"data_order": [PASS], "repeated_samples": [PASS]},
+    "with_replacement": {"repeated_samples": [FACT]},
+    "weighted": {"repeated_samples": [FACT]},
+    "all_in_one_batch": {"data_order": [FACT], "repeated_samples": [PASS]},
+    "the_same_batch_on_purpose": {},
+    "one_of_two_trainings": {"repeated_samples": [PASS]},
+    "in_the_order_of_the_other_training": {"repeated_samples": [PASS]},
+    "some_batches_of_each_pass": {"data_order": [PASS], "repeated_samples": [PASS]},
+    "two_passes_at_a_time": {"repeated_samples": [PASS]},
+    "a_stream_that_is_split": {},
+}
+WRONG_DATA = {
+    "seeded_in_each_epoch": ("data_order", "RandomSampler shuffles, but two passes begin with the"),
+    "a_generator_of_each_epoch": ("data_order", "the same 24 samples in the same order"),
+    "an_epoch_that_is_not_set": ("data_order", "DistributedSampler shuffles, but two passes"),
+    "the_first_batch_again_and_again": (
+        "cut_passes",
+        "3 passes in a row over 6 batches were left after the first batch, which is the same one",
+    ),
+    "a_first_batch_of_each_shuffle": ("cut_passes", "were left after the first batch"),
+    "the_first_batches_of_each_pass": (
+        "cut_passes",
+        "over 8 batches are left after the same first 5",
+    ),
+    "drawn_with_randint": ("repeated_samples", "handed out before in that pass, by Picks"),
+    "batches_that_overlap": ("repeated_samples", "of 40 samples of a pass over the data 18 were"),
+    "a_stream_that_each_worker_reads": (
+        "repeated_batches",
+        "hold what the batch before them held: each of 2 workers reads all of the stream",
+    ),
+    "an_index_that_is_not_used": ("repeated_batches", "2 of 2 batches hold what the batch before"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return outcomes(watched_once(tmp_path_factory, "data", SETUP + DATA))
+
+
+@pytest.mark.parametrize("name", HEALTHY_DATA)
+def test_nothing_is_said_against_data_that_is_read_as_it_is_meant(data: Found, name: str) -> None:
+    said: dict[str, list[str]] = {}
+    for line in data[name]:
+        if BY_ID[line["id"]].identity == "data":
+            said.setdefault(line["id"], []).append(line["degree"])
+    assert said == HEALTHY_DATA[name]
+
+
+@pytest.mark.parametrize("name", WRONG_DATA)
+def test_data_that_is_not_what_the_sampler_promised_is_suspected(data: Found, name: str) -> None:
+    id, text = WRONG_DATA[name]
+    (line,) = _suspicions_of_data(data, name)
+    assert line["id"] == id
+    assert text in str(line["text"])
+
+
+def test_all_data_is_looked_at(data: Found) -> None:
+    assert set(data) == HEALTHY_DATA.keys() | WRONG_DATA.keys()
 
 
 def _suspicions_of_data(found: Found, name: str) -> list[dict[str, object]]:

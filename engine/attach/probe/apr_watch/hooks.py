@@ -18,6 +18,7 @@ from typing import Any
 
 from . import (
     compiles,
+    data,
     device_clock,
     distillation,
     folders,
@@ -68,9 +69,9 @@ class Hooks:
             self._replace(clip_grad, "clip_grad_norm_", self._wrap_clipping)
             clipping = getattr(clip_grad, "clip_grad_norm_", None)
             self._replace(self._torch.nn.utils, "clip_grad_norm_", lambda original: clipping)
-            self._replace(
-                getattr(loaders, "_BaseDataLoaderIter", None), "__next__", self._wrap_next
-            )
+            iterators = getattr(loaders, "_BaseDataLoaderIter", None)
+            self._replace(iterators, "__next__", self._wrap_next)
+            self._replace(iterators, "_next_index", self._wrap_next_index)
             scaler = getattr(sys.modules.get("torch.amp.grad_scaler"), "GradScaler", None)
             self._replace(scaler, "scale", self._wrap_scale)
             self._replace(scaler, "update", self._wrap_update)
@@ -253,10 +254,10 @@ class Hooks:
             timed = self._ours(steps.data_begins, iterator)
             try:
                 batch = original(iterator)
-            except BaseException:
+            except BaseException as error:
                 if timed:
                     self._ours(steps.data_ends)
-                self._ours(steps.no_batch, iterator)
+                self._ours(steps.no_batch, iterator, error)
                 raise
             if timed:
                 self._ours(steps.data_ends)
@@ -264,6 +265,18 @@ class Hooks:
             return batch
 
         return __next__
+
+    def _wrap_next_index(self, original: Any) -> Any:
+        is_compiling, steps = self._is_compiling, self._steps
+
+        @functools.wraps(original)
+        def _next_index(iterator: Any) -> Any:
+            index = original(iterator)
+            if not is_compiling() and self._is_on():
+                self._ours(steps.samples_asked_for, iterator, index)
+            return index
+
+        return _next_index
 
     def _is_on(self) -> bool:
         if not self._on and self._undo:
@@ -348,6 +361,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         leave_alone(code, code.co_name == "_ours")
     for module in (
         compiles,
+        data,
         device_clock,
         distillation,
         folders,

@@ -4,7 +4,8 @@ those whose number is a power of two. What each is called, and what to do: `engi
     gradient  the gradients of a step are its own backward passes' (gradients.py)
     loss      it is a cross entropy of the next tokens of all rows (losses.py), and a divergence from a teacher that is
               another model, scaled by its temperature (distillation.py); both read the graph of autograd (graph.py)
-    data      modules that act otherwise in training are in training mode, and in an evaluation they are not (modes.py)
+    data      modules that act otherwise in training are in training mode, and in an evaluation they are not (modes.py),
+              and the passes over a data loader hand out what its sampler is to give (data.py)
     update    the new weights are the optimizer's textbook update of the old (updates.py); what a backward pass reaches
               is an optimizer's, and what an optimizer holds is reached (parameters.py)
 
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+from .data import Passes
 from .distillation import Divergence
 from .folders import rank_and_world
 from .gradients import Chain
@@ -50,18 +52,29 @@ class Identities:
         """Those that are open."""
         self._search = Search(torch)
         self._evaluations = Evaluations(torch, self._search)
+        self._passes = Passes(torch)
         self.seen: list[Seen | Noticed] = []
         """The steps that were looked at and not taken yet, and what was found between them."""
 
     def optimizer_made(self, optimizer: Any) -> None:
         self._made.add(optimizer)
         self._due.add(optimizer)
+        self._passes.forget()
 
     def batch_asked_for(self, iterator: Any) -> None:
         """A data loader is about to hand out its next batch."""
         self._notice(self._evaluations.asked_for(iterator))
 
-    def batch_fetched(self, iterator: Any) -> None:
+    def samples_asked_for(self, iterator: Any, index: Any) -> None:
+        """Its sampler gave the samples of a batch, which may be handed out later."""
+        if not rank_and_world(self._torch)[0]:
+            self._notice(self._passes.asked(iterator, index))
+
+    def no_batch(self, iterator: Any) -> None:
+        self._notice(self._passes.ended(iterator))
+
+    def batch_fetched(self, iterator: Any, batch: Any) -> None:
+        self._notice(self._passes.fetched(iterator, batch, bool(self._due)))
         acting = [one for watched in self._watched.values() for one in watched.modes.acting]
         self._evaluations.fetched(iterator, acting)
 
@@ -71,6 +84,7 @@ class Identities:
 
     def backward_begins(self, tensors: list[Any]) -> None:
         self._evaluations.trained_on()
+        self._passes.trained_on()
         if self._due:
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):

@@ -8,15 +8,14 @@ or random numbers that were drawn while one batch was worked on.
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from typing import Any
 
 from .parameters import FACT, NAMED, PASS, SUSPICION, Line, Modules
 from .values import is_capturing
 
-_SECONDS = 4.0
-"""For all searches for modules of a process, of a tenth of a second each."""
+_SEARCHES = 32
+"""For modules in a process, of a tenth of a second each: one for each training, and one for each suspected model."""
 _IN_A_ROW = 2
 """Batches of an evaluation that were read by a model in training mode."""
 
@@ -53,11 +52,11 @@ def _is_training(module: Any) -> bool:
 
 
 class Search:
-    """Looks for modules among all objects of the process; a process has so many seconds of it."""
+    """Looks for modules among all objects of the process, so many times."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._left_s = _SECONDS
+        self._left = _SEARCHES
         self._known: dict[int, tuple[Any, Any]] = {}
         """Parameters that were found, and the outermost modules of each, by the parameter's id."""
 
@@ -77,14 +76,13 @@ class Search:
         known = [self._known.get(id(p)) for p in parameters]
         # Optimizers may hold a parameter each: one search finds them all.
         if any(one is None or one[0]() is not p for one, p in zip(known, parameters, strict=True)):
-            if self._left_s <= 0:
+            if self._left <= 0:
                 return {}
-            begin_s = time.monotonic()
+            self._left -= 1
             modules = Modules(self._torch, parameters)
             found = [top for p in parameters if (top := modules.top(p)) is not None]
             for top in {id(top): top for top in found}.values():
                 self._remember(top, weakref.ref(top), set())
-            self._left_s -= time.monotonic() - begin_s
             known = [self._known.get(id(p)) for p in parameters]
         tops = [one[1]() for one in known if one is not None]
         return {id(top): top for top in tops if top is not None}
@@ -130,9 +128,9 @@ class Search:
 
     def is_alone(self, acting: list[_Acting]) -> bool:
         """Whether no other model than that of these modules is in the process."""
-        if self._left_s <= 0:
+        if self._left <= 0:
             return False
-        begin_s = time.monotonic()
+        self._left -= 1
         torch = self._torch
         modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
         parents: dict[int, Any] = {}
@@ -148,9 +146,7 @@ class Search:
             return id(module)
 
         known = {top(module) for one in acting if (module := one.of()) is not None}
-        alone = {top(one) for one in modules if _parameters(one)} <= known
-        self._left_s -= time.monotonic() - begin_s
-        return alone
+        return {top(one) for one in modules if _parameters(one)} <= known
 
 
 def _parameters(module: Any) -> list[Any]:

@@ -287,10 +287,16 @@ class Steps:
         if "data" not in self._clock.running:
             self._batches.fetched(iterator, batch, caller)
             self._progress.batch_fetched(iterator)
-            self.identities.batch_fetched(iterator)
+            self.identities.batch_fetched(iterator, batch)
 
-    def no_batch(self, iterator: Any) -> None:
+    def samples_asked_for(self, iterator: Any, index: Any) -> None:
+        self.identities.samples_asked_for(iterator, index)
+
+    def no_batch(self, iterator: Any, error: BaseException) -> None:
         self._batches.asked_for(iterator)
+        if isinstance(error, StopIteration):
+            self.identities.no_batch(iterator)
+            self._say_identities()
 
     # Backward.
 
