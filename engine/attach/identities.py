@@ -150,6 +150,16 @@ IDENTITIES: tuple[Row, ...] = (
         plain="look at what the teacher is loaded from, and that it is no reference or copy of the student",
     ),
     Row(
+        id="teacher_mode",
+        identity="loss",
+        degree=SUSPICION,
+        question="Is the teacher in eval mode?",
+        means="Its answers to the same tokens are drawn anew at each step, and the student learns their noise.",
+        plain="call teacher.eval() after it is loaded, and after anything that calls train() on what holds it",
+        transformers="load it apart from the model that the Trainer gets, and call eval() on it",
+        lightning="Lightning calls train() on every module that the LightningModule holds: keep the teacher in a list",
+    ),
+    Row(
         id="temperature_squared",
         identity="loss",
         degree=SUSPICION,

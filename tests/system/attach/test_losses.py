@@ -181,6 +181,28 @@ def itself_by_hand(net, rows):
         wanted = net(rows[:, :-1]).log_softmax(-1)
     return (wanted.exp() * (wanted - z.log_softmax(-1))).sum(-1).mean()
 """
+TEACHERS = """
+class Dropping(Small):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, tokens):
+        return super().forward(self.drop(tokens.float()).long().clamp(max=V - 1))
+
+teacher = Dropping().requires_grad_(False)
+
+def teacher_in_train_mode(net, rows):
+    return by_hand(net, rows)
+
+def teacher_in_train_mode_again(net, rows):
+    teacher.train()
+    return hinton(net, rows)
+
+def teacher_in_eval_mode(net, rows):
+    teacher.eval()
+    return hinton(net, rows)
+"""
 STORY = """
 # What the workbench is made for: one row of each batch, and teacher and student are one model.
 def story():
@@ -213,7 +235,10 @@ def _names(script: str) -> list[str]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     scripts = HEALTHY + WRONG + DISTILLED
-    script = SETUP + scripts + f"\ntell({', '.join(_names(scripts))})\n" + STORY
+    # Teachers first: a process has so many searches for modules.
+    script = SETUP + scripts
+    script += TEACHERS + f"\ntell({', '.join(_names(TEACHERS))})\nteacher = Small().eval()\n"
+    script += f"\ntell({', '.join(_names(scripts))})\n" + STORY
     return outcomes(watched_once(tmp_path_factory, "losses", script))
 
 
@@ -273,6 +298,10 @@ def test_a_distillation_is_known_with_its_direction_and_temperature(
     assert degrees(lines, "temperature_squared") == ([PASS] if temperature != 1 else [])
 
 
+def test_a_teacher_in_eval_mode_is_nothing_wrong(found: Found) -> None:
+    assert degrees(found["teacher_in_eval_mode"], "teacher_mode") == [PASS]
+
+
 def test_smoothed_labels_are_nothing_wrong(found: Found) -> None:
     assert not [one for one in found["smoothed_classes"] if one["degree"] == SUSPICION]
 
@@ -286,6 +315,8 @@ def test_smoothed_labels_are_nothing_wrong(found: Found) -> None:
         ("mean_of_all_by_hand", "divergence_mean", "23 times too small"),
         ("itself", "teacher_is_student", "the same probabilities"),
         ("itself_by_hand", "teacher_is_student", "the same probabilities"),
+        ("teacher_in_train_mode", "teacher_mode", "Dropping: dropout acts"),
+        ("teacher_in_train_mode_again", "teacher_mode", "Dropping: dropout acts"),
     ],
 )
 def test_a_wrong_distillation_is_named(found: Found, name: str, id: str, text: str) -> None:

@@ -107,6 +107,14 @@ def _is_share(weight: float, others: list[float]) -> bool:
     return any(abs(weight + other - 1) < 1e-6 for other in (0.0, *others))
 
 
+def teachers_in_training(models: list[str]) -> list[Line]:
+    """`models` are those that nothing trains and whose dropout acts, by their classes."""
+    if not models:
+        return [("teacher_mode", PASS, "no model that is not trained draws dropout", {})]
+    text = f"{', '.join(models)}: dropout acts in a model that is not trained, beside a divergence from a teacher"
+    return [("teacher_mode", SUSPICION, text, {"models": len(models)})]
+
+
 def _temperature(softmax: Any) -> float:
     """What the logits are divided by, below a softmax; 1 where nothing is seen."""
     node, _ = source(softmax)

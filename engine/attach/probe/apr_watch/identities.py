@@ -21,7 +21,7 @@ from threading import get_ident
 from typing import Any
 
 from .data import Passes
-from .distillation import Divergence
+from .distillation import Divergence, teachers_in_training
 from .folders import rank_and_world
 from .gradients import Chain
 from .losses import Loss, losses_of
@@ -173,14 +173,19 @@ class Identities:
 
     def _look_at_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
         seen.more += watched.modes.look(optimizer, self._search)
+        if watched.steps == 1 and any(isinstance(one, Divergence) for one in self._losses):
+            seen.more += teachers_in_training(self._search.others_in_training(self._held()))
         # Sharded parameters are others in the forward pass than in the optimizer.
         if rank_and_world(self._torch)[1] > 1 or len(self._threads) > 1:
             return
         reached, are_all = self._reached.since(watched.since)
-        others = [
+        seen.more += watched.held.look(self._torch, optimizer, reached, are_all, self._held())
+
+    def _held(self) -> list[Any]:
+        """The parameters of all optimizers."""
+        return [
             one for made in self._made for group in made.param_groups for one in group["params"]
         ]
-        seen.more += watched.held.look(self._torch, optimizer, reached, are_all, others)
 
     def take(self) -> list[Seen | Noticed]:
         """The steps that were looked at since the last call, in order of their ends."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .parameters import FACT, NAMED, PASS, SUSPICION, Line, Modules
@@ -130,23 +131,43 @@ class Search:
         """Whether no other model than that of these modules is in the process."""
         if self._left <= 0:
             return False
+        modules, top = self._all()
+        known = {id(top(module)) for one in acting if (module := one.of()) is not None}
+        return {id(top(one)) for one in modules if _parameters(one)} <= known
+
+    def others_in_training(self, trained: Iterable[Any]) -> list[str]:
+        """Models of which no optimizer holds a parameter, and whose dropout acts."""
+        if self._left <= 0:
+            return []
+        modules, top = self._all()
+        held = {id(one) for one in trained}
+        found: dict[int, str] = {}
+        for one in modules:
+            if _kind(self._torch, one) == _DROPOUT and _is_training(one):
+                model = top(one)
+                parameters = list(model.parameters())
+                if parameters and not any(id(parameter) in held for parameter in parameters):
+                    found[id(model)] = type(model).__name__
+        return list(found.values())
+
+    def _all(self) -> tuple[list[Any], Callable[[Any], Any]]:
+        """All modules of the process, and what gives the outermost one around each."""
         self._left -= 1
-        torch = self._torch
-        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+        module_type = self._torch.nn.Module
+        modules = [one for one in gc.get_objects() if issubclass(type(one), module_type)]
         parents: dict[int, Any] = {}
         for one in modules:
             for _, child in _children(one):
                 parents.setdefault(id(child), one)
 
-        def top(module: Any) -> int:
+        def top(module: Any) -> Any:
             passed = set()
             while id(module) in parents and id(module) not in passed:
                 passed.add(id(module))
                 module = parents[id(module)]
-            return id(module)
+            return module
 
-        known = {top(module) for one in acting if (module := one.of()) is not None}
-        return {top(one) for one in modules if _parameters(one)} <= known
+        return modules, top
 
 
 def _parameters(module: Any) -> list[Any]:
