@@ -10,7 +10,7 @@ GROUP_NUMBERS = 1 << 24
 """Of the widest part of a layer, for the tokens of a plain forward pass at a time; at least one row."""
 QUERIES = 256
 """Query tokens whose attention weights are in memory at a time (`engine.audit.reference`)."""
-LOGITS = 1 << 25
+LOGITS = 1 << 23
 """Logits of one side that are in memory at a time, in float64."""
 
 
