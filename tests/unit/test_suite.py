@@ -169,3 +169,16 @@ def test_each_skip_in_the_list_is_for_lack_of_something_that_one_can_get() -> No
         assert not names or f"def {names[-1]}(" in text, (
             f"{function} is in tests/skips.tsv and gone"
         )
+
+
+def test_each_test_that_waits_for_a_gpu_is_in_the_list_of_skips() -> None:
+    """Said here in a second: the suite counts skips only when it is done."""
+    listed = {function for function, _ in lacks.read_list(TESTS / "skips.tsv")}
+    asked = [
+        f"{path.relative_to(ROOT)}::{node.name}"
+        for path in sorted((TESTS / "gpu").rglob("test_*.py"))
+        if "pytestmark = pytest.mark.gpu" in (text := path.read_text())
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert asked and not set(asked) - listed
