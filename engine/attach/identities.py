@@ -100,6 +100,16 @@ IDENTITIES: tuple[Row, ...] = (
         lightning="with manual optimization call zero_grad() of every optimizer once for each of its steps",
     ),
     Row(
+        id="accumulation_windows",
+        identity="gradient",
+        degree=SUSPICION,
+        question="Does each backward pass count in one step, and each step in one accumulation window?",
+        means="Where the data ends within a window, its gradients are dropped, or added to a window that is scaled as "
+        "if it were whole.",
+        plain="step behind the last batch of a pass over the data too, with its loss divided by as many batches as "
+        "there are; or let drop_last and the window fit the data",
+    ),
+    Row(
         id="label_shift",
         identity="loss",
         degree=SUSPICION,

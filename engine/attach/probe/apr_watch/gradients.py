@@ -1,16 +1,21 @@
-"""Whether gradients of a step are still part of the next one's: nothing zeroed them in between.
+"""Whether a step has the gradients of its own backward passes, all of them and no others.
 
-Some rows of the gradients are held against each other at each place where they may change: behind a step, in front of
-each backward pass and behind it, in front of the next step. Where something else than a backward pass changed them,
-or there are none, the chain is broken, and the rest of the step costs a comparison.
+Chain: whether gradients of a step are still part of the next one's, since nothing zeroed them in between. Some rows of
+the gradients are held against each other at each place where they may change: behind a step, in front of each backward
+pass and behind it, in front of the next step. Where something else than a backward pass changed them, or there are
+none, the chain is broken, and the rest of the step costs a comparison.
+
+Windows: whether steps that accumulate take whole windows. At every backward pass a few gradients are asked whether they
+are there and were written, which reads no number of theirs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
-from .parameters import CONTRADICTION, PASS, Line
+from .parameters import CONTRADICTION, PASS, SUSPICION, Line
 from .updates import Rows, fits, is_plain
 
 _NUMBERS = 1 << 14
@@ -136,3 +141,144 @@ class Chain:
             return []
         text = f"the gradients of a step of {optimizer} hold nothing of the step before"
         return [("kept_gradients", PASS, text, {})]
+
+
+_FEW = 4
+"""So many parameters of an optimizer are asked for their gradients at every backward pass."""
+_SETTLED = 3
+"""Steps that take as many backward passes, from which on it is known how many a window has."""
+
+
+class Windows:
+    """The backward passes between the steps of one optimizer.
+
+    A window that the end of a pass over the data cuts short may be stepped as it is. Here it is not: its gradients are
+    removed, or become part of the next window, or the training ends with them.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._few: list[weakref.ref[Any]] = []
+        self._marks: list[Any] = []
+        """Of the gradient of each: None where there is none, else what differs once it is written."""
+        self._passes = self._removed = 0
+        """Since the step before: those whose gradients are there, and those whose gradients are not any more."""
+        self._are_taken = False
+        """Another optimizer stepped behind these passes; they may be meant for it alone."""
+        self._has_ended = False
+        """A pass over data has ended since the step before."""
+        self._counts: Counter[int] = Counter()
+        self._steps = 0
+        self._long = 0
+        """The passes of the step before, where they are more than a window has."""
+
+    def leave(self) -> None:
+        """Something cannot be seen."""
+        self.is_open = False
+
+    def data_ended(self) -> None:
+        self._has_ended = True
+
+    def other_stepped(self) -> None:
+        self._are_taken = self._are_taken or self._passes > 0
+
+    def backward_begins(self) -> None:
+        now = self._look()
+        if self._passes and now != self._marks:
+            if any(one is not None for one in now):
+                # Zeroed in place, scaled or clipped: nobody knows which.
+                self.leave()
+            self._removed += 0 if self._are_taken else self._passes
+            self._passes, self._are_taken = 0, False
+        self._marks = now
+
+    def backward_ends(self) -> None:
+        now = self._look()
+        self._passes += now != self._marks
+        self._marks = now
+
+    def _look(self) -> list[Any]:
+        few = [ref() for ref in self._few]
+        if any(one is None for one in few):
+            return self._marks
+        gradients = [one.grad for one in few]  # type: ignore[union-attr]
+        return [None if one is None else (id(one), one._version) for one in gradients]
+
+    @property
+    def may_change(self) -> bool:
+        """Not where its optimizer is gone and nothing was left, or something cannot be seen."""
+        return self.is_open and (self._passes > 0 or all(ref() is not None for ref in self._few))
+
+    @property
+    def _usual(self) -> int:
+        """The passes that a window has; 0 where that is not known."""
+        ((usual, times),) = self._counts.most_common(1) or [(0, 0)]
+        return usual if times >= _SETTLED and 2 * times >= self._steps else 0
+
+    def step(self, torch: Any, optimizer: Any, number: int) -> list[Line]:
+        """In front of a step, the optimizer's `number`-th."""
+        passes, removed, are_taken = self._passes, self._removed, self._are_taken
+        has_ended, long = self._has_ended, self._long
+        is_first = not self._few
+        self._passes = self._removed = self._long = 0
+        self._are_taken = self._has_ended = False
+        self._choose(torch, optimizer)
+        if is_first:
+            return []
+        if not passes:
+            self.leave()
+            return []
+        usual, name = self._usual, type(optimizer).__name__
+        self._steps += 1
+        self._counts[passes] += not removed and not are_taken
+        if usual == 1 and passes == 1 and not removed:
+            text = f"each step of {name} takes the gradients of one backward pass"
+            return [("accumulation_windows", PASS, text, {"passes": 1})]
+        if usual < 2 or are_taken:
+            return []
+        if passes == usual and 0 < removed < usual:
+            text = (
+                f"the gradients of {removed} backward passes in front of step {number} of {name} were removed without "
+                f"a step, where a step takes those of {usual}"
+            )
+            return [_cut(text, removed, usual)]
+        if passes == usual and long:
+            text = (
+                f"step {number - 1} of {name} took the gradients of {long} backward passes, where others take those "
+                f"of {usual}: a window that the end of the data cut short went on in the next pass"
+            )
+            return [_cut(text, long - usual, usual)]
+        if not removed and has_ended and usual < passes < 2 * usual:
+            self._long = passes
+        if not removed and has_ended and passes <= usual:
+            text = f"each step of {name} takes the gradients of one window, the last of a pass over the data too"
+            return [("accumulation_windows", PASS, text, {"passes": usual})]
+        return []
+
+    def end(self) -> list[Line]:
+        """At the end of a training that was not broken off."""
+        left, usual = self._passes, self._usual
+        self._passes = 0
+        if not self.is_open or self._are_taken or not 0 < left < usual:
+            return []
+        text = (
+            f"the training ended with the gradients of {left} backward passes that no step took, where a step takes "
+            f"those of {usual}"
+        )
+        return [_cut(text, left, usual)]
+
+    def _choose(self, torch: Any, optimizer: Any) -> None:
+        found: list[Any] = []
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if len(found) < _FEW and is_plain(torch, one) and one.grad is not None:
+                    found.append(one)
+        if not found or any(
+            type(one.grad) is not torch.Tensor or one.grad.is_inference() for one in found
+        ):
+            self.leave()
+        self._few = [weakref.ref(one) for one in found]
+
+
+def _cut(text: str, passes: int, usual: int) -> Line:
+    return ("accumulation_windows", SUSPICION, text, {"passes": passes, "window": usual})

@@ -23,7 +23,7 @@ from typing import Any
 from .data import Passes
 from .distillation import Divergence, teachers_in_training
 from .folders import rank_and_world
-from .gradients import Chain
+from .gradients import Chain, Windows
 from .losses import Loss, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
 from .parameters import Held, Line, Reached
@@ -50,6 +50,9 @@ class Identities:
         """Of the backward passes since the step before."""
         self._chains: list[Chain] = []
         """Those that are open."""
+        self._open_windows: list[Windows] = []
+        self._stepped: list[_Watched] = []
+        """Those of optimizers that stepped since the last backward pass began."""
         self._search = Search(torch)
         self._evaluations = Evaluations(torch, self._search)
         self._passes = Passes(torch)
@@ -72,6 +75,8 @@ class Identities:
 
     def no_batch(self, iterator: Any) -> None:
         self._notice(self._passes.ended(iterator))
+        for windows in self._windows():
+            windows.data_ended()
 
     def batch_fetched(self, iterator: Any, batch: Any) -> None:
         self._notice(self._passes.fetched(iterator, batch, bool(self._due)))
@@ -93,9 +98,30 @@ class Identities:
         else:
             self._reached.passed_by()
         self._look_at_gradients(Chain.backward_begins)
+        self._tell_of_other_steps(self._stepped)
+        self._stepped = []
+        for windows in self._windows():
+            windows.backward_begins()
 
     def backward_ends(self) -> None:
         self._look_at_gradients(Chain.backward_ends)
+        for windows in self._windows():
+            windows.backward_ends()
+
+    def end(self, begun: Any = None) -> list[Noticed]:
+        """The training has ended, and nothing broke it off; the first step of the optimizer `begun` is another's."""
+        other = None if begun is None else self._watched.get(begun)
+        self._tell_of_other_steps([one for one in self._stepped if one is not other])
+        found = [windows.end() for windows in self._windows()]
+        return [Noticed(lines) for lines in found if lines]
+
+    def _tell_of_other_steps(self, stepped: list[_Watched]) -> None:
+        for windows in self._windows() if stepped else []:
+            if any(one.windows is not windows for one in stepped):
+                windows.other_stepped()
+
+    def _windows(self) -> list[Windows]:
+        return [one for one in self._open_windows if one.is_open]
 
     def _look_at_gradients(self, look: Callable[[Chain], None]) -> None:
         if not self._chains:
@@ -117,16 +143,20 @@ class Identities:
                 return
             watched = self._watched[optimizer] = _Watched(self._torch, self._reached.steps)
             self._made.add(optimizer)
+            # Held for longer than the optimizer, which may be gone when the training has ended.
+            self._open_windows = [one for one in self._open_windows if one.may_change]
+            self._open_windows.append(watched.windows)
         watched.steps += 1
         self._threads.add(get_ident())
         watched.seen = None
         if rank_and_world(self._torch)[0]:
             return
+        has_closure = any(callable(one) for one in arguments)
+        self._look_at_windows(optimizer, watched, has_closure)
         if not _is_sampled(watched.steps):
             if watched.modes.have_turned():
                 self._notice(watched.modes.look(optimizer, self._search))
             return
-        has_closure = any(callable(one) for one in arguments)
         if has_closure or is_capturing(self._torch):
             watched.chain.leave()
         if is_capturing(self._torch):
@@ -163,6 +193,14 @@ class Identities:
             self._due.add(optimizer)
         else:
             self._due.discard(optimizer)
+
+    def _look_at_windows(self, optimizer: Any, watched: _Watched, has_closure: bool) -> None:
+        windows = watched.windows
+        if has_closure or len(self._threads) > 1 or is_capturing(self._torch):
+            windows.leave()
+        self._stepped.append(watched)
+        if windows.is_open:
+            self._notice(windows.step(self._torch, optimizer, watched.steps))
 
     def _end_chain(self, chain: Chain, seen: Seen) -> None:
         holds = chain.end()
@@ -203,6 +241,7 @@ class _Watched:
     def __init__(self, torch: Any, since: int) -> None:
         self.steps = 0
         self.chain = Chain(torch)
+        self.windows = Windows()
         self.since = since
         """Steps of all optimizers when its last one ended."""
         self.held = Held()

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
@@ -388,15 +388,18 @@ class Steps:
     def _begin_training(self, optimizer: Any) -> None:
         if self._trainings.number > 1:
             self._progress.begin(self._step)
-            self.end_training()
+            self.end_training(optimizer)
             mark = self._trainings.mark_of(optimizer)
             if mark is not None:
                 self._clock.begin_at(mark)
                 self._device_clock.forget()
 
-    def end_training(self) -> None:
-        """Nothing more is written to the training's log once the values of its steps are known."""
+    def end_training(self, begun: Any = None) -> None:
+        """Nothing more is written to the training's log once the values of its steps are known; `begun` is the
+        optimizer of the next one, where that is what ends it."""
         if self.log is not None:
+            # What was seen of the first step of the next one is not this one's.
+            self._say_seen(self.identities.end(begun))
             self._waiting.append(Entry(Values(), self.log, "script_ended", {"how": "goes on"}))
             self._write_ready()
         if self._beat is not None:
@@ -497,9 +500,13 @@ class Steps:
         self._write_ready()
 
     def _say_identities(self) -> None:
-        if self.log is None or not self.identities.seen:
+        if self.log is not None and self.identities.seen:
+            self._say_seen(self.identities.take())
+
+    def _say_seen(self, found: Sequence[Seen | Noticed]) -> None:
+        if self.log is None:
             return
-        for seen in self.identities.take():
+        for seen in found:
             about = {"step": self._step, "framework": framework()}
             entry = Entry(Values(), self.log, "identity", about, None, seen, self._told)
             self._waiting.append(entry)
@@ -569,7 +576,11 @@ class Steps:
 
     def finish(self) -> None:
         """Write what is left, and how the script ended; a value that does not come is unknown."""
+        ended = how_it_ended()
         try:
+            self._say_identities()
+            if ended["how"] == "returned":
+                self._say_seen(self.identities.end())
             if self._waiting:
                 self._reader.wait_for([entry.values for entry in self._waiting])
                 laps = [entry.lap for entry in self._waiting if entry.lap is not None]
@@ -578,7 +589,6 @@ class Steps:
         finally:
             while self._waiting:
                 _write(self._waiting.popleft())
-        ended = how_it_ended()
         if self.log is not None:
             self.log.write("script_ended", **ended)
         if self._beat is not None and self._folder is not None and ended["how"] == "raised":
