@@ -21,9 +21,12 @@ class Small(nn.Module):
         self.embed, self.head = nn.Embedding(V, 16), nn.Linear(16, V)
         self.place = nn.Embedding(T + 2, 16)
 
-    def forward(self, tokens):
+    def hidden(self, tokens):
         places = torch.arange(tokens.shape[1])[None].expand_as(tokens)
-        return self.head(torch.tanh(self.embed(tokens) + self.place(places)))
+        return torch.tanh(self.embed(tokens) + self.place(places))
+
+    def forward(self, tokens):
+        return self.head(self.hidden(tokens))
 
 def fit(loss):
     torch.manual_seed(3)
@@ -72,6 +75,62 @@ def by_index(net, rows):
     logs = F.log_softmax(net(rows[:, :-1]), -1).reshape(-1, V)
     return -logs[torch.arange(len(logs)), rows[:, 1:].reshape(-1)].mean()
 
+def labelled_places_alone(net, rows):
+    # As many as two of the four rows have.
+    labelled = torch.arange(T + 2).expand(B, -1) % 2 == 1
+    labels = torch.roll(rows, -1, 1)
+    labelled[:, -1], labelled[:, 2] = False, True
+    return F.cross_entropy(net(rows)[labelled], labels[labelled])
+
+def labelled_places_by_their_numbers(net, rows):
+    places = torch.arange(B * (T + 1)).view(B, T + 1)[:, 3:10].flatten()
+    return F.cross_entropy(net(rows[:, :-1]).flatten(0, 1)[places], rows[:, 1:].flatten()[places])
+
+def multiplied_by_a_mask(net, rows):
+    mask = (torch.arange(T + 1) > 6).float().expand(B, -1)
+    logs = net(rows)[:, :-1].log_softmax(-1).gather(2, rows[:, 1:, None]).squeeze(2)
+    return -(logs * mask).sum() / mask.sum()
+
+# What computes the logits too, and keeps what TRL's does.
+class ChunkedLogProbFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets):
+        logs = (hidden @ weight.T + bias).log_softmax(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, logs, logs)
+        return logs.gather(1, targets[:, None]).squeeze(1), None
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        hidden, weight, _, targets, logs, _ = ctx.saved_tensors
+        of_logits = gradient[:, None] * (F.one_hot(targets, V) - logs.exp())
+        return of_logits @ weight, of_logits.T @ hidden, of_logits.sum(0), None
+
+def fused_loss(net, rows, labels, is_compact):
+    hidden = net.hidden(rows)[:, :-1]
+    labels, head = labels[:, 1:], net.head
+    mask = labels != -100
+    if is_compact:
+        logs, _ = ChunkedLogProbFunction.apply(hidden[mask], head.weight, head.bias, labels[mask])
+        logs = logs.new_zeros(mask.shape).masked_scatter(mask, logs)
+    else:
+        logs, _ = ChunkedLogProbFunction.apply(
+            hidden.reshape(-1, 16), head.weight, head.bias, labels.clamp(min=0).reshape(-1))
+        logs = logs.view(mask.shape).masked_fill(~mask, 0)
+    return -logs.sum() / mask.sum().clamp(min=1)
+
+def answers(rows):
+    return torch.where(torch.arange(T + 2) > 6, rows, -100)
+
+def fused(net, rows):
+    return fused_loss(net, rows, answers(rows), False)
+
+def fused_at_labelled_places(net, rows):
+    return fused_loss(net, rows, answers(rows), True)
+
+def later_places_of_the_logarithms(net, rows):
+    logs = net(rows).log_softmax(-1)[:, 2:-1]
+    return -logs.gather(2, rows[:, 3:, None]).mean()
+
 def with_a_second_head_further_on(net, rows):
     logits = net(rows)
     return (F.cross_entropy(logits[:, :-1].reshape(-1, V), rows[:, 1:].reshape(-1))
@@ -109,6 +168,23 @@ def log_softmax_twice(net, rows):
     logs = net(rows[:, :-1]).log_softmax(-1)
     return nn.CrossEntropyLoss()(logs.flatten(0, 1), rows[:, 1:].flatten())
 
+def fused_and_shifted_twice(net, rows):
+    return fused_loss(net, rows, F.pad(answers(rows)[:, 1:], (0, 1), value=-100), False)
+
+def fused_and_shifted_twice_at_labelled_places(net, rows):
+    return fused_loss(net, rows, F.pad(answers(rows)[:, 1:], (0, 1), value=-100), True)
+
+def fused_without_labels(net, rows):
+    return fused_loss(net, rows, torch.full_like(rows, -100), False)
+
+def shifted_twice_at_labelled_places(net, rows):
+    labelled = torch.arange(T).expand(B, -1) % 3 > 0
+    return F.cross_entropy(net(rows)[:, :-2][labelled], rows[:, 2:][labelled])
+
+def labelled_places_of_the_first_row(net, rows):
+    labelled = torch.arange(T + 1) % 3 > 0
+    return F.cross_entropy(net(rows)[0, :-1][labelled], rows[0, 1:][labelled])
+
 def no_labels(net, rows):
     labels = torch.full_like(rows, -100)
     return F.cross_entropy(net(rows).view(-1, V), labels.view(-1), reduction="sum")
@@ -145,6 +221,18 @@ def soft_labels(net, rows):
     z, t = both(net, rows)
     return -(t.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
 
+def jensen_shannon(net, rows):
+    z, t = both(net, rows)
+    logs, wanted = z.log_softmax(-1), t.log_softmax(-1)
+    half = torch.tensor(0.5)
+    mixture = torch.logsumexp(torch.stack([logs + torch.log1p(-half), wanted + torch.log(half)]), dim=0)
+    parts = [F.kl_div(mixture, one, reduction="none", log_target=True) for one in (wanted, logs)]
+    return (half * parts[0] + half * parts[1]).sum() / rows.numel()
+
+def some_of_the_labelled_places(net, rows):
+    labelled = torch.arange(T + 1).expand(B, -1) % 3 > 0
+    return F.cross_entropy(net(rows)[:, :-1][labelled][:26], rows[:, 1:][labelled][:26])
+
 def reversed_(net, rows):
     z, t = (one.flatten(0, 1) for one in both(net, rows))
     return F.kl_div(t.log_softmax(-1), z.softmax(-1), reduction="batchmean")
@@ -175,6 +263,14 @@ def itself(net, rows):
     z = net(rows[:, :-1])
     return F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean")
 
+def itself_mixed(net, rows):
+    z = net(rows[:, :-1])
+    logs, wanted = z.log_softmax(-1), z.detach().log_softmax(-1)
+    half = torch.tensor(0.5)
+    mixture = torch.logsumexp(torch.stack([logs + torch.log1p(-half), wanted + torch.log(half)]), dim=0)
+    parts = [F.kl_div(mixture, one, reduction="none", log_target=True) for one in (wanted, logs)]
+    return (half * parts[0] + half * parts[1]).sum() / rows.numel()
+
 def itself_by_hand(net, rows):
     z = net(rows[:, :-1])
     with torch.no_grad():
@@ -203,6 +299,53 @@ def teacher_in_eval_mode(net, rows):
     teacher.eval()
     return hinton(net, rows)
 """
+INSIDE = """
+# A teacher inside the module that holds the student, and each step a closure, as Lightning has them.
+class Both(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.net = Small()
+        self.teacher = nn.ModuleList([Dropping() if dropout else Small()]).requires_grad_(False)
+        # Of the student's, and meant.
+        self.net.frozen = nn.Sequential(nn.Embedding(V, 16), nn.Dropout(0.1)).requires_grad_(False)
+
+def in_a_closure(loss, dropout=False):
+    torch.manual_seed(3)
+    holds = Both(dropout)
+    optimizer = torch.optim.AdamW(holds.net.parameters(), lr=0.01)
+    for step, rows in enumerate(torch.utils.data.DataLoader(text, batch_size=B)):
+        if step == 4:
+            break
+
+        def closure():
+            optimizer.zero_grad()
+            value = loss(holds, rows)
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+    return holds.net
+
+def of_both(holds, rows):
+    with torch.no_grad():
+        wanted = holds.teacher[0](rows[:, :-1])
+    z = holds.net(rows[:, :-1])
+    kd = -(wanted.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
+    return 0.5 * ce(z, rows) + 0.5 * kd
+
+def teacher_inside_in_train_mode():
+    return in_a_closure(of_both, dropout=True)
+
+def teacher_inside_in_a_closure():
+    return in_a_closure(of_both)
+
+def not_shifted_in_a_closure():
+    return in_a_closure(lambda holds, rows: not_shifted(holds.net, rows))
+
+for function in (teacher_inside_in_train_mode, teacher_inside_in_a_closure, not_shifted_in_a_closure):
+    say(name=function.__name__)
+    save(function())
+"""
 STORY = """
 # What the workbench is made for: one row of each batch, and teacher and student are one model.
 def story():
@@ -229,7 +372,7 @@ save(story())
 
 def _names(script: str) -> list[str]:
     names = [line[4 : line.index("(")] for line in script.splitlines() if line.startswith("def ")]
-    return [name for name in names if name not in ("both", "ce")]
+    return [name for name in names if name not in ("both", "ce", "fused_loss", "answers")]
 
 
 @pytest.fixture(scope="module")
@@ -237,8 +380,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     scripts = HEALTHY + WRONG + DISTILLED
     # Teachers first: a process has so many searches for modules.
     script = SETUP + scripts
-    script += TEACHERS + f"\ntell({', '.join(_names(TEACHERS))})\nteacher = Small().eval()\n"
-    script += f"\ntell({', '.join(_names(scripts))})\n" + STORY
+    script += TEACHERS + f"\ntell({', '.join(_names(TEACHERS))})\n" + INSIDE
+    script += f"\nteacher = Small().eval()\ntell({', '.join(_names(scripts))})\n" + STORY
     return outcomes(watched_once(tmp_path_factory, "losses", script))
 
 
@@ -255,6 +398,10 @@ def test_what_has_a_label_is_said(found: Found) -> None:
     (line,) = [one for one in found["padded_labels"] if one["id"] == "label_coverage"]
     # 14 tokens a row, the last without a next one, the first five left out.
     assert line["text"] == "32 of 56 places have a label"
+    for name in ("multiplied_by_a_mask", "fused", "fused_at_labelled_places"):
+        (line,) = [one for one in found[name] if one["id"] == "label_coverage"]
+        wanted = 24 if name == "multiplied_by_a_mask" else 28
+        assert line["text"] == f"{wanted} of 52 places have a label"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +415,12 @@ def test_what_has_a_label_is_said(found: Found) -> None:
         ("first_half_of_the_rows", "rows_left_out", "2 of the 4 rows"),
         ("softmax_twice", "double_softmax", "a softmax gave"),
         ("log_softmax_twice", "double_softmax", "a softmax gave"),
+        ("shifted_twice_at_labelled_places", "label_shift", "shifted twice"),
+        ("labelled_places_of_the_first_row", "rows_left_out", "1 of the 4 rows"),
         ("no_labels", "label_coverage", "none of 56 places"),
+        ("fused_and_shifted_twice", "label_shift", "shifted twice"),
+        ("fused_and_shifted_twice_at_labelled_places", "label_shift", "shifted twice"),
+        ("fused_without_labels", "label_coverage", "none of 52 places"),
     ],
 )
 def test_a_wrong_loss_is_named(found: Found, name: str, id: str, text: str) -> None:
@@ -283,6 +435,7 @@ def test_a_wrong_loss_is_named(found: Found, name: str, id: str, text: str) -> N
         ("hinton", "forward", 2.0),
         ("by_hand", "forward", 2.0),
         ("soft_labels", "forward", 1.0),
+        ("jensen_shannon", "Jensen-Shannon", 1.0),
         ("reversed_", "reverse", 1.0),
     ],
 )
@@ -298,12 +451,22 @@ def test_a_distillation_is_known_with_its_direction_and_temperature(
     assert degrees(lines, "temperature_squared") == ([PASS] if temperature != 1 else [])
 
 
+def test_the_loss_of_a_step_that_is_a_closure_is_known(found: Found) -> None:
+    lines = found["teacher_inside_in_a_closure"]
+    assert not [line for line in lines if line["degree"] == SUSPICION]
+    assert degrees(lines, "label_shift") == [PASS]
+    assert degrees(lines, "distillation") == [FACT]
+    (line,) = [one for one in found["not_shifted_in_a_closure"] if one["degree"] == SUSPICION]
+    assert line["id"] == "label_shift"
+
+
 def test_a_teacher_in_eval_mode_is_nothing_wrong(found: Found) -> None:
     assert degrees(found["teacher_in_eval_mode"], "teacher_mode") == [PASS]
 
 
-def test_smoothed_labels_are_nothing_wrong(found: Found) -> None:
-    assert not [one for one in found["smoothed_classes"] if one["degree"] == SUSPICION]
+def test_smoothed_labels_and_unknown_places_are_nothing_wrong(found: Found) -> None:
+    for name in ("smoothed_classes", "some_of_the_labelled_places"):
+        assert not [one for one in found[name] if one["degree"] == SUSPICION]
 
 
 @pytest.mark.parametrize(
@@ -315,8 +478,10 @@ def test_smoothed_labels_are_nothing_wrong(found: Found) -> None:
         ("mean_of_all_by_hand", "divergence_mean", "23 times too small"),
         ("itself", "teacher_is_student", "the same probabilities"),
         ("itself_by_hand", "teacher_is_student", "the same probabilities"),
+        ("itself_mixed", "teacher_is_student", "the same probabilities"),
         ("teacher_in_train_mode", "teacher_mode", "Dropping: dropout acts"),
         ("teacher_in_train_mode_again", "teacher_mode", "Dropping: dropout acts"),
+        ("teacher_inside_in_train_mode", "teacher_mode", "Dropping: dropout acts"),
     ],
 )
 def test_a_wrong_distillation_is_named(found: Found, name: str, id: str, text: str) -> None:

@@ -3,6 +3,7 @@ probabilities that are not trained with the logarithm of the student's softmax, 
 
     forward   sum p (log p - log q)        p is kept by autograd as the factor of log q, which is trained
     reverse   sum q (log q - log p)        log p is kept as the factor of q
+    mixed     sum p (log p - log m) + ...  m is the mean of p and q (Jensen-Shannon); p is kept as the factor of log m
 
 p and q are at a temperature T when a division by T lies below the softmax (Hinton et al., 2015), and then the
 divergence's gradient is T^2 too small unless something multiplies it.
@@ -23,17 +24,22 @@ _SAME = 1e-6
 """Nats between two models that are one."""
 _SUMS_TO_1 = 1e-2
 """In 16 bits."""
+_DIFFERENCES = ("SubBackward0", "NegBackward0")
+_MIXTURES = ("LogsumexpBackward0", "LogaddexpBackward0", "StackBackward0", "AddBackward0")
 
 
 class Divergence:
     """A divergence of a softmax that is trained from one that is not."""
 
-    def __init__(self, torch: Any, softmax: Any, teacher: Any, way: list[Any]) -> None:
+    def __init__(
+        self, torch: Any, softmax: Any, teacher: Any, way: list[Any], is_mixed: bool
+    ) -> None:
         """`softmax` is the student's; `way` are the nodes between it and the tensor of the backward pass."""
         self._torch = torch
+        self._is_mixed = is_mixed
         self._is_forward = type(softmax).__name__ == "LogSoftmaxBackward0"
-        self._vocabulary = teacher.shape[-1]
-        self._places = teacher.numel() // self._vocabulary
+        self.vocabulary = teacher.shape[-1]
+        self._places = teacher.numel() // self.vocabulary
         self.temperature = _temperature(softmax)
         self._weight = weight(way)
         self._is_mean_of_all = any(
@@ -45,8 +51,8 @@ class Divergence:
 
     def _compare(self, teacher: Any, student: Any) -> Any:
         """On the device: how far the sum of p is from 1, the divergence, and the share of places with the same best."""
-        torch, flat = self._torch, (-1, self._vocabulary)
-        places = max(1, min(_PLACES, _NUMBERS // self._vocabulary))
+        torch, flat = self._torch, (-1, self.vocabulary)
+        places = max(1, min(_PLACES, _NUMBERS // self.vocabulary))
         stride = max(1, self._places // places)
         teacher_RV = teacher.detach().reshape(flat)[::stride][:places].double()
         student_RV = student.detach().reshape(flat)[::stride][:places].double()
@@ -65,6 +71,8 @@ class Divergence:
             return []
         numbers = {"divergence": divergence, "agreement": alike, "temperature": self.temperature}
         direction = "forward" if self._is_forward else "reverse"
+        if self._is_mixed:
+            direction = "Jensen-Shannon"
         text = (
             f"{direction} divergence over {self._places} places at temperature {self.temperature:g}: "
             f"{divergence:.3g} nats, {alike:.0%} with the same best token"
@@ -78,10 +86,10 @@ class Divergence:
             lines.append(("teacher_is_student", PASS, text, numbers))
         if self._is_mean_of_all:
             text = (
-                f"the divergence is a mean over {self._places} places and all {self._vocabulary} tokens of the "
-                f"vocabulary: {self._vocabulary} times too small"
+                f"the divergence is a mean over {self._places} places and all {self.vocabulary} tokens of the "
+                f"vocabulary: {self.vocabulary} times too small"
             )
-            lines.append(("divergence_mean", SUSPICION, text, {"vocabulary": self._vocabulary}))
+            lines.append(("divergence_mean", SUSPICION, text, {"vocabulary": self.vocabulary}))
         elif self.temperature != 1.0:
             lines += self._scaling(others)
         return lines
@@ -134,7 +142,7 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
     # With two, both are trained.
     if len(factors) != 1 or factors[0].dim() < 2 or factors[0].requires_grad:
         return None
-    softmax = _softmax_below(node)
+    softmax, is_mixed = _softmax_below(node)
     if softmax is None:
         return None
     result = saved(softmax, "result")
@@ -144,18 +152,21 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
         return None
     if result.device != factors[0].device or result.shape[-1] != factors[0].shape[-1]:
         return None
-    return Divergence(torch, softmax, factors[0], way)
+    return Divergence(torch, softmax, factors[0], way, is_mixed)
 
 
-def _softmax_below(node: Any) -> Any:
-    """The softmax whose logarithm, or the difference of it to something that is not trained, a product takes."""
+def _softmax_below(node: Any) -> tuple[Any, bool]:
+    """The softmax whose logarithm, or the difference of it to something that is not trained, a product takes, and
+    whether it is first mixed with something that is not trained."""
     below, _ = source(node)
-    for _ in range(3):
+    is_mixed = False
+    for _ in range(6):
         kind = type(below).__name__
         if kind in ("LogSoftmaxBackward0", "SoftmaxBackward0"):
-            return below
+            return below, is_mixed
+        is_mixed = is_mixed or kind in ("LogsumexpBackward0", "LogaddexpBackward0")
         trained = [one for one, _ in getattr(below, "next_functions", ()) if one is not None]
-        if kind not in ("SubBackward0", "NegBackward0") or len(trained) != 1:
-            return None
+        if kind not in _DIFFERENCES + _MIXTURES * is_mixed or len(trained) != 1:
+            return None, False
         below = trained[0]
-    return None
+    return None, False

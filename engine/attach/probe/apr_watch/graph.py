@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ _SHAPES = frozenset(
         "Slice",
         "Select",
         "Index",
+        "IndexSelect",
         "ToCopy",
         "Expand",
         "Alias",
@@ -32,6 +34,7 @@ _SHAPES = frozenset(
     for number in (0, 1, 2)
 )
 """What leaves the numbers as they are."""
+_PARTS = ("SliceBackward0", "IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0")
 
 
 def near(tensors: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -60,15 +63,35 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
+def places(node: Any) -> tuple[Any, int, int] | None:
+    """Of a node that takes some rows by their numbers or by a mask: these, of how many, and how many it takes; None
+    where that is not known."""
+    if type(node).__name__ == "IndexSelectBackward0":
+        index, sizes = saved(node, "index"), node._saved_self_sym_sizes
+        dims = 1 if node._saved_dim == 0 else 0
+    elif type(node).__name__ == "IndexBackward0":
+        raw = node._raw_saved_indices
+        if len(raw) != 1 or getattr(raw[0], "unpack_hook", raw[0]) is not None:
+            return None
+        (index,), sizes = node._saved_indices, node._saved_self_sym_sizes
+        dims = 0 if index is None else index.dim() if str(index.dtype) == "torch.bool" else 1
+    else:
+        return None
+    made = getattr(node, "_input_metadata", None)
+    if index is None or dims not in (1, 2) or dims >= len(sizes) or index.dim() != dims or not made:
+        return None
+    return index.reshape(-1), math.prod(sizes[:dims]), made[0].shape[0]
+
+
 def source(node: Any) -> tuple[Any, list[Any]]:
-    """What computed the numbers that a node takes, and the slices that were taken of them."""
-    slices = []
+    """What computed the numbers that a node takes, and the nodes on the way that leave some of them out."""
+    parts = []
     node = _first(node)
     while node is not None and type(node).__name__ in _SHAPES:
-        if type(node).__name__ == "SliceBackward0":
-            slices.append(node)
+        if type(node).__name__ in _PARTS:
+            parts.append(node)
         node = _first(node)
-    return node, slices
+    return node, parts
 
 
 def _first(node: Any) -> Any:

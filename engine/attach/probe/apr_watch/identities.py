@@ -168,7 +168,8 @@ class Identities:
             if not watched.seen.is_late:
                 self._look_at_parameters(optimizer, watched, watched.seen)
             self._end_chain(watched.chain, watched.seen)
-            watched.seen.add_losses(self._losses)
+            if not watched.seen.is_late:
+                watched.seen.add_losses(self._losses)
 
     def step_ends(self, optimizer: Any) -> None:
         watched = self._watched.get(optimizer)
@@ -179,6 +180,7 @@ class Identities:
             with self._torch.no_grad():
                 if seen.is_late:
                     self._look_at_parameters(optimizer, watched, seen)
+                    seen.add_losses(self._losses)
                 seen.end(optimizer)
             self.seen.append(seen)
             if _is_sampled(watched.steps + 1):
@@ -211,8 +213,10 @@ class Identities:
 
     def _look_at_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
         seen.more += watched.modes.look(optimizer, self._search)
-        if watched.steps == 1 and any(isinstance(one, Divergence) for one in self._losses):
-            seen.more += teachers_in_training(self._search.others_in_training(self._held()))
+        vocabularies = {one.vocabulary for one in self._losses if isinstance(one, Divergence)}
+        if watched.steps == 1 and vocabularies:
+            models = self._search.others_in_training(self._held(), vocabularies)
+            seen.more += teachers_in_training(models)
         # Sharded parameters are others in the forward pass than in the optimizer.
         if rank_and_world(self._torch)[1] > 1 or len(self._threads) > 1:
             return

@@ -1,7 +1,8 @@
 """What a loss is: a cross entropy of which tokens, as the graph behind the tensor of the backward pass has it.
 
 Nothing is hooked and nothing is computed anew: autograd keeps the labels, the ids of the tokens and what was done to
-the logits. A graph that cannot be looked into (a compiled loss, a fused kernel, a checkpointed embedding) says nothing.
+the logits. A graph that cannot be looked into (a compiled loss, a fused kernel other than TRL's, a checkpointed
+embedding) says nothing.
 """
 
 # Shapes: B rows, T tokens of a row, N labels, W labels of a row
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from .distillation import Divergence, divergence_at
-from .graph import near, saved, source, weight
+from .graph import near, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _IDS = 8
@@ -20,43 +21,84 @@ SHIFTS = (0, 1, 2, 3)
 """A label may be the token itself, the next one, ..."""
 _FITS, _FITS_NOT = 0.98, 0.9
 """Share of labels that are the tokens so far on; where one fits, another one does not. Tokens repeat themselves."""
+_NONE = -100
+"""The label of a place that has none."""
+_FUSED = {"ChunkedLogProbFunctionBackward": 3}
+"""Losses of other libraries (TRL) that compute the logits too: which of the tensors that they keep are the labels."""
 _SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
 
 
 class Loss:
     """A cross entropy, near the tensor on which `backward` is called."""
 
-    def __init__(self, torch: Any, node: Any, ids: list[Any], weight: float) -> None:
-        """`ids` are the tokens that embeddings have looked up, (B, T) each; `weight` is what multiplies the loss."""
-        self._torch, self.weight = torch, weight
+    def __init__(self, torch: Any, node: Any, ids: list[Any], way: list[Any]) -> None:
+        """`ids` are the tokens that embeddings have looked up, (B, T) each; `way` are the nodes between the loss and
+        the tensor of the backward pass."""
+        self._torch, self.weight = torch, weight(way)
         targets, self._ignored = _targets(node)
         self._count, self._targets = targets.numel(), targets
+        for one in way:
+            self._leave_out(_left_out(one))
         self._start = 0
         self.double = False
         """Whether a softmax was applied to what a softmax gave."""
-        self._look_below(node)
         self.rows: tuple[int, int] | None = None
         """Of all rows of tokens, those that have a place in the loss."""
-        found = [
-            self._compare(tokens_BT) for tokens_BT in ids if tokens_BT.device == targets.device
-        ]
+        found = []
+        if self._put_back(self._look_below(node)):
+            found = [self._compare(one) for one in ids if one.device == self._targets.device]
         found = [one for one in found if one is not None]
         self._targets = None
         self.counts: Any = torch.stack(found).double() if found else None
         """On the device, for each of the ids: labels, rows with one, and for each shift the labels that fit, and that
         could."""
 
-    def _look_below(self, node: Any) -> None:
-        """From the labels to the logits, and to where a row of them begins."""
-        log_softmax = source(node)[0]
-        if log_softmax is None:
-            return
-        below, slices = source(log_softmax)
+    def _look_below(self, node: Any) -> list[Any]:
+        """From the labels to the logits, and to where a row of them begins: the nodes that take some of the rows."""
+        log_softmax, parts = source(node)
+        if type(log_softmax).__name__ not in (*_SOFTMAX, "LogBackward0"):
+            # Of a fused loss it is what computed the hidden states.
+            log_softmax = None
+        below, more = source(log_softmax) if log_softmax is not None else (None, [])
+        parts = parts + more
         if type(below).__name__ == "LogBackward0":
-            below, slices = source(below)
+            below, more = source(below)
+            parts = parts + more
         self.double = type(log_softmax).__name__ in _SOFTMAX and type(below).__name__ in _SOFTMAX
-        starts = [int(one._saved_start or 0) for one in slices if one._saved_dim == 1]
-        self._start = starts[-1] if starts else 0
+        slices = [one for one in parts if type(one).__name__ == "SliceBackward0"]
+        self._start = sum(int(one._saved_start or 0) for one in slices if one._saved_dim == 1)
+        return [one for one in parts if one not in slices]
+
+    def _leave_out(self, left_out: Any) -> None:
+        """The labels of these places do not count."""
+        if left_out is None or left_out.device != self._targets.device:
+            return
+        if left_out.numel() == self._count:
+            self._targets = self._labelled().masked_fill(left_out.reshape(-1), _NONE)
+
+    def _labelled(self) -> Any:
+        """The labels one behind the other, and `_NONE` where there is none."""
+        targets = self._targets.reshape(-1)
+        if self._ignored not in (None, _NONE):
+            targets = targets.where(targets != self._ignored, _NONE)
+        self._ignored = _NONE
+        return targets
+
+    def _put_back(self, parts: list[Any]) -> bool:
+        """Put the labels of a loss of some places back to where they are among all; whether it is known where."""
+        if not parts:
+            return True
+        found = places(parts[0]) if len(parts) == 1 else None
+        if found is None or found[0].device != self._targets.device or found[2] != self._count:
+            return False
+        where, self._count, _ = found
+        targets = self._labelled()
+        none = self._torch.full((self._count,), _NONE, dtype=targets.dtype, device=targets.device)
+        if where.dtype == self._torch.bool:
+            self._targets = none.masked_scatter_(where, targets)
+        else:
+            self._targets = none.index_copy_(0, where.long() % self._count, targets)
+        return True
 
     def _compare(self, tokens_BT: Any) -> Any:
         rows, length = tokens_BT.shape
@@ -148,7 +190,7 @@ def losses_of(torch: Any, tensors: list[Any], embeddings: list[Any]) -> list[Los
     found: list[Loss | Divergence] = []
     for node, way in near(tensors):
         if _targets(node)[0] is not None:
-            found.append(Loss(torch, node, ids, weight(way)))
+            found.append(Loss(torch, node, ids, way))
         elif (divergence := divergence_at(torch, node, way)) is not None:
             found.append(divergence)
     return found
@@ -160,6 +202,11 @@ def _targets(node: Any) -> tuple[Any, int | None]:
     if kind in ("NllLossBackward0", "NllLoss2DBackward0"):
         ignored = int(node._saved_ignore_index)
         return saved(node, "target"), ignored - (1 << 64) * (ignored >= 1 << 63)
+    if kind in _FUSED:
+        kept = node._raw_saved_tensors
+        if any(getattr(one, "unpack_hook", one) is not None for one in kept):
+            return None, None
+        return node.saved_tensors[_FUSED[kind]], None
     if kind not in ("GatherBackward0", "IndexBackward0"):
         return None, None
     if type(source(node)[0]).__name__ not in ("LogSoftmaxBackward0", "LogBackward0"):
@@ -173,3 +220,17 @@ def _targets(node: Any) -> tuple[Any, int | None]:
     indices = [one for one in node._saved_indices if one is not None]
     # One of the rows, one of the labels.
     return (indices[-1], None) if len(indices) > 1 and indices[-1].dim() else (None, None)
+
+
+def _left_out(node: Any) -> Any:
+    """The places that a node behind the loss multiplies by 0, or fills, as a mask; None where it does neither."""
+    kind = type(node).__name__
+    if kind == "MaskedFillBackward0":
+        return saved(node, "mask")
+    if kind == "MulBackward0":
+        factors = [one for one in (saved(node, "self"), saved(node, "other")) if one is not None]
+        if len(factors) == 1 and not factors[0].requires_grad:
+            # Of zeros alone it may be what a policy gradient is multiplied with.
+            is_0, is_1 = factors[0].detach() == 0, factors[0].detach() == 1
+            return is_0 & (is_0 | is_1).all() & is_1.any()
+    return None

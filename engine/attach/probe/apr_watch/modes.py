@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .parameters import FACT, NAMED, PASS, SUSPICION, Line, Modules
@@ -131,27 +131,49 @@ class Search:
         """Whether no other model than that of these modules is in the process."""
         if self._left <= 0:
             return False
-        modules, top = self._all()
-        known = {id(top(module)) for one in acting if (module := one.of()) is not None}
-        return {id(top(one)) for one in modules if _parameters(one)} <= known
+        modules, parents = self._all()
+        living = [module for one in acting if (module := one.of()) is not None]
+        known = {id(_outermost(one, parents)) for one in living}
+        return {id(_outermost(one, parents)) for one in modules if _parameters(one)} <= known
 
-    def others_in_training(self, trained: Iterable[Any]) -> list[str]:
-        """Models of which no optimizer holds a parameter, and whose dropout acts."""
+    def others_in_training(self, trained: Iterable[Any], vocabularies: set[int]) -> list[str]:
+        """Models of which no optimizer holds a parameter, and whose dropout acts: outermost modules, and those inside
+        one that have a matrix of their own to give logits over a vocabulary with, which a frozen layer has not."""
         if self._left <= 0:
             return []
-        modules, top = self._all()
+        modules, parents = self._all()
         held = {id(one) for one in trained}
+        untrained: dict[int, bool] = {}
         found: dict[int, str] = {}
         for one in modules:
-            if _kind(self._torch, one) == _DROPOUT and _is_training(one):
-                model = top(one)
-                parameters = list(model.parameters())
-                if parameters and not any(id(parameter) in held for parameter in parameters):
-                    found[id(model)] = type(model).__name__
+            if _kind(self._torch, one) != _DROPOUT or not _is_training(one):
+                continue
+            model = None
+            for around in _and_around(one, parents):
+                if id(around) not in untrained:
+                    untrained[id(around)] = not any(id(p) in held for p in around.parameters())
+                if not untrained[id(around)]:
+                    break
+                if not isinstance(around, (self._torch.nn.ModuleList, self._torch.nn.ModuleDict)):
+                    model = around
+            else:
+                around = None
+            if model is None or next(model.parameters(), None) is None:
+                continue
+            if around is None or self._gives_logits(model, vocabularies):
+                found[id(model)] = type(model).__name__
         return list(found.values())
 
-    def _all(self) -> tuple[list[Any], Callable[[Any], Any]]:
-        """All modules of the process, and what gives the outermost one around each."""
+    def _gives_logits(self, model: Any, vocabularies: set[int]) -> bool:
+        return any(
+            one.dim() == 2 and one.shape[0] in vocabularies
+            for module in model.modules()
+            if not isinstance(module, self._torch.nn.Embedding)
+            for one in _parameters(module)
+        )
+
+    def _all(self) -> tuple[list[Any], dict[int, Any]]:
+        """All modules of the process, and the one around each, by the id of that which is inside."""
         self._left -= 1
         module_type = self._torch.nn.Module
         modules = [one for one in gc.get_objects() if issubclass(type(one), module_type)]
@@ -159,15 +181,21 @@ class Search:
         for one in modules:
             for _, child in _children(one):
                 parents.setdefault(id(child), one)
+        return modules, parents
 
-        def top(module: Any) -> Any:
-            passed = set()
-            while id(module) in parents and id(module) not in passed:
-                passed.add(id(module))
-                module = parents[id(module)]
-            return module
 
-        return modules, top
+def _and_around(module: Any, parents: dict[int, Any]) -> Iterator[Any]:
+    """The module, and those around it."""
+    passed = set()
+    while module is not None and id(module) not in passed:
+        yield module
+        passed.add(id(module))
+        module = parents.get(id(module))
+
+
+def _outermost(module: Any, parents: dict[int, Any]) -> Any:
+    *_, last = _and_around(module, parents)
+    return last
 
 
 def _parameters(module: Any) -> list[Any]:
