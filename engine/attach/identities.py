@@ -32,7 +32,7 @@ class Row:
 
     id: str
     identity: str
-    """`update`, `gradient`, `loss` or `data`."""
+    """`update`, `gradient`, `loss`, `data` or `ranks`."""
     degree: str
     """The worst that it can be."""
     question: str
@@ -261,6 +261,31 @@ IDENTITIES: tuple[Row, ...] = (
         means="It stays as it was made, though its gradient is computed: it was forgotten, or it is to stay as it is.",
         plain="give the optimizer all of them; if they are to stay, set requires_grad_(False), which also saves the "
         "time and memory of their gradients",
+    ),
+    Row(
+        id="rank_drift",
+        identity="ranks",
+        degree=CONTRADICTION,
+        question="Do all ranks begin a step with the same weights?",
+        means="Each rank trains a model of its own, and what is saved is that of one rank, trained on its part of the "
+        "data alone.",
+        plain="call the wrapped model, model(x), never model.module(x); wrap it after its last change (layers, "
+        "requires_grad, loaded weights), and write weights on all ranks alike. Without a wrapper average the gradients "
+        "of all parameters in front of each step. Local SGD, DiLoCo and ensembles are meant to differ",
+        transformers="look at what overrides training_step or compute_loss and calls model.module, and at callbacks "
+        "that write weights on one rank",
+        lightning="call self(x) or self.model(x) in training_step, and write no weights under rank_zero_only",
+    ),
+    Row(
+        id="rank_data",
+        identity="ranks",
+        degree=SUSPICION,
+        question="Do ranks that train one model read different data?",
+        means="They compute the same gradients: as many GPUs as there are do the work of one. It is meant where each "
+        "takes its part of a batch later, as with context parallelism.",
+        plain="give the DataLoader a DistributedSampler; of an IterableDataset let each rank read its part",
+        transformers="leave get_train_dataloader to the Trainer; split a stream with split_dataset_by_node",
+        lightning="leave use_distributed_sampler on; split a stream by the rank",
     ),
 )
 BY_ID = {row.id: row for row in IDENTITIES}

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from engine.attach.identities import CONTRADICTION, FACT, PASS, SUSPICION, UNKNOWN
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from tests.support.attached import BEGIN, Ran, agree, run_twice
+from tests.support.attached import BEGIN, Ran, agree, run_twice, run_watched, watched_once
+from tests.system.attach.test_identities import degrees, outcomes
 
 pytestmark = pytest.mark.soak
 
@@ -98,6 +100,245 @@ dist.destroy_process_group()
 """
 )
 
+BETWEEN = """
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+generator = torch.Generator().manual_seed(5)
+x, y = torch.randn(96, 8, generator=generator), torch.randn(96, 1, generator=generator)
+rows = TensorDataset(x, y)
+
+def spread():
+    return DataLoader(rows, 8, sampler=DistributedSampler(rows))
+
+def nothing():
+    pass
+
+def fit(net, call=None, loader=None, before=nothing, after=nothing):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for x, y in spread() if loader is None else loader:
+        optimizer.zero_grad()
+        ((call or net)(x) - y).square().mean().backward()
+        before()
+        optimizer.step()
+        after()
+    return net
+
+def averaged(tensors):
+    for one in tensors:
+        dist.all_reduce(one)
+        one /= 2
+
+def tell(*functions):
+    # Each is a training; its name is said beside it.
+    for function in functions:
+        torch.manual_seed(7)
+        net = function()
+        torch.save([getattr(p, "to_local", lambda: p)() for p in net.parameters()],
+                   f"weights-{rank}-{function.__name__}.pt")
+        # What rank 1 has said is there before rank 0 goes on.
+        dist.barrier()
+        if rank == 0:
+            say(name=function.__name__)
+    dist.destroy_process_group()
+"""
+"""Trainings of two ranks, one behind the other."""
+
+HEALTHY = (
+    BETWEEN
+    + """
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+def ddp():
+    return fit(DDP(model()))
+
+def ddp_in_a_module_that_is_held_twice():
+    net = nn.ModuleDict({"inner": model()})
+    net["wrapped"] = DDP(net["inner"])
+    return fit(net, net["wrapped"])
+
+def accumulation():
+    net = DDP(model())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for number, (x, y) in enumerate(spread()):
+        if number % 2:
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with net.no_sync():
+                (net(x) - y).square().mean().backward()
+    return net
+
+def two_networks():
+    one, two = DDP(model()), DDP(model())
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (one, two)]
+    for x, y in spread():
+        for net, optimizer in zip((one, two), optimizers):
+            optimizer.zero_grad()
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+    return one
+
+def gradients_averaged_by_hand():
+    net = model()
+    return fit(net, before=lambda: averaged([p.grad for p in net.parameters()]))
+
+def weights_averaged_by_hand():
+    net = model()
+    return fit(net, after=lambda: averaged([p.data for p in net.parameters()]))
+
+def ensemble():
+    torch.manual_seed(100 + rank)
+    return fit(model())
+
+def communication_hook():
+    net = DDP(model())
+    group, _ = dist.new_subgroups(1)
+    net.register_comm_hook(local.PostLocalSGDState(None, group, 1), local.post_localSGD_hook)
+    return fit(net)
+
+def parts_of_one():
+    # As by tensor parallelism: each rank has half of the hidden units, and both read the same.
+    net = nn.Sequential(nn.Linear(8, 8 + rank), nn.Linear(8 + rank, 1))
+    return fit(net, loader=DataLoader(rows, 8))
+
+def parts_of_one_shape():
+    torch.manual_seed(100 + rank)
+    return fit(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), loader=DataLoader(rows, 8))
+
+def own_file():
+    # Each rank has loaded its part of the data, and the indices are the same.
+    part = TensorDataset(x[rank::2], y[rank::2])
+    return fit(DDP(model()), loader=DataLoader(part, 8))
+
+def own_stream():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return zip(x[rank::2], y[rank::2])
+    return fit(DDP(model()), loader=DataLoader(Stream(), 8))
+
+def split_optimizer():
+    net = DDP(model())
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
+    for x, y in spread():
+        optimizer.zero_grad()
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+    return net
+
+def sharded():
+    net, mesh = model(), init_device_mesh("cpu", (2,))
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fit(fully_shard(net, mesh=mesh))
+
+tell(ddp, ddp_in_a_module_that_is_held_twice, accumulation, two_networks, gradients_averaged_by_hand,
+     weights_averaged_by_hand, ensemble, communication_hook, parts_of_one, parts_of_one_shape, own_file, own_stream,
+     split_optimizer, sharded)
+"""
+)
+
+MISTAKES = (
+    BETWEEN
+    + """
+def bypassed():
+    net = DDP(model())
+    return fit(net, net.module)
+
+def bypassed_by_a_method():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = model()
+        def forward(self, x):
+            return self.body(x)
+        def loss(self, x):
+            return self(x)
+    net = DDP(Net())
+    return fit(net, lambda x: net.module.loss(x))
+
+def written_on_one_rank():
+    net, steps = DDP(model()), []
+    def clamp():
+        steps.append(0)
+        if rank == 0 and len(steps) == 2:
+            net.module[0].weight.data.clamp_(-0.1, 0.1)
+    return fit(net, after=clamp)
+
+def loaded_on_one_rank():
+    net = DDP(model())
+    if rank == 0:
+        net.module.load_state_dict(model().state_dict())
+    return fit(net)
+
+def unfrozen_after_wrapping():
+    net = model()
+    net[0].requires_grad_(False)
+    net = DDP(net)
+    net.module[0].requires_grad_(True)
+    return fit(net)
+
+def new_head_after_wrapping():
+    net = DDP(model(), find_unused_parameters=True)
+    net.module[3] = nn.Linear(16, 1)
+    return fit(net)
+
+def never_averaged():
+    return fit(model())
+
+def partly_averaged():
+    net = model()
+    return fit(net, before=lambda: averaged([p.grad for p in net[0].parameters()]))
+
+def always_in_no_sync():
+    net = DDP(model())
+    with net.no_sync():
+        return fit(net)
+
+def same_data():
+    return fit(DDP(model()), loader=DataLoader(rows, 8, shuffle=True))
+
+def same_data_by_workers():
+    return fit(DDP(model()), loader=DataLoader(rows, 8, num_workers=1))
+
+def same_stream():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return zip(x, y)
+    net = model()
+    return fit(net, loader=DataLoader(Stream(), 8), before=lambda: averaged([p.grad for p in net.parameters()]))
+
+tell(bypassed, bypassed_by_a_method, written_on_one_rank, loaded_on_one_rank, unfrozen_after_wrapping,
+     new_head_after_wrapping, never_averaged, partly_averaged, always_in_no_sync, same_data, same_data_by_workers,
+     same_stream)
+"""
+)
+
+ENDS_EARLY = (
+    BETWEEN
+    + """
+steps = []
+def leave():
+    steps.append(0)
+    if len(steps) == LAST:
+        dist.barrier()
+        if rank:
+            os._exit(0)
+fit(model(), after=leave)
+if rank == 0:
+    say(name="ends early")
+"""
+)
+
 
 def agree_of_two(ran: Ran) -> None:
     agree(ran)
@@ -123,6 +364,89 @@ def test_ranks_of_fsdp_are_the_same_to_the_byte_and_the_first_logs_every_step(
     watched, _ = run_twice(tmp_path, FSDP, *TORCHRUN)
     agree_of_two(watched)
     assert {step["grad_norm"] for step in watched.steps} == {None}
+
+
+DRIFT, DATA = "rank_drift", "rank_data"
+
+HEALTHY_SEEN = {
+    "ddp": ([PASS], [PASS]),
+    "ddp_in_a_module_that_is_held_twice": ([PASS], [PASS]),
+    "accumulation": ([PASS], [PASS]),
+    "two_networks": ([PASS], [PASS]),
+    "gradients_averaged_by_hand": ([PASS], [PASS]),
+    "weights_averaged_by_hand": ([PASS], [PASS]),
+    "ensemble": ([FACT], [PASS]),
+    # Its first step is averaged as without it.
+    "communication_hook": ([PASS, UNKNOWN], [PASS]),
+    "parts_of_one": ([UNKNOWN], []),
+    "parts_of_one_shape": ([FACT], []),
+    # The same indices, of other data.
+    "own_file": ([PASS], []),
+    "own_stream": ([PASS], [PASS]),
+    # The optimizer inside holds other parameters on each rank.
+    "split_optimizer": ([UNKNOWN, PASS], [PASS]),
+    "sharded": ([UNKNOWN], []),
+}
+
+MISTAKES_SEEN = {
+    "bypassed": ([CONTRADICTION], "in front of step 2: no training step calls its forward"),
+    "bypassed_by_a_method": (
+        [CONTRADICTION],
+        "body.0.weight, body.0.bias, body.3.weight, ...: 4 of 4",
+    ),
+    "written_on_one_rank": (
+        [PASS, CONTRADICTION],
+        "0.weight: 1 of 4 parameters under DistributedDataParallel differ between ranks 0 and 1 in front of step 3",
+    ),
+    "loaded_on_one_rank": (
+        [CONTRADICTION],
+        "step 1: they were changed after the module was wrapped",
+    ),
+    "unfrozen_after_wrapping": ([CONTRADICTION], "0.weight, 0.bias: 2 of 4"),
+    "new_head_after_wrapping": ([CONTRADICTION], "put into the module after it was wrapped"),
+    "never_averaged": ([SUSPICION], "were the same on ranks 0 and 1 at first"),
+    "partly_averaged": ([SUSPICION], "3.weight, 3.bias: 2 of 4"),
+    "always_in_no_sync": ([SUSPICION], "inside no_sync()"),
+}
+READ_TWICE = ("same_data", "same_data_by_workers", "same_stream")
+
+
+def test_ranks_that_train_one_model_are_in_no_alarm(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    found = outcomes(watched_once(tmp_path_factory, "healthy_ranks", HEALTHY, *TORCHRUN))
+    assert list(found) == list(HEALTHY_SEEN)
+    for name, lines in found.items():
+        assert (degrees(lines, DRIFT), degrees(lines, DATA)) == HEALTHY_SEEN[name], (name, lines)
+        assert all(
+            line["degree"] in (PASS, FACT, UNKNOWN) for line in lines if line["id"] in (DRIFT, DATA)
+        )
+
+
+def test_what_makes_ranks_differ_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = outcomes(watched_once(tmp_path_factory, "ranks_apart", MISTAKES, *TORCHRUN))
+    assert list(found) == [*MISTAKES_SEEN, *READ_TWICE]
+    for name, (seen, text) in MISTAKES_SEEN.items():
+        lines = [line for line in found[name] if line["id"] == DRIFT]
+        assert [line["degree"] for line in lines] == seen, (name, lines)
+        assert text in lines[-1]["text"] and degrees(found[name], DATA) == [PASS], (name, lines)
+    for name in READ_TWICE:
+        lines = found[name]
+        assert (degrees(lines, DRIFT), degrees(lines, DATA)) == ([PASS], [SUSPICION]), (name, lines)
+
+
+@pytest.mark.parametrize(("last", "seen"), [(0, UNKNOWN), (3, SUSPICION)])
+def test_a_rank_that_ends_early_is_compared_as_far_as_it_came(
+    tmp_path: Path, last: int, seen: str
+) -> None:
+    """After its third step, or in front of its first."""
+    script = ENDS_EARLY.replace("LAST", str(last))
+    if not last:
+        script = script.replace("steps = []", "steps = []\nif rank:\n    os._exit(0)")
+    ran = run_watched(tmp_path, script, *TORCHRUN)
+    assert ran.returncode == 0, ran.stderr
+    (lines,) = outcomes(ran).values()
+    assert degrees(lines, DRIFT) == [seen]
 
 
 def commanded(folder: Path, *command: str) -> tuple[subprocess.CompletedProcess[str], RunFolder]:

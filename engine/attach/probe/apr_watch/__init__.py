@@ -18,6 +18,7 @@ comparison for each import. Standard library only, Python 3.10 on; it never impo
     identities.py    what has to hold in every training, looked at on a few steps
     gradients.py     whether gradients of the step before are still there
     parameters.py    which parameters backward passes reach and optimizers hold, and their names
+    ranks.py         whether ranks have the same weights and read different data
     updates.py       the rows of weights, gradients and states in front of a step and behind it
     textbook.py      an update held against the textbook's
     compiles.py      what torch.compile compiled

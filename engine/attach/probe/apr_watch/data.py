@@ -137,7 +137,7 @@ class Pass:
         """Hold some rows of a batch against those of the batch before in this pass."""
         if self._looked_at >= _LOOKS:
             return []
-        new, old = _print_of(torch, batch), self._print
+        new, old = print_of(torch, batch), self._print
         self._print = new
         if new is None or old is None:
             return []
@@ -256,7 +256,7 @@ def _may_repeat(sampler: Any) -> bool:
     )
 
 
-def _print_of(torch: Any, batch: Any) -> Any:
+def print_of(torch: Any, batch: Any) -> Any:
     """The bytes of some rows of a batch that is on the host; None where there are too few."""
     if isinstance(batch, torch.Tensor):
         parts = [batch]

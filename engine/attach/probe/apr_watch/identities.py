@@ -6,6 +6,7 @@ those whose number is a power of two. What each is called, and what to do: `engi
               another model, scaled by its temperature (distillation.py); both read the graph of autograd (graph.py)
     data      modules that act otherwise in training are in training mode, and in an evaluation they are not (modes.py),
               and the passes over a data loader hand out what its sampler is to give (data.py)
+    ranks     they have the same weights, and read different data (ranks.py)
     update    the new weights are the optimizer's textbook update of the old (updates.py); what a backward pass reaches
               is an optimizer's, and what an optimizer holds is reached (parameters.py)
 
@@ -27,6 +28,7 @@ from .gradients import Chain, Windows
 from .losses import Loss, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
 from .parameters import Held, Line, Reached
+from .ranks import Ranks
 from .updates import Rates, Seen
 from .values import is_capturing
 
@@ -56,6 +58,7 @@ class Identities:
         self._search = Search(torch)
         self._evaluations = Evaluations(torch, self._search)
         self._passes = Passes(torch)
+        self.ranks = Ranks(torch)
         self.seen: list[Seen | Noticed] = []
         """The steps that were looked at and not taken yet, and what was found between them."""
 
@@ -63,6 +66,7 @@ class Identities:
         self._made.add(optimizer)
         self._due.add(optimizer)
         self._passes.forget()
+        self.ranks.optimizer_made()
 
     def batch_asked_for(self, iterator: Any) -> None:
         """A data loader is about to hand out its next batch."""
@@ -70,6 +74,7 @@ class Identities:
 
     def samples_asked_for(self, iterator: Any, index: Any) -> None:
         """Its sampler gave the samples of a batch, which may be handed out later."""
+        self.ranks.samples_asked_for(iterator, index)
         if not rank_and_world(self._torch)[0]:
             self._notice(self._passes.asked(iterator, index))
 
@@ -79,6 +84,7 @@ class Identities:
             windows.data_ended()
 
     def batch_fetched(self, iterator: Any, batch: Any) -> None:
+        self.ranks.batch_fetched(iterator, batch)
         self._notice(self._passes.fetched(iterator, batch, bool(self._due)))
         acting = [one for watched in self._watched.values() for one in watched.modes.acting]
         self._evaluations.fetched(iterator, acting)
@@ -90,6 +96,7 @@ class Identities:
     def backward_begins(self, tensors: list[Any]) -> None:
         self._evaluations.trained_on()
         self._passes.trained_on()
+        self.ranks.backward_begins()
         if self._due:
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
@@ -149,6 +156,8 @@ class Identities:
         watched.steps += 1
         self._threads.add(get_ident())
         watched.seen = None
+        if len(self._threads) == 1:
+            self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps))
         if rank_and_world(self._torch)[0]:
             return
         has_closure = any(callable(one) for one in arguments)
@@ -203,6 +212,10 @@ class Identities:
         self._stepped.append(watched)
         if windows.is_open:
             self._notice(windows.step(self._torch, optimizer, watched.steps))
+
+    def compare_ranks(self, folder: str | None, rank: int, world: int) -> None:
+        """The step that ended is one of the training of this folder, of which this is a rank."""
+        self.seen += self.ranks.step_ends(folder, rank, world)
 
     def _end_chain(self, chain: Chain, seen: Seen) -> None:
         holds = chain.end()

@@ -367,8 +367,9 @@ def _named(acting: list[_Acting]) -> str:
 class Noticed:
     """What was found between two steps, in the place of a step that was looked at."""
 
-    def __init__(self, lines: list[Line]) -> None:
-        self._lines = lines
+    def __init__(self, lines: list[Line], step: int | None = None) -> None:
+        """`step` at which it was so, where that is known later."""
+        self._lines, self.step = lines, step
 
     def has_passed(self) -> bool:
         return True

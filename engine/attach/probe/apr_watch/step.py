@@ -382,6 +382,7 @@ class Steps:
             self._begin_training(optimizer)
         if self._trainings.are_led_by(optimizer):
             self._step_ends(optimizer)
+        self.identities.compare_ranks(self._folder, self._rank, self._world)
         self._say_identities()
         self._forget_losses()
 
@@ -397,6 +398,7 @@ class Steps:
     def end_training(self, begun: Any = None) -> None:
         """Nothing more is written to the training's log once the values of its steps are known; `begun` is the
         optimizer of the next one, where that is what ends it."""
+        self._end_ranks(at_exit=False)
         if self.log is not None:
             # What was seen of the first step of the next one is not this one's.
             self._say_seen(self.identities.end(begun))
@@ -507,10 +509,15 @@ class Steps:
         if self.log is None:
             return
         for seen in found:
-            about = {"step": self._step, "framework": framework()}
+            step = seen.step if isinstance(seen, Noticed) else None
+            about = {"step": min(self._step, step or self._step), "framework": framework()}
             entry = Entry(Values(), self.log, "identity", about, None, seen, self._told)
             self._waiting.append(entry)
         self._write_ready()
+
+    def _end_ranks(self, at_exit: bool) -> None:
+        ranks = self.identities.ranks
+        self._say_seen(ranks.training_ends(self._folder, self._rank, self._world, at_exit))
 
     def _parts(self, optimizer: Any) -> dict[str, Any]:
         """Each loss where there are several, and each group's rate where they differ."""
@@ -578,6 +585,7 @@ class Steps:
         """Write what is left, and how the script ended; a value that does not come is unknown."""
         ended = how_it_ended()
         try:
+            self._end_ranks(at_exit=True)
             self._say_identities()
             if ended["how"] == "returned":
                 self._say_seen(self.identities.end())

@@ -1,0 +1,91 @@
+"""What the probe makes of the records of several ranks, written by its own functions: no process trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.system.attach.test_pace import probed
+
+MADE = """
+from zlib import crc32
+from apr_watch.ranks import Compared, Others, Record, judge, write
+
+NAMES = ["0.weight", "0.bias"]
+
+def record(step, values, layout="a", batches=()):
+    return Record(0, step, layout, [f"{crc32(repr(v).encode()):08x}" for v in values], list(values), list(batches))
+
+def layout(*wrappers, unknown=()):
+    return Of(why="", name="AdamW", names=NAMES, wrappers=list(wrappers), unknown=set(unknown))
+
+def ddp(**about):
+    return Of(**dict(has_hook=False, is_local=False, was_called=True) | about)
+
+def said(layout, mine, other, began=((0.0, 0.0), (0.0, 0.0)), **more):
+    first = {rank: record(1, values) for rank, values in enumerate(began)}
+    return [line[:2] for line in judge(Compared(layout, record(2, mine, **more), {1: other}, first))]
+"""
+
+
+def test_ranks_that_differ_are_a_contradiction_under_ddp_alone() -> None:
+    code = """
+alone, wrapped = layout(None, None), layout(ddp(), ddp())
+print(said(wrapped, (1.0, 2.0), record(2, (1.0, 2.0))), said(wrapped, (1.0, 2.0), record(2, (1.0, 2.5))))
+print(said(alone, (1.0, 2.0), record(2, (1.0, 2.0))), said(alone, (1.0, 2.0), record(2, (1.0, 2.5))))
+print(said(layout(ddp(has_hook=True), None), (1.0, 2.0), record(2, (1.5, 2.0))))
+print(said(layout(*[ddp(is_local=True)] * 2), (1.0, 2.0), record(2, (1.5, 2.0))))
+print(said(wrapped, (1.0, 2.0), record(2, (1.0, 2.00001))))
+print(said(alone, (1.0, 2.0), record(2, (1.0, 2.5)), began=((0.0, 0.0), (0.0, 0.5))))
+print(said(wrapped, (1.0, 2.0), record(2, (1.0, 2.5), layout="b")))
+"""
+    assert probed(MADE + code).splitlines() == [
+        "[('rank_drift', 'pass')] [('rank_drift', 'contradiction')]",
+        "[('rank_drift', 'pass')] [('rank_drift', 'suspicion')]",
+        "[('rank_drift', 'unknown'), ('rank_drift', 'pass')]",
+        "[('rank_drift', 'suspicion')]",
+        "[('rank_drift', 'fact')]",
+        "[('rank_drift', 'fact')]",
+        "[('rank_drift', 'unknown')]",
+    ]
+
+
+def test_the_same_batches_are_suspected_where_ranks_began_as_one_model() -> None:
+    """Of each batch the hash of its indices, and of what was read; the same indices may be of other data."""
+    code = """
+def of_data(mine, other, **more):
+    found = said(layout(None, None), (1.0, 2.0), record(2, (1.0, 2.0), batches=other), batches=mine, **more)
+    return [degree for id, degree in found if id == "rank_data"]
+
+one, two = [["i", "c"], ["j", "d"]], [["k", "e"], ["l", "f"]]
+print(of_data(one, one), of_data(one, two), of_data(one[:1], one[:1]), of_data(one[:1] * 2, one[:1] * 2))
+print(of_data(one, [["i", "e"], ["j", "f"]]), of_data([["", "c"], ["", "d"]], [["", "e"], ["", "f"]]))
+print(of_data([["i", ""]] * 2, [["i", ""]] * 2), of_data(one, one, began=((0.0, 0.0), (0.0, 1.0))))
+"""
+    assert probed(MADE + code).splitlines() == [
+        "['suspicion'] ['pass'] [] []",
+        "[] ['pass']",
+        "[] []",
+    ]
+
+
+def test_records_of_a_rank_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Also where the last one is not whole yet; numbers that are not finite keep their place."""
+    code = f"""
+folder = {str(tmp_path)!r}
+first, second = record(1, (0.5, float("inf")), batches=[["i", "c"]]), record(2, (0.1, -3.0))
+others = Others(folder)
+others.look([1, 2])
+print(others.of(1, 0, 1))
+write(folder, 1, [first])
+path = folder + "/ranks/1.compared"
+whole = open(path, "rb").read()
+write(folder, 1, [second])
+line = open(path, "rb").read()[len(whole):]
+open(path, "wb").write(whole + line[:20])
+others.look([1])
+print(others.of(1, 0, 1) == first, others.of(1, 0, 2))
+open(path, "ab").write(line[20:])
+others.look([1])
+print(others.of(1, 0, 2) == second, others.of(2, 0, 1))
+"""
+    assert probed(MADE + code).splitlines() == ["None", "True None", "True None"]
