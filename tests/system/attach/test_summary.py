@@ -111,7 +111,7 @@ def test_a_plain_loop_is_read_as_a_run_with_every_step_that_it_prints(finished: 
     assert view.state(run.liveness()) == "completed"
     # What the log does not hold is absent, and never 0.
     assert view.steps.values("tokens") == [None] * 5 and view.total_steps is None
-    shown = engine_here("tail", run.path)
+    shown = engine_here("tail", run.path, "-n", "40")
     assert f"command: {sys.executable} {finished.folder / 'train.py'} finishes" in shown.stdout
 
 

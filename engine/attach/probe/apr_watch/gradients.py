@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+from .outside import rows_of
 from .parameters import CONTRADICTION, PASS, SUSPICION, Line
 from .updates import Rows, fits, is_plain
 
@@ -43,16 +44,8 @@ class Chain:
 
     def begin(self, optimizer: Any) -> None:
         """Behind a step."""
-        torch = self._torch
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        plain = [p for p in parameters if is_plain(torch, p) and p.requires_grad]
-        if plain:
-            # Of one type, that of most parameters.
-            counts = Counter((p.device, p.dtype) for p in plain)
-            most = counts.most_common(1)[0][0]
-            plain = [p for p in plain if (p.device, p.dtype) == most]
-        each = max(1, _NUMBERS // max(1, len(plain)))
-        self._rows = [Rows(p, 0, at, each, 0) for at, p in enumerate(plain)]
+        self._rows = rows_of(self._torch, parameters, _NUMBERS)
         self._holds, self._adds, self._passes = [], [], 0
         self._last = self._gradients()
         self.is_open = self._last is not None

@@ -28,9 +28,11 @@ from . import (
     losses,
     memory,
     modes,
+    outside,
     parameters,
     progress,
     ranks,
+    scaling,
     step,
     textbook,
     trainings,
@@ -214,9 +216,9 @@ class Hooks:
         def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
             norm = original(*args, **kwargs)
             if not is_compiling() and self._is_on():
+                most = args[1] if len(args) > 1 else kwargs.get("max_norm")
                 kind = args[2] if len(args) > 2 else kwargs.get("norm_type", 2.0)
-                if kind == 2:
-                    self._ours(steps.clipped, norm)
+                self._ours(steps.clipped, norm if kind == 2 else None, most)
             return norm
 
         return clip_grad_norm_
@@ -228,7 +230,7 @@ class Hooks:
         def scale(scaler: Any, outputs: Any) -> Any:
             products = original(scaler, outputs)
             if not is_compiling() and self._is_on():
-                self._ours(steps.scaled, outputs, products)
+                self._ours(steps.scaled, scaler, outputs, products)
             return products
 
         return scale
@@ -372,9 +374,11 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         losses,
         memory,
         modes,
+        outside,
         parameters,
         progress,
         ranks,
+        scaling,
         step,
         textbook,
         trainings,

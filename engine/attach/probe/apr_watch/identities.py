@@ -1,13 +1,15 @@
 """Identities that hold in every healthy training, looked at on a few steps: the first three of an optimizer, then
 those whose number is a power of two. What each is called, and what to do: `engine/attach/identities.py`.
 
-    gradient  the gradients of a step are its own backward passes' (gradients.py)
+    gradient  the gradients of a step are its own backward passes' (gradients.py), each loss counts once in their mean,
+              and they are clipped where that has an effect (scaling.py)
     loss      it is a cross entropy of the next tokens of all rows (losses.py), and a divergence from a teacher that is
               another model, scaled by its temperature (distillation.py); both read the graph of autograd (graph.py)
     data      modules that act otherwise in training are in training mode, and in an evaluation they are not (modes.py),
               and the passes over a data loader hand out what its sampler is to give (data.py)
     ranks     they have the same weights, and read different data (ranks.py)
-    update    the new weights are the optimizer's textbook update of the old (updates.py); what a backward pass reaches
+    update    the new weights are the optimizer's textbook update of the old (updates.py), and nothing else writes them
+              (outside.py); what a backward pass reaches
               is an optimizer's, and what an optimizer holds is reached (parameters.py)
 
 Every other step costs a comparison.
@@ -27,8 +29,10 @@ from .folders import rank_and_world
 from .gradients import Chain, Windows
 from .losses import Loss, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
+from .outside import Between
 from .parameters import Held, Line, Reached
 from .ranks import Ranks
+from .scaling import Scaling
 from .updates import Rates, Seen
 from .values import is_capturing
 
@@ -45,6 +49,8 @@ class Identities:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._threads: set[int] = set()
         """Those that step optimizers: of several, one may move weights while another's step is looked at."""
+        self._in_progress: list[int] = []
+        """Optimizers whose steps have begun, each inside the one before."""
         self._reached = Reached(torch)
         self._due: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is looked at."""
@@ -59,6 +65,7 @@ class Identities:
         self._evaluations = Evaluations(torch, self._search)
         self._passes = Passes(torch)
         self.ranks = Ranks(torch)
+        self._scaling = Scaling(torch)
         self.seen: list[Seen | Noticed] = []
         """The steps that were looked at and not taken yet, and what was found between them."""
 
@@ -67,6 +74,7 @@ class Identities:
         self._due.add(optimizer)
         self._passes.forget()
         self.ranks.optimizer_made()
+        self._scaling.optimizer_made()
 
     def batch_asked_for(self, iterator: Any) -> None:
         """A data loader is about to hand out its next batch."""
@@ -88,6 +96,16 @@ class Identities:
         self._notice(self._passes.fetched(iterator, batch, bool(self._due)))
         acting = [one for watched in self._watched.values() for one in watched.modes.acting]
         self._evaluations.fetched(iterator, acting)
+        self._scaling.batch_fetched()
+
+    def scaled(self, scaler: Any) -> None:
+        self._scaling.scaled(scaler)
+
+    def clipped(self, most: Any) -> None:
+        """Gradients were clipped to a norm of `most`."""
+        lines = self._scaling.clipped(most)
+        if not rank_and_world(self._torch)[0]:
+            self._notice(lines)
 
     def _notice(self, lines: list[Line]) -> None:
         if lines:
@@ -97,6 +115,7 @@ class Identities:
         self._evaluations.trained_on()
         self._passes.trained_on()
         self.ranks.backward_begins()
+        self._scaling.backward_begins(tensors, bool(self._due))
         if self._due:
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
@@ -154,12 +173,15 @@ class Identities:
             self._open_windows = [one for one in self._open_windows if one.may_change]
             self._open_windows.append(watched.windows)
         watched.steps += 1
+        self._in_progress.append(id(optimizer))
         self._threads.add(get_ident())
         watched.seen = None
         if len(self._threads) == 1:
             self.ranks.step_begins(optimizer, watched.steps, _is_sampled(watched.steps))
+        lines = self._scaling.step(optimizer, watched.steps)
         if rank_and_world(self._torch)[0]:
             return
+        self._notice(lines)
         has_closure = any(callable(one) for one in arguments)
         self._look_at_windows(optimizer, watched, has_closure)
         if not _is_sampled(watched.steps):
@@ -177,6 +199,8 @@ class Identities:
             if not watched.seen.is_late:
                 self._look_at_parameters(optimizer, watched, watched.seen)
             self._end_chain(watched.chain, watched.seen)
+            self._end_between(watched.seen, watched.between)
+            watched.between = None
             if not watched.seen.is_late:
                 watched.seen.add_losses(self._losses)
 
@@ -184,6 +208,9 @@ class Identities:
         watched = self._watched.get(optimizer)
         if watched is None:
             return
+        # A step that raised has not ended.
+        if id(optimizer) in self._in_progress:
+            del self._in_progress[self._in_progress.index(id(optimizer)) :]
         if watched.seen is not None:
             seen, watched.seen = watched.seen, None
             with self._torch.no_grad():
@@ -195,6 +222,7 @@ class Identities:
             if _is_sampled(watched.steps + 1):
                 with self._torch.no_grad():
                     watched.chain.begin(optimizer)
+                    self._begin_between(optimizer, watched)
                 self._chains = [one for one in self._chains if one is not watched.chain]
                 self._chains += [watched.chain] * watched.chain.is_open
         self._reached.step_ends()
@@ -224,6 +252,20 @@ class Identities:
         if isinstance(holds, self._torch.Tensor):
             seen.tensors["chain"] = holds
 
+    def _begin_between(self, optimizer: Any, watched: _Watched) -> None:
+        # Of an optimizer that another one steps, the other may write the weights too.
+        if self._in_progress:
+            return
+        groups = optimizer.param_groups
+        others = {id(one) for one in self._held(but=groups)}
+        own = [one for group in groups for one in group["params"] if id(one) not in others]
+        watched.between = Between(self._torch, own)
+
+    def _end_between(self, seen: Seen, between: Between | None) -> None:
+        changed = None if between is None else between.end()
+        if changed is not None:
+            seen.between, seen.tensors["between"] = between, changed
+
     def _look_at_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
         seen.more += watched.modes.look(optimizer, self._search)
         vocabularies = {one.vocabulary for one in self._losses if isinstance(one, Divergence)}
@@ -236,10 +278,14 @@ class Identities:
         reached, are_all = self._reached.since(watched.since)
         seen.more += watched.held.look(self._torch, optimizer, reached, are_all, self._held())
 
-    def _held(self) -> list[Any]:
-        """The parameters of all optimizers."""
+    def _held(self, but: Any = None) -> list[Any]:
+        """The parameters of all optimizers, without those that have the groups `but`: it and what wraps it."""
         return [
-            one for made in self._made for group in made.param_groups for one in group["params"]
+            one
+            for made in self._made
+            if made.param_groups is not but
+            for group in made.param_groups
+            for one in group["params"]
         ]
 
     def take(self) -> list[Seen | Noticed]:
@@ -258,6 +304,7 @@ class _Watched:
     def __init__(self, torch: Any, since: int) -> None:
         self.steps = 0
         self.chain = Chain(torch)
+        self.between: Between | None = None
         self.windows = Windows()
         self.since = since
         """Steps of all optimizers when its last one ended."""

@@ -339,9 +339,10 @@ class Steps:
         self.identities.backward_ends()
         self._losses.append(None)
 
-    def scaled(self, outputs: Any, products: Any) -> None:
+    def scaled(self, scaler: Any, outputs: Any, products: Any) -> None:
         """A gradient scaler has multiplied losses; the loss of the step is the one before that."""
         if isinstance(products, (self._torch.Tensor, list, tuple)) and products is not outputs:
+            self.identities.scaled(scaler)
             pairs = zip(self._as_list(outputs), self._as_list(products), strict=True)
             for tensor, product in pairs:
                 self._scaled[id(product)] = weakref.ref(product), self._keep(tensor)
@@ -351,8 +352,12 @@ class Steps:
         belong to no step."""
         self._forget_losses()
 
-    def clipped(self, norm: Any) -> None:
-        self._norm = self._keep(norm)
+    def clipped(self, norm: Any, most: Any) -> None:
+        """Gradients were clipped to a norm of `most`; `norm` is what they had, None if of another kind."""
+        if norm is not None:
+            self._norm = self._keep(norm)
+        # In a tensor it may be on a GPU.
+        self.identities.clipped(None if isinstance(most, self._torch.Tensor) else most)
 
     def planned(self, left: int | None) -> None:
         """A framework says how many steps are left; None: it cannot say."""

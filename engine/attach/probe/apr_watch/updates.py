@@ -18,6 +18,7 @@ from .textbook import Rule, judge, rule_of
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .gradients import Chain
+    from .outside import Between
 
 _NUMBERS = 1 << 15
 """Of the weights of an optimizer that are copied, about: some milliseconds of float64, in which a GPU may idle."""
@@ -117,9 +118,11 @@ class Seen:
         self.more: list[Line] = []
         """What else was found at this step."""
         self.chain: Chain | None = None
+        self.between: Between | None = None
         self._losses: list[Loss | Divergence] = []
         self.tensors: dict[str, Any] = {}
-        """`chain`: whether the gradients of the step before are still part of this one's; of each loss its counts."""
+        """`chain`: whether the gradients of the step before are still part of this one's; of each loss its counts;
+        `between`: which weights are others than the step before left."""
         self._why = ""
         """Why nothing is known."""
         self._batches: list[_Batch] = []
@@ -133,9 +136,8 @@ class Seen:
             or bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
             or getattr(optimizer, "grad_scale", None) is not None
         )
-        if getattr(optimizer, "_optimizer_step_post_hooks", None):
-            self._why = "a hook of the script's runs at the end of the step"
-            return
+        self._is_hooked = bool(getattr(optimizer, "_optimizer_step_post_hooks", None))
+        """Hooks of the script's run behind the step, and before it is looked at again."""
         self._rules: list[Any] = [
             rule_of(torch, optimizer, group) for group in optimizer.param_groups
         ]
@@ -284,6 +286,9 @@ class Seen:
         if self._lines is None:
             with self._torch.no_grad():
                 self._lines = [*self._update(), *self._gradients(), *self._of_losses(), *self.more]
+                changed = self.tensors.get("between")
+                if self.between is not None and changed is not None and len(self._threads) == 1:
+                    self._lines += self.between.lines(self._optimizer, self._number, changed)
             self._batches, self._events, self._copied, self._losses = [], [], None, []
         return self._lines
 
@@ -352,6 +357,12 @@ class Seen:
         labels = {id(parameter): label for parameter, label, _ in found.wrong}
         modules = Modules(self._torch, parameters)
         text = f"{named(modules, parameters[:1], labels)}: {found.wrong[0][2]}"
+        if self._is_hooked:
+            why = "a hook of the script's at the end of the step writes the weights"
+            return [
+                ("update", UNKNOWN, why, about),
+                ("outside_writes", SUSPICION, f"{why}; {text}", about),
+            ]
         if len(parameters) > 1:
             text += f"; also {named(modules, parameters[1:], labels)}"
         return [("update", CONTRADICTION, text, about)]
