@@ -101,6 +101,7 @@ dist.destroy_process_group()
 )
 
 BETWEEN = """
+import copy
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -214,6 +215,12 @@ def parts_of_one_shape():
     torch.manual_seed(100 + rank)
     return fit(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), loader=DataLoader(rows, 8))
 
+def left_alone():
+    # An expert of its own on each rank.
+    net = model()
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "0.bias"])
+    return fit(DDP(net))
+
 def own_file():
     # Each rank has loaded its part of the data, and the indices are the same.
     part = TensorDataset(x[rank::2], y[rank::2])
@@ -242,8 +249,8 @@ def sharded():
     return fit(fully_shard(net, mesh=mesh))
 
 tell(ddp, ddp_in_a_module_that_is_held_twice, accumulation, two_networks, gradients_averaged_by_hand,
-     weights_averaged_by_hand, ensemble, communication_hook, parts_of_one, parts_of_one_shape, own_file, own_stream,
-     split_optimizer, sharded)
+     weights_averaged_by_hand, ensemble, communication_hook, parts_of_one, parts_of_one_shape, left_alone,
+     own_file, own_stream, split_optimizer, sharded)
 """
 )
 
@@ -265,6 +272,10 @@ def bypassed_by_a_method():
             return self(x)
     net = DDP(Net())
     return fit(net, lambda x: net.module.loss(x))
+
+def gone_when_it_is_judged():
+    net = DDP(model())
+    return copy.deepcopy(fit(net, net.module).module)
 
 def written_on_one_rank():
     net, steps = DDP(model()), []
@@ -317,9 +328,9 @@ def same_stream():
     net = model()
     return fit(net, loader=DataLoader(Stream(), 8), before=lambda: averaged([p.grad for p in net.parameters()]))
 
-tell(bypassed, bypassed_by_a_method, written_on_one_rank, loaded_on_one_rank, unfrozen_after_wrapping,
-     new_head_after_wrapping, never_averaged, partly_averaged, always_in_no_sync, same_data, same_data_by_workers,
-     same_stream)
+tell(bypassed, bypassed_by_a_method, gone_when_it_is_judged, written_on_one_rank, loaded_on_one_rank,
+     unfrozen_after_wrapping, new_head_after_wrapping, never_averaged, partly_averaged, always_in_no_sync,
+     same_data, same_data_by_workers, same_stream)
 """
 )
 
@@ -380,6 +391,7 @@ HEALTHY_SEEN = {
     "communication_hook": ([PASS, UNKNOWN], [PASS]),
     "parts_of_one": ([UNKNOWN], []),
     "parts_of_one_shape": ([FACT], []),
+    "left_alone": ([PASS], [PASS]),
     # The same indices, of other data.
     "own_file": ([PASS], []),
     "own_stream": ([PASS], [PASS]),
@@ -394,6 +406,7 @@ MISTAKES_SEEN = {
         [CONTRADICTION],
         "body.0.weight, body.0.bias, body.3.weight, ...: 4 of 4",
     ),
+    "gone_when_it_is_judged": ([CONTRADICTION], "no training step calls its forward"),
     "written_on_one_rank": (
         [PASS, CONTRADICTION],
         "0.weight: 1 of 4 parameters under DistributedDataParallel differ between ranks 0 and 1 in front of step 3",
@@ -449,8 +462,10 @@ def test_a_rank_that_ends_early_is_compared_as_far_as_it_came(
     assert degrees(lines, DRIFT) == [seen]
 
 
-def commanded(folder: Path, *command: str) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
-    words = ["--runs", str(folder / "runs"), "--quiet", "--", sys.executable, *command]
+def commanded(
+    folder: Path, *command: str, options: tuple[str, ...] = ("--quiet",)
+) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
+    words = ["--runs", str(folder / "runs"), *options, "--", sys.executable, *command]
     done = subprocess.run(
         [sys.executable, "-m", "engine", "watch", *words],
         capture_output=True,
@@ -465,6 +480,21 @@ def steps_of(run: RunFolder) -> list[tuple[Any, ...]]:
     view = Follower(run).read_all()
     columns = (view.steps.values(name) for name in ("step", "loss", "lr"))
     return list(zip(*columns, strict=True))
+
+
+def test_the_summary_of_a_bypassed_wrapper_names_the_parameters_and_what_to_do(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    begin = f"{BEGIN}os.chdir({str(tmp_path)!r})\n{BETWEEN}"
+    script.write_text(f"{begin}net = DDP(model())\nfit(net, net.module)\ndist.barrier()\n")
+    done, run = commanded(tmp_path, *TORCHRUN, str(script), options=())
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "contradiction rank_drift at step 2: 0.weight, 0.bias, 3.weight, ...: 4 of 4" in said
+    assert "call the wrapped model, model(x), never model.module(x)" in said
+    view = Follower(run).read_all()
+    assert [one.degree for one in view.identities if one.id == DRIFT] == [CONTRADICTION]
 
 
 @pytest.mark.parametrize("code", [0, 3])

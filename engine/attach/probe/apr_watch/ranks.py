@@ -37,6 +37,8 @@ _BATCHES, _LEAST = 16, 2
 """The first batches of a training are compared, if there are so many."""
 _LOOKS = 64
 """That wait for a GPU, or for other ranks."""
+_SEARCHES = 32
+"""Among all objects of a process, of a tenth of a second each."""
 _MOST_BYTES = 1 << 22
 """Of the file of a rank."""
 _READ_EVERY_S = 0.2
@@ -126,6 +128,9 @@ class Others:
                 record = from_line(line)
                 self._records.setdefault(rank, {})[record.optimizer, record.step] = record
 
+    def has_come(self, rank: int) -> bool:
+        return rank in self._records
+
     def of(self, rank: int, optimizer: int, step: int) -> Record | None:
         return self._records.get(rank, {}).get((optimizer, step))
 
@@ -143,6 +148,10 @@ class Wrapper:
         """Whether a backward pass since the last step was outside of no_sync; None before the first one."""
         self.is_local = False
         """Whether all backward passes of a step were inside: then the ranks train apart for a while."""
+        self.has_hook = False
+        """Whether the script says itself how gradients are averaged."""
+        self.was_called = True
+        """Whether its forward ever ran in training, as far as torch counts that; not known before the second step."""
 
     def backward_begins(self) -> None:
         module = self.of()
@@ -154,19 +163,17 @@ class Wrapper:
         self.is_local = self.is_local or self.is_synced is False
         self.is_synced = None
 
-    @property
-    def has_hook(self) -> bool:
-        """Whether the script says itself how gradients are averaged."""
+    def look(self) -> None:
+        """At a step that is looked at; the module may be gone when it is judged."""
         module = self.of()
-        return module is None or bool(vars(module).get("_comm_hooks"))
-
-    @property
-    def was_called(self) -> bool:
-        """Whether its forward ever ran; as far as torch counts that."""
+        if module is None:
+            return
+        self.has_hook = bool(vars(module).get("_comm_hooks"))
         try:
-            return bool(self.of().logger._get_ddp_logging_data().ints_map["iteration"])  # type: ignore[union-attr]
+            counts = module.logger._get_ddp_logging_data().ints_map
+            self.was_called = bool(counts["iteration"])
         except Exception:  # noqa: BLE001  it is torch's own, and may be another one
-            return True
+            self.was_called = True
 
 
 def _ranks_of(torch: Any, module: Any) -> list[int]:
@@ -178,6 +185,15 @@ def _ranks_of(torch: Any, module: Any) -> list[int]:
     return sorted(ranks(group))
 
 
+class _Place(NamedTuple):
+    """Where a parameter is inside a DistributedDataParallel."""
+
+    name: str
+    wrapper: Wrapper
+    is_known: bool
+    """Whether the wrapper averages its gradients."""
+
+
 class Wrappers:
     """What wraps modules of this process for several ranks; a look at all its objects."""
 
@@ -187,8 +203,9 @@ class Wrappers:
         replicating = torch.nn.parallel.DistributedDataParallel
         module_type = torch.nn.Module
         self.replicated: list[Wrapper] = []
-        self.inside: dict[int, tuple[str, Wrapper, bool]] = {}
-        """Of the parameters inside a DistributedDataParallel, by id: the name, the wrapper, whether it knows it."""
+        self._inside: dict[int, tuple[weakref.ref[Any], _Place]] = {}
+        self._ignored: dict[int, weakref.ref[Any]] = {}
+        """Those that a DistributedDataParallel was told to leave alone."""
         self.sharded: set[int] = set()
         for one in gc.get_objects():
             kind = type(one)
@@ -205,9 +222,20 @@ class Wrappers:
         known = {id(one) for one in inside.get("_module_parameters") or ()}
         ignored = inside.get("parameters_to_ignore") or ()
         for name, parameter in _parameters(module) if module is not None else ():
-            if name not in ignored and f".{name}" not in ignored:
-                is_known = id(parameter) in known or not known
-                self.inside.setdefault(id(parameter), (name, wrapper, is_known))
+            if name in ignored or f".{name}" in ignored:
+                self._ignored[id(parameter)] = weakref.ref(parameter)
+                continue
+            place = _Place(name, wrapper, id(parameter) in known or not known)
+            self._inside.setdefault(id(parameter), (weakref.ref(parameter), place))
+
+    def place_of(self, parameter: Any) -> _Place | None:
+        """Where it is inside a DistributedDataParallel."""
+        found = self._inside.get(id(parameter))
+        return found[1] if found is not None and found[0]() is parameter else None
+
+    def leaves_alone(self, parameter: Any) -> bool:
+        found = self._ignored.get(id(parameter))
+        return found is not None and found() is parameter
 
 
 def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -247,10 +275,14 @@ class Layout:
         if kinds:
             self.why = f"parameters of {self.name} are sharded, or not plain tensors ({', '.join(sorted(kinds))})"
         chosen = everything[:: max(1, -(-len(everything) // _PARAMETERS))]
-        chosen = [(label, one) for label, one in chosen if not self.why and is_plain(torch, one)]
+        chosen = [
+            (label, one)
+            for label, one in chosen
+            if not self.why and is_plain(torch, one) and not wrappers.leaves_alone(one)
+        ]
         if not chosen and not self.why:
             self.why = f"{self.name} holds no numbers of its own here"
-        loose = [one for _, one in chosen if id(one) not in wrappers.inside]
+        loose = [one for _, one in chosen if wrappers.place_of(one) is None]
         modules = Modules(torch, loose) if loose else None
         self.parameters = [weakref.ref(one) for _, one in chosen]
         self.names: list[str] = []
@@ -258,15 +290,21 @@ class Layout:
         self.unknown: set[int] = set()
         """Places of parameters that are inside a wrapper and that it does not know."""
         for place, (label, one) in enumerate(chosen):
-            name, wrapper, is_known = wrappers.inside.get(id(one), ("", None, True))
-            self.names.append(name or (modules and modules.name(one)) or label)
-            self.wrappers.append(wrapper)
-            self.unknown |= set() if is_known else {place}
+            inside = wrappers.place_of(one)
+            self.wrappers.append(None if inside is None else inside.wrapper)
+            if inside is not None:
+                self.names.append(inside.name)
+                self.unknown |= set() if inside.is_known else {place}
+            else:
+                self.names.append((modules and modules.name(one)) or label)
         about = [
             f"{name} {tuple(one.shape)} {one.dtype}"
             for name, (_, one) in zip(self.names, chosen, strict=True)
         ]
         self.hash = _digest("\n".join(about).encode())
+
+    def each_wrapper(self) -> list[Wrapper]:
+        return list({id(one): one for one in self.wrappers if one is not None}.values())
 
     def is_of(self, optimizer: Any) -> bool:
         if any(one() is None for one in self.parameters):
@@ -545,6 +583,7 @@ class Ranks:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._wrappers: Wrappers | None = None
+        self._searches = _SEARCHES
         self._layouts: weakref.WeakKeyDictionary[Any, tuple[int, Layout]] = (
             weakref.WeakKeyDictionary()
         )
@@ -556,7 +595,7 @@ class Ranks:
         self._batches: list[list[str]] = []
         self._new: deque[Look] = deque(maxlen=_LOOKS)
         """Of the step in progress, whose training is not known yet."""
-        self._looks: deque[Look] = deque()
+        self._looks: deque[Look] = deque(maxlen=_LOOKS)
         self._forget_training()
 
     def _forget_training(self) -> None:
@@ -601,9 +640,13 @@ class Ranks:
             self._batches.append(self._latest)
         self._latest = None
         if self._wrappers is None:
-            self._wrappers = Wrappers(self._torch)
-        for wrapper in self._wrappers.replicated:
+            self._search()
+        for wrapper in self._wrappers.replicated if self._wrappers is not None else ():
             wrapper.backward_begins()
+
+    def _search(self) -> None:
+        self._searches -= 1
+        self._wrappers = Wrappers(self._torch) if self._searches >= 0 else None
 
     # Weights.
 
@@ -612,18 +655,23 @@ class Ranks:
             return
         number, layout = self._layouts.get(optimizer, (self._count, None))
         if layout is not None:
-            for wrapper in {id(one): one for one in layout.wrappers if one is not None}.values():
+            for wrapper in layout.each_wrapper():
                 wrapper.step_begins()
         if not is_sampled:
             return
         if layout is None or not layout.is_of(optimizer):
             self._count += layout is None
             if self._wrappers is None or layout is not None:
-                self._wrappers = Wrappers(self._torch)
+                self._search()
+            self._searches -= 1
+            if self._wrappers is None or self._searches < 0:
+                return
             layout = Layout(self._torch, optimizer, self._wrappers)
             self._layouts[optimizer] = number, layout
-            for wrapper in {id(one): one for one in layout.wrappers if one is not None}.values():
+            for wrapper in layout.each_wrapper():
                 wrapper.step_begins()
+        for wrapper in layout.each_wrapper():
+            wrapper.look()
         with self._torch.no_grad():
             self._new.append(Look(self._torch, number, step, layout, self._batches))
 
@@ -699,14 +747,21 @@ class Ranks:
         is_last: bool,
     ) -> list[Noticed]:
         assert self._others is not None
-        groups = [one.ranks for one in layout.wrappers if one is not None]
+        groups = [one.ranks for one in layout.each_wrapper()]
         expected = [r for r in here if r and all(r in group for group in groups)]
         found = {rank: self._others.of(rank, *key) for rank in expected}
         come = {rank: one for rank, one in found.items() if one is not None}
         if not expected:
             del self._open[key]
             return []
-        if not come or (len(come) < len(expected) and not is_last):
+        # A rank that has never said anything is not waited for longer than until the next look.
+        is_old = any(optimizer == key[0] and step > key[1] for optimizer, step in self._open)
+        missing = [
+            r
+            for r, one in found.items()
+            if one is None and (not is_old or self._others.has_come(r))
+        ]
+        if not come or (missing and not is_last):
             return []
         del self._open[key]
         optimizer = record.optimizer
