@@ -207,7 +207,8 @@ IDENTITIES: tuple[Row, ...] = (
         means="Its answers to the same tokens are drawn anew at each step, and the student learns their noise.",
         plain="call teacher.eval() after it is loaded, and after anything that calls train() on what holds it",
         transformers="load it apart from the model that the Trainer gets, and call eval() on it",
-        lightning="Lightning calls train() on every module that the LightningModule holds: keep the teacher in a list",
+        lightning="call eval() on it where it is made: Lightning keeps the modes that modules have (before 2.2 it "
+        "calls train() on all that the LightningModule holds, and the teacher has to be in a list)",
     ),
     Row(
         id="temperature_squared",

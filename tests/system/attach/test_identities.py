@@ -202,6 +202,7 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_updates_of_adamw_adam_and_sgd_are_the_textbooks(
     updates: Found,
 ) -> None:
+    assert degrees(updates["a_closure"], "kept_gradients") == [PASS]
     for name, lines in updates.items():
         if name not in UNSEEN | WRONG_NAMES:
             assert degrees(lines, "update") == [PASS], name
@@ -362,6 +363,15 @@ def never_zeroed():
         optimizer.step()
     return net
 
+def never_zeroed_beside_a_closure():
+    # As with manual optimization in Lightning, which gives every step one.
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(5):
+        (net(x) - y).square().mean().backward()
+        optimizer.step(lambda: None)
+    return net
+
 class TwoOptimizers:
     def __init__(self, zeroes):
         self.net, self.zeroes = classifier(), zeroes
@@ -458,7 +468,8 @@ def a_body_that_is_cut_off():
 tell(bf16_at_a_small_rate, a_loop_in_16_bit_after_its_warm_up, bf16_at_a_large_rate, bf16_in_its_warm_up,
      bf16_at_the_end_of_its_schedule, fp32_at_a_small_rate, autocast, a_copy_behind_the_optimizer,
      a_head_replaced_behind_the_optimizer, a_head_replaced_in_front_of_the_optimizer, moved_behind_the_optimizer,
-     never_zeroed, one_of_two_is_zeroed, both_are_zeroed, zeroed_in_place, two_losses_of_one_step_each,
+     never_zeroed, never_zeroed_beside_a_closure, one_of_two_is_zeroed, both_are_zeroed, zeroed_in_place,
+     two_losses_of_one_step_each,
      a_decaying_sum_of_gradients, zeroed_between_backward_and_step, a_loop_that_removes_its_gradients,
      zeroed_behind_the_step,
      only_the_head_is_held, layers_in_a_list, a_head_that_is_not_used, a_body_that_is_cut_off)
@@ -473,6 +484,11 @@ WRONG = {
         "(group 0, parameter 2, group 0, parameter 3), and 4 that get gradients are in no optimizer (2.0.bias,",
     ),
     "never_zeroed": ("kept_gradients", 3, "the gradients of step 1 of AdamW are still part of"),
+    "never_zeroed_beside_a_closure": (
+        "kept_gradients",
+        3,
+        "the gradients of step 1 of AdamW are still part of",
+    ),
     "one_of_two_is_zeroed": (
         "kept_gradients",
         3,

@@ -20,8 +20,13 @@ from .parameters import FACT, PASS, SUSPICION, Line
 
 _PLACES, _NUMBERS = 64, 1 << 20
 """So many places are looked at, and so many numbers of them: some MiB in float64."""
-_SAME = 1e-6
-"""Nats between two models that are one."""
+_SAME = 1e-5
+"""Between the logarithms that two models which are one give of a likely token."""
+_LIKELY = 1e-3
+_APART = 1e-6
+"""Nats between two models that are not."""
+_LOOK = 3
+"""The step at which that counts: a copy, as of the start of the run, is another model once the student has moved."""
 _SUMS_TO_1 = 1e-2
 """In 16 bits."""
 _DIFFERENCES = ("SubBackward0", "NegBackward0")
@@ -61,11 +66,13 @@ class Divergence:
         off = (p_RV.sum(1) - 1).abs().max()
         divergence = (torch.xlogy(p_RV, p_RV) - p_RV * log_q_RV).sum(1).mean()
         alike = (p_RV.argmax(1) == log_q_RV.argmax(1)).double().mean()
-        return torch.stack([off, divergence, alike, (p_RV.amax(1)).mean()])
+        apart = (p_RV.log() - log_q_RV).abs()
+        apart = torch.where(p_RV > _LIKELY, apart, 0.0).amax()
+        return torch.stack([off, divergence, alike, apart])
 
-    def lines(self, counts: list[float], others: list[float]) -> list[Line]:
-        """`others` are the weights of cross entropies beside it."""
-        off, divergence, alike, confidence = counts
+    def lines(self, counts: list[float], others: list[float], step: int) -> list[Line]:
+        """At a step of its optimizer; `others` are the weights of cross entropies beside it."""
+        off, divergence, alike, apart = counts
         # Labels as probabilities, smoothed or mixed, are no teacher's.
         if not off <= _SUMS_TO_1:
             return []
@@ -78,10 +85,11 @@ class Divergence:
             f"{divergence:.3g} nats, {alike:.0%} with the same best token"
         )
         lines: list[Line] = [("distillation", FACT, text, numbers)]
-        if abs(divergence) <= _SAME * max(1.0, 1 - confidence) and alike == 1.0:
+        if apart <= _SAME:
             text = f"teacher and student give the same probabilities ({divergence:.1g} nats apart)"
-            lines.append(("teacher_is_student", SUSPICION, text, numbers))
-        elif divergence > _SAME:
+            if step >= _LOOK:
+                lines.append(("teacher_is_student", SUSPICION, text, numbers))
+        elif divergence > _APART:
             text = f"teacher and student are {divergence:.3g} nats apart"
             lines.append(("teacher_is_student", PASS, text, numbers))
         if self._is_mean_of_all:

@@ -188,9 +188,8 @@ class Identities:
             if watched.modes.have_turned():
                 self._notice(watched.modes.look(optimizer, self._search))
             return
-        if has_closure or is_capturing(self._torch):
-            watched.chain.leave()
         if is_capturing(self._torch):
+            watched.chain.leave()
             return
         with self._torch.no_grad():
             watched.seen = Seen(
@@ -198,7 +197,9 @@ class Identities:
             )
             if not watched.seen.is_late:
                 self._look_at_parameters(optimizer, watched, watched.seen)
-            self._end_chain(watched.chain, watched.seen)
+            # The backward passes of a closure are yet to come.
+            if not has_closure:
+                self._end_chain(watched.chain, watched.seen)
             self._end_between(watched.seen, watched.between)
             watched.between = None
             if not watched.seen.is_late:
@@ -214,6 +215,8 @@ class Identities:
         if watched.seen is not None:
             seen, watched.seen = watched.seen, None
             with self._torch.no_grad():
+                if seen.has_closure:
+                    self._end_chain(watched.chain, seen)
                 if seen.is_late:
                     self._look_at_parameters(optimizer, watched, seen)
                     seen.add_losses(self._losses)

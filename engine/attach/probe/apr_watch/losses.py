@@ -21,6 +21,8 @@ SHIFTS = (0, 1, 2, 3)
 """A label may be the token itself, the next one, ..."""
 _FITS, _FITS_NOT = 0.98, 0.9
 """Share of labels that are the tokens so far on; where one fits, another one does not. Tokens repeat themselves."""
+_CHUNKS = 4
+"""Of a loss in more chunks some may be too far from the backward pass to be found."""
 _NONE = -100
 """The label of a place that has none."""
 _FUSED = {"ChunkedLogProbFunctionBackward": 3}
@@ -139,8 +141,11 @@ class Loss:
             )
         if not counts:
             return lines
-        # An embedding of places looks up ids too, which the labels do not fit.
-        labelled, with_label, *pairs = max(counts, key=lambda one: max(_fits(one)))
+        # An embedding of places looks up ids too, which the labels do not fit; and an encoder may read the same tokens
+        # as those that the decoder is to write.
+        labelled, with_label, *pairs = max(
+            counts, key=lambda one: (_fits(one)[1] >= _FITS, max(_fits(one)))
+        )
         if not labelled:
             text = f"none of {self._count} places has a label"
             return [*lines, ("label_coverage", SUSPICION, text, {"labels": 0})]
@@ -193,7 +198,20 @@ def losses_of(torch: Any, tensors: list[Any], embeddings: list[Any]) -> list[Los
             found.append(Loss(torch, node, ids, way))
         elif (divergence := divergence_at(torch, node, way)) is not None:
             found.append(divergence)
+    _add_rows([one for one in found if isinstance(one, Loss)])
     return found
+
+
+def _add_rows(losses: list[Loss]) -> None:
+    """Of a backward pass whose loss is a sum over chunks, or over rows, each of which is a loss: all rows count."""
+    parts = [one for one in losses if one.rows is not None and one.rows[0] < one.rows[1]]
+    if (
+        sum(one.rows[0] for one in parts if one.rows)
+        >= max((one.rows[1] for one in parts if one.rows), default=0)
+        or len(parts) > _CHUNKS
+    ):
+        for one in parts:
+            one.rows = None
 
 
 def _targets(node: Any) -> tuple[Any, int | None]:

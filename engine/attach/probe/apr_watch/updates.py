@@ -114,7 +114,7 @@ class Seen:
         """`number` of this step of the optimizer; `threads` are those that step optimizers, now and later."""
         self._torch, self._optimizer = torch, type(optimizer).__name__
         self._number, self._rates, self._threads = number, rates, threads
-        self._has_closure = has_closure
+        self.has_closure = has_closure
         self.more: list[Line] = []
         """What else was found at this step."""
         self.chain: Chain | None = None
@@ -310,7 +310,7 @@ class Seen:
             if isinstance(loss, Loss):
                 found.append(loss.lines(numbers))
             elif numbers:
-                found.append(loss.lines(numbers, weights))
+                found.append(loss.lines(numbers, weights, self._number))
         return combined(found)
 
     def _gradients(self) -> list[Line]:
@@ -349,7 +349,7 @@ class Seen:
                 f"{self._optimizer}"
             )
             return [("update", PASS, text, about), *self._vanishing(found)]
-        if self._has_closure:
+        if self.has_closure:
             text = "what the closure did between the two looks at the weights was not seen"
             return [("update", UNKNOWN, text, about)]
         about["wrong"] = len(found.wrong)
