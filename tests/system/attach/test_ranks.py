@@ -334,6 +334,61 @@ tell(bypassed, bypassed_by_a_method, gone_when_it_is_judged, written_on_one_rank
 """
 )
 
+FRAMEWORKS = (
+    BETWEEN.replace(
+        'dist.init_process_group("gloo")\nrank = dist.get_rank()', 'rank = int(os.environ["RANK"])'
+    )
+    + """
+import transformers
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+
+def trainer():
+    size = dict(n_layer=1, n_head=2, n_embd=16, n_positions=16)
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, **size))
+    tokens = torch.randint(0, 64, (64, 16), generator=generator)
+    about = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=6, save_strategy="no")
+    asked = transformers.TrainingArguments("out", use_cpu=True, report_to=[], disable_tqdm=True, **about)
+    data = [dict(input_ids=row, labels=row) for row in tokens]
+    transformers.Trainer(net, asked, train_dataset=data).train()
+    return net
+
+def accelerated(**more):
+    accelerator = Accelerator(cpu=True, **more)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    return accelerator, *accelerator.prepare(net, optimizer, DataLoader(rows, 8, shuffle=True))
+
+def step(accelerator, net, optimizer, x, y):
+    accelerator.backward((net(x) - y).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+def accumulated():
+    accelerator, net, optimizer, loader = accelerated(gradient_accumulation_steps=2)
+    for x, y in loader:
+        with accelerator.accumulate(net):
+            step(accelerator, net, optimizer, x, y)
+    return net
+
+def local_sgd():
+    accelerator, net, optimizer, loader = accelerated()
+    with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=3) as local:
+        for x, y in loader:
+            step(accelerator, net, optimizer, x, y)
+            local.step()
+    return net
+
+def unwrapped():
+    accelerator, net, optimizer, loader = accelerated()
+    for x, y in loader:
+        step(accelerator, accelerator.unwrap_model(net), optimizer, x, y)
+    return net
+
+tell(trainer, accumulated, local_sgd, unwrapped)
+"""
+)
+
 ENDS_EARLY = (
     BETWEEN
     + """
@@ -446,6 +501,24 @@ def test_what_makes_ranks_differ_is_named(tmp_path_factory: pytest.TempPathFacto
     for name in READ_TWICE:
         lines = found[name]
         assert (degrees(lines, DRIFT), degrees(lines, DATA)) == ([PASS], [SUSPICION]), (name, lines)
+
+
+def test_ranks_of_the_trainer_and_of_accelerate_are_judged_as_those_of_a_plain_loop(
+    tmp_path: Path,
+) -> None:
+    ran = run_watched(tmp_path, FRAMEWORKS, *TORCHRUN)
+    assert ran.returncode == 0, ran.stderr
+    drift = [
+        degrees([one for one in lines if one["kind"] == "identity"], DRIFT)
+        for lines in ran.trainings
+    ]
+    data = [
+        degrees([one for one in lines if one["kind"] == "identity"], DATA)
+        for lines in ran.trainings
+    ]
+    # Local SGD averages the weights after three steps.
+    assert drift == [[PASS], [PASS], [SUSPICION, PASS], [CONTRADICTION]]
+    assert data == [[PASS]] * 4
 
 
 @pytest.mark.parametrize(("last", "seen"), [(0, UNKNOWN), (3, SUSPICION)])

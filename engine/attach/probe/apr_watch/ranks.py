@@ -274,7 +274,9 @@ class Layout:
             kinds.add("FullyShardedDataParallel")
         if kinds:
             self.why = f"parameters of {self.name} are sharded, or not plain tensors ({', '.join(sorted(kinds))})"
-        chosen = everything[:: max(1, -(-len(everything) // _PARAMETERS))]
+        count, most = len(everything), min(len(everything), _PARAMETERS)
+        # Not each second one: those may be all weights, and no bias.
+        chosen = [everything[at * count // most] for at in range(most)]
         chosen = [
             (label, one)
             for label, one in chosen
