@@ -150,6 +150,17 @@ IDENTITIES: tuple[Row, ...] = (
         lightning='set precision="16-mixed", not "16-true"',
     ),
     Row(
+        id="schedule",
+        identity="update",
+        degree=SUSPICION,
+        question="Is the schedule called once for each step of its optimizer, and does the rate stay above 0?",
+        means="The rate falls too early, comes to 0 or rises again, or stays as it was.",
+        plain="call schedule.step() where optimizer.step() is called, count its length in those calls, and make it of "
+        "the optimizer that steps",
+        transformers="leave the schedule to the Trainer, or give optimizers=(optimizer, its schedule)",
+        lightning='return {"scheduler": ..., "interval": "step"} where its length is in steps',
+    ),
+    Row(
         id="label_shift",
         identity="loss",
         degree=SUSPICION,
@@ -226,6 +237,30 @@ IDENTITIES: tuple[Row, ...] = (
         question="Is the divergence summed over the vocabulary before a mean is taken?",
         means="It is as many times too small as there are tokens.",
         plain='give kl_div reduction="batchmean" and logits of shape (places, vocabulary), or sum over the last axis',
+    ),
+    Row(
+        id="broadcast_loss",
+        identity="loss",
+        degree=SUSPICION,
+        question="Have predictions and targets of a loss the same shape?",
+        means="Shapes (N, 1) and (N,) make a table of all pairs: each prediction is drawn to the mean of all targets.",
+        plain="squeeze the last axis of the predictions, or unsqueeze the targets: both (N,) or both (N, 1)",
+    ),
+    Row(
+        id="bounded_logits",
+        identity="loss",
+        degree=SUSPICION,
+        question="Are the logits of a cross entropy as a layer gives them, without an activation?",
+        means="Probabilities cannot come near 0 and 1: the loss cannot fall far.",
+        plain="give the loss what the last layer gives: no ReLU, sigmoid or tanh behind it",
+    ),
+    Row(
+        id="one_class",
+        identity="data",
+        degree=SUSPICION,
+        question="Are the labels of a batch of several classes?",
+        means="The data is sorted by class: the model learns to answer the class that it saw last.",
+        plain="shuffle: DataLoader(..., shuffle=True), or shuffle a stream in front of the batches",
     ),
     Row(
         id="training_mode",

@@ -30,9 +30,11 @@ from . import (
     modes,
     outside,
     parameters,
+    pitfalls,
     progress,
     ranks,
     scaling,
+    schedule,
     step,
     textbook,
     trainings,
@@ -137,7 +139,18 @@ class Hooks:
 
             return __init__
 
+        def wrap_schedule(original: Any) -> Any:
+            @functools.wraps(original)
+            def __init__(schedule: Any, *args: Any, **kwargs: Any) -> None:
+                original(schedule, *args, **kwargs)
+                if self._is_on():
+                    self._ours(self._steps.identities.schedule_made, schedule)
+
+            return __init__
+
         self._replace(optimizers.Optimizer, "__init__", wrap_init)
+        schedules = sys.modules.get("torch.optim.lr_scheduler")
+        self._replace(getattr(schedules, "LRScheduler", None), "__init__", wrap_schedule)
         self._undo += [
             optimizers.register_optimizer_step_pre_hook(before_step).remove,
             optimizers.register_optimizer_step_post_hook(after_step).remove,
@@ -376,9 +389,11 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         modes,
         outside,
         parameters,
+        pitfalls,
         progress,
         ranks,
         scaling,
+        schedule,
         step,
         textbook,
         trainings,

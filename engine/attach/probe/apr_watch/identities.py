@@ -3,8 +3,10 @@ those whose number is a power of two. What each is called, and what to do: `engi
 
     gradient  the gradients of a step are its own backward passes' (gradients.py), each loss counts once in their mean,
               and they are clipped where that has an effect (scaling.py)
+              The schedule of the rate goes with its steps (schedule.py)
     loss      it is a cross entropy of the next tokens of all rows (losses.py), and a divergence from a teacher that is
-              another model, scaled by its temperature (distillation.py); both read the graph of autograd (graph.py)
+              another model, scaled by its temperature (distillation.py); both read the graph of autograd (graph.py),
+              as does what looks for mistakes next to any loss (pitfalls.py)
     data      modules that act otherwise in training are in training mode, and in an evaluation they are not (modes.py),
               and the passes over a data loader hand out what its sampler is to give (data.py)
     ranks     they have the same weights, and read different data (ranks.py)
@@ -23,6 +25,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+from . import schedule
 from .data import Passes
 from .distillation import Divergence, teachers_in_training
 from .folders import rank_and_world
@@ -31,6 +34,7 @@ from .losses import Loss, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
 from .outside import Between
 from .parameters import Held, Line, Reached
+from .pitfalls import Classes, Pitfalls
 from .ranks import Ranks
 from .scaling import Scaling
 from .updates import Rates, Seen
@@ -66,6 +70,9 @@ class Identities:
         self._passes = Passes(torch)
         self.ranks = Ranks(torch)
         self._scaling = Scaling(torch)
+        self._schedules = schedule.Schedules(torch)
+        self._pitfalls: list[Pitfalls] = []
+        """Of the backward passes since the step before."""
         self.seen: list[Seen | Noticed] = []
         """The steps that were looked at and not taken yet, and what was found between them."""
 
@@ -75,6 +82,9 @@ class Identities:
         self._passes.forget()
         self.ranks.optimizer_made()
         self._scaling.optimizer_made()
+
+    def schedule_made(self, made: Any) -> None:
+        self._schedules.made(made)
 
     def batch_asked_for(self, iterator: Any) -> None:
         """A data loader is about to hand out its next batch."""
@@ -121,6 +131,7 @@ class Identities:
             if embeddings is not None and not is_capturing(self._torch):
                 with self._torch.no_grad():
                     self._losses += losses_of(self._torch, tensors, embeddings)
+                    self._pitfalls.append(Pitfalls(self._torch, tensors))
         else:
             self._reached.passed_by()
         self._look_at_gradients(Chain.backward_begins)
@@ -191,6 +202,13 @@ class Identities:
         if is_capturing(self._torch):
             watched.chain.leave()
             return
+        is_alone = len(self._watched) == 1
+        self._notice(
+            self._schedules.look(optimizer, watched.steps, watched.scheduled, is_alone)
+            if rank_and_world(self._torch)[1] == 1
+            # Accelerate calls a schedule once for each rank.
+            else []
+        )
         with self._torch.no_grad():
             watched.seen = Seen(
                 self._torch, optimizer, watched.steps, watched.rates, self._threads, has_closure
@@ -229,7 +247,7 @@ class Identities:
                 self._chains = [one for one in self._chains if one is not watched.chain]
                 self._chains += [watched.chain] * watched.chain.is_open
         self._reached.step_ends()
-        self._losses = []
+        self._losses, self._pitfalls = [], []
         watched.since = self._reached.steps
         if _is_sampled(watched.steps + 1):
             self._due.add(optimizer)
@@ -271,6 +289,7 @@ class Identities:
 
     def _look_at_parameters(self, optimizer: Any, watched: _Watched, seen: Seen) -> None:
         seen.more += watched.modes.look(optimizer, self._search)
+        seen.add_pitfalls(self._pitfalls, watched.classes)
         vocabularies = {one.vocabulary for one in self._losses if isinstance(one, Divergence)}
         if watched.steps == 1 and vocabularies:
             models = self._search.others_in_training(self._held(), vocabularies)
@@ -308,6 +327,8 @@ class _Watched:
         self.steps = 0
         self.chain = Chain(torch)
         self.between: Between | None = None
+        self.classes = Classes()
+        self.scheduled = schedule.Rates()
         self.windows = Windows()
         self.since = since
         """Steps of all optimizers when its last one ended."""

@@ -19,6 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .gradients import Chain
     from .outside import Between
+    from .pitfalls import Classes, Pitfalls
 
 _NUMBERS = 1 << 15
 """Of the weights of an optimizer that are copied, about: some milliseconds of float64, in which a GPU may idle."""
@@ -119,6 +120,7 @@ class Seen:
         """What else was found at this step."""
         self.chain: Chain | None = None
         self.between: Between | None = None
+        self._classes: Classes | None = None
         self._losses: list[Loss | Divergence] = []
         self.tensors: dict[str, Any] = {}
         """`chain`: whether the gradients of the step before are still part of this one's; of each loss its counts;
@@ -285,7 +287,13 @@ class Seen:
         """What was seen, once `has_passed`."""
         if self._lines is None:
             with self._torch.no_grad():
-                self._lines = [*self._update(), *self._gradients(), *self._of_losses(), *self.more]
+                self._lines = [
+                    *self._update(),
+                    *self._gradients(),
+                    *self._of_losses(),
+                    *self._of_labels(),
+                    *self.more,
+                ]
                 changed = self.tensors.get("between")
                 if self.between is not None and changed is not None and len(self._threads) == 1:
                     self._lines += self.between.lines(self._optimizer, self._number, changed)
@@ -298,6 +306,23 @@ class Seen:
             if loss.counts is not None:
                 self.tensors[f"loss {at}"] = loss.counts
                 loss.counts = None
+
+    def add_pitfalls(self, pitfalls: list[Pitfalls], classes: Classes) -> None:
+        self._classes = classes
+        found: dict[tuple[str, str], Line] = {}
+        for one in pitfalls:
+            for line in one.lines:
+                found.setdefault(line[:2], line)
+        self.more += found.values()
+        labels = [one.labels for one in pitfalls if one.labels is not None]
+        if labels:
+            self.tensors["labels"] = labels[0]
+
+    def _of_labels(self) -> list[Line]:
+        labels = self.tensors.get("labels")
+        if labels is None or self._classes is None or len(self._threads) > 1:
+            return []
+        return self._classes.add(*labels.tolist())
 
     def _of_losses(self) -> list[Line]:
         if not self._losses or len(self._threads) > 1:

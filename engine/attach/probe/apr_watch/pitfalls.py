@@ -1,0 +1,150 @@
+"""Mistakes that show in the nodes next to a loss: predictions and targets whose shapes make a table of all pairs,
+logits that an activation has bounded, and batches of one class."""
+
+# Shapes: N predictions
+
+from __future__ import annotations
+
+from typing import Any
+
+from .graph import near, saved, source
+from .parameters import PASS, SUSPICION, Line
+
+_LEAST = 8
+"""Labels of a batch that may be of one class by chance."""
+_IN_A_ROW = 3
+_BOUNDED = {
+    "ReluBackward0": "a ReLU, so none is below 0",
+    "SigmoidBackward0": "a sigmoid, so all are between 0 and 1",
+    "TanhBackward0": "a tanh, so all are between -1 and 1",
+    "SoftmaxBackward0": "a softmax, so all are between 0 and 1",
+}
+_POINTWISE = ("MseLossBackward0", "L1LossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
+_PLAIN = {
+    f"{name}Backward0"
+    for name in (
+        *("Mean", "Sum", "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Pow", "Sqrt", "Log", "Clamp"),
+        *("Where", "View", "UnsafeView", "Clone", "Squeeze", "Unsqueeze"),
+    )
+}
+"""What takes the numbers of a tensor one by one."""
+_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+_BINARY = "BinaryCrossEntropyWithLogitsBackward0"
+
+
+class Classes:
+    """Whether the batches of one optimizer are of one class each."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._labels = 0
+
+    def add(self, lowest: int, highest: int, labels: int) -> list[Line]:
+        """Of the labels of a step."""
+        if labels < _LEAST:
+            return []
+        self._in_a_row = self._in_a_row + 1 if lowest == highest else 0
+        if not self._in_a_row:
+            return [("one_class", PASS, f"{labels} labels of a batch are of several classes", {})]
+        if self._in_a_row < _IN_A_ROW:
+            return []
+        text = (
+            f"each of the last {self._in_a_row} batches that were looked at has labels of one class: all {labels} of "
+            f"this one are {lowest}"
+        )
+        return [("one_class", SUSPICION, text, {"labels": labels, "class": lowest})]
+
+
+class Pitfalls:
+    """What the nodes of one backward pass show."""
+
+    def __init__(self, torch: Any, tensors: list[Any]) -> None:
+        self.lines: list[Line] = []
+        self.labels: Any = None
+        """Of a cross entropy the lowest label, the highest and how many, on the device."""
+        for node, way in near(tensors):
+            kind = type(node).__name__
+            if kind in _CROSS_ENTROPIES:
+                self._cross_entropy(torch, node)
+            elif kind == _BINARY:
+                self._bounded(node)
+            elif kind in _POINTWISE or (kind == "SubBackward0" and _is_pointwise(way)):
+                self._pairs(node, kind)
+
+    def _cross_entropy(self, torch: Any, node: Any) -> None:
+        log_softmax = source(node)[0]
+        if type(log_softmax).__name__ == "LogSoftmaxBackward0":
+            self._bounded(log_softmax)
+        targets = saved(node, "target")
+        if self.labels is None and targets is not None and targets.numel():
+            ignored = int(node._saved_ignore_index)
+            known = targets != ignored - (1 << 64) * (ignored >= 1 << 63)
+            lowest = torch.where(known, targets, 1 << 40).min()
+            highest = torch.where(known, targets, -1).max()
+            self.labels = torch.stack([lowest, highest, known.sum()])
+
+    def _bounded(self, node: Any) -> None:
+        below = source(node)[0]
+        how = _BOUNDED.get(type(below).__name__)
+        if how is None:
+            self._say(
+                "bounded_logits",
+                PASS,
+                "the logits of a cross entropy are as a layer gives them",
+                {},
+            )
+        elif "softmax" not in how or type(node).__name__ == _BINARY:
+            text = f"the logits of a cross entropy come out of {how}"
+            self._say("bounded_logits", SUSPICION, text, {})
+
+    def _pairs(self, node: Any, kind: str) -> None:
+        """A difference (N, N) of N predictions and N targets, of which only the predictions are trained."""
+        shape = _shape(saved(node, "self")) if kind in _POINTWISE else _shape_after(node, 0)
+        if shape is None or len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
+            return
+        inputs = [one for one in node.next_functions if one[0] is not None]
+        if len(inputs) != 1:
+            return
+        prediction, at = inputs[0]
+        if (
+            type(prediction).__name__ == "ExpandBackward0"
+            and prediction.next_functions[0][0] is not None
+        ):
+            prediction, at = prediction.next_functions[0]
+        of = _shape_after(prediction, at)
+        if of in ((shape[0],), (shape[0], 1)):
+            text = (
+                f"the difference of {shape[0]} predictions {of} and their targets has the shape {shape}: each "
+                f"prediction is held against every target"
+            )
+            self._say("broadcast_loss", SUSPICION, text, {"predictions": shape[0]})
+
+    def _say(self, *line: Any) -> None:
+        if line[:2] not in [one[:2] for one in self.lines]:
+            self.lines.append(line)
+
+
+def _is_pointwise(way: list[Any]) -> bool:
+    """Whether a loss is made of its numbers one by one: what lies deeper is part of a model."""
+    return all(_without_number(node) in _PLAIN for node in way)
+
+
+def _without_number(node: Any) -> str:
+    return type(node).__name__[:-1] + "0"
+
+
+def _shape(tensor: Any) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(map(int, tensor.shape))
+
+
+def _shape_after(node: Any, at: int) -> tuple[int, ...] | None:
+    """The shape of the `at`-th tensor that a node gave."""
+    if type(node).__name__ == "AccumulateGrad":
+        return _shape(node.variable)
+    metadata = getattr(node, "_input_metadata", None)
+    if not metadata or at >= len(metadata):
+        return None
+    try:
+        return tuple(map(int, metadata[at].shape))
+    except Exception:  # noqa: BLE001  of a tensor without a size of its own (nested)
+        return None

@@ -1,0 +1,95 @@
+"""Whether a schedule of the rate goes with the steps of its optimizer: once for each, and not past its end."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from .parameters import PASS, SUSPICION, Line
+
+_SETTLED = 4
+"""The first step at which it is judged: schedules are wrapped and started before."""
+_LATE = 8
+"""The first step at which an optimizer that has never stepped is one that never will."""
+
+
+class Schedules:
+    """The schedules of the process."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def made(self, schedule: Any) -> None:
+        self._made.add(schedule)
+
+    def look(self, optimizer: Any, number: int, seen: Rates, is_alone: bool) -> list[Line]:
+        """In front of step `number` of an optimizer, of which `seen` is known; `is_alone` where no other one steps."""
+        groups = optimizer.param_groups
+        mine = [one for one in self._made if _groups(one) is groups]
+        lines = [
+            *seen.rate(type(optimizer).__name__, number, [group.get("lr") for group in groups])
+        ]
+        for one in mine:
+            lines += seen.count(one, number)
+        strays = [
+            one for one in self._made if _groups(one) is not groups and _calls(one) >= _SETTLED
+        ]
+        if is_alone and not mine and strays and number >= _LATE:
+            text = (
+                f"{type(strays[0]).__name__} moves the rate of an optimizer that has never stepped; none moves that "
+                f"of the {type(optimizer).__name__} that steps"
+            )
+            lines.append(("schedule", SUSPICION, text, {"calls": _calls(strays[0])}))
+        return lines
+
+
+class Rates:
+    """What is known of the rates of one optimizer."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """Of each schedule, a step and the calls so far."""
+        self._was_zero = 0
+        """The step that was looked at before, where its rate was 0."""
+
+    def rate(self, name: str, number: int, rates: list[Any]) -> list[Line]:
+        was_zero, self._was_zero = self._was_zero, 0
+        # In a tensor it may be on a GPU.
+        if number < _SETTLED or not all(type(rate) in (int, float) and rate == 0 for rate in rates):
+            return []
+        self._was_zero = number
+        if not was_zero:
+            return []
+        text = f"the rate of {name} is 0 at step {number}, as at step {was_zero}"
+        return [("schedule", SUSPICION, text, {"lr": 0.0})]
+
+    def count(self, schedule: Any, number: int) -> list[Line]:
+        calls, name = _calls(schedule), type(schedule).__name__
+        before = self._counts.setdefault(schedule, (number, calls))
+        end = getattr(schedule, "T_max", None)
+        if name == "CosineAnnealingLR" and type(end) is int and calls > end:
+            text = f"{name} is at {calls}, past its T_max of {end}: the rate rises and falls again with that period"
+            return [("schedule", SUSPICION, text, {"calls": calls, "T_max": end})]
+        steps = number - before[0]
+        if number < _SETTLED or not steps:
+            return []
+        times, rest = divmod(calls - before[1], steps)
+        numbers = {"steps": steps, "calls": calls - before[1]}
+        if rest:
+            return []
+        if times == 1:
+            return [("schedule", PASS, f"{name} is called once for each step", numbers)]
+        if times < 1:
+            return []
+        return [("schedule", SUSPICION, f"{name} is called {times} times for each step", numbers)]
+
+
+def _calls(schedule: Any) -> int:
+    calls = getattr(schedule, "last_epoch", 0)
+    return calls if type(calls) is int else 0
+
+
+def _groups(schedule: Any) -> Any:
+    """The groups of the optimizer whose rate it moves."""
+    return getattr(getattr(schedule, "optimizer", None), "param_groups", None)

@@ -1,0 +1,225 @@
+"""Schedules that do not go with the steps, and mistakes next to any loss: each in two styles of code, and healthy
+programs that look alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.attach.identities import PASS, SUSPICION
+from tests.support.attached import watched_once
+from tests.system.attach.test_identities import SETUP, degrees, outcomes
+
+Found = dict[str, list[dict[str, Any]]]
+SCRIPT = """
+import warnings
+# Some of it torch says too, with the path of the script.
+warnings.simplefilter("ignore")
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+schedules = torch.optim.lr_scheduler
+classes = torch.arange(96) // 32
+
+def fit(loss, net=None, steps=10, each=lambda optimizer: (lambda at: None), shuffle=True, y=None):
+    net = net or model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    x, targets = data(96)
+    targets = targets if y is None else y
+    behind = each(optimizer)
+    rows = DataLoader(TensorDataset(x, targets), batch_size=8, shuffle=shuffle)
+    for at, (x, y) in zip(range(steps), rows):
+        optimizer.zero_grad()
+        loss(net, x, y).backward()
+        optimizer.step()
+        behind(at)
+    return net
+
+def mse(net, x, y):
+    return F.mse_loss(net(x), y)
+
+# Schedules.
+
+def with_schedule(make, times=lambda at: 1):
+    def each(optimizer):
+        schedule = make(optimizer)
+        return lambda at: [schedule.step() for _ in range(times(at))]
+    return fit(mse, each=each)
+
+def called_twice():
+    return with_schedule(lambda optimizer: schedules.StepLR(optimizer, 1000), lambda at: 2)
+
+def called_for_each_micro_batch():
+    net = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = schedules.LambdaLR(optimizer, lambda at: 1 / (1 + at))
+    for at, (x, y) in enumerate(zip(*(one.split(4) for one in data(96)))):
+        mse(net, x, y).backward()
+        schedule.step()
+        if at % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
+def a_cosine_past_its_end():
+    return with_schedule(lambda optimizer: schedules.CosineAnnealingLR(optimizer, T_max=5))
+
+def a_rate_that_comes_to_nothing():
+    return with_schedule(lambda optimizer: schedules.LinearLR(optimizer, 1.0, 0.0, total_iters=3))
+
+def a_rate_of_nothing_by_hand():
+    def each(optimizer):
+        return lambda at: [group.update(lr=0.0) for group in optimizer.param_groups]
+    return fit(mse, each=each)
+
+def the_schedule_of_another_optimizer():
+    forgotten = torch.optim.AdamW(model().parameters(), lr=0.01)
+    schedule = schedules.CosineAnnealingLR(forgotten, T_max=100)
+    return fit(mse, each=lambda optimizer: lambda at: schedule.step())
+
+def called_once():
+    return with_schedule(lambda optimizer: schedules.CosineAnnealingLR(optimizer, T_max=10))
+
+def called_for_each_epoch():
+    return with_schedule(lambda optimizer: schedules.CosineAnnealingLR(optimizer, T_max=5), lambda at: at % 5 == 4)
+
+def a_chain_of_schedules():
+    return with_schedule(lambda optimizer: schedules.SequentialLR(
+        optimizer, [schedules.LinearLR(optimizer, 0.1, 1.0, 3), schedules.CosineAnnealingLR(optimizer, 20)], [3]))
+
+def on_a_plateau():
+    def each(optimizer):
+        schedule = schedules.ReduceLROnPlateau(optimizer)
+        return lambda at: schedule.step(1.0)
+    return fit(mse, each=each)
+
+# Shapes.
+
+def flat(net, x, y):
+    return F.mse_loss(net(x), y[:, 0])
+
+def all_pairs():
+    return fit(flat)
+
+def all_pairs_by_hand():
+    return fit(lambda net, x, y: (y.squeeze(1) - net(x)).pow(2).sum() / 64, nn.Linear(8, 1))
+
+def all_pairs_of_a_robust_loss():
+    return fit(lambda net, x, y: nn.SmoothL1Loss()(net(x)[:, 0], y), nn.Linear(8, 1))
+
+def one_target_each():
+    return fit(mse)
+
+def one_embedding_for_all():
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.of = nn.Parameter(torch.zeros(1, 8))
+        def forward(self, x):
+            return self.of
+    return fit(lambda net, x, y: F.mse_loss(net(x).expand(8, 8), x), One())
+
+def distances_of_all_pairs():
+    return fit(lambda net, x, y: (net(x) - net(x).T - (y - y.T)).square().mean(), nn.Linear(8, 1))
+
+# Logits and classes.
+
+def three(*more):
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3), *more)
+
+def classify(net, x, y):
+    return F.cross_entropy(net(x), y)
+
+def a_relu_behind_the_last_layer():
+    return fit(classify, three(nn.ReLU()), y=classes)
+
+def a_sigmoid_in_front_of_its_own():
+    return fit(lambda net, x, y: F.binary_cross_entropy_with_logits(net(x).sigmoid()[:, 0], (y > 0).float()),
+               nn.Linear(8, 1), y=classes)
+
+def sorted_by_class():
+    return fit(classify, three(), shuffle=False, y=classes)
+
+class Reader(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        x, _ = data(96)
+        yield from zip(x, classes)
+
+def a_stream_that_is_sorted():
+    net = three()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for at, (x, y) in zip(range(5), DataLoader(Reader(), batch_size=16)):
+        optimizer.zero_grad()
+        logs = net(x).log_softmax(1)
+        nn.NLLLoss()(logs, y % 3 * 0 + (at > 2)).backward()
+        optimizer.step()
+    return net
+
+def classes_that_are_mixed():
+    return fit(classify, three(), y=classes)
+
+def softly_capped():
+    class Capped(nn.Module):
+        def forward(self, x):
+            return 30 * torch.tanh(x / 30)
+    return fit(classify, three(Capped()), y=classes)
+
+tell(called_twice, called_for_each_micro_batch, a_cosine_past_its_end, a_rate_that_comes_to_nothing,
+     a_rate_of_nothing_by_hand, the_schedule_of_another_optimizer, called_once, called_for_each_epoch,
+     a_chain_of_schedules, on_a_plateau,
+     all_pairs, all_pairs_by_hand, all_pairs_of_a_robust_loss, one_target_each, one_embedding_for_all,
+     distances_of_all_pairs,
+     a_relu_behind_the_last_layer, a_sigmoid_in_front_of_its_own, sorted_by_class, a_stream_that_is_sorted,
+     classes_that_are_mixed, softly_capped)
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return outcomes(watched_once(tmp_path_factory, "pitfalls", SETUP + SCRIPT))
+
+
+WRONG = {
+    "called_twice": ("schedule", "StepLR is called 2 times for each step"),
+    "called_for_each_micro_batch": ("schedule", "LambdaLR is called 3 times for each step"),
+    "a_cosine_past_its_end": ("schedule", "past its T_max of 5"),
+    "a_rate_that_comes_to_nothing": ("schedule", "the rate of AdamW is 0 at step 8, as at step 4"),
+    "a_rate_of_nothing_by_hand": ("schedule", "the rate of AdamW is 0 at step 8, as at step 4"),
+    "the_schedule_of_another_optimizer": (
+        "schedule",
+        "CosineAnnealingLR moves the rate of an optimizer that has never stepped",
+    ),
+    "all_pairs": ("broadcast_loss", "8 predictions (8, 1) and their targets has the shape (8, 8)"),
+    "all_pairs_by_hand": ("broadcast_loss", "8 predictions (8, 1)"),
+    "all_pairs_of_a_robust_loss": ("broadcast_loss", "8 predictions (8,)"),
+    "a_relu_behind_the_last_layer": ("bounded_logits", "come out of a ReLU"),
+    "a_sigmoid_in_front_of_its_own": ("bounded_logits", "come out of a sigmoid"),
+    "sorted_by_class": ("one_class", "all 8 of this one are 0"),
+    "a_stream_that_is_sorted": ("one_class", "all 16 of this one are 0"),
+}
+HEALTHY: dict[str, dict[str, str]] = {
+    "called_once": {"schedule": PASS},
+    "called_for_each_epoch": {},
+    "a_chain_of_schedules": {},
+    "on_a_plateau": {},
+    "one_target_each": {},
+    "one_embedding_for_all": {},
+    "distances_of_all_pairs": {},
+    "classes_that_are_mixed": {"bounded_logits": PASS, "one_class": PASS},
+    "softly_capped": {"bounded_logits": PASS, "one_class": PASS},
+}
+IDS = ("schedule", "broadcast_loss", "bounded_logits", "one_class")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_named(found: Found, name: str) -> None:
+    id, text = WRONG[name]
+    said = [line for line in found[name] if line["id"] in IDS and line["degree"] == SUSPICION]
+    assert [line["id"] for line in said] == [id], found[name]
+    assert text in said[0]["text"]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_one_is_not(found: Found, name: str) -> None:
+    seen = {id: said for id in IDS if (said := degrees(found[name], id))}
+    assert seen == {id: [degree] for id, degree in HEALTHY[name].items()}
