@@ -16,12 +16,13 @@ from pathlib import Path
 from engine.attach.identities import BY_ID, CONTRADICTION, SUSPICION, UNKNOWN, outcomes
 from engine.errors import RunLogError
 from engine.log.beats import read_lost_rank
-from engine.log.events import IDLE, Identity, StepDone
+from engine.log.events import IDLE, AlertRaised, Identity, StepDone
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
 from engine.log.text import event_text, one_line
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
+from engine.watch.rules.identity import identity_fails
 from engine.watch.rules.pace import DATA_SHARE
 from engine.watch.rules.rule import median
 from engine.watch.stacks import FOLDER
@@ -120,11 +121,19 @@ class _Summary:
             how = f"{word} {how}"
         else:
             how = f"failed {how}"
-        standing = len(view.alerts)
+        standing = len(self._alerts)
         alerts = f"; {standing} alert{'s' * (standing > 1)} at the end" if standing else ""
-        wrong = ", ".join(dict.fromkeys(one.id for one in self._of_degree(CONTRADICTION)))
-        wrong = f"; the training is wrong: {wrong}" if wrong else ""
-        return f"{self.run.name}: {how}; {done}{alerts}{wrong}"
+        said = [
+            f"; {what}: {', '.join(names)}"
+            for what, degree in (("the training is wrong", CONTRADICTION), ("suspected", SUSPICION))
+            if (names := dict.fromkeys(one.id for one in self._of_degree(degree)))
+        ]
+        return f"{self.run.name}: {how}; {done}{alerts}{''.join(said)}"
+
+    @cached_property
+    def _alerts(self) -> list[AlertRaised]:
+        """Those that stand at the end, without the one that says what the contradictions say themselves."""
+        return [one for one in self.view.alerts.values() if one.id != identity_fails.id]
 
     def _of_degree(self, degree: str) -> list[Identity]:
         return [one for one in self.view.identities if one.degree == degree]
@@ -169,7 +178,7 @@ class _Summary:
         lines += [note.text for note in view.notes if "probe removed itself" in note.text][:1]
         if (first := self._first_non_finite) is not None:
             lines.append(f"the loss is not finite from step {first} on")
-        alerts = list(view.alerts.values())
+        alerts = self._alerts
         lines += [f"{one.severity} {one.id}: {one.title}" for one in alerts[:ALERTS]]
         if len(alerts) > ALERTS:
             lines.append(f"{len(alerts) - ALERTS} more alerts: engine diagnose {self.path}")
@@ -365,7 +374,7 @@ class _Summary:
             return look
         if self._waits_for_data:
             return f"{MORE_WORKERS}; then {look}"
-        if self.view.alerts or self._first_non_finite is not None:
+        if self._alerts or self._first_non_finite is not None:
             return f"engine diagnose {self.path}"
         if (doubt := self._of_degree(SUSPICION)) and (row := BY_ID.get(doubt[0].id)):
             return f"unless {row.id} is meant: {row.remedy(doubt[0].framework)}; then {look}"

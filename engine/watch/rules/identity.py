@@ -1,0 +1,51 @@
+"""What has to hold in every healthy training, of a script that is watched and not ours."""
+
+from __future__ import annotations
+
+from engine.attach.identities import BY_ID, CONTRADICTION
+from engine.watch.rules.rule import ERROR, CannotJudge, Case, Span, Symptom, rule
+
+NAMED = 3
+"""So many contradictions are counted out in the title."""
+
+
+@rule(
+    ERROR,
+    asks="Does an identity that holds in every healthy training fail?",
+    reads=("identity",),
+    threshold="one contradiction",
+)
+def identity_fails(case: Case) -> Symptom | None:
+    if case.view.watched is None:
+        raise CannotJudge("the audit of a run of ours looks at more (engine checks)")
+    if not case.view.identities:
+        raise CannotJudge("no identity has been looked at yet")
+    wrong = [one for one in case.view.identities if one.degree == CONTRADICTION]
+    if not wrong:
+        return None
+    first = wrong[0]
+    row = BY_ID.get(first.id)
+    names = list(dict.fromkeys(one.id for one in wrong))
+    more = f" (and {', '.join(names[1:NAMED])})" if len(names) > 1 else ""
+    begun_s = case.view.session_unix_s or 0.0
+    return Symptom(
+        f"{first.id}{more}: {first.text}",
+        [
+            ("step", float(first.step), "the first that was seen to fail"),
+            *(
+                (name, one, "as it was seen")
+                for name, one in first.numbers.items()
+                if one is not None
+            ),
+        ],
+        Span(
+            first_step=first.step,
+            last_step=wrong[-1].step,
+            from_unix_s=begun_s + first.t_s,
+            to_unix_s=begun_s + wrong[-1].t_s,
+        ),
+        meaning=row.means
+        if row
+        else "what has to hold in every healthy training does not hold in this one",
+        no_flip=row.remedy(first.framework) if row else "look at engine checks RUN",
+    )
