@@ -126,7 +126,8 @@ IDENTITIES: tuple[Row, ...] = (
         question="Where a step sums the gradients of several batches, is each loss divided by their number once?",
         means="The gradients are as many times too large or too small; clipping and SGD see that, Adam's eps too.",
         plain="divide each loss by the number of backward passes that a step sums, in one place",
-        transformers="the Trainer divides: compute_loss gives a mean, or the sum over num_items_in_batch",
+        transformers="compute_loss gives the sum over num_items_in_batch; a mean is divided by the Trainer only where "
+        "the model takes no num_items_in_batch",
         lightning="Lightning divides by accumulate_grad_batches; training_step gives the mean of its batch",
     ),
     Row(

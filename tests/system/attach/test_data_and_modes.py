@@ -412,6 +412,14 @@ def the_first_batches_of_each_pass():
             yield batch
     return on(first)
 
+class Repeats(Sampler):
+    def __iter__(self):
+        return iter([at for begin in torch.randperm(6).tolist() for at in range(4 * begin, 4 * begin + 4)
+                     for _ in range(2)])
+
+def each_sample_twice():
+    return on(DataLoader(data, batch_size=4, sampler=Repeats()), epochs=2)
+
 class Picks(Sampler):
     def __init__(self):
         self.generator = torch.Generator().manual_seed(1)
@@ -451,7 +459,7 @@ tell(shuffled, shuffled_by_a_loader_of_each_epoch, shuffled_by_workers_that_stay
      in_the_order_of_the_other_training, some_batches_of_each_pass, two_passes_at_a_time, a_stream_that_is_split,
      seeded_in_each_epoch, a_generator_of_each_epoch, an_epoch_that_is_not_set, the_first_batch_again_and_again,
      a_first_batch_of_each_shuffle, the_first_batches_of_each_pass, drawn_with_randint, batches_that_overlap,
-     a_stream_that_each_worker_reads, an_index_that_is_not_used)
+     a_stream_that_each_worker_reads, an_index_that_is_not_used, each_sample_twice)
 """
 HEALTHY_DATA = {
     "shuffled": {"data_order": [PASS], "repeated_samples": [PASS]},
@@ -460,6 +468,7 @@ HEALTHY_DATA = {
     "in_order": {"data_order": [FACT], "repeated_samples": [PASS]},
     "spread_over_ranks": {"data_order": [PASS], "repeated_samples": [PASS]},
     "with_replacement": {"repeated_samples": [FACT]},
+    "each_sample_twice": {"data_order": [PASS], "repeated_samples": [FACT]},
     "weighted": {"repeated_samples": [FACT]},
     "all_in_one_batch": {"data_order": [FACT], "repeated_samples": [PASS]},
     "the_same_batch_on_purpose": {},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +48,7 @@ class Pass:
         self.has_indices = True
         self._asked: list[int] = []
         self._sizes: deque[int] = deque()
-        self._seen: set[int] = set()
+        self._seen: Counter[int] = Counter()
         self._is_compared = self._is_counted = False
         self._shuffles, self._repeats, self._sampler = _promise(iterator)
         self._print: Any = None
@@ -77,7 +77,7 @@ class Pass:
         """There is no further batch, or the next pass has begun."""
         lines = [*self._order(), *self._count()] if self.feeds else []
         # The next pass is held against the first of them.
-        self._asked, self._seen = self.order(), set()
+        self._asked, self._seen = self.order(), Counter()
         return lines
 
     def order(self) -> list[int]:
@@ -112,6 +112,11 @@ class Pass:
         text = f"of {self.taken} samples of a pass over the data {self.repeated} were handed out before in that pass"
         if self._repeats:
             return [("repeated_samples", FACT, f"{text}, as {self._sampler} is to do", numbers)]
+        (times, most), *_ = Counter(self._seen.values()).most_common(1)
+        if len(self._seen) - most <= max(1, _TWICE * len(self._seen)):
+            # For several answers to each prompt.
+            text = f"{text}: each {times} times, by {self._sampler}"
+            return [("repeated_samples", FACT, text, numbers)]
         return [("repeated_samples", SUSPICION, f"{text}, by {self._sampler}", numbers)]
 
     def leave(self) -> list[Line]:

@@ -205,10 +205,11 @@ class Held:
             return []
         idle = [one for one, _ in mine if id(one) in self._without]
         owned = {id(one) for one in others} | set(labels)
+        # A function of the script's, or of a library, may give no gradient to what it reads.
         loose = [
             one
             for at, one in reached.items()
-            if at not in owned and type(one) is torch.nn.Parameter and one.requires_grad
+            if at not in owned and type(one) is torch.nn.Parameter and one.grad is not None
         ]
         given = [one for one, _ in mine if one.grad is not None and id(one) not in reached]
         if not idle and not loose:
