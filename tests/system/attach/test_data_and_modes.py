@@ -378,6 +378,15 @@ def seeded_in_each_epoch():
 def a_generator_of_each_epoch():
     return on(lambda: DataLoader(data, 4, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(1))))
 
+def a_generator_of_each_counted_pass():
+    # Nobody asks for one batch more than there are, so that no pass is said to have ended.
+    def counted():
+        loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            yield next(batches)
+    return on(counted, epochs=2)
+
 def an_epoch_that_is_not_set():
     return on(DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0)))
 
@@ -459,7 +468,8 @@ tell(shuffled, shuffled_by_a_loader_of_each_epoch, shuffled_by_workers_that_stay
      in_the_order_of_the_other_training, some_batches_of_each_pass, two_passes_at_a_time, a_stream_that_is_split,
      seeded_in_each_epoch, a_generator_of_each_epoch, an_epoch_that_is_not_set, the_first_batch_again_and_again,
      a_first_batch_of_each_shuffle, the_first_batches_of_each_pass, drawn_with_randint, batches_that_overlap,
-     a_stream_that_each_worker_reads, an_index_that_is_not_used, each_sample_twice)
+     a_stream_that_each_worker_reads, an_index_that_is_not_used, each_sample_twice,
+     a_generator_of_each_counted_pass)
 """
 HEALTHY_DATA = {
     "shuffled": {"data_order": [PASS], "repeated_samples": [PASS]},
@@ -481,6 +491,7 @@ HEALTHY_DATA = {
 WRONG_DATA = {
     "seeded_in_each_epoch": ("data_order", "RandomSampler shuffles, but two passes begin with the"),
     "a_generator_of_each_epoch": ("data_order", "the same 24 samples in the same order"),
+    "a_generator_of_each_counted_pass": ("data_order", "the same 24 samples in the same order"),
     "an_epoch_that_is_not_set": ("data_order", "DistributedSampler shuffles, but two passes"),
     "the_first_batch_again_and_again": (
         "cut_passes",

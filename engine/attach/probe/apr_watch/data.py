@@ -71,7 +71,8 @@ class Pass:
         new = self._asked[begin : self.taken]
         self._seen.update(new)
         self.repeated = self.taken - len(self._seen)
-        return self._order() if self.taken >= _ORDER else []
+        is_last = self.batches == self.length
+        return self._order() if is_last or self.taken >= _ORDER else []
 
     def end(self) -> list[Line]:
         """There is no further batch, or the next pass has begun."""
