@@ -1,5 +1,5 @@
-"""Schedules that do not go with the steps, and mistakes next to any loss: each in two styles of code, and healthy
-programs that look alike."""
+"""Schedules that do not go with the steps, mistakes next to any loss, evaluations of what is trained on: each in two
+styles of code, and healthy programs that look alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identities import PASS, SUSPICION
+from engine.attach.identities import FACT, PASS, SUSPICION
 from tests.support.attached import watched_once
 from tests.system.attach.test_identities import SETUP, degrees, outcomes
 
@@ -164,7 +164,43 @@ def softly_capped():
             return 30 * torch.tanh(x / 30)
     return fit(classify, three(Capped()), y=classes)
 
-tell(called_twice, called_for_each_micro_batch, a_cosine_past_its_end, a_rate_that_comes_to_nothing,
+# Evaluations.
+
+def evaluated(training, *evaluations, rounds=2):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(rounds):
+        for x, y in DataLoader(training, batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            mse(net.train(), x, y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for one in evaluations:
+                for x, y in DataLoader(one, batch_size=16):
+                    mse(net.eval(), x, y)
+    return net
+
+samples = TensorDataset(*data(96))
+parts = [torch.utils.data.Subset(samples, range(begin, begin + 48)) for begin in (0, 48)]
+
+def evaluated_on_what_it_trains_on():
+    return evaluated(parts[0], parts[0])
+
+def split_after_it_was_repeated():
+    x, y = data(40)
+    twice = TensorDataset(x.repeat(2, 1), y.repeat(2, 1))
+    order = [at * 7 % 80 for at in range(80)]
+    mixed = [torch.utils.data.Subset(twice, one) for one in (order[:56], order[56:])]
+    return evaluated(*mixed, rounds=1)
+
+def evaluated_on_the_other_part():
+    return evaluated(*parts)
+
+def evaluated_on_both_parts():
+    return evaluated(parts[0], *parts)
+
+tell(evaluated_on_what_it_trains_on, split_after_it_was_repeated, evaluated_on_the_other_part, evaluated_on_both_parts,
+     called_twice, called_for_each_micro_batch, a_cosine_past_its_end, a_rate_that_comes_to_nothing,
      a_rate_of_nothing_by_hand, the_schedule_of_another_optimizer, called_once, called_for_each_epoch,
      a_chain_of_schedules, on_a_plateau,
      all_pairs, all_pairs_by_hand, all_pairs_of_a_robust_loss, one_target_each, one_embedding_for_all,
@@ -195,6 +231,11 @@ WRONG = {
     "a_relu_behind_the_last_layer": ("bounded_logits", "come out of a ReLU"),
     "a_sigmoid_in_front_of_its_own": ("bounded_logits", "come out of a sigmoid"),
     "sorted_by_class": ("one_class", "all 8 of this one are 0"),
+    "evaluated_on_what_it_trains_on": ("held_out", "48 of 48 samples that an evaluation read"),
+    "split_after_it_was_repeated": (
+        "held_out",
+        "samples that an evaluation read had been trained on",
+    ),
     "a_stream_that_is_sorted": ("one_class", "all 16 of this one are 0"),
 }
 HEALTHY: dict[str, dict[str, str]] = {
@@ -205,10 +246,12 @@ HEALTHY: dict[str, dict[str, str]] = {
     "one_target_each": {},
     "one_embedding_for_all": {},
     "distances_of_all_pairs": {},
+    "evaluated_on_the_other_part": {"held_out": PASS},
+    "evaluated_on_both_parts": {"held_out": FACT},
     "classes_that_are_mixed": {"bounded_logits": PASS, "one_class": PASS},
     "softly_capped": {"bounded_logits": PASS, "one_class": PASS},
 }
-IDS = ("schedule", "broadcast_loss", "bounded_logits", "one_class")
+IDS = ("held_out", "schedule", "broadcast_loss", "bounded_logits", "one_class")
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -18,12 +18,14 @@ from typing import Any
 
 from . import (
     compiles,
+    coverage,
     data,
     device_clock,
     distillation,
     folders,
     gradients,
     graph,
+    held_out,
     identities,
     losses,
     memory,
@@ -377,12 +379,14 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         leave_alone(code, code.co_name == "_ours")
     for module in (
         compiles,
+        coverage,
         data,
         device_clock,
         distillation,
         folders,
         gradients,
         graph,
+        held_out,
         identities,
         losses,
         memory,

@@ -3,16 +3,16 @@ those whose number is a power of two. What each is called, and what to do: `engi
 
     gradient  the gradients of a step are its own backward passes' (gradients.py), each loss counts once in their mean,
               and they are clipped where that has an effect (scaling.py)
-              The schedule of the rate goes with its steps (schedule.py)
-    loss      it is a cross entropy of the next tokens of all rows (losses.py), and a divergence from a teacher that is
-              another model, scaled by its temperature (distillation.py); both read the graph of autograd (graph.py),
-              as does what looks for mistakes next to any loss (pitfalls.py)
+    loss      it is a cross entropy of the next tokens of all rows (losses.py, coverage.py), and a divergence from a
+              teacher that is another model, scaled by its temperature (distillation.py); both read the graph of
+              autograd (graph.py), as does what looks for mistakes next to any loss (pitfalls.py)
     data      modules that act otherwise in training are in training mode, and in an evaluation they are not (modes.py),
-              and the passes over a data loader hand out what its sampler is to give (data.py)
+              and the passes over a data loader hand out what its sampler is to give (data.py), and evaluations what was
+              not trained on (held_out.py)
     ranks     they have the same weights, and read different data (ranks.py)
     update    the new weights are the optimizer's textbook update of the old (updates.py), and nothing else writes them
-              (outside.py); what a backward pass reaches
-              is an optimizer's, and what an optimizer holds is reached (parameters.py)
+              (outside.py); the schedule of the rate goes with the steps (schedule.py); what a backward pass reaches is
+              an optimizer's, and what an optimizer holds is reached (parameters.py)
 
 Every other step costs a comparison.
 """
@@ -26,10 +26,12 @@ from threading import get_ident
 from typing import Any
 
 from . import schedule
+from .coverage import Tokenizers
 from .data import Passes
 from .distillation import Divergence, teachers_in_training
 from .folders import rank_and_world
 from .gradients import Chain, Windows
+from .held_out import HeldOut
 from .losses import Loss, losses_of
 from .modes import Evaluations, Modes, Noticed, Search
 from .outside import Between
@@ -42,6 +44,8 @@ from .values import is_capturing
 
 _OPTIMIZERS = 64
 """So many of a process are looked at."""
+_TEXTS = 2
+"""Steps behind the making of an optimizer whose labels are looked at as text."""
 
 
 class Identities:
@@ -56,6 +60,8 @@ class Identities:
         self._in_progress: list[int] = []
         """Optimizers whose steps have begun, each inside the one before."""
         self._reached = Reached(torch)
+        self._made_at = 0
+        """Steps of all optimizers when the newest was made."""
         self._due: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is looked at."""
         self._losses: list[Loss | Divergence] = []
@@ -69,8 +75,10 @@ class Identities:
         self._evaluations = Evaluations(torch, self._search)
         self._passes = Passes(torch)
         self.ranks = Ranks(torch)
+        self._held_out = HeldOut(torch)
         self._scaling = Scaling(torch)
         self._schedules = schedule.Schedules(torch)
+        self._tokenizers = Tokenizers()
         self._pitfalls: list[Pitfalls] = []
         """Of the backward passes since the step before."""
         self.seen: list[Seen | Noticed] = []
@@ -79,6 +87,8 @@ class Identities:
     def optimizer_made(self, optimizer: Any) -> None:
         self._made.add(optimizer)
         self._due.add(optimizer)
+        self._made_at = self._reached.steps
+        self._notice(self._held_out.forget())
         self._passes.forget()
         self.ranks.optimizer_made()
         self._scaling.optimizer_made()
@@ -98,6 +108,7 @@ class Identities:
 
     def no_batch(self, iterator: Any) -> None:
         self._notice(self._passes.ended(iterator))
+        self._held_out.no_batch(iterator)
         for windows in self._windows():
             windows.data_ended()
 
@@ -107,6 +118,8 @@ class Identities:
         acting = [one for watched in self._watched.values() for one in watched.modes.acting]
         self._evaluations.fetched(iterator, acting)
         self._scaling.batch_fetched()
+        if not rank_and_world(self._torch)[0]:
+            self._held_out.fetched(iterator, batch)
 
     def scaled(self, scaler: Any) -> None:
         self._scaling.scaled(scaler)
@@ -124,13 +137,16 @@ class Identities:
     def backward_begins(self, tensors: list[Any]) -> None:
         self._evaluations.trained_on()
         self._passes.trained_on()
+        self._notice(self._held_out.trained_on())
         self.ranks.backward_begins()
         self._scaling.backward_begins(tensors, bool(self._due))
         if self._due:
             embeddings = self._reached.look(tensors)
             if embeddings is not None and not is_capturing(self._torch):
+                is_new = self._reached.steps < self._made_at + _TEXTS
+                text = self._tokenizers if is_new else None
                 with self._torch.no_grad():
-                    self._losses += losses_of(self._torch, tensors, embeddings)
+                    self._losses += losses_of(self._torch, tensors, embeddings, text)
                     self._pitfalls.append(Pitfalls(self._torch, tensors))
         else:
             self._reached.passed_by()
@@ -149,7 +165,7 @@ class Identities:
         """The training has ended, and nothing broke it off; the first step of the optimizer `begun` is another's."""
         other = None if begun is None else self._watched.get(begun)
         self._tell_of_other_steps([one for one in self._stepped if one is not other])
-        found = [windows.end() for windows in self._windows()]
+        found = [self._held_out.judge(), *(windows.end() for windows in self._windows())]
         return [Noticed(lines) for lines in found if lines]
 
     def _tell_of_other_steps(self, stepped: list[_Watched]) -> None:

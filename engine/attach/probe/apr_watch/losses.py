@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .coverage import Coverage, Tokenizers
 from .distillation import Divergence, divergence_at
 from .graph import near, places, saved, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
@@ -33,9 +34,11 @@ _SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
 class Loss:
     """A cross entropy, near the tensor on which `backward` is called."""
 
-    def __init__(self, torch: Any, node: Any, ids: list[Any], way: list[Any]) -> None:
+    def __init__(
+        self, torch: Any, node: Any, ids: list[Any], way: list[Any], text: Tokenizers | None = None
+    ) -> None:
         """`ids` are the tokens that embeddings have looked up, (B, T) each; `way` are the nodes between the loss and
-        the tensor of the backward pass."""
+        the tensor of the backward pass; what labels cover is looked at where `text` is given."""
         self._torch, self.weight = torch, weight(way)
         targets, self._ignored = _targets(node)
         self._count, self._targets = targets.numel(), targets
@@ -46,11 +49,15 @@ class Loss:
         """Whether a softmax was applied to what a softmax gave."""
         self.rows: tuple[int, int] | None = None
         """Of all rows of tokens, those that have a place in the loss."""
+        self._text = text
+        self._covers: list[Coverage | None] = []
         found = []
         if self._put_back(self._look_below(node)):
             found = [self._compare(one) for one in ids if one.device == self._targets.device]
         found = [one for one in found if one is not None]
-        self._targets = None
+        self._targets = self._text = None
+        self.covers: list[Coverage | None] = self._covers
+        """Of each of the ids."""
         self.counts: Any = torch.stack(found).double() if found else None
         """On the device, for each of the ids: labels, rows with one, and for each shift the labels that fit, and that
         could."""
@@ -124,10 +131,15 @@ class Loss:
             most = max(0, min(width, length - begin))
             same = targets_BW[:, :most] == tokens_BT[:, begin : begin + most]
             found += [(same & known_BW[:, :most]).sum(), known_BW[:, :most].sum()]
+        cover = None
+        if self._text is not None and width > 1:
+            labels = (targets_BW, known_BW, self._start)
+            cover = Coverage(self._torch, tokens_BT, *labels, self._text)
+        self._covers.append(cover)
         return self._torch.stack(found)
 
-    def lines(self, counts: list[list[float]]) -> list[Line]:
-        """`counts` as numbers."""
+    def lines(self, counts: list[list[float]], covers: list[list[int] | None]) -> list[Line]:
+        """`counts`, and the numbers of `covers`, as numbers."""
         lines: list[Line] = []
         if self.double:
             text = "the cross entropy takes its softmax of numbers that a softmax gave"
@@ -143,9 +155,11 @@ class Loss:
             return lines
         # An embedding of places looks up ids too, which the labels do not fit; and an encoder may read the same tokens
         # as those that the decoder is to write.
-        labelled, with_label, *pairs = max(
-            counts, key=lambda one: (_fits(one)[1] >= _FITS, max(_fits(one)))
+        at = max(
+            range(len(counts)),
+            key=lambda at: (_fits(counts[at])[1] >= _FITS, max(_fits(counts[at]))),
         )
+        labelled, with_label, *pairs = counts[at]
         if not labelled:
             text = f"none of {self._count} places has a label"
             return [*lines, ("label_coverage", SUSPICION, text, {"labels": 0})]
@@ -153,9 +167,14 @@ class Loss:
         text = f"{labelled:.0f} of {self._count} places have a label"
         if self.rows is not None and with_label < self.rows[1]:
             text += f", in {with_label:.0f} of {self.rows[1]} rows"
-        lines.append(("label_coverage", FACT, text, numbers))
         fits = _fits([labelled, with_label, *pairs])
         best = max(SHIFTS, key=lambda shift: fits[shift])
+        cover, found = self.covers[at], covers[at]
+        if cover is not None and found is not None and fits[best] >= _FITS:
+            lines += cover.lines(found)
+            sample = cover.sample(found, best)
+            text += f"; the first row, labels in brackets: {sample}" if sample else ""
+        lines.append(("label_coverage", FACT, text, numbers))
         numbers = {f"shift_{shift}": fits[shift] for shift in SHIFTS}
         if fits[1] >= _FITS:
             lines.append(("label_shift", PASS, "labels are the tokens that follow", numbers))
@@ -186,8 +205,11 @@ def combined(found: list[list[Line]]) -> list[Line]:
     return list(lines.values())
 
 
-def losses_of(torch: Any, tensors: list[Any], embeddings: list[Any]) -> list[Loss | Divergence]:
-    """The cross entropies and divergences of a backward pass; `embeddings` are its nodes that look up rows."""
+def losses_of(
+    torch: Any, tensors: list[Any], embeddings: list[Any], text: Tokenizers | None = None
+) -> list[Loss | Divergence]:
+    """The cross entropies and divergences of a backward pass; `embeddings` are its nodes that look up rows. What labels
+    cover is looked at where `text` is given."""
     ids = [ids for node in embeddings if (ids := saved(node, "indices")) is not None]
     ids = [
         one for one in ids if one.dim() == 2 and one.shape[1] > 1 and not one.is_floating_point()
@@ -195,7 +217,7 @@ def losses_of(torch: Any, tensors: list[Any], embeddings: list[Any]) -> list[Los
     found: list[Loss | Divergence] = []
     for node, way in near(tensors):
         if _targets(node)[0] is not None:
-            found.append(Loss(torch, node, ids, way))
+            found.append(Loss(torch, node, ids, way, text))
         elif (divergence := divergence_at(torch, node, way)) is not None:
             found.append(divergence)
     _add_rows([one for one in found if isinstance(one, Loss)])

@@ -306,6 +306,10 @@ class Seen:
             if loss.counts is not None:
                 self.tensors[f"loss {at}"] = loss.counts
                 loss.counts = None
+            for of, cover in enumerate(loss.covers if isinstance(loss, Loss) else ()):
+                if cover is not None:
+                    self.tensors[f"cover {at} {of}"] = cover.numbers
+                    cover.numbers = None
 
     def add_pitfalls(self, pitfalls: list[Pitfalls], classes: Classes) -> None:
         self._classes = classes
@@ -333,7 +337,9 @@ class Seen:
             counts = self.tensors.get(f"loss {at}")
             numbers = [] if counts is None else counts.tolist()
             if isinstance(loss, Loss):
-                found.append(loss.lines(numbers))
+                covers = [self.tensors.get(f"cover {at} {of}") for of in range(len(loss.covers))]
+                texts = [None if one is None else one.tolist() for one in covers]
+                found.append(loss.lines(numbers, texts))
             elif numbers:
                 found.append(loss.lines(numbers, weights, self._number))
         return combined(found)

@@ -1,0 +1,143 @@
+"""What the labels of a language model cover: padding, the end of a text, and a row of them as text.
+
+The tokenizer is looked for among the objects of the process, once; without one nothing is decoded.
+"""
+
+# Shapes: B rows, T tokens of a row, W labels of a row
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+from .parameters import PASS, SUSPICION, Line
+
+_SAMPLE = 256
+"""Tokens of a row that are decoded."""
+_RUN = 4
+"""So many labels in a row that are one token, at the end of a row, are padding if other rows have another number."""
+_NUMBERS = 7
+"""In front of the sample."""
+_MOST, _END = 160, 24
+"""Characters of a sample, and of each end of a piece that is too long."""
+
+
+class Tokenizers:
+    """The tokenizer of the script, where it has one of transformers."""
+
+    def __init__(self) -> None:
+        self._found: Any = None
+        self._has_looked = False
+
+    def find(self) -> Any:
+        if not self._has_looked and "transformers" in sys.modules:
+            self._has_looked = True
+            # Not isinstance, which asks proxies of the script's what they are.
+            self._found = next(
+                (
+                    one
+                    for one in gc.get_objects()
+                    if any(kind.__name__ == "PreTrainedTokenizerBase" for kind in type(one).__mro__)
+                ),
+                None,
+            )
+        return self._found
+
+    def end_of_text(self) -> int | None:
+        end = getattr(self.find(), "eos_token_id", None)
+        return end if type(end) is int else None
+
+    def text(self, tokens: list[int]) -> str | None:
+        try:
+            return str(self._found.decode(tokens))
+        except Exception:  # noqa: BLE001  a tokenizer of other tokens
+            return None
+
+
+class Coverage:
+    """Of one batch, on its device."""
+
+    def __init__(
+        self, torch: Any, tokens_BT: Any, targets_BW: Any, known_BW: Any, begin: int, of: Tokenizers
+    ) -> None:
+        """The label of place `begin + w` is at w."""
+        self._of, self._begin, self._end = of, begin, of.end_of_text()
+        none = torch.full((), -1, device=targets_BW.device, dtype=torch.int64)
+        labels_BW = targets_BW.where(known_BW, none)
+        ends = none if self._end is None else (tokens_BT[:, 1:] == self._end).sum()
+        labelled = none if self._end is None else (labels_BW == self._end).sum()
+        runs_B, of_B = _last_run(torch, labels_BW)
+        long_B = (runs_B >= _RUN) & (of_B >= 0)
+        alike = (of_B == of_B[runs_B.argmax()]) | ~long_B
+        found = [
+            ends,
+            labelled,
+            long_B.sum(),
+            runs_B.amin(),
+            runs_B.amax(),
+            alike.all(),
+            of_B[runs_B.argmax()],
+        ]
+        self.numbers = torch.cat(
+            [
+                torch.stack([one.to(torch.int64) for one in found]),
+                tokens_BT[0, :_SAMPLE].to(torch.int64),
+                labels_BW[0, :_SAMPLE].to(torch.int64),
+            ]
+        )
+        self._tokens, self._rows = int(tokens_BT[0, :_SAMPLE].numel()), len(labels_BW)
+
+    def lines(self, numbers: list[int]) -> list[Line]:
+        """`numbers` as they were on the device."""
+        ends, labelled, long, least, most, alike, token = numbers[:_NUMBERS]
+        lines: list[Line] = []
+        if ends > 0:
+            about = {"tokens": ends, "labels": labelled}
+            if labelled:
+                text = f"the end of a text is a label, {labelled} times"
+                lines.append(("end_of_text", PASS, text, about))
+            else:
+                text = f"the token that ends a text ({self._end}) is read {ends} times and never a label"
+                lines.append(("end_of_text", SUSPICION, text, about))
+        if self._rows > 1 and 2 * long >= self._rows and least < most and alike:
+            text = (
+                f"{long} of {self._rows} rows end in up to {most} labels that are all token {token}: it looks like "
+                f"padding that has labels"
+            )
+            lines.append(("padding_labels", SUSPICION, text, {"rows": long, "of": self._rows}))
+        return lines
+
+    def sample(self, numbers: list[int], shift: int) -> str:
+        """The first row as text, what has a label in brackets; empty where no tokenizer was found."""
+        tokens, labels = numbers[_NUMBERS:][: self._tokens], numbers[_NUMBERS:][self._tokens :]
+        begin = self._begin + shift
+        known = [
+            0 <= at - begin < len(labels) and labels[at - begin] >= 0 for at in range(len(tokens))
+        ]
+        pieces: list[str] = []
+        at = 0
+        while at < len(tokens):
+            after = at
+            while after < len(tokens) and known[after] == known[at]:
+                after += 1
+            text = self._of.text(tokens[at:after]) if self._of.find() is not None else None
+            if text is None:
+                return ""
+            if len(text) > 2 * _END:
+                text = f"{text[:_END]}...{text[-_END:]}"
+            pieces.append(f"[{text}]" if known[at] else text)
+            at = after
+        whole = "".join(pieces)
+        return whole if len(whole) <= _MOST else f"{whole[:_MOST]}..."
+
+
+def _last_run(torch: Any, labels_BW: Any) -> tuple[Any, Any]:
+    """How often the last label of each row stands at its end, and that label; a last place may have none."""
+    has_last_B = labels_BW[:, -1] >= 0
+    at_end = torch.zeros_like(labels_BW, dtype=torch.bool)
+    at_end[:, -1] = ~has_last_B
+    of_B = labels_BW[:, -1].where(has_last_B, labels_BW[:, -2])
+    same = (labels_BW == of_B[:, None]) | at_end
+    runs_B = same.flip(1).to(torch.int64).cumprod(1).sum(1) - (~has_last_B).to(torch.int64)
+    return runs_B, of_B
