@@ -2,12 +2,16 @@
 test (`tests/unit/models/test_decoder.py` compares with transformers).
 
 A family is identified by `model_type` in a `config.json`, and by `general.architecture` in a GGUF
-file. All families share one decoder (`engine.models.decoder`): RMS norms, RoPE on halves of a head,
+file (`Family.gguf`). All families share one decoder (`engine.models.decoder`): RMS norms, RoPE on halves of a head,
 silu(gate) * up. Their differences are columns of `Family`:
 
     qwen2   Qwen2, Qwen2.5      q, k and v have biases
     qwen3   Qwen3               each head of q and k is normalised; head_dim is independent
     llama   Llama 2, 3, 3.1..   neither; from 3.1 on, `rope_scaling` scales the low RoPE frequencies
+    mistral Mistral 7B..        as llama; `sliding_window` may limit how far back a token attends
+
+A GGUF of Mistral has the architecture `llama` and is read as that: without a window they compute the
+same.
 
 Every tensor has our name (`layers.3.attention.q.weight`, the path in `Decoder`) and one for each
 convention of weight files:
@@ -34,7 +38,7 @@ class Family:
     """One family: its properties, and how files describe it."""
 
     name: str
-    """`model_type` in a config.json, `general.architecture` in a GGUF file."""
+    """`model_type` in a config.json."""
     title: str
     hf_class: str
     """The transformers class that loads it."""
@@ -42,6 +46,10 @@ class Family:
     """q, k and v have biases; o never has one."""
     qk_norm: bool = False
     """Each head of q and k is normalised before RoPE."""
+    sliding_window: bool = False
+    """config.json gives `sliding_window`, a number of tokens or null: in every layer a token attends to
+    that many tokens, itself included. In other families a window is refused.
+    """
     rope_types: tuple[str, ...] = ("default",)
     """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`."""
     own_head_dim: bool = False
@@ -53,6 +61,10 @@ class Family:
     """
     hf_flags: Mapping[str, object]
     """Keys written to config.json about variants that this decoder does not implement."""
+    gguf_name: str = ""
+    """`general.architecture` in a GGUF file, where it is not `name`."""
+    apr: bool = True
+    """Whether .apr files of this family are read and written."""
     turns_neighbours: bool = False
     """GGUF and .apr readers rotate x[2i] with x[2i + 1], so the rows of q and k are permuted in
     these files.
@@ -65,6 +77,11 @@ class Family:
     """
     pre_tokenizer: str | None = None
     """The pre-tokenizer (`engine.formats.tokenizer`) to assume for an .apr file that names none."""
+
+    @property
+    def gguf(self) -> str:
+        """`general.architecture` in a GGUF file."""
+        return self.gguf_name or self.name
 
     @property
     def stretches(self) -> bool:
@@ -97,6 +114,18 @@ _ROWS = (
         rope_types=("default", "llama3"),
         whole_heads=True,
         hf_flags={"attention_bias": False, "mlp_bias": False},
+        turns_neighbours=True,
+        gguf_rope_dimension=True,
+        gguf_biases=True,
+    ),
+    Family(
+        name="mistral",
+        title="Mistral",
+        hf_class="MistralForCausalLM",
+        sliding_window=True,
+        hf_flags={},
+        gguf_name="llama",
+        apr=False,
         turns_neighbours=True,
         gguf_rope_dimension=True,
         gguf_biases=True,

@@ -1,5 +1,6 @@
 """What the files of a model hold, read by the libraries of their formats and by none of the engine's readers: where
-the audit's chain begins. Folders with a `config.json` and safetensors, and GGUF files, of Qwen2, Qwen3 and Llama.
+the audit's chain begins. Folders with a `config.json` and safetensors, and GGUF files, of the families that the
+reference knows.
 """
 
 # Shapes: R rows, D width
@@ -94,11 +95,18 @@ def _shape_in_json(path: Path) -> dict[str, float | None]:
         "eps": raw["rms_norm_eps"],
         "theta": rope.get("rope_theta", raw.get("rope_theta")),
         "tied": raw.get("tie_word_embeddings", False),
+        "window": _window(raw),
         "factor": stretch.get("factor"),
         "low_freq_factor": stretch.get("low_freq_factor"),
         "high_freq_factor": stretch.get("high_freq_factor"),
         "original": stretch.get("original_max_position_embeddings"),
     }
+
+
+def _window(raw: dict[str, Any]) -> int | None:
+    # Qwen's files give a window that is not used unless they say so.
+    used = raw.get("use_sliding_window", not raw["model_type"].startswith("qwen"))
+    return raw.get("sliding_window") if used else None
 
 
 def _folder(path: Path) -> Files:
@@ -147,6 +155,7 @@ def _gguf(path: Path) -> Files:
         "eps": value("attention.layer_norm_rms_epsilon"),
         "theta": value("rope.freq_base") or 10000.0,
         "tied": "output.weight" not in tensors,
+        "window": value("attention.sliding_window"),
     }
 
     def count(name: str) -> int:

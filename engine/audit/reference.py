@@ -4,8 +4,9 @@ torch.
 These are the references of the audit, written for reading, and they share no code with what they judge: this file
 imports nothing of the engine. Decoders are computed in fp32, everything else in float64.
 
-    decoder     Qwen2, Qwen3, Llama: RMS norms, rotary positions on halves of a head, grouped-query attention,
-                silu(gate) * up. Each document attends by itself, so that only the future is masked; a pair
+    decoder     Qwen2, Qwen3, Llama, Mistral: RMS norms, rotary positions on halves of a head, grouped-query attention,
+                silu(gate) * up. Each document attends by itself, so that only the future is masked, and what
+                a sliding window has left behind; a pair
                 (x[i], x[i + E/2]) of a head is the complex number z = x[i] + i x[i + E/2], which position p turns
                 by its angle: z e^{i p theta^(-2i/E)}
     loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
@@ -98,6 +99,8 @@ class Shape:
     qk_norm: bool
     tied: bool
     stretch: Stretch | None = None
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None is all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,18 +275,20 @@ def _attention(
             part_HTE = q_HTE[:, begun : begun + QUERIES]
             # The weights of all queries of a long document would not fit in memory for the backward pass.
             answers.append(
-                _Recomputed.apply(part_HTE, k_HTE, v_HTE, begun)  # type: ignore[no-untyped-call]
+                _Recomputed.apply(part_HTE, k_HTE, v_HTE, begun, shape.window)  # type: ignore[no-untyped-call]
                 if torch.is_grad_enabled() and len(turns_TR) > QUERIES
-                else _answers(part_HTE, k_HTE, v_HTE, begun)
+                else _answers(part_HTE, k_HTE, v_HTE, begun, shape.window)
             )
     return _moved(torch.cat(answers), rounding) @ o.T
 
 
-def _answers(q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int) -> Tensor:
+def _answers(q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int, window: int | None) -> Tensor:
     """Return the attention output of the queries from token `first` of a document on, heads concatenated."""
     last = first + q_HTE.shape[1]
     scores_HTS = q_HTE @ k_HTE[:, :last].transpose(1, 2) / math.sqrt(q_HTE.shape[2])
     seen_TS = torch.ones(scores_HTS.shape[1:], dtype=torch.bool, device=q_HTE.device).tril(first)
+    if window is not None:
+        seen_TS = seen_TS.triu(first - window + 1)
     # Masked before the maximum is taken: that of a later token may be larger by any amount.
     weights_HTS = torch.softmax(scores_HTS.masked_fill(~seen_TS, -math.inf), dim=2)
     return (weights_HTS @ v_HTE[:, :last]).transpose(0, 1).flatten(1)
@@ -296,17 +301,19 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int) -> Tensor:
+    def forward(
+        ctx: Any, q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int, window: int | None
+    ) -> Tensor:
         ctx.save_for_backward(q_HTE, k_HTE, v_HTE)
-        ctx.first = first
-        return _answers(q_HTE, k_HTE, v_HTE, first)
+        ctx.place = first, window
+        return _answers(q_HTE, k_HTE, v_HTE, first, window)
 
     @staticmethod
     def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor | None, ...]:
         q_HTE, k_HTE, v_HTE = (part.detach().requires_grad_() for part in ctx.saved_tensors)
         with torch.enable_grad():
-            along = (_answers(q_HTE, k_HTE, v_HTE, ctx.first) * flows[0]).sum()
-        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), None
+            along = (_answers(q_HTE, k_HTE, v_HTE, *ctx.place) * flows[0]).sum()
+        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), None, None
 
 
 def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ def shape_of(config: ModelConfig) -> Shape:
         bias=config.attention_bias,
         qk_norm=config.qk_norm,
         tied=config.tie_word_embeddings,
+        window=config.sliding_window,
         stretch=None
         if scaling is None
         else Stretch(

@@ -141,7 +141,9 @@ def read_config(
     }
     whole = metadata.get(HF_CONFIG)
     if whole is None:
-        return _config_of(path, metadata, tensors, said)
+        found = _config_of(path, metadata, tensors, said)
+        check_family(found, path)
+        return found
     if not isinstance(whole, dict):
         refuse("AP09", path, f"{HF_CONFIG} to be an object", f"{whole!r:.80}")
     config = dict(whole)
@@ -150,7 +152,16 @@ def read_config(
         if other is not None and not _same(other, value):
             where = f"{path}, metadata {HF_CONFIG}.{hf}"
             refuse("AP09", where, f"{value!r:.40}, as the file's own key says", f"{other!r:.40}")
+    check_family(config, path)
     return config
+
+
+def check_family(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a family that .apr has no keys for. Raises `WeightsError` AP09."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and not family.apr:
+        known = ", ".join(row.name for row in FAMILIES.values() if row.apr)
+        refuse("AP09", path, f"a family that .apr describes: {known}", family.name)
 
 
 def build_metadata(

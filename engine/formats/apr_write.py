@@ -34,7 +34,7 @@ from engine.formats.apr import (
     header_crc,
     index_entry,
 )
-from engine.formats.apr_metadata import build_metadata, embed
+from engine.formats.apr_metadata import build_metadata, check_family, embed
 from engine.formats.safetensors import DTYPES, TENSORS_LIMIT
 from engine.formats.writing import Placed, TensorData, new_file, tensor_bytes
 from engine.quant.blocks import BLOCK_TYPES
@@ -63,6 +63,7 @@ def write_apr(
     `TokenizerError`, `DiskFull`.
     """
     path = Path(path)
+    check_family(config, path)
     tokenizer = {} if tokenizer_json is None else embed(tokenizer_json)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with new_file(path, partial, ALIGNMENT) as (file, data):

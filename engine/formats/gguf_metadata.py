@@ -20,8 +20,9 @@ the model loader converts it to numbers.
 GGUF stores reals as fp32, so 1e-6 is read as 9.99999997e-07. `read_config` returns the shortest
 decimal that is the same fp32 number, so a configuration survives the round trip.
 
-An architecture is a row of `engine.model_families`. Others are refused by name (GG17), and so is a
-mixture of experts under the name `llama`.
+An architecture is a row of `engine.model_families`. Two families may share one: of `llama`, a file
+with a sliding window is a Mistral, and any other is read as a Llama, which computes the same. Others
+are refused by name (GG17), and so is a mixture of experts under the name `llama`.
 
 **The vocabulary** check compares the token arrays with each other and with the embedding. It looks
 only at types and counts, which takes no time; `engine.formats.gguf_tokenizer` reads the texts.
@@ -98,7 +99,7 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
     GG18.
     """
     family = _family(metadata)
-    reader = _Reader(metadata, family.name)
+    reader = _Reader(metadata, family.gguf)
     config: dict[str, Any] = {
         "architectures": [family.hf_class],
         "model_type": family.name,
@@ -115,7 +116,12 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
         **_rope_scaling(reader, config["head_dim"]),
     }
     if window := reader.get("attention.sliding_window"):
-        config |= {"sliding_window": window, "use_sliding_window": True}
+        # Where the family has no window, the reader of the configuration refuses it by name.
+        config["sliding_window"] = window
+        if not family.sliding_window:
+            config["use_sliding_window"] = True
+    elif family.sliding_window:
+        config["sliding_window"] = None
     if family.gguf_biases:
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
@@ -140,6 +146,12 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
     family = FAMILIES.get(arch) if isinstance(arch, str) else None
     if family is None:
         _refuse_config(where, f"a model_type of {', '.join(FAMILIES)}", arch)
+    arch = family.gguf
+    window = config.get("sliding_window") if family.sliding_window else None
+    length = config.get("max_position_embeddings")
+    if type(window) is int and type(length) is int and window < length:
+        # Other readers of this architecture have no window, and would attend to all tokens.
+        _refuse_config(where, f"a sliding_window of null or at least {length}", window)
     heads = config.get("num_attention_heads")
     shared = config.get("num_key_value_heads")
     head_dim = config.get("head_dim")
@@ -235,16 +247,20 @@ class _Reader:
 
 def _family(metadata: GgufMetadata) -> Family:
     where = f'{metadata.path}, key "general.architecture"'
-    known = f"one of {', '.join(FAMILIES)}"
+    rows: dict[str, list[Family]] = {}
+    for family in FAMILIES.values():
+        rows.setdefault(family.gguf, []).append(family)
+    known = f"one of {', '.join(rows)}"
     found = metadata.get("general.architecture")
     if found is None:
         refuse("GG17", where, known, "none", "the file may hold no model, or only part of one")
-    if not isinstance(found, str) or found not in FAMILIES:
+    if not isinstance(found, str) or found not in rows:
         refuse("GG17", where, known, f"{found!r:.80}, which is not supported")
     experts = metadata.get(f"{found}.expert_count")
     if experts:
         refuse("GG17", where, known, f"{found} with {experts!r:.40} experts, not supported")
-    return FAMILIES[found]
+    slides = bool(metadata.get(f"{found}.attention.sliding_window"))
+    return next((row for row in rows[found] if row.sliding_window is slides), rows[found][0])
 
 
 def _rope_scaling(reader: _Reader, head_dim: int) -> dict[str, Any]:

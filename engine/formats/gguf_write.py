@@ -28,7 +28,7 @@ from engine.formats.gguf_values import (
     typed,
 )
 from engine.formats.writing import Placed, TensorData, new_file, tensor_bytes
-from engine.model_families import EMBEDDING, HEAD, ROPE_DIVISORS
+from engine.model_families import EMBEDDING, FAMILIES, HEAD, ROPE_DIVISORS
 from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _metadata(
     """Return all key/value pairs except the file type, which depends on the tensors."""
     of_config = config_metadata(config, path)
     values = {
-        "general.architecture": GgufValue(ValueType.STRING, config["model_type"]),
+        "general.architecture": GgufValue(ValueType.STRING, FAMILIES[config["model_type"]].gguf),
         "general.quantization_version": _u32(QUANTIZATION_VERSION),
         **of_config,
     }

@@ -22,8 +22,8 @@ from the GPU, which is slower and gives the same result. The reference is the ma
 `engine.models.decoder`.
 
 Covered: CUDA from capability 8.0 on, fp16 and bf16, head widths up to 256 in multiples of 8, GQA.
-The tokens of a document must be contiguous in their row: a document that returns after another one
-counts as a new document.
+Not covered: sliding windows, which are masked instead. The tokens of a document must be contiguous in
+their row: a document that returns after another one counts as a new document.
 """
 
 from __future__ import annotations

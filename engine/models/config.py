@@ -1,4 +1,4 @@
-"""The shape of a model: a strict reader of the `config.json` of a Qwen2, Qwen3 or Llama model.
+"""The shape of a model: a strict reader of the `config.json` of a model of one of `FAMILIES`.
 
 A decoder is fixed by its family, nine numbers and one flag:
 
@@ -14,7 +14,7 @@ a default would run and be wrong. Both spellings of the RoPE settings are read, 
 `rope_scaling` and transformers' newer `rope_parameters`, and both are written.
 
 Not covered, and refused by name: other families, other activations, other RoPE scalings (yarn,
-linear, ...), sliding windows, attention dropout, biases where the family has none, quantised
+linear, ...), attention dropout, sliding windows and biases where the family has none, quantised
 checkpoints. All problems of one file are reported in one `WeightsError`, as lines `key: expected X,
 found Y`.
 """
@@ -94,6 +94,9 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None = None
     """RoPE scaling, in families that support it."""
+    sliding_window: int | None = None
+    """How many tokens a token attends to, itself included, in families that have a window; None is all.
+    """
     tie_word_embeddings: bool = False
     """The head is the embedding: one (V, D) tensor used twice."""
     bos_token_id: int | None = None
@@ -158,6 +161,7 @@ class ModelConfig:
             "initializer_range": 0.02,
             "use_cache": True,
             **self.kind.hf_flags,
+            **({"sliding_window": self.sliding_window} if self.kind.sliding_window else {}),
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
         }
@@ -258,6 +262,8 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
     _take(_with_rope_theta(raw, problems), "rope_theta", float, values, problems)
     if family is not None and family.stretches:
         _take_rope_scaling(raw, values, problems)
+    if family is not None and family.sliding_window and raw.get("sliding_window", 0) is not None:
+        _take(raw, "sliding_window", int, values, problems)
     if raw.get("tie_word_embeddings") is not None:
         _take(raw, "tie_word_embeddings", bool, values, problems)
     if raw.get("bos_token_id") is not None:
@@ -411,6 +417,13 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
     if whole and heads and good.get("hidden_size", 0) % heads:
         problems.append(
             f"hidden_size: expected a multiple of {heads} heads, found {good['hidden_size']}"
+        )
+    window = values.get("sliding_window")
+    if isinstance(window, int) and not (family is not None and family.sliding_window):
+        problems.append(f"sliding_window: expected None for {name}, found {window!r:.80}")
+    elif isinstance(window, int) and not 0 < window <= limits.POSITIONS.most:
+        problems.append(
+            f"sliding_window: expected from 1 to {limits.POSITIONS.most:,} tokens, found {window!r:.80}"
         )
     scaling = values.get("rope_scaling")
     if isinstance(scaling, Mapping) and (family is None or not family.stretches):

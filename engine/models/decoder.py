@@ -1,4 +1,4 @@
-"""The decoder of Qwen2, Qwen3 and Llama: the one forward pass of every teacher and student.
+"""The decoder of all families (`engine.model_families`): the one forward pass of every teacher and student.
 
     x = embed[tokens]
     x = x + attention(norm(x));  x = x + mlp(norm(x))     for each layer
@@ -13,7 +13,7 @@
 
 These are all differences between the families: only Qwen2 has biases on q, k, v; Qwen3 normalises
 each head of q and k before RoPE, with one weight of length E for all heads; Llama may scale its low
-RoPE frequencies (`engine.models.rope`). o never has a bias.
+RoPE frequencies (`engine.models.rope`); Mistral may have a sliding window. o never has a bias.
 
 Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token
 attends to the earlier tokens of its own document and itself, by a mask or packed
@@ -26,7 +26,7 @@ In generation each new token is run by itself on top of a KV cache (`Past`,
 slots up to p, so rows of any length can share a batch without padding.
 
 Covered: the whole sequence at once, forward and backward, under autocast or in the dtype of the
-weights; one sequence in parts, without gradients. Not covered: dropout, sliding windows.
+weights; one sequence in parts, without gradients. Not covered: dropout.
 
 **The one seam between backends** is the linear layers (`MakeLinear`). Every teacher and student
 runs the same `Decoder`. A backend may create other layers for it, or replace them once it knows the
@@ -78,7 +78,9 @@ class AttentionInputs(NamedTuple):
     cos_XT1R: Tensor
     sin_XT1R: Tensor
     mask_B1TT: Tensor | None
-    """0 where a token may attend, -inf elsewhere; None if attention is plain causal or packed."""
+    """0 where a token may attend, -inf elsewhere; None if attention is plain causal or packed. A sliding
+    window is part of it.
+    """
     starts_S: Tensor | None = None
     longest_L: Tensor | None = None
     """With `starts_S`, a `Packing` if attention is packed; separate tensors, because torch.compile
@@ -271,7 +273,7 @@ class _Embedding(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """A Qwen2, Qwen3 or Llama decoder; only its layers with matrices differ between backends.
+    """A decoder of one of `FAMILIES`; only its layers with matrices differ between backends.
 
     A new instance has whatever weights torch gives to fresh layers: use `new_decoder` or
     `load_decoder`, or call `init_weights`.
@@ -286,7 +288,7 @@ class Decoder(nn.Module):
         """
         self.packed = False
         """Whether attention over documents is packed (`engine.models.attention`) instead of masked.
-        In fp32 it is always masked.
+        In fp32, and with a sliding window, it is always masked.
         """
         self.shards: Shards | None = None
         """Set if this process holds only a part of each layer, as for a sharded frozen teacher."""
@@ -323,7 +325,8 @@ class Decoder(nn.Module):
         """
         x_BTD = self.embed(tokens_BT) if embedded_BTD is None else embedded_BTD
         dtype = product_dtype(x_BTD)
-        if self.packed and documents_BT is not None and dtype != torch.float32:
+        packed = self.packed and self.config.sliding_window is None
+        if packed and documents_BT is not None and dtype != torch.float32:
             attention_inputs = packed_attention_inputs(self.config, documents_BT, dtype)
         else:
             attention_inputs = masked_attention_inputs(self.config, tokens_BT, documents_BT, dtype)
@@ -408,15 +411,26 @@ def masked_attention_inputs(
     Angles are computed in fp32 and rounded to `dtype` last.
     """
     length, device = tokens_BT.shape[1], tokens_BT.device
+    # A window as long as the rows hides nothing.
+    window = min(config.sliding_window or length, length)
+    if documents_BT is None and window < length:
+        documents_BT = torch.zeros(1, length, dtype=torch.int64, device=device)
     mask_B1TT = None
     if documents_BT is None:
         position_XT = torch.arange(length, device=device)[None]
     else:
-        seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
-        position_XT = seen_BTT.sum(-1) - 1
-        mask_B1TT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device)
-        mask_B1TT = mask_B1TT.masked_fill_(~seen_BTT, -math.inf)[:, None]
+        seen_XTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
+        position_XT = seen_XTT.sum(-1) - 1
+        if window < length:
+            seen_XTT &= position_XT[:, :, None] - position_XT[:, None, :] < window
+        mask_B1TT = _additive(seen_XTT, dtype).expand(len(tokens_BT), -1, -1, -1)
     return AttentionInputs(*_cos_sin(config, position_XT, dtype), mask_B1TT)
+
+
+def _additive(seen_XTS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask (X, 1, T, S) to add to scores: 0 where a token may attend, -inf elsewhere."""
+    mask_XTS = torch.zeros(seen_XTS.shape, dtype=dtype, device=seen_XTS.device)
+    return mask_XTS.masked_fill_(~seen_XTS, -math.inf)[:, None]
 
 
 @torch.no_grad()
@@ -426,9 +440,9 @@ def cached_attention_inputs(
     """Return the `AttentionInputs` of tokens at `position_BT` that see the cache slots up to their own."""
     slot_S = torch.arange(slots, device=position_BT.device)
     seen_BTS = slot_S <= position_BT[..., None]
-    mask_BTS = torch.zeros(seen_BTS.shape, dtype=dtype, device=position_BT.device)
-    mask_BTS = mask_BTS.masked_fill_(~seen_BTS, -math.inf)
-    return AttentionInputs(*_cos_sin(config, position_BT, dtype), mask_BTS[:, None])
+    if (window := config.sliding_window) is not None:
+        seen_BTS &= slot_S > position_BT[..., None] - window
+    return AttentionInputs(*_cos_sin(config, position_BT, dtype), _additive(seen_BTS, dtype))
 
 
 @torch.no_grad()

@@ -267,6 +267,8 @@ def choose_attention(
         why_not = f"needs compute capability {needed}, this GPU has {found}"
     elif precision not in ("bf16", "fp8"):
         why_not = f"its kernel takes bf16, and products are in {precision}"
+    elif config.sliding_window is not None:
+        why_not = f"it has no sliding window, and the model's is {config.sliding_window:,} tokens"
     elif heads > MOST_HEAD_DIM or heads % 8:
         why_not = f"its kernel takes heads of up to {MOST_HEAD_DIM} in multiples of 8, here they have {heads}"
     refused = {}

@@ -25,6 +25,7 @@ def config(
     family: str = "qwen2",
     head_dim: int = 0,
     tied: bool = True,
+    sliding_window: int | None = None,
 ) -> ModelConfig:
     return ModelConfig(
         family=family,
@@ -38,6 +39,7 @@ def config(
         max_position_embeddings=8192,
         rms_norm_eps=1e-6,
         rope_theta=1e4,
+        sliding_window=sliding_window,
         tie_word_embeddings=tied,
     )
 

@@ -20,11 +20,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 24, "tie_word_embeddings": False},
     "llama": {"tie_word_embeddings": False},
-}
-CLASSES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
+    "mistral": {"head_dim": 24, "sliding_window": 200},
 }
 
 
@@ -33,7 +29,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family = request.param
     config = tiny_config(
         model_type=family,
-        architectures=[CLASSES[family]],
         hidden_size=256,
         intermediate_size=256,
         rms_norm_eps=1e-5,

@@ -27,6 +27,7 @@ from engine.formats.open import open_weights
 from engine.models.config import ModelConfig, config_of
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
+from engine.models.names import names_for
 from engine.models.rope import RopeScaling
 from engine.quant.tensor import QuantTensor
 from tests.support.kit import Kit
@@ -259,6 +260,39 @@ def test_rows_of_a_llama_are_permuted_for_those_that_turn_neighbours(
             assert torch.equal(found[1::2][:16], plain[16:32])
             if suffix == "apr":
                 assert weights.metadata["rope_type"] == 0
+
+
+def test_a_mistral_is_a_llama_in_a_gguf_and_is_refused_where_its_window_would_be_lost(
+    kit: Kit, tmp_path: Path
+) -> None:
+    config = replace(make_config("mistral"), sliding_window=128)
+    source = save(kit, tmp_path / "source", config)
+    there = convert(source, tmp_path / "model.gguf", "f32")
+    with open_weights(there.target) as weights:
+        assert weights.metadata["general.architecture"] == "llama"
+        assert config_of(weights).family == "llama"
+    assert torch.equal(logits(there.target), logits(source))
+    short = save(kit, tmp_path / "short", replace(config, sliding_window=16))
+    for suffix, words in (
+        ("gguf", "expected a sliding_window of null or at least 128, found 16"),
+        ("apr", "a family that .apr describes: qwen2, qwen3, llama, found mistral"),
+    ):
+        with pytest.raises(WeightsError, match=words):
+            convert(short, tmp_path / f"short.{suffix}", "f32")
+        assert not (tmp_path / f"short.{suffix}").exists()
+
+
+def test_a_gguf_with_a_window_is_a_mistral(tmp_path: Path) -> None:
+    config = replace(make_config("mistral"), sliding_window=16)
+    path, names = tmp_path / "model.gguf", names_for("gguf", config)
+    write_gguf(
+        path,
+        config={**config.to_hf_dict(), "sliding_window": None},
+        tensors=[(names[ours], tensor) for ours, tensor in lively(config).state_dict().items()],
+        metadata={"llama.attention.sliding_window": 16},
+    )
+    with open_weights(path) as weights:
+        assert replace(config_of(weights), eos_token_ids=(0,)) == config
 
 
 QWEN_7B = replace(

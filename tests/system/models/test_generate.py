@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BadInput, NoAnswer
+from engine.model_families import FAMILIES
 from engine.models.decode import GREEDY, HISTORY, Sampling, choose_cuda_graph, draw
 from engine.models.decoder import Decoder
 from engine.models.generate import StopText, generate, next_token
 from engine.models.load import load_decoder, load_packed_decoder, save_decoder
+from tests.support.families import CHANGES
 from tests.support.packed_models import lively, make_config, write
 
 DRAWN = Sampling(temperature=1.3, top_k=40, top_p=0.95)
@@ -39,9 +41,9 @@ def without_cache(decoder: Decoder, prompt: Sequence[int], count: int) -> list[i
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_cache_changes_no_greedy_token(family: str) -> None:
-    decoder = lively(make_config(family))
+    decoder = lively(make_config(family, **CHANGES[family]))
     expected = [without_cache(decoder, prompt, 12) for prompt in PROMPTS]
     assert tokens_of(decoder, PROMPTS) == expected
     assert len({tuple(row) for row in expected}) > 1, (
@@ -64,11 +66,11 @@ def test_logits_with_a_cache_are_those_without(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(torch.stack(seen), whole_TV, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     import transformers
 
-    decoder = lively(make_config(family))
+    decoder = lively(make_config(family, **CHANGES[family]))
     save_decoder(decoder, tmp_path / "model", torch.float32)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     theirs = load(tmp_path / "model").eval()

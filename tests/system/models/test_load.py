@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.cli.main import main
 from engine.errors import DiskFull, InternalError, WeightsError
 from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.formats.weights import Convention, TensorInfo
-from engine.model_families import ROPE_DIVISORS
+from engine.model_families import FAMILIES, ROPE_DIVISORS
 from engine.models import load as subject
 from engine.models.config import ModelConfig, config_of
 from engine.models.decoder import Decoder
@@ -30,6 +31,7 @@ from engine.models.rope import RopeScaling, divisors
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
+from tests.support.families import CHANGES
 
 TOKENS_BT = torch.randint(97, (2, 37), generator=torch.Generator().manual_seed(0))
 TOLERANCE = 1e-4
@@ -279,6 +281,10 @@ SCALING = RopeScaling(
 )
 
 
+def small_config(family: str, tied: bool = False) -> ModelConfig:
+    return replace(make_config(tied), **{"family": family, "head_dim": 0, **CHANGES[family]})  # type: ignore[arg-type]
+
+
 def family_config(family: str, tied: bool = False) -> ModelConfig:
     """Rows of 256 values wherever there are blocks, and three blended pairs of sixteen."""
     return replace(
@@ -364,18 +370,18 @@ class MemoryFile:
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family_is_exchanged_with_transformers(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
     import transformers
 
-    decoder = lively(family_config(family, tied))
+    decoder = lively(small_config(family, tied))
     save_decoder(decoder, tmp_path / "ours", torch.float32)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     theirs, report = load(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
-    assert type(theirs) is getattr(transformers, f"{family.capitalize()}ForCausalLM")
+    assert type(theirs) is getattr(transformers, FAMILIES[family].hf_class)
     expected_BTV: Tensor = theirs(TOKENS_BT).logits
     assert expected_BTV.std() > 0.1
     torch.testing.assert_close(decoder(TOKENS_BT), expected_BTV, rtol=0, atol=TOLERANCE)
@@ -383,6 +389,39 @@ def test_every_family_is_exchanged_with_transformers(
     again = load_decoder(tmp_path / "theirs")
     assert again.config == decoder.config
     assert tensors_sha256(again.state_dict()) == tensors_sha256(decoder.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("missing", "missing model.layers.1.mlp.down_proj.weight [64, 88]"),
+        ("shape", "misshapen model.norm.weight: expected [64], found [63]"),
+        ("rope", "rope_type: expected"),
+        ("activation", "hidden_act: expected"),
+    ],
+)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_broken_model_of_every_family_is_refused_with_a_reason(
+    family: str, broken: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_decoder(lively(small_config(family)), tmp_path / "model", torch.float32)
+    held, config = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
+    tensors, raw = load_file(held), json.loads(config.read_text())
+    if broken == "missing":
+        del tensors["model.layers.1.mlp.down_proj.weight"]
+    elif broken == "shape":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][1:]
+    elif broken == "rope":
+        raw["rope_parameters"] = {**raw["rope_parameters"], "rope_type": "unheard-of"}
+    else:
+        raw["hidden_act"] = "relu"
+    save_file(tensors, held, {"format": "pt"})
+    config.write_text(json.dumps(raw))
+    target = tmp_path / "new"
+    assert main(["convert", str(tmp_path / "model"), str(target), "--quant", "f32"]) == 65
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if words in line]
+    assert "expected" in line or "missing" in line
+    assert not target.exists()
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.errors import WeightsError
+from engine.model_families import FAMILIES
 from engine.models.config import ModelConfig, count_parameters, read_config
 from engine.models.rope import RopeScaling, divisors, scaling_of_divisors
 
@@ -100,6 +101,27 @@ LLAMA32_1B: dict[str, object] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+MISTRAL_7B: dict[str, object] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
 
 
 def without(raw: Mapping[str, object], **changes: object) -> dict[str, object]:
@@ -136,6 +158,9 @@ def test_parameter_counts_are_those_of_the_published_models() -> None:
     assert count_parameters(llama) == 1_235_814_400
     assert llama.eos_token_ids == (128001, 128008, 128009)
     assert (llama.qk_norm, llama.attention_bias) == (False, False)
+    mistral = ModelConfig.from_dict(MISTRAL_7B, "Mistral-7B-v0.1")
+    assert count_parameters(mistral) == 7_241_732_096
+    assert (mistral.sliding_window, mistral.head_dim) == (4096, 128)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +182,7 @@ def test_both_spellings_of_the_rotary_base_are_read(spelling: dict[str, object])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mistral"}, "model_type: expected 'qwen2' or 'qwen3' or 'llama' (all"),
+        ({"model_type": "gpt2"}, f"model_type: expected {' or '.join(map(repr, FAMILIES))} (all"),
         ({"model_type": ...}, "model_type: expected 'qwen2'"),
         ({"model_type": ["qwen2"]}, "found ['qwen2']"),
         ({"attention_bias": False}, "attention_bias: expected True (all that is supported)"),
@@ -209,6 +234,10 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (QWEN3_06B, {"attention_bias": True}, "attention_bias: expected False (all"),
         (QWEN3_06B, {"rope_scaling": SCALING}, "rope_scaling.rope_type: expected 'default' (all"),
         (QWEN3_06B, {"use_sliding_window": True}, "use_sliding_window: expected False"),
+        (MISTRAL_7B, {"sliding_window": ...}, "sliding_window: expected a value, found none"),
+        (MISTRAL_7B, {"sliding_window": 0}, "sliding_window: expected from 1 to"),
+        (MISTRAL_7B, {"sliding_window": "4096"}, "sliding_window: expected an integer, found"),
+        (MISTRAL_7B, {"rope_scaling": SCALING}, "rope_scaling.rope_type: expected 'default' (all"),
         (LLAMA32_1B, {"attention_bias": True}, "attention_bias: expected False (all"),
         (LLAMA32_1B, {"mlp_bias": True}, "mlp_bias: expected False (all"),
         (
@@ -291,15 +320,19 @@ def test_every_spelling_of_rope_scaling_is_read(spelling: dict[str, object]) -> 
     )
 
 
-def test_a_scaling_in_code_is_for_llama_alone() -> None:
+def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
     llama = ModelConfig.from_dict(LLAMA32_1B, "x")
     with pytest.raises(WeightsError, match="rope_scaling: expected None for qwen3"):
         replace(llama, family="qwen3")
-    with pytest.raises(WeightsError, match="family: expected qwen2, qwen3, llama, found 'gpt2'"):
+    with pytest.raises(WeightsError, match=r"family: expected qwen2, qwen3, .*, found 'gpt2'"):
         replace(llama, family="gpt2", rope_scaling=None)
+    with pytest.raises(WeightsError, match="sliding_window: expected None for llama, found 16"):
+        replace(llama, sliding_window=16)
 
 
-@pytest.mark.parametrize("raw", [QWEN_05B, QWEN3_06B, LLAMA32_1B], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "raw", [QWEN_05B, QWEN3_06B, LLAMA32_1B, MISTRAL_7B], ids=lambda raw: raw["model_type"]
+)
 def test_transformers_reads_what_is_written_as_it_reads_the_published_file(
     raw: dict[str, object],
 ) -> None:

@@ -9,10 +9,14 @@ import torch
 
 from engine.audit import bounds, reference
 from engine.audit.reference import AdamW, Objective, Shape, Targets
+from engine.checks.weights import shape_of, weights_of
 from engine.loss.chunks import SparseTargets
 from engine.loss.objective import distillation_loss
+from engine.model_families import FAMILIES
 from engine.spec import TrainSection
 from engine.train.schedule import learning_rate
+from tests.support.families import CHANGES
+from tests.support.packed_models import lively, make_config, random_tokens
 
 N, D, E, V = 7, 6, 10, 30
 
@@ -84,6 +88,30 @@ def test_the_loss_against_stored_targets_is_the_engines(kind: str) -> None:
     assert math.isclose(sums.ce / 6, float(terms.ce), rel_tol=1e-10)
     assert math.isclose(4 * sums.divergence / 6, float(terms.kd), rel_tol=1e-10)
     torch.testing.assert_close(gradient_ND, hidden_ND.grad, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_hidden_states_and_gradients_are_those_of_the_engines_decoder(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "QUERIES", 16)
+    decoder = lively(make_config(family, **CHANGES[family]))
+    tokens_BT = random_tokens(2, 37)
+    documents_BT = torch.tensor([[0] * 5 + [1] * 32, [2] * 37])
+    hidden_BTD = decoder.hidden(tokens_BT, documents_BT)
+    upstream_BTD = drawn(*hidden_BTD.shape).float()
+    torch.autograd.backward(hidden_BTD, upstream_BTD)
+    shape, weight = shape_of(decoder.config), weights_of(decoder)
+    one = reference.forward(shape, weight, tokens_BT, documents_BT, keep=True)
+    torch.testing.assert_close(one.hidden_ND, hidden_BTD.flatten(0, 1), rtol=1e-4, atol=1e-4)
+    found = dict(reference.backward(shape, weight, [one], [upstream_BTD.flatten(0, 1)]))
+    assert sorted([*found, "head.weight"]) == sorted(reference.tensor_names(shape))
+    for name, gradient in found.items():
+        wanted = decoder.get_parameter(name).grad
+        assert wanted is not None
+        # What a key's bias adds is the same for all keys of a query: its gradient is rounding.
+        largest = wanted.abs().max() if not name.endswith("k.bias") else 1.0
+        assert (gradient - wanted).abs().max() <= 1e-4 * largest, name
 
 
 def test_the_memory_plan_counts_the_queries_that_the_reference_takes() -> None:

@@ -1,4 +1,4 @@
-"""The decoder against transformers' Qwen2, Qwen3 and Llama, and the properties that packing and
+"""The decoder against transformers, for every row of the table of families, and the properties that packing and
 training rely on.
 
 Both sides run fp32 on the same weights. Differences come from the order of sums, so 1e-4 on logits
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import InternalError
+from engine.model_families import FAMILIES
 from engine.models import decoder as subject
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, dense_linear
 from engine.models.load import new_decoder
 from engine.models.names import hf_names
 from engine.models.rope import RopeScaling, divisors
+from tests.support.families import CHANGES
 
 # Shapes: B rows, T tokens, D model width, V vocabulary, R pairs of a head
 
@@ -45,27 +47,12 @@ def make_config(**changes: object) -> ModelConfig:
     return ModelConfig(**values)  # type: ignore[arg-type]
 
 
-# Heads of their own width, as in the published models: 4 x 32 is not the model width of 64.
-QWEN3: dict[str, object] = {
-    "family": "qwen3",
-    "num_attention_heads": 4,
-    "head_dim": 32,
-    "rope_theta": 1e6,
-}
-# Of 16 pairs, two are fast, one is blended and thirteen are slow.
-LLAMA31: dict[str, object] = {
-    "family": "llama",
-    "num_attention_heads": 4,
-    "head_dim": 32,
-    "rope_theta": 5e5,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": RopeScaling(
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=64,
-    ),
-}
+def of_family(family: str, **changes: object) -> dict[str, object]:
+    return {"family": family, **CHANGES[family], **changes}
+
+
+OF_FAMILIES = [of_family(family) for family in FAMILIES]
+QWEN3, LLAMA31, MISTRAL = map(of_family, ("qwen3", "llama", "mistral"))
 LLAMA: dict[str, object] = {"family": "llama", "rms_norm_eps": 1e-5}
 
 
@@ -150,11 +137,14 @@ def test_logits_equal_transformers(changes: dict[str, object], length: int) -> N
         {"family": "qwen3"},
         LLAMA,
         LLAMA31,
+        of_family("mistral"),
+        of_family("mistral", tie_word_embeddings=True, sliding_window=1),
+        of_family("mistral", num_key_value_heads=5, sliding_window=None),
         {**LLAMA31, "tie_word_embeddings": True},
         {**LLAMA31, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 0},
     ],
 )
-def test_logits_of_qwen3_and_llama_equal_transformers(
+def test_logits_of_other_families_equal_transformers(
     changes: dict[str, object], length: int
 ) -> None:
     decoder = lively(make_config(**changes))
@@ -163,10 +153,10 @@ def test_logits_of_qwen3_and_llama_equal_transformers(
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("changes", OF_FAMILIES, ids=list(FAMILIES))
 def test_logits_equal_transformers_with_padding(changes: dict[str, object], side: str) -> None:
     decoder = lively(make_config(**changes))
-    tokens_BT = random_tokens(decoder.config, 3, 37 if not changes else 79)
+    tokens_BT = random_tokens(decoder.config, 3, 79 if "rope_scaling" in changes else 37)
     mask_BT = torch.ones_like(tokens_BT)
     if side in ("left", "both"):
         mask_BT[0, :11] = 0
@@ -245,6 +235,8 @@ def norm_after_turning(
         (QWEN3, "norm after turning"),
         (QWEN3, "norm over all heads"),
         (QWEN3, "bias added"),
+        (MISTRAL, "no window"),
+        (MISTRAL, "a window of one more"),
         (LLAMA31, "no rope scaling"),
         (LLAMA31, "all pairs stretched"),
         (LLAMA31, "no pair blended"),
@@ -272,6 +264,9 @@ def test_the_comparison_catches_another_family(
             "no pair blended": dataclasses.replace(scaling, high_freq_factor=1.0001),
         }[bug]
         decoder.config = dataclasses.replace(decoder.config, rope_scaling=wrong)
+    elif "window" in bug:
+        more = None if bug == "no window" else 10
+        decoder.config = dataclasses.replace(decoder.config, sliding_window=more)
     for module in decoder.modules():
         if not isinstance(module, subject.Attention):
             continue
@@ -309,7 +304,7 @@ def test_frequencies_on_tensors_are_those_of_the_formula(theta: float, width: in
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("changes", OF_FAMILIES, ids=list(FAMILIES))
 def test_packed_documents_equal_separate_documents(changes: dict[str, object]) -> None:
     decoder = lively(make_config(**changes))
     tokens_BT = random_tokens(decoder.config, 2, 37)
@@ -344,7 +339,7 @@ def test_only_later_tokens_of_the_same_document_see_a_token() -> None:
     assert moved_T.tolist() == [False] * 6 + [True] * 6 + [False] * 12
 
 
-@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("changes", OF_FAMILIES, ids=list(FAMILIES))
 def test_gradients_are_finite_with_padding_and_reach_every_weight(
     changes: dict[str, object],
 ) -> None:
@@ -360,7 +355,7 @@ def test_gradients_are_finite_with_padding_and_reach_every_weight(
             assert parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("changes", OF_FAMILIES, ids=list(FAMILIES))
 def test_gradients_equal_transformers(changes: dict[str, object]) -> None:
     decoder = lively(make_config(**changes, tie_word_embeddings=True))
     theirs = reference(decoder)
@@ -369,9 +364,10 @@ def test_gradients_equal_transformers(changes: dict[str, object]) -> None:
         model.logsumexp(-1).mean().backward()
     expected = dict(theirs.named_parameters())
     for ours, hf in hf_names(decoder.config).items():
-        torch.testing.assert_close(
-            decoder.get_parameter(ours).grad, expected[hf].grad, rtol=1e-3, atol=1e-6, msg=ours
-        )
+        found, wanted = decoder.get_parameter(ours).grad, expected[hf].grad
+        gap = float((found - wanted).abs().max() / wanted.abs().max())
+        # What a key's bias adds is the same for all keys of a query: its gradient is rounding.
+        assert gap <= TOLERANCE or ours.endswith("k.bias"), f"{ours}: {gap:.2e}"
 
 
 @torch.no_grad()
@@ -408,7 +404,7 @@ def test_every_linear_comes_from_make_linear() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("changes", OF_FAMILIES, ids=list(FAMILIES))
 def test_bf16_on_the_cpu_stays_near_fp32(changes: dict[str, object]) -> None:
     decoder = lively(make_config(**changes))
     tokens_BT = random_tokens(decoder.config, 2, 37)
@@ -424,7 +420,7 @@ def test_bf16_on_the_cpu_stays_near_fp32(changes: dict[str, object]) -> None:
         assert error < 0.05, f"{error:.3f}"
 
 
-@pytest.mark.parametrize("changes", [{}, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("changes", OF_FAMILIES, ids=list(FAMILIES))
 def test_autocast_gives_fp32_gradients_to_fp32_weights(changes: dict[str, object]) -> None:
     decoder = lively(make_config(**changes)).train()
     tokens_BT = random_tokens(decoder.config, 2, 16)
@@ -439,7 +435,7 @@ def test_autocast_gives_fp32_gradients_to_fp32_weights(changes: dict[str, object
     )
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_fresh_weights_have_the_stated_spread_and_follow_the_seed(family: str) -> None:
     config = make_config(family=family, hidden_size=128, intermediate_size=256)
     decoder = new_decoder(config, seed=3)

@@ -94,10 +94,10 @@ def test_a_new_family_is_read_from_every_kind_of_file(
 
 def test_a_new_family_is_named_where_another_is_refused(toy_family: Family) -> None:
     raw = make_config("qwen2").to_hf_dict() | {"model_type": "gpt2"}
-    with pytest.raises(WeightsError, match="a Qwen2, Qwen3, Llama or Toy decoder") as caught:
+    with pytest.raises(WeightsError, match=r"a Qwen2, Qwen3, .* or Toy decoder") as caught:
         ModelConfig.from_dict(raw, "config.json")
-    assert "'qwen2' or 'qwen3' or 'llama' or 'toy'" in str(caught.value)
-    with pytest.raises(WeightsError, match="a model_type of qwen2, qwen3, llama, toy"):
+    assert "' or 'toy'" in str(caught.value)
+    with pytest.raises(WeightsError, match=r"a model_type of qwen2, qwen3, .*, toy"):
         config_metadata(raw, "m.gguf")
 
 

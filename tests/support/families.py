@@ -1,0 +1,32 @@
+"""For every family, a small configuration in which all that sets it apart shows in the logits."""
+
+from __future__ import annotations
+
+from engine.models.rope import RopeScaling
+
+# Changes to the `make_config` of a test file, whose model width is a multiple of 8 heads.
+CHANGES: dict[str, dict[str, object]] = {
+    "qwen2": {},
+    # Heads of their own width, as in the published models.
+    "qwen3": {"num_attention_heads": 4, "head_dim": 32, "rope_theta": 1e6},
+    # Of 16 pairs, two are fast, one is blended and thirteen are slow.
+    "llama": {
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": RopeScaling(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    },
+    # Five heads do not divide the width.
+    "mistral": {
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "sliding_window": 9,
+    },
+}
