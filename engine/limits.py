@@ -66,6 +66,13 @@ BATCH_TOKENS = Limit(
 MODEL_CONFIG = Limit(
     what="a model's config.json, tokenizer_config.json", most=4 * MIB, unit="bytes"
 )
+HUB_NAME = Limit(
+    what="a model's name on the Hugging Face hub",
+    most=96,
+    unit="characters",
+    beyond="read as a path",
+)
+HUB_REVISION = Limit(what="the commit of a revision in the hub's cache", most=4096, unit="bytes")
 VOCABULARY = Limit(what="vocab_size of a model", most=1 << 24, unit="ids")
 MODEL_WIDTH = Limit(what="hidden_size of a model", most=1 << 18, unit="numbers")
 FEED_FORWARD = Limit(what="intermediate_size of a model", most=1 << 20, unit="numbers")

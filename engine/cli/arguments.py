@@ -13,10 +13,13 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from engine import limits
-from engine.terminal import clipped
+from engine.terminal import clipped, say
+
+if TYPE_CHECKING:
+    from engine.spec.hub_cache import Wanted
 
 Parser: TypeAlias = argparse._ActionsContainer
 """A parser, or a group of its arguments."""
@@ -84,7 +87,7 @@ def add_run(parser: Parser, *, or_nothing: bool = False) -> None:
 
 def add_model(parser: Parser) -> None:
     """Add MODEL and the options for how it computes (`engine.cli.generate.open_asked`)."""
-    add_path(parser, "model", "MODEL", "weight file, folder or run")
+    add_path(parser, "model", "MODEL", "weight file, folder, run, or ORG/NAME of the hub")
     add_choice(parser, "--device", ("auto", "cpu", "cuda"), "auto")
     add_choice(parser, "--precision", ("auto", "fp32", "bf16"), "auto")
     add_choice(
@@ -95,6 +98,17 @@ def add_model(parser: Parser) -> None:
         "packed: matrices stay quantized as in their file (dense)",
     )
     add_path(parser, "--tokenizer", "FILE", "in place of the model's")
+
+
+def model_argument(given: Path, wanted: Wanted = "model") -> Path:
+    """Return where the model of an argument is: its path, or that of its snapshot where it is given by its name on the
+    hub, which is said. Raises BadInput for a name that is not in the hub's cache."""
+    from engine.spec import hub_cache
+
+    path = hub_cache.local_path(given, wanted)
+    if path != given and (snapshot := hub_cache.snapshot_of(path)) is not None:
+        say(snapshot.text)
+    return path
 
 
 def add_sampling(parser: Parser) -> None:

@@ -25,6 +25,7 @@ from engine.cli.arguments import (
     add_json,
     add_number,
     add_path,
+    model_argument,
     real,
 )
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
@@ -187,7 +188,7 @@ def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[li
     for count in counts:
         weights: Any
         if arguments.teacher is not None:
-            weights = open_weights(arguments.teacher)
+            weights = open_weights(model_argument(arguments.teacher))
             config = config_of(weights)
         else:
             config = config_named(shape)

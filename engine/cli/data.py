@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for line in found.lines():
         put(line)
+    for text in inputs.models:
+        put(text)
     for note in inputs.notes:
         put(f"note: {note}")
     for sample in found.samples:

@@ -170,7 +170,7 @@ def _check(arguments: argparse.Namespace) -> int:
     spec = asked.spec
     size = measure_data(spec, asked.inputs)
     say(f"{arguments.spec}: the spec and its inputs are sound")
-    for line in size.lines(spec.train.steps):
+    for line in (*asked.inputs.models, *size.lines(spec.train.steps)):
         say(line)
     found = {
         "spec_sha256": spec.sha256,

@@ -29,6 +29,7 @@ from engine.cli.arguments import (
     add_path,
     add_repeated,
     add_sampling,
+    model_argument,
     prepare_threads,
 )
 from engine.cli.eval_text import (
@@ -153,6 +154,9 @@ def _problems(arguments: argparse.Namespace) -> int:
 
     _refuse_usage(arguments)
     problems = _read(arguments)
+    arguments.model = model_argument(arguments.model)
+    if arguments.against is not None:
+        arguments.against = model_argument(arguments.against)
     _refuse_no_model(arguments.model)
     other = _read_other(arguments.against, problems)
     path = arguments.results or _results_file(arguments.model, problems)
@@ -281,7 +285,11 @@ def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def _results_file(model: Path, problems: Problems) -> Path:
-    return Path(f"{model.resolve().name}-{problems.benchmark}.jsonl")
+    from engine.spec.hub_cache import snapshot_of
+
+    snapshot = snapshot_of(model)
+    name = model.resolve().name if snapshot is None else Path(snapshot.name).name
+    return Path(f"{name}-{problems.benchmark}.jsonl")
 
 
 def _judge(

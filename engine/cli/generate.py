@@ -24,6 +24,7 @@ from engine.cli.arguments import (
     add_path,
     add_repeated,
     add_sampling,
+    model_argument,
     prepare_threads,
 )
 from engine.errors import BadInput, UsageError
@@ -93,12 +94,13 @@ def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
     """Open the model at `path` as the arguments of `add_model` describe it."""
     from engine.evaluate.model import open_model
 
+    tokenizer = arguments.tokenizer
     return open_model(
-        path,
+        model_argument(path),
         device=arguments.device,
         precision=arguments.precision,
         weights=arguments.weights,
-        tokenizer=arguments.tokenizer,
+        tokenizer=None if tokenizer is None else model_argument(tokenizer, "tokenizer"),
     )
 
 

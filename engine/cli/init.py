@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.cli.arguments import add_flag, add_json
 from engine.errors import BadInput, CorpusError, UsageError
+from engine.spec.hub_cache import local_path
 from engine.terminal import ask, can_ask, put, put_json, say
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ LR_FRESH, LR_TRAINED = 3e-4, 5e-5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--teacher", metavar="PATH", help="model to learn from: a folder, .gguf or .apr file"
+        "--teacher",
+        metavar="PATH",
+        help="model to learn from: a folder, .gguf or .apr file, or ORG/NAME of the hub",
     )
     parser.add_argument(
         "--student",
@@ -119,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "student": student.to_dict(),
                 "tokenizer": {"path": str(tokenizer.path), "vocabulary": tokenizer.vocab_size},
                 "data": {"path": data} | dataclasses.asdict(size),
+                "models": list(inputs.models),
                 "notes": list(inputs.notes),
             }
         )
@@ -128,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"student: {student.about}",
         f"tokenizer: {tokenizer.vocab_size:,} tokens, {tokenizer.path}",
         *size.lines(spec.train.steps),
+        *inputs.models,
         *inputs.notes,
         f"start it: engine distill {path}",
     ):
@@ -208,13 +213,18 @@ def _weights(flag: str, path: str) -> ModelConfig:
 
 
 def _there(flag: str, path: str) -> Path:
-    """Raises BadInput where nothing has this path, or where no TOML file can hold it."""
+    """Return the path of what a flag names, that of a model by its name on the hub included. Raises BadInput where
+    nothing has this path, or where no TOML file can hold it."""
     try:
         path.encode()
         there = Path(path).expanduser()
         found = there.exists() or (flag == "--data" and glob.has_magic(path))
     except (ValueError, RuntimeError, OSError) as error:
         raise BadInput(f"{flag}: expected a path, found {path!r}: {error}") from None
+    if path and not found and flag != "--data":
+        # The spec keeps the name; it is looked up again where the spec is read.
+        there = local_path(path)
+        found = there.exists()
     if not path or not found:
         raise BadInput(f"{flag}: expected a file or folder, found nothing at {path!r}")
     return there

@@ -11,6 +11,7 @@ from engine.cli.arguments import (
     add_flag,
     add_json,
     add_path,
+    model_argument,
     prepare_threads,
 )
 from engine.errors import EXIT_FAIL, EXIT_PASS
@@ -23,7 +24,9 @@ _PLAIN_EVERY_S = 5.0
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "path", "FILE|FOLDER", "weight file, or folder of one model")
+    add_path(
+        parser, "path", "FILE|FOLDER", "weight file, folder of one model, or ORG/NAME of the hub"
+    )
     add_flag(parser, "--tensors", "list every tensor")
     add_flag(parser, "--values", "also read every value; exit 1 when one is NaN or infinite")
     add_json(parser)
@@ -41,10 +44,11 @@ def inspect(arguments: argparse.Namespace) -> int:
     from engine.formats.open import open_weights
     from engine.formats.values import check_values
 
-    found = describe(arguments.path, tensors=arguments.tensors)
+    path = model_argument(arguments.path)
+    found = describe(path, tensors=arguments.tensors)
     problems = []
     if arguments.values:
-        with open_weights(arguments.path) as weights:
+        with open_weights(path) as weights:
             problems = check_values(weights)
     texts = [problem.text for problem in problems]
     if arguments.json:
@@ -59,7 +63,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     from engine.export.mixture import QUANTS, TYPES_OF
 
-    add_path(parser, "source", "SRC", "weight file or model folder")
+    add_path(parser, "source", "SRC", "weight file, model folder, or ORG/NAME of the hub")
     add_path(parser, "target", "DST", "what to write; must not exist")
     parser.add_argument(
         "--quant", required=True, choices=list(QUANTS), help="type of the weights to write"
@@ -99,7 +103,7 @@ def convert(arguments: argparse.Namespace) -> int:
     from engine.export.convert import convert as write
 
     done = write(
-        arguments.source,
+        model_argument(arguments.source),
         arguments.target,
         arguments.quant,
         format_=arguments.format,

@@ -32,6 +32,7 @@ from engine.models.config import ModelConfig, config_of, count_parameters, read_
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
 from engine.spec import RunSpec
+from engine.spec.build import models_of_hub
 from engine.spec.sections import DataSection
 from engine.teachers.store.manifest import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
@@ -56,6 +57,8 @@ class Inputs:
     """All tokenizers by their owner; None for a model that brings none."""
     notes: tuple[str, ...]
     """What could not be checked, or is unusual but not refused; one line each."""
+    models: tuple[str, ...] = ()
+    """The models that are read from the hub's cache, with their commits; one line each."""
     template: ChatTemplate | None = None
     """Writes the conversations of the corpus; None where it has none in its first MiB, or nobody brings one."""
 
@@ -220,6 +223,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     outputs belong to this teacher.
     """
     skipped_ids(spec.checks.skip)
+    models = tuple(f"{key}: {found.text}" for key, found in models_of_hub(spec).items())
     teacher, teacher_size = _model(spec.teacher.path) if spec.teacher.path else (None, None)
     if spec.student.path:
         student, _ = _model(spec.student.path)
@@ -258,6 +262,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         student=student,
         tokenizer=tokenizer,
         tokenizers=tokenizers,
+        models=models,
         template=template,
         notes=notes,
     )

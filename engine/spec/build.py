@@ -15,15 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from engine import limits
-from engine.errors import SpecError
+from engine.errors import BadInput, SpecError
 from engine.files import depth_of, read_text
+from engine.spec import hub_cache
 from engine.spec.other_names import OTHER_NAMES
 from engine.spec.sections import KEYS, RunSpec, options, section_type
 from engine.spec.values import check_value, parse_set, path_problem, refusal_of_toml, shown
 
 # Adjacent parts never match the same character, so a line of spaces cannot cause backtracking.
 _HEADER = re.compile(r"\s*\[([A-Za-z0-9_.\-\s]+)\]\s*(?:#.*)?$")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_FROM_HUB: dict[str, hub_cache.Wanted] = {
+    "teacher.path": "model",
+    "student.path": "model",
+    "student.config": "config",
+    "data.tokenizer": "tokenizer",
+}
+"""The settings that take the name of a model on the hub, and what each reads of it."""
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
 
 
@@ -161,24 +168,23 @@ def _path_checks(
         value = spec.value(option.key)
         # `engine prepare` creates the cache; a run checks its content with the other inputs.
         if option.path and value and option.key != "teacher.cache" and not os.path.exists(value):
-            hint = _download(written.get(option.key), value, "model", "")
-            add(option.key, f"expected a file or folder at {value}, found nothing there{hint}")
+            add(option.key, f"expected a file or folder at {value}, found nothing there")
     corpus = spec.data.corpus
     if corpus != "python-stdlib" and not glob.has_magic(corpus) and not os.path.exists(corpus):
-        hint = _download(written.get("data.corpus"), corpus, "data set", " --repo-type dataset")
+        hint = _download(written.get("data.corpus"), corpus)
         add("data.corpus", f"expected python-stdlib or a path, found nothing at {corpus}{hint}")
 
 
-def _download(written: Any, resolved: str, what: str, flags: str) -> str:
-    """Return how to fetch what a user named as a hub does, OWNER/NAME, where that cannot be meant as a path."""
+def _download(written: Any, resolved: str) -> str:
+    """Return how to fetch a data set that a user named as a hub does, where that cannot be meant as a path."""
     if (
         not isinstance(written, str)
-        or not _HUB_NAME.fullmatch(written)
+        or hub_cache.hub_name(written) is None
         or Path(resolved).parent.exists()
     ):
         return ""
-    fetched = f"`hf download {written}{flags} --local-dir {written}` fetches it"
-    return f"; a {what} is not downloaded by its name: {fetched}"
+    fetched = f"`hf download {written} --repo-type dataset --local-dir {written}` fetches it"
+    return f"; a data set is not downloaded by its name: {fetched}"
 
 
 def build_spec(
@@ -233,8 +239,11 @@ def build_spec(
             if problem:
                 problems.add(key, problem)
                 continue
-            if key == "data.corpus":
-                checked = _with_ending(checked, origin[key], named)
+            checked = _with_ending(checked, origin[key], named)
+            if key in _FROM_HUB and not os.path.lexists(checked):
+                checked, problem = _from_hub(key, named, checked)
+                if problem and check_paths:
+                    problems.add(key, problem)
         section, name = key.split(".")
         values[section][name] = checked
     spec = RunSpec(**{name: section_type(name)(**fields) for name, fields in values.items()})
@@ -243,6 +252,31 @@ def build_spec(
         _path_checks(spec, pairs, problems.add)
     problems.raise_if_any()
     return spec
+
+
+def _from_hub(key: str, named: str, path: str) -> tuple[str, str | None]:
+    """Return the path of a model in the hub's cache where a setting has its name, or why it cannot be read; any other
+    path as it is."""
+    asked = hub_cache.hub_name(named)
+    if asked is None:
+        return path, None
+    wanted = _FROM_HUB[key]
+    try:
+        folder = hub_cache.find_snapshot(asked, wanted).folder
+    except BadInput as error:
+        return path, error.message.removeprefix("model: ")
+    return str(folder / hub_cache.CONFIG_FILE if wanted == "config" else folder), None
+
+
+def models_of_hub(spec: RunSpec) -> dict[str, hub_cache.Snapshot]:
+    """Return the snapshots of the hub's cache that a spec reads, by setting. Raises BadInput where one is gone, or not
+    whole."""
+    found: dict[str, hub_cache.Snapshot] = {}
+    for key, wanted in _FROM_HUB.items():
+        if (snapshot := hub_cache.snapshot_of(str(spec.value(key)))) is not None:
+            snapshot.check(wanted)
+            found[key] = snapshot
+    return found
 
 
 def _as_section(key: str, value: Any) -> str:
@@ -270,7 +304,7 @@ def _resolved(base: Path, text: str) -> tuple[str, str | None]:
 
 
 def _with_ending(resolved: str, base: Path, named: str) -> str:
-    """Return the path of data: of a link to a file without an ending, as a download cache has them, the link's own,
+    """Return a resolved path: of a link to a file without an ending, as a download cache has them, the link's own,
     because the ending says what it is."""
     path = base / Path(named).expanduser()
     if path.suffix and not Path(resolved).suffix and os.path.isfile(resolved):

@@ -57,7 +57,8 @@ class RunSection:
 class TeacherSection:
     path: str = setting(
         "",
-        "Folder of the teacher (config.json, safetensors, tokenizer.json), GGUF or .apr file; empty means no teacher.",
+        "Folder of the teacher (config.json, safetensors, tokenizer.json), GGUF or .apr file, or the name of a model "
+        "in the Hugging Face cache: ORG/NAME or ORG/NAME@REVISION; empty means no teacher.",
         path=True,
         changes_results=True,
     )
@@ -125,12 +126,16 @@ class TeacherSection:
 class StudentSection:
     path: str = setting(
         "",
-        "Folder of a student to start from; empty means fresh weights of the shape in student.config.",
+        "Folder, file or name of a student to start from, as in teacher.path; empty means fresh weights of the shape "
+        "in student.config.",
         path=True,
         changes_results=True,
     )
     config: str = setting(
-        "", "A config.json with the shape of a fresh student.", path=True, changes_results=True
+        "",
+        "A config.json with the shape of a fresh student, or the name of a model that has this shape.",
+        path=True,
+        changes_results=True,
     )
     precision: str = setting(
         "auto",
@@ -197,7 +202,7 @@ class DataSection:
     )
     tokenizer: str = setting(
         "",
-        "Folder or file of the tokenizer; empty means the teacher's, else the student's.",
+        "Folder or file of the tokenizer, or the name of a model; empty means the teacher's, else the student's.",
         path=True,
         changes_results=True,
     )

@@ -174,6 +174,8 @@ class _Job:
     def carry_out(self, *, allow_fallback: bool, allow_restart: bool) -> RunFinished:
         spec, log, ranks = self.spec, self.log, self.ranks
         inputs = check_inputs(spec, self.folder.path)
+        for text in inputs.models:
+            log(Note(level="info", text=text))
         for note in inputs.notes:
             log(Note(level="warning", text=note))
         compute = self._join_ranks()

@@ -1,0 +1,207 @@
+"""Finds a model by its name on the Hugging Face hub, `ORG/NAME` or `ORG/NAME@REVISION`, in the hub's cache on this
+machine. Nothing is downloaded, and the hub's library is not needed.
+
+    CACHE/models--ORG--NAME/refs/main             the commit that a branch, tag or pull request was at
+                           /snapshots/COMMIT/     the files of a commit, as links to ../../blobs/DIGEST
+
+CACHE is the first of $HF_HUB_CACHE, $HUGGINGFACE_HUB_CACHE, $HF_HOME/hub, $XDG_CACHE_HOME/huggingface/hub and
+~/.cache/huggingface/hub whose variable is set, as in the hub's library.
+
+A path that exists is never taken for a name. The path of a snapshot holds name and commit, so whatever keeps the path
+keeps both: a run's settings do, and a resume reads the same snapshot wherever the branch is by then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from engine import limits
+from engine.errors import BadInput
+from engine.files import read_json_object, read_text
+
+Wanted = Literal["model", "tokenizer", "config"]
+"""What is read of a snapshot. All of it has to be there."""
+
+MAIN = "main"
+CONFIG_FILE = "config.json"
+_PART = r"[A-Za-z0-9](?:[\w-]|\.(?!\.))*"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FILE_ENDINGS = (".gguf", ".apr", ".safetensors", ".json", ".toml", ".jsonl", ".bin", ".pt", ".pth")
+_WEIGHTS = (".safetensors", ".gguf", ".apr", ".bin", ".pt", ".pth", ".ckpt")
+_INDEX = (".safetensors.index.json", ".bin.index.json")
+_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A model as the hub names it."""
+
+    name: str
+    """`ORG/NAME`."""
+    revision: str = MAIN
+    """A branch, a tag, `refs/pr/N`, or all 40 digits of a commit."""
+
+    @property
+    def download(self) -> str:
+        """The command that fetches it into the cache."""
+        asked = "" if self.revision == MAIN else f" --revision {self.revision}"
+        return f"hf download {self.name}{asked}"
+
+    def refusal(self, expected: str, found: str) -> BadInput:
+        """Return the error, one line with the command that helps."""
+        asked = "" if self.revision == MAIN else f"@{self.revision}"
+        return BadInput(
+            f"model: {self.name}{asked} — expected {expected}, found {found}; `{self.download}` fetches it"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The files of one commit of a model."""
+
+    name: str
+    commit: str
+    folder: Path
+
+    @property
+    def text(self) -> str:
+        """What every surface says of it."""
+        return f"{self.name} at commit {self.commit}, from the hub cache: {self.folder}"
+
+    def check(self, wanted: Wanted, asked: HubName | None = None) -> None:
+        """Raise BadInput where a file that is `wanted` is missing: a download that did not end, or took a part."""
+        if missing := _missing(self.folder, wanted):
+            asked = asked or HubName(name=self.name, revision=self.commit)
+            raise asked.refusal(f"all of its snapshot {self.folder}", f"no {missing} in it")
+
+
+def cache_folder() -> Path:
+    """Return the folder of the hub's cache, which need not exist."""
+    for variable, below in (
+        ("HF_HUB_CACHE", ""),
+        ("HUGGINGFACE_HUB_CACHE", ""),
+        ("HF_HOME", "hub"),
+        ("XDG_CACHE_HOME", "huggingface/hub"),
+    ):
+        if value := os.environ.get(variable):
+            return Path(os.path.expandvars(os.path.expanduser(value)), below).absolute()
+    return Path.home() / ".cache/huggingface/hub"
+
+
+def hub_name(text: str | Path) -> HubName | None:
+    """Return the name that a text is; None where it can only be a path."""
+    found = _NAME.fullmatch(str(text))
+    if found is None or str(text).lower().endswith(_FILE_ENDINGS):
+        return None
+    name, revision = found[1], found[2] or MAIN
+    if "--" in name or len(name) > limits.HUB_NAME.most or ".." in PurePosixPath(revision).parts:
+        return None
+    return HubName(name=name, revision=revision)
+
+
+def find_snapshot(asked: HubName, wanted: Wanted = "model") -> Snapshot:
+    """Return the snapshot of a model in the cache. Raises BadInput where it is not there, or not whole."""
+    cache = cache_folder()
+    model = cache / f"models--{asked.name.replace('/', '--')}"
+    if not model.is_dir():
+        found = "neither"
+        if not cache.is_dir():
+            found = "nothing there, and no such cache"
+        raise asked.refusal(
+            f"a file or folder of that path, or that model in the hub cache {cache}", found
+        )
+    commit = _commit(model, asked)
+    folder = model / "snapshots" / commit
+    if not folder.is_dir():
+        raise asked.refusal(f"the snapshot {commit} in {model}", _revisions(model))
+    snapshot = Snapshot(name=asked.name, commit=commit, folder=folder)
+    snapshot.check(wanted, asked)
+    return snapshot
+
+
+def snapshot_of(path: str | Path) -> Snapshot | None:
+    """Return the snapshot that a path lies in, there or not; None for a path outside of a hub's cache."""
+    parts = Path(path).parts
+    for at in range(len(parts) - 2):
+        owner, middle, commit = parts[at : at + 3]
+        if owner.startswith("models--") and middle == "snapshots" and _COMMIT.fullmatch(commit):
+            name = owner.removeprefix("models--").replace("--", "/", 1)
+            return Snapshot(name=name, commit=commit, folder=Path(*parts[: at + 3]))
+    return None
+
+
+def local_path(given: str | Path, wanted: Wanted = "model") -> Path:
+    """Return where a model is that is given by its path or by its name on the hub: a path as it is, of a name the
+    folder of its snapshot, or the config.json in it. Raises BadInput for a name that is not in the cache."""
+    asked = None if os.path.lexists(given) else hub_name(given)
+    if asked is None:
+        return Path(given)
+    folder = find_snapshot(asked, wanted).folder
+    return folder / CONFIG_FILE if wanted == "config" else folder
+
+
+def _commit(model: Path, asked: HubName) -> str:
+    """Return the commit of a revision."""
+    if _COMMIT.fullmatch(asked.revision):
+        return asked.revision
+    ref = model / "refs" / asked.revision
+    if not ref.is_file():
+        raise asked.refusal(f"the revision {asked.revision} in {model}", _revisions(model))
+    commit = read_text(ref, "revision", limits.HUB_REVISION).strip()
+    # It becomes a part of a path.
+    if not _COMMIT.fullmatch(commit):
+        raise asked.refusal(f"the 40 digits of a commit in {ref}", f"{commit!r:.60}")
+    return commit
+
+
+def _revisions(model: Path) -> str:
+    """Return the revisions that are there: branches and tags, then commits that no branch is at."""
+    named: dict[str, str] = {}
+    refs = model / "refs"
+    for folder, _, files in os.walk(refs):
+        for file in files[:_LISTED]:
+            path = Path(folder, file)
+            name = path.relative_to(refs).as_posix()
+            if (asked := hub_name(f"a/b@{name}")) and path.is_file():
+                named[asked.revision] = read_text(path, "revision", limits.HUB_REVISION).strip()
+        if len(named) > _LISTED:
+            break
+    snapshots = model / "snapshots"
+    commits = sorted(os.listdir(snapshots)) if snapshots.is_dir() else []
+    there = [name for name in sorted(named) if named[name] in commits]
+    there += [one for one in commits if _COMMIT.fullmatch(one) and one not in named.values()]
+    if not there:
+        return "no snapshot at all"
+    return f"only {', '.join(there[:_LISTED])}" + (", ..." if there[_LISTED:] else "")
+
+
+def _missing(folder: Path, wanted: Wanted) -> str | None:
+    """Return the first file that is wanted of a snapshot and not there."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return "file at all"
+    # A link to a blob that is gone.
+    if broken := [name for name in names if not (folder / name).exists()]:
+        return f"{broken[0]} (its link is broken)"
+    if wanted != "tokenizer" and CONFIG_FILE not in names:
+        single_files = any(name.endswith((".gguf", ".apr")) for name in names)
+        if wanted == "config" or not single_files:
+            return CONFIG_FILE
+    if wanted != "model":
+        return None
+    for index in (name for name in names if name.endswith(_INDEX)):
+        content = read_json_object(folder / index, "index of weights", limits.WEIGHTS_HEADER)
+        shards = content.get("weight_map")
+        # What is no map of names, or leaves the folder, is refused by the reader of the weights.
+        listed = shards.values() if isinstance(shards, dict) else ()
+        for shard in sorted({one for one in listed if isinstance(one, str)}):
+            if PurePosixPath(shard).name == shard and not (folder / shard).exists():
+                return f"{shard}, which {index} lists"
+    weights = any(name.lower().endswith(_WEIGHTS) for name in names)
+    return None if weights else "weights (model.safetensors)"
