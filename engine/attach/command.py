@@ -34,6 +34,7 @@ from engine.terminal import say
 
 PROBE = Path(__file__).parent / "probe"
 RUN_VARIABLE = "APR_WATCH_RUN"
+ASK_VARIABLE = "APR_WATCH_ASK"
 RUNS = Path("runs")
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
@@ -77,8 +78,9 @@ def _users_folder() -> Path:
     return Path(state, "apr-workbench", "runs").absolute()
 
 
-def run_command(arguments: Sequence[str], run: RunFolder) -> int:
-    """Run a command to its end; returns its exit code, minus the number of the signal that ended it.
+def run_command(arguments: Sequence[str], run: RunFolder, asked: Sequence[str] = ()) -> int:
+    """Run a command to its end; returns its exit code, minus the number of the signal that ended it. `asked` are the
+    questions that need a forward pass of the probe's own.
 
     Raises BadInput when it cannot be started.
     """
@@ -90,6 +92,7 @@ def run_command(arguments: Sequence[str], run: RunFolder) -> int:
     supervisor = _start_supervisor(run)
     probed = os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, RUN_VARIABLE: str(run.path), "PYTHONPATH": probed}
+    environment[ASK_VARIABLE] = ",".join(asked)
     try:
         process = subprocess.Popen(arguments, env=environment)
     except OSError as error:

@@ -171,6 +171,15 @@ IDENTITIES: tuple[Row, ...] = (
         transformers="give labels = input_ids and let the model shift them; a collator that shifts too shifts twice",
     ),
     Row(
+        id="causality",
+        identity="loss",
+        degree=SUSPICION,
+        question="With --ask causality: does no place of a language model see the tokens behind it?",
+        means="The model reads the answer: the loss falls far below what it can reach when it writes by itself.",
+        plain="give attention its causal mask, or is_causal=True; look at means, norms and convolutions over places",
+        transformers="set config.is_decoder=True, look at the attention mask; or the model is an encoder",
+    ),
+    Row(
         id="label_coverage",
         identity="loss",
         degree=SUSPICION,

@@ -24,6 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--runs", "DIR", "folder for the run folder (runs; your own where it is read-only)"
     )
     parser.add_argument("--name", help="name of the run folder (default: SCRIPT-DATE-TIME)")
+    parser.add_argument(
+        "--ask",
+        action="append",
+        choices=["causality"],
+        default=[],
+        help="a question that needs a forward pass of its own behind the first step: causality, whether a "
+        "language model sees the tokens that it is to predict",
+    )
     add_flag(parser, "--quiet", "say nothing at the end")
     parser.add_argument("program", nargs="*", metavar="COMMAND", help="after --: what to run")
 
@@ -38,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             "engine watch: expected a command after --", hint="engine watch -- python train.py"
         )
     folder = new_run(command, arguments.runs, arguments.name)
-    code = run_command(command, folder)
+    code = run_command(command, folder, arguments.ask)
     if not arguments.quiet:
         for line in summary_lines(folder):
             say(line)

@@ -85,7 +85,12 @@ class Ran:
 
 
 def begin_run(
-    folder: Path, script: str, *options: str, watched: bool, path: Path | None = None
+    folder: Path,
+    script: str,
+    *options: str,
+    watched: bool,
+    path: Path | None = None,
+    asked: str = "",
 ) -> subprocess.Popen[str]:
     """Start a script in a folder of its own; `path` is what the user has on PYTHONPATH."""
     (folder / "run").mkdir(parents=True, exist_ok=True)
@@ -95,6 +100,7 @@ def begin_run(
     entries = [str(path)] if path else []
     if watched:
         environment["APR_WATCH_RUN"] = str(folder / "run")
+        environment["APR_WATCH_ASK"] = asked
         entries.insert(0, str(PROBE))
     if entries:
         environment["PYTHONPATH"] = os.pathsep.join(entries)
@@ -119,12 +125,12 @@ def run_watched(folder: Path, script: str, *options: str, path: Path | None = No
 
 
 def run_twice(
-    folder: Path, script: str, *options: str, path: Path | None = None
+    folder: Path, script: str, *options: str, path: Path | None = None, asked: str = ""
 ) -> tuple[Ran, Ran]:
     """Run a script with and without the probe, at the same time; both have to succeed and to agree."""
     folders = {True: folder / "watched", False: folder / "alone"}
     begun = {
-        watched: begin_run(where, script, *options, watched=watched, path=path)
+        watched: begin_run(where, script, *options, watched=watched, path=path, asked=asked)
         for watched, where in folders.items()
     }
     watched, alone = (end_run(folders[which], begun[which]) for which in (True, False))

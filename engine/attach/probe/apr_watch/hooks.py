@@ -17,6 +17,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from . import (
+    causality,
     compiles,
     coverage,
     data,
@@ -378,6 +379,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
     for code in _codes(Hooks, _is_below):
         leave_alone(code, code.co_name == "_ours")
     for module in (
+        causality,
         compiles,
         coverage,
         data,

@@ -19,6 +19,7 @@ Every other step costs a comparison.
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from threading import get_ident
 from typing import Any
 
 from . import schedule
+from .causality import Causality
 from .coverage import Tokenizers
 from .data import Passes
 from .distillation import Divergence, teachers_in_training
@@ -44,6 +46,8 @@ from .values import is_capturing
 
 _OPTIMIZERS = 64
 """So many of a process are looked at."""
+_ASKED = "APR_WATCH_ASK"
+"""What `engine watch --ask` is given."""
 _TEXTS = 2
 """Steps behind the making of an optimizer whose labels are looked at as text."""
 
@@ -79,6 +83,7 @@ class Identities:
         self._scaling = Scaling(torch)
         self._schedules = schedule.Schedules(torch)
         self._tokenizers = Tokenizers()
+        self._causality = Causality(torch) if "causality" in os.environ.get(_ASKED, "") else None
         self._pitfalls: list[Pitfalls] = []
         """Of the backward passes since the step before."""
         self.seen: list[Seen | Noticed] = []
@@ -89,6 +94,8 @@ class Identities:
         self._due.add(optimizer)
         self._made_at = self._reached.steps
         self._notice(self._held_out.forget())
+        if self._causality is not None:
+            self._causality.optimizer_made(optimizer)
         self._passes.forget()
         self.ranks.optimizer_made()
         self._scaling.optimizer_made()
@@ -262,6 +269,8 @@ class Identities:
                     self._begin_between(optimizer, watched)
                 self._chains = [one for one in self._chains if one is not watched.chain]
                 self._chains += [watched.chain] * watched.chain.is_open
+        if self._causality is not None and not self._in_progress and not is_capturing(self._torch):
+            self._notice(self._causality.step_ends(rank_and_world(self._torch)[1]))
         self._reached.step_ends()
         self._losses, self._pitfalls = [], []
         watched.since = self._reached.steps

@@ -136,6 +136,18 @@ class Modules:
             path.append(name)
         return module, ".".join(reversed(path))
 
+    def around(self, parameter: Any) -> list[Any]:
+        """The module that holds it, the one around that, ...: to the outermost; none where none does."""
+        if id(parameter) not in self._holders:
+            return []
+        chain = [self._holders[id(parameter)][0]]
+        while id(chain[-1]) in self._parents:
+            parent = self._parents[id(chain[-1])][0]
+            if any(one is parent for one in chain):
+                break
+            chain.append(parent)
+        return chain
+
     def name(self, parameter: Any) -> str:
         """Empty where no module holds it."""
         return self._path(parameter)[1]
