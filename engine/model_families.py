@@ -9,6 +9,7 @@ silu(gate) * up. Their differences are columns of `Family`:
     qwen3   Qwen3               each head of q and k is normalised; head_dim is independent
     llama   Llama 2, 3, 3.1..   neither; from 3.1 on, `rope_scaling` scales the low RoPE frequencies
     mistral Mistral 7B..        as llama; `sliding_window` may limit how far back a token attends
+    smollm3 SmolLM3             as llama; some layers have no RoPE
 
 A GGUF of Mistral has the architecture `llama` and is read as that: without a window they compute the
 same.
@@ -59,8 +60,14 @@ class Family:
     """hidden_size must be a multiple of the number of heads even if head_dim is given, as
     transformers requires.
     """
+    rope_by_layer: bool = False
+    """config.json gives `no_rope_layers`, in which the layers with 0 have no RoPE."""
+    tied: bool = False
+    """Whether the head is the embedding if config.json does not say."""
     hf_flags: Mapping[str, object]
     """Keys written to config.json about variants that this decoder does not implement."""
+    padding: int = 0
+    """The padding token that transformers assumes if config.json names none."""
     gguf_name: str = ""
     """`general.architecture` in a GGUF file, where it is not `name`."""
     apr: bool = True
@@ -71,6 +78,9 @@ class Family:
     """
     gguf_rope_dimension: bool = False
     """GGUF files of this family always state how many dimensions of a head are rotated."""
+    gguf_rope_interval: int = 0
+    """Readers of GGUF files of this family leave out RoPE in every layer of this number; no key says so.
+    """
     gguf_biases: bool = False
     """Only the tensor list of a GGUF file shows whether the model has biases, which are not
     supported.
@@ -128,6 +138,20 @@ _ROWS = (
         apr=False,
         turns_neighbours=True,
         gguf_rope_dimension=True,
+        gguf_biases=True,
+    ),
+    Family(
+        name="smollm3",
+        title="SmolLM3",
+        hf_class="SmolLM3ForCausalLM",
+        rope_by_layer=True,
+        tied=True,
+        padding=128004,
+        hf_flags={"use_sliding_window": False, "attention_bias": False, "mlp_bias": False},
+        apr=False,
+        turns_neighbours=True,
+        gguf_rope_dimension=True,
+        gguf_rope_interval=4,
         gguf_biases=True,
     ),
 )

@@ -59,7 +59,7 @@ IN_GGUF = {
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    shape: dict[str, float | None]
+    shape: dict[str, float | tuple[int, ...] | None]
     """What they say of fields of `reference.Shape` and of its `Stretch`."""
     count: Callable[[str], int]
     """The rows of a tensor of our name; of a vector, its numbers. 0 where there is none."""
@@ -81,7 +81,7 @@ def _renamed(name: str, parts: dict[str, str]) -> str:
     return ".".join(filter(None, (parts.get(part, part) for part in name.split("."))))
 
 
-def _shape_in_json(path: Path) -> dict[str, float | None]:
+def _shape_in_json(path: Path) -> dict[str, float | tuple[int, ...] | None]:
     raw = read_json_object(path, "model configuration", limits.MODEL_CONFIG)
     rope = raw.get("rope_parameters") or {}
     stretch = rope if "factor" in rope else raw.get("rope_scaling") or {}
@@ -94,13 +94,18 @@ def _shape_in_json(path: Path) -> dict[str, float | None]:
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "eps": raw["rms_norm_eps"],
         "theta": rope.get("rope_theta", raw.get("rope_theta")),
-        "tied": raw.get("tie_word_embeddings", False),
+        "tied": raw.get("tie_word_embeddings", raw["model_type"] == "smollm3"),
         "window": _window(raw),
+        "unturned": _zeros(raw.get("no_rope_layers") or []),
         "factor": stretch.get("factor"),
         "low_freq_factor": stretch.get("low_freq_factor"),
         "high_freq_factor": stretch.get("high_freq_factor"),
         "original": stretch.get("original_max_position_embeddings"),
     }
+
+
+def _zeros(flags: Sequence[int]) -> tuple[int, ...]:
+    return tuple(place for place, flag in enumerate(flags) if not flag)
 
 
 def _window(raw: dict[str, Any]) -> int | None:
@@ -156,6 +161,8 @@ def _gguf(path: Path) -> Files:
         "theta": value("rope.freq_base") or 10000.0,
         "tied": "output.weight" not in tensors,
         "window": value("attention.sliding_window"),
+        # Every fourth, as llama.cpp has it: nothing in the file says so.
+        "unturned": tuple(range(3, value("block_count"), 4)) if family == "smollm3" else (),
     }
 
     def count(name: str) -> int:
@@ -164,7 +171,7 @@ def _gguf(path: Path) -> Files:
 
     def rows(name: str, which: Sequence[int]) -> Tensor:
         found = tensors[_renamed(name, IN_GGUF)]
-        turned = family == "llama" and name.split(".")[-2] in ("q", "k")
+        turned = family in ("llama", "smollm3") and name.split(".")[-2] in ("q", "k")
         places = [_neighbours(row, head_dim) if turned else row for row in which]
         if len(found.shape) == 1:
             return torch.from_numpy(dequantize(found.data, found.tensor_type)[places]).float()

@@ -541,8 +541,10 @@ def _as_in_files(step: _Step, model: Model | None) -> Answer | None:
     of_model = {**_fields(shape), **_fields(shape.stretch)}
     for name, wanted in files.shape.items():
         found = of_model.get(name)
-        if (found or 0) != (wanted or 0) and not math.isclose(
-            found or 0, wanted or 0, rel_tol=1e-6
+        if (found or 0) != (wanted or 0) and not (
+            isinstance(found, int | float)
+            and isinstance(wanted, int | float)
+            and math.isclose(found, wanted, rel_tol=1e-6)
         ):
             return Numbers().failed(f"{name} is {found} in the model and {wanted} in its files")
     compared = 0

@@ -4,11 +4,10 @@ torch.
 These are the references of the audit, written for reading, and they share no code with what they judge: this file
 imports nothing of the engine. Decoders are computed in fp32, everything else in float64.
 
-    decoder     Qwen2, Qwen3, Llama, Mistral: RMS norms, rotary positions on halves of a head, grouped-query attention,
-                silu(gate) * up. Each document attends by itself, so that only the future is masked, and what
-                a sliding window has left behind; a pair
-                (x[i], x[i + E/2]) of a head is the complex number z = x[i] + i x[i + E/2], which position p turns
-                by its angle: z e^{i p theta^(-2i/E)}
+    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3: RMS norms, rotary positions on halves of a head (in some layers
+                none), grouped-query attention, silu(gate) * up. Each document attends by itself, so that only the
+                future is masked, and what a sliding window has left behind; a pair (x[i], x[i + E/2]) of a head is the
+                complex number z = x[i] + i x[i + E/2], which position p turns by its angle: z e^{i p theta^(-2i/E)}
     loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
                 logits is autograd's
     update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
@@ -101,6 +100,8 @@ class Shape:
     stretch: Stretch | None = None
     window: int | None = None
     """Tokens that a token attends to, itself included; None is all."""
+    unturned: tuple[int, ...] = ()
+    """Layers without rotary positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def forward(
         if keep:
             inputs.append(x_ND.cpu())
         parts = [weight(name) for name in _names(shape, index)]
-        x_ND = _layer(shape, x_ND, turns, parts, rounding)
+        x_ND = _layer(shape, index, x_ND, turns, parts, rounding)
     if keep:
         inputs.append(x_ND.cpu())
     return Forward(tokens_N, turns, inputs, _norm(shape, x_ND, weight("norm.weight")))
@@ -170,7 +171,9 @@ def backward(
     flows = list(upstream)
 
     def through(
-        names: Sequence[str], place: int, run: Callable[[Forward, Tensor, list[Tensor]], Tensor]
+        names: Sequence[str],
+        place: int,
+        run: Callable[[int, Forward, Tensor, list[Tensor]], Tensor],
     ) -> Iterator[tuple[str, Tensor]]:
         parts = [weight(name).detach().requires_grad_() for name in names]
         sums = [torch.zeros_like(part) for part in parts]
@@ -178,20 +181,20 @@ def backward(
             x_ND = one.inputs[place].to(flows[number].device).requires_grad_()
             with torch.enable_grad():
                 # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
-                along = (run(one, x_ND, parts) * flows[number]).sum()
+                along = (run(place, one, x_ND, parts) * flows[number]).sum()
             flows[number], *found = torch.autograd.grad(along, [x_ND, *parts])
             for total, gradient in zip(sums, found, strict=True):
                 total += gradient
         yield from zip(names, sums, strict=True)
 
     yield from through(
-        ["norm.weight"], shape.layers, lambda _, x_ND, parts: _norm(shape, x_ND, parts[0])
+        ["norm.weight"], shape.layers, lambda place, one, x_ND, parts: _norm(shape, x_ND, parts[0])
     )
     for index in reversed(range(shape.layers)):
         yield from through(
             _names(shape, index),
             index,
-            lambda one, x_ND, parts: _layer(shape, x_ND, one.turns, parts),
+            lambda place, one, x_ND, parts: _layer(shape, place, x_ND, one.turns, parts),
         )
     embedding = torch.zeros_like(weight("embed.weight"))
     for one, flow_ND in zip(passes, flows, strict=True):
@@ -227,6 +230,7 @@ def _names(shape: Shape, index: int) -> list[str]:
 
 def _layer(
     shape: Shape,
+    index: int,
     x_ND: Tensor,
     turns: list[Tensor],
     parts: Sequence[Tensor],
@@ -234,7 +238,7 @@ def _layer(
 ) -> Tensor:
     attention_norm, mlp_norm, gate, up, down, *attention = parts
     normed_ND = _moved(_norm(shape, x_ND, attention_norm), rounding)
-    x_ND = _moved(x_ND + _attention(shape, normed_ND, turns, attention, rounding), rounding)
+    x_ND = _moved(x_ND + _attention(shape, index, normed_ND, turns, attention, rounding), rounding)
     normed_ND = _moved(_norm(shape, x_ND, mlp_norm), rounding)
     gated = _moved(normed_ND @ gate.T, rounding)
     both = _moved(gated * torch.sigmoid(gated) * _moved(normed_ND @ up.T, rounding), rounding)
@@ -247,6 +251,7 @@ def _norm(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
 
 def _attention(
     shape: Shape,
+    index: int,
     x_ND: Tensor,
     turns: list[Tensor],
     parts: Sequence[Tensor],
@@ -267,8 +272,10 @@ def _attention(
     for turns_TR in turns:
         document = slice(first, first + len(turns_TR))
         first += len(turns_TR)
-        q_HTE = _moved(_turned(q_NHE[document], turns_TR), rounding).transpose(0, 1)
-        k_TKE = _moved(_turned(k_NKE[document], turns_TR), rounding)
+        q_THE, k_TKE = q_NHE[document], k_NKE[document]
+        if index not in shape.unturned:
+            q_THE, k_TKE = (_moved(_turned(y, turns_TR), rounding) for y in (q_THE, k_TKE))
+        q_HTE = q_THE.transpose(0, 1)
         k_HTE = k_TKE.transpose(0, 1).repeat_interleave(shared, 0)
         v_HTE = v_NKE[document].transpose(0, 1).repeat_interleave(shared, 0)
         for begun in range(0, len(turns_TR), QUERIES):

@@ -81,6 +81,7 @@ def shape_of(config: ModelConfig) -> Shape:
         qk_norm=config.qk_norm,
         tied=config.tie_word_embeddings,
         window=config.sliding_window,
+        unturned=config.layers_without_rope,
         stretch=None
         if scaling is None
         else Stretch(

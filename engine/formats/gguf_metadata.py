@@ -122,6 +122,9 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
             config["use_sliding_window"] = True
     elif family.sliding_window:
         config["sliding_window"] = None
+    if step := family.gguf_rope_interval:
+        layers = range(1, config["num_hidden_layers"] + 1)
+        config["no_rope_layers"] = [int(number % step != 0) for number in layers]
     if family.gguf_biases:
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
@@ -152,6 +155,12 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
     if type(window) is int and type(length) is int and window < length:
         # Other readers of this architecture have no window, and would attend to all tokens.
         _refuse_config(where, f"a sliding_window of null or at least {length}", window)
+    if step := family.gguf_rope_interval:
+        flags = config.get("no_rope_layers") or []
+        if flags != [int(number % step != 0) for number in range(1, len(flags) + 1)]:
+            _refuse_config(
+                where, f"no_rope_layers with a 0 for every layer whose number {step} divides", flags
+            )
     heads = config.get("num_attention_heads")
     shared = config.get("num_key_value_heads")
     head_dim = config.get("head_dim")

@@ -97,6 +97,8 @@ class ModelConfig:
     sliding_window: int | None = None
     """How many tokens a token attends to, itself included, in families that have a window; None is all.
     """
+    layers_without_rope: tuple[int, ...] = ()
+    """The numbers of the layers that have no RoPE, in families where some have none."""
     tie_word_embeddings: bool = False
     """The head is the embedding: one (V, D) tensor used twice."""
     bos_token_id: int | None = None
@@ -120,6 +122,10 @@ class ModelConfig:
     def attention_bias(self) -> bool:
         """Whether q, k and v have biases; o never has one."""
         return self.kind.attention_bias
+
+    def _rope_flags(self) -> list[int]:
+        """Return 1 for each layer that has RoPE, and 0 for the others."""
+        return [int(at not in self.layers_without_rope) for at in range(self.num_hidden_layers)]
 
     @property
     def qk_norm(self) -> bool:
@@ -162,6 +168,9 @@ class ModelConfig:
             "use_cache": True,
             **self.kind.hf_flags,
             **({"sliding_window": self.sliding_window} if self.kind.sliding_window else {}),
+            **({"no_rope_layers": self._rope_flags()} if self.kind.rope_by_layer else {}),
+            # transformers does not load a model whose padding is outside of its vocabulary.
+            **({"pad_token_id": None} if self.kind.padding >= self.vocab_size else {}),
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
         }
@@ -264,8 +273,12 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
         _take_rope_scaling(raw, values, problems)
     if family is not None and family.sliding_window and raw.get("sliding_window", 0) is not None:
         _take(raw, "sliding_window", int, values, problems)
+    if family is not None and family.rope_by_layer:
+        values["layers_without_rope"] = _layers_without_rope(raw, problems)
     if raw.get("tie_word_embeddings") is not None:
         _take(raw, "tie_word_embeddings", bool, values, problems)
+    elif family is not None:
+        values["tie_word_embeddings"] = family.tied
     if raw.get("bos_token_id") is not None:
         _take(raw, "bos_token_id", int, values, problems)
     values["eos_token_ids"] = _token_ids(raw, "eos_token_id", problems)
@@ -289,6 +302,19 @@ def _take(
         values[key] = float(found)
     else:
         problems.append(f"{key}: expected {_KINDS[kind]}, found {found!r:.80}")
+
+
+def _layers_without_rope(raw: Mapping[str, object], problems: list[str]) -> tuple[int, ...]:
+    flags, layers = raw.get("no_rope_layers"), raw.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers > SIZES["num_hidden_layers"].most:
+        return ()
+    if not isinstance(flags, list) or len(flags) < layers or any(x not in (0, 1) for x in flags):
+        found = "none" if flags is None else f"{flags!r:.80}"
+        problems.append(
+            f"no_rope_layers: expected 0 or 1 for each of {layers} layers, found {found}"
+        )
+        return ()
+    return tuple(at for at in range(layers) if not flags[at])
 
 
 def _token_ids(raw: Mapping[str, object], key: str, problems: list[str]) -> tuple[int, ...]:
@@ -425,6 +451,12 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
         problems.append(
             f"sliding_window: expected from 1 to {limits.POSITIONS.most:,} tokens, found {window!r:.80}"
         )
+    plain = values.get("layers_without_rope", ())
+    assert isinstance(plain, tuple)
+    if plain and not (family is not None and family.rope_by_layer):
+        problems.append(f"layers_without_rope: expected none for {name}, found {plain!r:.80}")
+    elif any(not 0 <= at < good.get("num_hidden_layers", math.inf) for at in plain):
+        problems.append(f"layers_without_rope: expected numbers of layers, found {plain!r:.80}")
     scaling = values.get("rope_scaling")
     if isinstance(scaling, Mapping) and (family is None or not family.stretches):
         problems.append(f"rope_scaling: expected None for {name}, found {dict(scaling)!r:.80}")

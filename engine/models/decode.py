@@ -122,6 +122,8 @@ def coverage(decoder: Decoder, rows: int) -> str | None:
 def _why_not_heads(config: ModelConfig) -> str | None:
     if config.sliding_window is not None:
         return f"its attention slides a window of {config.sliding_window:,} tokens"
+    if config.layers_without_rope:
+        return f"{len(config.layers_without_rope)} of its layers have no RoPE"
     if config.head_dim not in WIDTHS:
         *others, last = WIDTHS
         return f"heads are {config.head_dim} wide, not {', '.join(map(str, others))} or {last}"

@@ -13,7 +13,8 @@
 
 These are all differences between the families: only Qwen2 has biases on q, k, v; Qwen3 normalises
 each head of q and k before RoPE, with one weight of length E for all heads; Llama may scale its low
-RoPE frequencies (`engine.models.rope`); Mistral may have a sliding window. o never has a bias.
+RoPE frequencies (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
+have no RoPE. o never has a bias.
 
 Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token
 attends to the earlier tokens of its own document and itself, by a mask or packed
@@ -168,9 +169,10 @@ def _kernel_shares_heads(q_BTHE: Tensor, mask_B1TT: Tensor | None) -> bool:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, make_linear: MakeLinear) -> None:
+    def __init__(self, config: ModelConfig, index: int, make_linear: MakeLinear) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.rotates = index not in config.layers_without_rope
         width = config.hidden_size
         query_width = config.num_attention_heads * config.head_dim
         shared_width = config.num_key_value_heads * config.head_dim
@@ -193,8 +195,9 @@ class Attention(nn.Module):
         v_BTKE = torch.unflatten(v_BTD, -1, heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
-        q_BTHE = rotate(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
-        k_BTKE = rotate(k_BTKE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
+        if self.rotates:
+            q_BTHE = rotate(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
+            k_BTKE = rotate(k_BTKE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
         if attention_inputs.past is not None:
             k_BTKE, v_BTKE = attention_inputs.past.extended(k_BTKE, v_BTKE)
         if attention_inputs.starts_S is not None and attention_inputs.longest_L is not None:
@@ -222,10 +225,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, make_linear: MakeLinear) -> None:
+    def __init__(self, config: ModelConfig, index: int, make_linear: MakeLinear) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, make_linear)
+        self.attention = Attention(config, index, make_linear)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config, make_linear)
 
@@ -294,7 +297,7 @@ class Decoder(nn.Module):
         """Set if this process holds only a part of each layer, as for a sharded frozen teacher."""
         self.embed = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(config, make_linear) for _ in range(config.num_hidden_layers)
+            Layer(config, index, make_linear) for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head: nn.Module | None = None

@@ -29,4 +29,5 @@ CHANGES: dict[str, dict[str, object]] = {
         "head_dim": 24,
         "sliding_window": 9,
     },
+    "smollm3": {"num_attention_heads": 4, "rope_theta": 2e6, "layers_without_rope": (1,)},
 }

@@ -282,6 +282,21 @@ def test_a_mistral_is_a_llama_in_a_gguf_and_is_refused_where_its_window_would_be
         assert not (tmp_path / f"short.{suffix}").exists()
 
 
+def test_layers_without_rope_travel_in_a_gguf_where_its_readers_leave_it_out(
+    kit: Kit, tmp_path: Path
+) -> None:
+    config = replace(make_config("smollm3"), num_hidden_layers=5, layers_without_rope=(3,))
+    source = save(kit, tmp_path / "source", config)
+    there = convert(source, tmp_path / "model.gguf", "f32")
+    back = convert(there.target, tmp_path / "back", "f32")
+    assert held(back.target) == held(source)
+    assert config_of(open_weights(back.target)) == config_of(open_weights(source))
+    assert torch.equal(logits(there.target), logits(source))
+    other = save(kit, tmp_path / "other", replace(config, layers_without_rope=(2,)))
+    with pytest.raises(WeightsError, match="with a 0 for every layer whose number 4 divides"):
+        convert(other, tmp_path / "other.gguf", "f32")
+
+
 def test_a_gguf_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     config = replace(make_config("mistral"), sliding_window=16)
     path, names = tmp_path / "model.gguf", names_for("gguf", config)

@@ -101,6 +101,35 @@ LLAMA32_1B: dict[str, object] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+SMOLLM3_3B: dict[str, object] = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pad_token_id": 128004,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
 MISTRAL_7B: dict[str, object] = {
     "architectures": ["MistralForCausalLM"],
     "bos_token_id": 1,
@@ -158,6 +187,9 @@ def test_parameter_counts_are_those_of_the_published_models() -> None:
     assert count_parameters(llama) == 1_235_814_400
     assert llama.eos_token_ids == (128001, 128008, 128009)
     assert (llama.qk_norm, llama.attention_bias) == (False, False)
+    smollm3 = ModelConfig.from_dict(SMOLLM3_3B, "SmolLM3-3B")
+    assert count_parameters(smollm3) == 3_075_098_624
+    assert smollm3.tie_word_embeddings and smollm3.layers_without_rope[:2] == (3, 7)
     mistral = ModelConfig.from_dict(MISTRAL_7B, "Mistral-7B-v0.1")
     assert count_parameters(mistral) == 7_241_732_096
     assert (mistral.sliding_window, mistral.head_dim) == (4096, 128)
@@ -234,6 +266,10 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (QWEN3_06B, {"attention_bias": True}, "attention_bias: expected False (all"),
         (QWEN3_06B, {"rope_scaling": SCALING}, "rope_scaling.rope_type: expected 'default' (all"),
         (QWEN3_06B, {"use_sliding_window": True}, "use_sliding_window: expected False"),
+        (SMOLLM3_3B, {"no_rope_layers": ...}, "no_rope_layers: expected 0 or 1 for each of 36"),
+        (SMOLLM3_3B, {"no_rope_layers": [1] * 35}, "no_rope_layers: expected 0 or 1 for each of"),
+        (SMOLLM3_3B, {"no_rope_layers": [2] * 36}, "no_rope_layers: expected 0 or 1 for each of"),
+        (SMOLLM3_3B, {"layer_types": ["sliding_attention"]}, "layer_types: expected 'full_att"),
         (MISTRAL_7B, {"sliding_window": ...}, "sliding_window: expected a value, found none"),
         (MISTRAL_7B, {"sliding_window": 0}, "sliding_window: expected from 1 to"),
         (MISTRAL_7B, {"sliding_window": "4096"}, "sliding_window: expected an integer, found"),
@@ -331,7 +367,9 @@ def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [QWEN_05B, QWEN3_06B, LLAMA32_1B, MISTRAL_7B], ids=lambda raw: raw["model_type"]
+    "raw",
+    [QWEN_05B, QWEN3_06B, LLAMA32_1B, MISTRAL_7B, SMOLLM3_3B],
+    ids=lambda raw: raw["model_type"],
 )
 def test_transformers_reads_what_is_written_as_it_reads_the_published_file(
     raw: dict[str, object],

@@ -52,7 +52,7 @@ def of_family(family: str, **changes: object) -> dict[str, object]:
 
 
 OF_FAMILIES = [of_family(family) for family in FAMILIES]
-QWEN3, LLAMA31, MISTRAL = map(of_family, ("qwen3", "llama", "mistral"))
+QWEN3, LLAMA31, MISTRAL, SMOLLM3 = map(of_family, ("qwen3", "llama", "mistral", "smollm3"))
 LLAMA: dict[str, object] = {"family": "llama", "rms_norm_eps": 1e-5}
 
 
@@ -140,6 +140,9 @@ def test_logits_equal_transformers(changes: dict[str, object], length: int) -> N
         of_family("mistral"),
         of_family("mistral", tie_word_embeddings=True, sliding_window=1),
         of_family("mistral", num_key_value_heads=5, sliding_window=None),
+        of_family("smollm3"),
+        of_family("smollm3", tie_word_embeddings=True, layers_without_rope=(0, 2)),
+        of_family("smollm3", num_attention_heads=5, num_key_value_heads=5, head_dim=18),
         {**LLAMA31, "tie_word_embeddings": True},
         {**LLAMA31, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 0},
     ],
@@ -237,6 +240,7 @@ def norm_after_turning(
         (QWEN3, "bias added"),
         (MISTRAL, "no window"),
         (MISTRAL, "a window of one more"),
+        (SMOLLM3, "RoPE in every layer"),
         (LLAMA31, "no rope scaling"),
         (LLAMA31, "all pairs stretched"),
         (LLAMA31, "no pair blended"),
@@ -270,7 +274,9 @@ def test_the_comparison_catches_another_family(
     for module in decoder.modules():
         if not isinstance(module, subject.Attention):
             continue
-        if bug == "no qk norm":
+        if bug == "RoPE in every layer":
+            module.rotates = True
+        elif bug == "no qk norm":
             module.q_norm = module.k_norm = None
         elif bug == "no k norm":
             module.k_norm = nn.Identity()  # type: ignore[assignment]
