@@ -158,6 +158,9 @@ def a_stream_that_is_sorted():
 def classes_that_are_mixed():
     return fit(classify, three(), y=classes)
 
+def classes_in_bytes():
+    return fit(lambda net, x, y: F.nll_loss(net(x).log_softmax(1), y.byte()), three(), y=classes)
+
 def softly_capped():
     class Capped(nn.Module):
         def forward(self, x):
@@ -206,7 +209,7 @@ tell(evaluated_on_what_it_trains_on, split_after_it_was_repeated, evaluated_on_t
      all_pairs, all_pairs_by_hand, all_pairs_of_a_robust_loss, one_target_each, one_embedding_for_all,
      distances_of_all_pairs,
      a_relu_behind_the_last_layer, a_sigmoid_in_front_of_its_own, sorted_by_class, a_stream_that_is_sorted,
-     classes_that_are_mixed, softly_capped)
+     classes_that_are_mixed, classes_in_bytes, softly_capped)
 """
 
 
@@ -249,6 +252,7 @@ HEALTHY: dict[str, dict[str, str]] = {
     "evaluated_on_the_other_part": {"held_out": PASS},
     "evaluated_on_both_parts": {"held_out": FACT},
     "classes_that_are_mixed": {"bounded_logits": PASS, "one_class": PASS},
+    "classes_in_bytes": {"bounded_logits": PASS, "one_class": PASS},
     "softly_capped": {"bounded_logits": PASS, "one_class": PASS},
 }
 IDS = ("held_out", "schedule", "broadcast_loss", "bounded_logits", "one_class")

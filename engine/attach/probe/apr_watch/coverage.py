@@ -69,7 +69,9 @@ class Coverage:
         labelled = none if self._end is None else (labels_BW == self._end).sum()
         runs_B, of_B = _last_run(torch, labels_BW)
         long_B = (runs_B >= _RUN) & (of_B >= 0)
-        alike = (of_B == of_B[runs_B.argmax()]) | ~long_B
+        # Indexing by a number on a GPU would wait for it.
+        longest = of_B.index_select(0, runs_B.argmax().reshape(1))
+        alike = (of_B == longest) | ~long_B
         found = [
             ends,
             labelled,
@@ -77,7 +79,7 @@ class Coverage:
             runs_B.amin(),
             runs_B.amax(),
             alike.all(),
-            of_B[runs_B.argmax()],
+            longest[0],
         ]
         self.numbers = torch.cat(
             [

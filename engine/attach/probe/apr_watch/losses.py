@@ -41,6 +41,8 @@ class Loss:
         the tensor of the backward pass; what labels cover is looked at where `text` is given."""
         self._torch, self.weight = torch, weight(way)
         targets, self._ignored = _targets(node)
+        # Labels may be bytes, which cannot be -100.
+        targets = targets.long()
         self._count, self._targets = targets.numel(), targets
         for one in way:
             self._leave_out(_left_out(one))

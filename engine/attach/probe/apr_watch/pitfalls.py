@@ -78,6 +78,8 @@ class Pitfalls:
         targets = saved(node, "target")
         if self.labels is None and targets is not None and targets.numel():
             ignored = int(node._saved_ignore_index)
+            # Labels may be bytes, which hold no limits of ours.
+            targets = targets.long()
             known = targets != ignored - (1 << 64) * (ignored >= 1 << 63)
             lowest = torch.where(known, targets, 1 << 40).min()
             highest = torch.where(known, targets, -1).max()
