@@ -181,12 +181,24 @@ def said_by_watch(script: Path, folder: Path) -> tuple[str, list[str]]:
     """What `engine watch` names, contradictions first, and the seconds it took."""
     run = folder / "runs" / "run"
     done = subprocess.run(
-        [str(BIN / "engine"), "watch", "--name", "run", "--", sys.executable, str(script)],
+        # As a module: the environment may have no script of its own for it.
+        [
+            sys.executable,
+            "-m",
+            "engine",
+            "watch",
+            "--name",
+            "run",
+            "--",
+            sys.executable,
+            str(script),
+        ],
         capture_output=True,
         text=True,
         cwd=folder,
     )
-    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    log = run / "events.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     found = [
         f"{line['degree']}: {line['id']} (step {line['step']})"
         for line in lines
