@@ -10,6 +10,7 @@ silu(gate) * up. Their differences are columns of `Family`:
     llama   Llama 2, 3, 3.1..   neither; from 3.1 on, `rope_scaling` scales the low RoPE frequencies
     mistral Mistral 7B..        as llama; `sliding_window` may limit how far back a token attends
     smollm3 SmolLM3             as llama; some layers have no RoPE
+    olmo2   OLMo 2              norms behind attention and mlp, none in front; one norm over all of q, one over k
 
 A GGUF of Mistral has the architecture `llama` and is read as that: without a window they compute the
 same.
@@ -46,7 +47,11 @@ class Family:
     attention_bias: bool = False
     """q, k and v have biases; o never has one."""
     qk_norm: bool = False
-    """Each head of q and k is normalised before RoPE."""
+    """q and k are normalised before RoPE, each head by itself."""
+    qk_norm_whole: bool = False
+    """With `qk_norm`: all heads together, with a weight for each number."""
+    norms_behind: bool = False
+    """Norms are of what attention and mlp return, before it is added, and not of what they get."""
     sliding_window: bool = False
     """config.json gives `sliding_window`, a number of tokens or null: in every layer a token attends to
     that many tokens, itself included. In other families a window is refused.
@@ -87,6 +92,14 @@ class Family:
     """
     pre_tokenizer: str | None = None
     """The pre-tokenizer (`engine.formats.tokenizer`) to assume for an .apr file that names none."""
+
+    @property
+    def norms_in_front(self) -> bool:
+        return not self.norms_behind
+
+    @property
+    def qk_norm_of_heads(self) -> bool:
+        return self.qk_norm and not self.qk_norm_whole
 
     @property
     def gguf(self) -> str:
@@ -154,6 +167,17 @@ _ROWS = (
         gguf_rope_interval=4,
         gguf_biases=True,
     ),
+    Family(
+        name="olmo2",
+        title="OLMo 2",
+        hf_class="Olmo2ForCausalLM",
+        qk_norm=True,
+        qk_norm_whole=True,
+        norms_behind=True,
+        whole_heads=True,
+        hf_flags={"attention_bias": False},
+        apr=False,
+    ),
 )
 FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
 
@@ -191,7 +215,13 @@ HEAD = TensorRow("head.weight", "lm_head.weight", "output.weight", "VD")
 LAYERS = TensorRow("layers", "model.layers", "blk", "")
 """Prefix before a layer's number; the names in `LAYER` follow the number."""
 LAYER = (
-    TensorRow("attention_norm.weight", "input_layernorm.weight", "attn_norm.weight", "D"),
+    TensorRow(
+        "attention_norm.weight",
+        "input_layernorm.weight",
+        "attn_norm.weight",
+        "D",
+        "norms_in_front",
+    ),
     TensorRow("attention.q.weight", "self_attn.q_proj.weight", "attn_q.weight", "QD"),
     TensorRow("attention.q.bias", "self_attn.q_proj.bias", "attn_q.bias", "Q", "attention_bias"),
     TensorRow("attention.k.weight", "self_attn.k_proj.weight", "attn_k.weight", "KD"),
@@ -199,16 +229,58 @@ LAYER = (
     TensorRow("attention.v.weight", "self_attn.v_proj.weight", "attn_v.weight", "KD"),
     TensorRow("attention.v.bias", "self_attn.v_proj.bias", "attn_v.bias", "K", "attention_bias"),
     TensorRow(
-        "attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight", "E", "qk_norm"
+        "attention.q_norm.weight",
+        "self_attn.q_norm.weight",
+        "attn_q_norm.weight",
+        "E",
+        "qk_norm_of_heads",
     ),
     TensorRow(
-        "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", "E", "qk_norm"
+        "attention.k_norm.weight",
+        "self_attn.k_norm.weight",
+        "attn_k_norm.weight",
+        "E",
+        "qk_norm_of_heads",
+    ),
+    TensorRow(
+        "attention.q_norm.weight",
+        "self_attn.q_norm.weight",
+        "attn_q_norm.weight",
+        "Q",
+        "qk_norm_whole",
+    ),
+    TensorRow(
+        "attention.k_norm.weight",
+        "self_attn.k_norm.weight",
+        "attn_k_norm.weight",
+        "K",
+        "qk_norm_whole",
     ),
     TensorRow("attention.o.weight", "self_attn.o_proj.weight", "attn_output.weight", "DQ"),
-    TensorRow("mlp_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight", "D"),
+    TensorRow(
+        "attention_out_norm.weight",
+        "post_attention_layernorm.weight",
+        "post_attention_norm.weight",
+        "D",
+        "norms_behind",
+    ),
+    TensorRow(
+        "mlp_norm.weight",
+        "post_attention_layernorm.weight",
+        "ffn_norm.weight",
+        "D",
+        "norms_in_front",
+    ),
     TensorRow("mlp.gate.weight", "mlp.gate_proj.weight", "ffn_gate.weight", "FD"),
     TensorRow("mlp.up.weight", "mlp.up_proj.weight", "ffn_up.weight", "FD"),
     TensorRow("mlp.down.weight", "mlp.down_proj.weight", "ffn_down.weight", "DF"),
+    TensorRow(
+        "mlp_out_norm.weight",
+        "post_feedforward_layernorm.weight",
+        "post_ffw_norm.weight",
+        "D",
+        "norms_behind",
+    ),
 )
 ROPE_DIVISORS = "rope_freqs.weight"
 """The tensor with Llama 3.1's RoPE scaling in a GGUF or .apr file."""

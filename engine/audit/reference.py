@@ -4,10 +4,11 @@ torch.
 These are the references of the audit, written for reading, and they share no code with what they judge: this file
 imports nothing of the engine. Decoders are computed in fp32, everything else in float64.
 
-    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3: RMS norms, rotary positions on halves of a head (in some layers
-                none), grouped-query attention, silu(gate) * up. Each document attends by itself, so that only the
-                future is masked, and what a sliding window has left behind; a pair (x[i], x[i + E/2]) of a head is the
-                complex number z = x[i] + i x[i + E/2], which position p turns by its angle: z e^{i p theta^(-2i/E)}
+    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2: RMS norms, in front of attention and mlp or behind
+                them, rotary positions on halves of a head (in some layers none), grouped-query attention,
+                silu(gate) * up. Each document attends by itself, so that only the future is masked, and what a sliding
+                window has left behind; a pair (x[i], x[i + E/2]) of a head is the complex number
+                z = x[i] + i x[i + E/2], which position p turns by its angle: z e^{i p theta^(-2i/E)}
     loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
                 logits is autograd's
     update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
@@ -102,6 +103,10 @@ class Shape:
     """Tokens that a token attends to, itself included; None is all."""
     unturned: tuple[int, ...] = ()
     """Layers without rotary positions."""
+    qk_norm_whole: bool = False
+    """Whether all heads of q, and all of k, are normalised together."""
+    norms_behind: bool = False
+    """Whether norms are of what attention and mlp return, and not of what they get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +223,8 @@ def _names(shape: Shape, index: int) -> list[str]:
     return [
         f"layers.{index}.{name}"
         for name in (
-            "attention_norm.weight",
-            "mlp_norm.weight",
+            f"{'attention_out' if shape.norms_behind else 'attention'}_norm.weight",
+            f"{'mlp_out' if shape.norms_behind else 'mlp'}_norm.weight",
             "mlp.gate.weight",
             "mlp.up.weight",
             "mlp.down.weight",
@@ -237,12 +242,20 @@ def _layer(
     rounding: float = 0.0,
 ) -> Tensor:
     attention_norm, mlp_norm, gate, up, down, *attention = parts
-    normed_ND = _moved(_norm(shape, x_ND, attention_norm), rounding)
-    x_ND = _moved(x_ND + _attention(shape, index, normed_ND, turns, attention, rounding), rounding)
-    normed_ND = _moved(_norm(shape, x_ND, mlp_norm), rounding)
+
+    def in_front(x_ND: Tensor, norm: Tensor) -> Tensor:
+        return x_ND if shape.norms_behind else _moved(_norm(shape, x_ND, norm), rounding)
+
+    def behind(y_ND: Tensor, norm: Tensor) -> Tensor:
+        return _moved(_norm(shape, y_ND, norm), rounding) if shape.norms_behind else y_ND
+
+    normed_ND = in_front(x_ND, attention_norm)
+    y_ND = _attention(shape, index, normed_ND, turns, attention, rounding)
+    x_ND = _moved(x_ND + behind(y_ND, attention_norm), rounding)
+    normed_ND = in_front(x_ND, mlp_norm)
     gated = _moved(normed_ND @ gate.T, rounding)
     both = _moved(gated * torch.sigmoid(gated) * _moved(normed_ND @ up.T, rounding), rounding)
-    return _moved(x_ND + both @ down.T, rounding)
+    return _moved(x_ND + behind(both @ down.T, mlp_norm), rounding)
 
 
 def _norm(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
@@ -262,8 +275,10 @@ def _attention(
     found = [x_ND @ matrix.T for matrix in (q, k, v)]
     if shape.bias:
         found = [y + bias for y, bias in zip(found, others[:3], strict=True)]
+    if shape.qk_norm_whole:
+        found[:2] = [_norm(shape, y, norm) for y, norm in zip(found, others[-2:], strict=False)]
     q_NHE, k_NKE, v_NKE = (y.reshape(len(x_ND), -1, shape.head_dim) for y in found)
-    if shape.qk_norm:
+    if shape.qk_norm and not shape.qk_norm_whole:
         q_norm, k_norm = others[-2:]
         q_NHE, k_NKE = _norm(shape, q_NHE, q_norm), _norm(shape, k_NKE, k_norm)
     q_NHE, k_NKE, v_NKE = (_moved(y, rounding) for y in (q_NHE, k_NKE, v_NKE))

@@ -81,6 +81,8 @@ def shape_of(config: ModelConfig) -> Shape:
         qk_norm=config.qk_norm,
         tied=config.tie_word_embeddings,
         window=config.sliding_window,
+        qk_norm_whole=config.kind.qk_norm_whole,
+        norms_behind=config.kind.norms_behind,
         unturned=config.layers_without_rope,
         stretch=None
         if scaling is None

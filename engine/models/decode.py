@@ -122,6 +122,10 @@ def coverage(decoder: Decoder, rows: int) -> str | None:
 def _why_not_heads(config: ModelConfig) -> str | None:
     if config.sliding_window is not None:
         return f"its attention slides a window of {config.sliding_window:,} tokens"
+    if config.kind.norms_behind:
+        return "its norms are behind attention and mlp"
+    if config.kind.qk_norm_whole:
+        return "its q and k are normalised as a whole"
     if config.layers_without_rope:
         return f"{len(config.layers_without_rope)} of its layers have no RoPE"
     if config.head_dim not in WIDTHS:

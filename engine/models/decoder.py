@@ -14,7 +14,8 @@
 These are all differences between the families: only Qwen2 has biases on q, k, v; Qwen3 normalises
 each head of q and k before RoPE, with one weight of length E for all heads; Llama may scale its low
 RoPE frequencies (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
-have no RoPE. o never has a bias.
+have no RoPE; OLMo 2 normalises what attention and mlp return instead of what they get, and q and k as a
+whole. o never has a bias.
 
 Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token
 attends to the earlier tokens of its own document and itself, by a mask or packed
@@ -181,19 +182,23 @@ class Attention(nn.Module):
         self.k = make_linear(width, shared_width, bias)
         self.v = make_linear(width, shared_width, bias)
         self.o = make_linear(query_width, width, False)
+        self.norms_whole = False
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.norms_whole = config.kind.qk_norm_whole
+            widths = (query_width, shared_width) if self.norms_whole else (config.head_dim,) * 2
+            self.q_norm, self.k_norm = (RMSNorm(each, config.rms_norm_eps) for each in widths)
 
     def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         heads = (-1, self.head_dim)
         q_BTD, k_BTD, v_BTD = project(x_BTD, (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None and self.norms_whole:
+            q_BTD, k_BTD = self.q_norm(q_BTD), self.k_norm(k_BTD)
         q_BTHE = torch.unflatten(q_BTD, -1, heads)
         k_BTKE = torch.unflatten(k_BTD, -1, heads)
         v_BTKE = torch.unflatten(v_BTD, -1, heads)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_whole:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         if self.rotates:
             q_BTHE = rotate(q_BTHE, attention_inputs.cos_XT1R, attention_inputs.sin_XT1R)
@@ -227,18 +232,34 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, make_linear: MakeLinear) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        behind = config.kind.norms_behind
+        # In the order of the tensors in `LAYER`.
+        self.attention_norm = None if behind else norm()
         self.attention = Attention(config, index, make_linear)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_out_norm = norm() if behind else None
+        self.mlp_norm = None if behind else norm()
         self.mlp = FeedForward(config, make_linear)
+        self.mlp_out_norm = norm() if behind else None
 
     def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         # The cast is a no-op except under autocast, where each linear would otherwise cast its
         # input and save its own copy for the backward pass: three for q, k, v and two for gate, up.
         dtype = product_dtype(x_BTD)
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD).to(dtype), attention_inputs)
-        y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD).to(dtype))
-        return y_BTD
+        y_BTD = _normed(self.attention_norm, x_BTD).to(dtype)
+        x_BTD = x_BTD + _normed(self.attention_out_norm, self.attention(y_BTD, attention_inputs))
+        y_BTD = _normed(self.mlp_norm, x_BTD).to(dtype)
+        return x_BTD + _normed(self.mlp_out_norm, self.mlp(y_BTD))
+
+
+def _normed(norm: RMSNorm | None, x_BTD: Tensor) -> Tensor:
+    if norm is None:
+        return x_BTD
+    y_BTD: Tensor = norm(x_BTD)
+    return y_BTD
 
 
 RunLayer: TypeAlias = Callable[[nn.Module, Tensor, AttentionInputs], Tensor]

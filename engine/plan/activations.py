@@ -12,6 +12,7 @@ Kept for the backward pass, per token and layer, in addition to the weights:
     q, k, v              p (Q + 2 K)            after rotation; 3 p Q if the kernel cannot share heads
     attention output     p Q + 4 H              and the logsumexp of each query
     head norms (Qwen3)   p (Q + K) + 4 (H + J)  their inputs, and 1/rms
+    norms behind (OLMo)  2 (p D + 4)            in place of the norm inputs above
     feed-forward         4 p F                  gate, silu(gate), up and silu(gate) * up
 
 and once: the last norm's input, r D + 4 per token; cosines and sines, p E per token; the mask, p B T T;
@@ -89,14 +90,19 @@ class Forward:
         if not self.fused_norms:
             norms += 4 * c.hidden_size
         keys = 2 * shared if self._shares else 2 * query
+        # Of norms whose input has the matmuls' dtype.
+        each = p if self.fused_norms else 8
         head_norms = 0
         if c.qk_norm:
-            each = p if self.fused_norms else 8
-            head_norms = each * (query + shared) + 4 * heads
+            rows = 2 if c.kind.qk_norm_whole else heads
+            head_norms = each * (query + shared) + 4 * rows
         layers = c.num_hidden_layers * self.tokens
         second = p * c.hidden_size + 4 if self.compiled else norms
+        both = norms + second
+        if c.kind.norms_behind:
+            both = 2 * (each * c.hidden_size + 4)
         return {
-            "norm inputs": layers * (norms + second) + self.tokens * norms,
+            "norm inputs": layers * both + self.tokens * norms,
             "product inputs": layers * 2 * p * c.hidden_size,
             "q, k, v": layers * p * (query + keys),
             "attention output": layers * p * query + self._logsumexp(),
@@ -112,8 +118,12 @@ class Forward:
         if self.product_bytes == self.residual_bytes:
             return 0
         numbers = linear_weights(self.config)
-        if self.config.qk_norm:
-            numbers += self.config.num_hidden_layers * 2 * self.config.head_dim
+        c = self.config
+        if c.qk_norm:
+            whole = query_width(c) + shared_width(c)
+            numbers += c.num_hidden_layers * (whole if c.kind.qk_norm_whole else 2 * c.head_dim)
+        if c.kind.norms_behind:
+            numbers += c.num_hidden_layers * 2 * c.hidden_size
         return self.product_bytes * numbers
 
     def mask(self) -> int:

@@ -29,5 +29,6 @@ CHANGES: dict[str, dict[str, object]] = {
         "head_dim": 24,
         "sliding_window": 9,
     },
+    "olmo2": {"num_attention_heads": 4, "rope_theta": 5e5},
     "smollm3": {"num_attention_heads": 4, "rope_theta": 2e6, "layers_without_rope": (1,)},
 }

@@ -20,6 +20,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 24, "tie_word_embeddings": False},
     "llama": {"tie_word_embeddings": False},
+    "olmo2": {"tie_word_embeddings": False},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
     "mistral": {"head_dim": 24, "sliding_window": 200},
 }

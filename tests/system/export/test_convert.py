@@ -297,6 +297,15 @@ def test_layers_without_rope_travel_in_a_gguf_where_its_readers_leave_it_out(
         convert(other, tmp_path / "other.gguf", "f32")
 
 
+def test_norms_behind_travel_in_a_gguf(kit: Kit, tmp_path: Path) -> None:
+    source = save(kit, tmp_path / "source", make_config("olmo2"))
+    there = convert(source, tmp_path / "model.gguf", "f32")
+    back = convert(there.target, tmp_path / "back", "f32")
+    assert held(back.target) == held(source)
+    assert config_of(open_weights(back.target)) == config_of(open_weights(source))
+    assert torch.equal(logits(there.target), logits(source))
+
+
 def test_a_gguf_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     config = replace(make_config("mistral"), sliding_window=16)
     path, names = tmp_path / "model.gguf", names_for("gguf", config)

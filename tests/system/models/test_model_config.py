@@ -270,6 +270,16 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (SMOLLM3_3B, {"no_rope_layers": [1] * 35}, "no_rope_layers: expected 0 or 1 for each of"),
         (SMOLLM3_3B, {"no_rope_layers": [2] * 36}, "no_rope_layers: expected 0 or 1 for each of"),
         (SMOLLM3_3B, {"layer_types": ["sliding_attention"]}, "layer_types: expected 'full_att"),
+        (
+            LLAMA32_1B,
+            {"model_type": "olmo2", "rope_scaling": None, "mlp_bias": True},
+            "mlp_bias: expected False (all",
+        ),
+        (
+            LLAMA32_1B,
+            {"model_type": "olmo2"},
+            "rope_scaling.rope_type: expected 'default' (all that is supported), found 'llama3'",
+        ),
         (MISTRAL_7B, {"sliding_window": ...}, "sliding_window: expected a value, found none"),
         (MISTRAL_7B, {"sliding_window": 0}, "sliding_window: expected from 1 to"),
         (MISTRAL_7B, {"sliding_window": "4096"}, "sliding_window: expected an integer, found"),

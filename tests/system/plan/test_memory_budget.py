@@ -81,6 +81,7 @@ SHAPES = [
     config(shared=4),
     config(128, 300, 3, 8, 1),
     config(family="llama"),
+    config(family="olmo2"),
     config(family="mistral", sliding_window=40),
     config(family="qwen3"),
     config(family="qwen3", head_dim=32, shared=4),
