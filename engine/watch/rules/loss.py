@@ -11,6 +11,8 @@ import math
 
 from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, mean, median, rule
 
+NON_FINITE_STEPS = 3
+"""Of a script that is not ours, so many in a row."""
 GUESSING_STEPS = 50
 GUESSING_FROM = 100
 """Steps that a student trained from scratch gets to become better than guessing; it takes a few tens."""
@@ -38,6 +40,8 @@ HELDOUT_IN_A_ROW = 3
     threshold="one number",
 )
 def non_finite(case: Case) -> Symptom | None:
+    if case.view.watched is not None:
+        return _not_finite_loss(case)
     seen = case.view.non_finite
     if not seen:
         case.steps(1, at_least=1)
@@ -50,12 +54,25 @@ def non_finite(case: Case) -> Symptom | None:
         [("numbers that are not finite", len(seen), "expected 0")],
         case.span(rows),
         meaning="the weights or a batch gave NaN or infinity; everything after it is suspect",
-        flip=f"--set train.lr={_lower_rate(case):g}",
+        **case.lower_rate(10),
     )
 
 
-def _lower_rate(case: Case) -> float:
-    return case.started.peak_lr / 10
+def _not_finite_loss(case: Case) -> Symptom | None:
+    """Of a script that is not ours only the losses are known, and one of them may be infinite in a step that its
+    scaler leaves out."""
+    rows = case.steps(NON_FINITE_STEPS, at_least=1)
+    losses = case.view.steps.values("loss", rows.start, rows.stop)
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < NON_FINITE_STEPS or any(math.isfinite(loss) for loss in known):
+        return None
+    return Symptom(
+        f"the loss has been {known[-1]} for {len(known)} steps",
+        [("losses that are not finite", len(known), "expected 0")],
+        case.span(rows),
+        meaning="the weights are NaN, and stay so: nothing is learnt any more",
+        **case.lower_rate(10),
+    )
 
 
 @rule(
@@ -69,7 +86,7 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
     rows = case.steps(GUESSING_STEPS, at_least=GUESSING_STEPS)
     if case.view.last_step < GUESSING_FROM:
         raise CannotJudge(f"needs {GUESSING_FROM} steps since the start of the run")
-    ce = mean(case.column("ce", rows))
+    ce = mean(case.column(case.cross_entropy, rows))
     if ce < ceiling:
         return None
     return Symptom(
@@ -77,7 +94,7 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
         [("ce, mean", ce, f"ln V = {ceiling:.4f}")],
         case.span(rows),
         meaning="the student knows less than nothing: a wrong forward pass, wrong labels, or a diverged run",
-        flip=f"--set train.lr={_lower_rate(case):g}",
+        **case.lower_rate(10),
     )
 
 
@@ -183,7 +200,7 @@ def loss_spike(case: Case) -> Symptom | None:
         ],
         case.span(rows),
         meaning="a batch unlike the others, a rate too high, or a number that went wrong in the hardware",
-        flip=f"--set train.lr={case.started.peak_lr / 2:g}",
+        **case.lower_rate(2),
     )
 
 
@@ -207,6 +224,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
     limit = losses[best] + HELDOUT_WORSE_NATS
     if len(since) < HELDOUT_IN_A_ROW or min(since[-HELDOUT_IN_A_ROW:]) < limit:
         return None
+    watched = case.view.watched is not None
     then, now = _train_ce(case, evals[best].step), _train_ce(case, evals[-1].step)
     if now >= then:
         return None
@@ -219,7 +237,8 @@ def heldout_diverging(case: Case) -> Symptom | None:
         ],
         case.span(case.steps(1, at_least=1, session=False)),
         meaning="the student learns its training text by heart; the best checkpoint is kept",
-        flip=f"--set train.steps={evals[best].step}",
+        flip="" if watched else f"--set train.steps={evals[best].step}",
+        no_flip=f"stop at step {evals[best].step}, or regularise" if watched else "",
     )
 
 
@@ -231,4 +250,5 @@ def _train_ce(case: Case, step: int) -> float:
         row -= 1
     if not row:
         raise CannotJudge(f"step {step} is not in the log")
-    return mean(case.column("ce", range(max(0, row - 20), row)))
+    name = "loss" if case.view.watched is not None else "ce"
+    return mean(case.column(name, range(max(0, row - 20), row)))

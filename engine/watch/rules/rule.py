@@ -87,9 +87,46 @@ class Case:
             raise CannotJudge(why if self.view.watched is None else OTHERS)
         return self.settings
 
+    def lower_rate(self, times: float) -> dict[str, str]:
+        """The flip to a rate so many times lower; of a script that is not ours, what to try in it."""
+        if self.view.watched is not None:
+            return {"no_flip": f"set a rate {times:g} times lower in the script"}
+        return {"flip": f"--set train.lr={self.started.peak_lr / times:g}"}
+
+    @property
+    def cross_entropy(self) -> str:
+        """The column that has it: of a script that is not ours the loss itself, where that is one."""
+        if self.view.watched is None:
+            return "ce"
+        if self._seen("label_coverage", "vocabulary") is None:
+            raise CannotJudge("the loss is not known to be one cross entropy of a language model")
+        return "loss"
+
+    @property
+    def clip_norm(self) -> float:
+        """The norm that gradients are clipped to; 0 where they are not."""
+        if self.view.watched is None:
+            return self.spec.train.clip_norm
+        limit = self._seen("clipping", "max_norm")
+        if limit is None:
+            raise CannotJudge("no clipping in front of a step was seen")
+        return limit
+
+    def _seen(self, identity: str, number: str) -> float | None:
+        """A number of an identity of a script that is not ours."""
+        found = [one.numbers.get(number) for one in self.view.identities if one.id == identity]
+        return next((value for value in found if value is not None), None)
+
     @property
     def vocabulary_nats(self) -> float:
         """ln V of the student: the loss of a uniform guess, in nats."""
+        if self.view.watched is not None:
+            vocabulary = self._seen("label_coverage", "vocabulary")
+            if vocabulary is None or vocabulary < 2:
+                raise CannotJudge(
+                    "the loss is not known to be one cross entropy of a language model"
+                )
+            return math.log(vocabulary)
         student = self.view.models.get("student")
         if student is None or student.vocab_size < 2:
             raise CannotJudge("the size of the student's vocabulary is not logged")

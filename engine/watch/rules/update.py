@@ -30,11 +30,16 @@ def gradient_zero(case: Case) -> Symptom | None:
         [("grad_norm, median", norm, f"at most {ZERO_NORM:g}")],
         case.span(rows),
         meaning="the loss does not depend on the weights: a detached graph, masked labels, or equal models",
-        flip="--set loss.alpha=1" if case.started.alpha < 1 else "",
-        no_flip=""
-        if case.started.alpha < 1
-        else "cross entropy alone gives no gradient either: look at the labels",
+        **_without_gradient(case),
     )
+
+
+def _without_gradient(case: Case) -> dict[str, str]:
+    if case.view.watched is not None:
+        return {"no_flip": "look for detach(), no_grad() and masked labels in the script"}
+    if case.started.alpha < 1:
+        return {"flip": "--set loss.alpha=1"}
+    return {"no_flip": "cross entropy alone gives no gradient either: look at the labels"}
 
 
 @rule(
@@ -57,7 +62,7 @@ def gradient_exploding(case: Case) -> Symptom | None:
         [("grad_norm, median", now, f"{before:.4g} before; {EXPLODING_RATIO:g} times is too much")],
         case.span(rows),
         meaning="training diverges; clipping bounds the step but not the direction",
-        flip=f"--set train.lr={case.started.peak_lr / 10:g}",
+        **case.lower_rate(10),
     )
 
 
@@ -69,11 +74,12 @@ def gradient_exploding(case: Case) -> Symptom | None:
     f"{CLIPPED_TIMES:g} times the limit",
 )
 def always_clipped(case: Case) -> Symptom | None:
-    limit = case.spec.train.clip_norm
+    limit = case.clip_norm
     if limit <= 0:
         raise CannotJudge("train.clip_norm is 0: nothing is clipped")
     rows = case.steps(CLIPPED_STEPS, at_least=CLIPPED_STEPS)
     norms = case.column("grad_norm", rows)
+    watched = case.view.watched is not None
     share = sum(norm > limit for norm in norms) / len(norms)
     if share < CLIPPED_SHARE or median(norms) < CLIPPED_TIMES * limit:
         return None
@@ -85,5 +91,6 @@ def always_clipped(case: Case) -> Symptom | None:
         ],
         case.span(rows),
         meaning="the size of the gradient has no say any more: a loss that is summed, not averaged, looks like this",
-        flip=f"--set train.clip_norm={2 * median(norms):.3g}",
+        flip="" if watched else f"--set train.clip_norm={2 * median(norms):.3g}",
+        no_flip=f"clip to {2 * median(norms):.3g} in the script" if watched else "",
     )

@@ -44,6 +44,7 @@ class Loss:
         # Labels may be bytes, which cannot be -100.
         targets = targets.long()
         self._count, self._targets = targets.numel(), targets
+        self._vocabulary = _whole(node, way)
         for one in way:
             self._leave_out(_left_out(one))
         self._start = 0
@@ -166,6 +167,8 @@ class Loss:
             text = f"none of {self._count} places has a label"
             return [*lines, ("label_coverage", SUSPICION, text, {"labels": 0})]
         numbers: dict[str, float] = {"labels": labelled, "of": self._count}
+        if self._vocabulary:
+            numbers["vocabulary"] = self._vocabulary
         text = f"{labelled:.0f} of {self._count} places have a label"
         if self.rows is not None and with_label < self.rows[1]:
             text += f", in {with_label:.0f} of {self.rows[1]} rows"
@@ -262,6 +265,16 @@ def _targets(node: Any) -> tuple[Any, int | None]:
     indices = [one for one in node._saved_indices if one is not None]
     # One of the rows, one of the labels.
     return (indices[-1], None) if len(indices) > 1 and indices[-1].dim() else (None, None)
+
+
+def _whole(node: Any, way: list[Any]) -> int:
+    """The vocabulary, where the tensor of the backward pass is this cross entropy, as a mean; else 0."""
+    is_mean = type(node).__name__ in ("NllLossBackward0", "NllLoss2DBackward0")
+    if way or not is_mean or node._saved_reduction != 1:
+        return 0
+    log_softmax = source(node)[0]
+    result = None if log_softmax is None else saved(log_softmax, "result")
+    return 0 if result is None else int(result.shape[1])
 
 
 def _left_out(node: Any) -> Any:

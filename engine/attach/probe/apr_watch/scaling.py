@@ -49,6 +49,8 @@ class Scaling:
         self._divisions: list[tuple[list[float], bool] | None] = []
         """Of each backward pass since the newest step."""
         self._is_fp16 = False
+        self._most: float | None = None
+        """What they were clipped to."""
         self._batches = 0
         self._window: Any = None
         self._alike = 0
@@ -86,6 +88,7 @@ class Scaling:
             self._behind = True
             return []
         self._in_front = True
+        self._most = float(most) if isinstance(most, (int, float)) else None
         if not self._is_scaled or any(_has_unscaled(one) for one in self._scalers):
             self._unscaled = 0
             return []
@@ -110,7 +113,8 @@ class Scaling:
             self._late = 0
             if self._unscaled:
                 return []
-            return [("clipping", PASS, f"gradients are clipped in front of a step of {name}", {})]
+            text = f"gradients are clipped in front of a step of {name}"
+            return [("clipping", PASS, text, {"max_norm": self._most})]
         self._late = self._late + 1 if self._behind else 0
         if self._late < _IN_A_ROW:
             return []

@@ -1,0 +1,79 @@
+"""Rules about the loss and the gradients of a script that is watched and not ours: its settings are in no file of ours,
+and what there is to know of them is in what the probe has seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from engine.log.events import Evaluated, Identity, Watched
+from engine.watch.rules import loss, update
+from engine.watch.rules.rule import Case
+from tests.support.diagnosing import LN_V, VOCABULARY, Log, quiet, raised, unknown
+from tests.support.run_events import example_of
+
+CROSS_ENTROPY = Identity(
+    id="label_coverage", degree="fact", step=1, text="", numbers={"vocabulary": float(VOCABULARY)}
+)
+
+
+def clipped_to(norm: float) -> Identity:
+    return Identity(id="clipping", degree="pass", step=1, text="", numbers={"max_norm": norm})
+
+
+def case(change: Any, *seen: Identity, count: int = 150, **more: Any) -> Case:
+    def alone(number: int) -> dict[str, Any]:
+        return {"ce": None, "kd": None, **change(number)}
+
+    made = Log(count=count, change=alone, **more).case()
+    watched: Any = example_of(Watched)
+    view = dataclasses.replace(made.view, watched=watched, started=None, identities=seen)
+    return dataclasses.replace(made, view=view, settings=None)
+
+
+def test_a_loss_that_is_not_finite_for_good_is_named_and_one_that_a_scaler_leaves_out_is_not() -> (
+    None
+):
+    nan = case(lambda n: {"loss": math.nan} if n > 140 else {})
+    alert = raised("non_finite", nan)
+    assert alert.title == "the loss has been nan for 3 steps" and "10 times lower" in alert.no_flip
+    quiet("non_finite", case(lambda n: {"loss": math.inf} if n in (80, 150) else {}))
+
+
+def test_a_jump_of_the_loss_and_gradients_that_explode_or_are_zero_say_what_to_try() -> None:
+    jump = case(lambda n: {"loss": 50.0 if n == 140 else 2.0 + 0.01 * math.sin(n)})
+    assert "2 times lower in the script" in raised("loss_spike", jump).no_flip
+    exploded = case(lambda n: {"grad_norm": 500.0 if n > 140 else 0.5})
+    assert "10 times lower in the script" in raised("gradient_exploding", exploded).no_flip
+    assert "detach()" in raised("gradient_zero", case(lambda n: {"grad_norm": 0.0})).no_flip
+
+
+def test_a_loss_of_guessing_is_named_where_it_is_known_to_be_one_cross_entropy() -> None:
+    def guessing(number: int) -> dict[str, Any]:
+        return {"loss": LN_V + 0.01}
+
+    alert = raised("loss_not_below_guessing", case(guessing, CROSS_ENTROPY))
+    assert f"ln V = {LN_V:.3f}" in alert.title
+    quiet("loss_not_below_guessing", case(lambda n: {"loss": 2.0}, CROSS_ENTROPY))
+    unknown("loss_not_below_guessing", case(guessing), "one cross entropy")
+
+
+def test_clipping_of_nearly_all_steps_is_named_by_the_norm_that_the_script_clips_to() -> None:
+    def large(number: int) -> dict[str, Any]:
+        return {"grad_norm": 2.0 * update.CLIPPED_TIMES}
+
+    alert = raised("always_clipped", case(large, clipped_to(1.0), count=220))
+    assert alert.no_flip == "clip to 12 in the script"
+    quiet("always_clipped", case(large, clipped_to(10.0), count=220))
+    unknown("always_clipped", case(large, count=220), "no clipping")
+
+
+def test_a_held_out_loss_that_rises_while_the_loss_falls_is_named() -> None:
+    losses = [2.0, 1.5, *[1.5 + 2 * loss.HELDOUT_WORSE_NATS] * loss.HELDOUT_IN_A_ROW]
+    extra = [
+        (10.0 + 15 * n, example_of(Evaluated, step=30 * n, loss=value, subject="student"))
+        for n, value in enumerate(losses, 1)
+    ]
+    found = case(lambda n: {"loss": 3.0 - 0.01 * n}, extra=extra)
+    assert raised("heldout_diverging", found).no_flip.startswith("stop at step 60")
