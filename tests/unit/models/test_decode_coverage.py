@@ -15,11 +15,18 @@ from tests.support.packed_models import make_config
         ({"head_dim": 16}, "heads are 16 wide, not 32, 64 or 128"),
         ({"head_dim": 48}, "heads are 48 wide, not 32, 64 or 128"),
         ({"head_dim": 256}, "heads are 256 wide, not 32, 64 or 128"),
+        ({"family": "mistral"}, None),
+        (
+            {"family": "mistral", "sliding_window": 4096},
+            "its attention slides a window of 4,096 tokens",
+        ),
+        ({"family": "smollm3", "layers_without_rope": (1,)}, "1 of its layers have no RoPE"),
+        ({"family": "olmo2"}, "its norms are behind attention and mlp"),
         ({"num_attention_heads": 32}, None),
         ({"num_attention_heads": 34}, "17 query heads share one key head, more than 16"),
     ],
 )
-def test_heads_of_other_shapes_are_left_to_the_decoder_in_words(
+def test_other_shapes_and_families_are_left_to_the_decoder_in_words(
     changes: dict[str, object], why: str | None
 ) -> None:
     assert _why_not_heads(make_config(**changes)) == why
