@@ -387,6 +387,29 @@ def a_generator_of_each_counted_pass():
             yield next(batches)
     return on(counted, epochs=2)
 
+def data_that_is_made_anew():
+    kept = []
+    def anew():
+        # Kept, so that the next one is at another place.
+        kept.append(torch.utils.data.TensorDataset(*data[:24]))
+        return DataLoader(kept[-1], batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    return on(anew)
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = [data[at] for at in range(24)]
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        return self.rows[index]
+
+def a_dataset_that_is_made_anew():
+    kept = []
+    def anew():
+        kept.append(Rows())
+        return DataLoader(kept[-1], batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    return on(anew)
+
 def an_epoch_that_is_not_set():
     return on(DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0)))
 
@@ -469,7 +492,7 @@ tell(shuffled, shuffled_by_a_loader_of_each_epoch, shuffled_by_workers_that_stay
      seeded_in_each_epoch, a_generator_of_each_epoch, an_epoch_that_is_not_set, the_first_batch_again_and_again,
      a_first_batch_of_each_shuffle, the_first_batches_of_each_pass, drawn_with_randint, batches_that_overlap,
      a_stream_that_each_worker_reads, an_index_that_is_not_used, each_sample_twice,
-     a_generator_of_each_counted_pass)
+     a_generator_of_each_counted_pass, data_that_is_made_anew, a_dataset_that_is_made_anew)
 """
 HEALTHY_DATA = {
     "shuffled": {"data_order": [PASS], "repeated_samples": [PASS]},
@@ -492,6 +515,8 @@ WRONG_DATA = {
     "seeded_in_each_epoch": ("data_order", "RandomSampler shuffles, but two passes begin with the"),
     "a_generator_of_each_epoch": ("data_order", "the same 24 samples in the same order"),
     "a_generator_of_each_counted_pass": ("data_order", "the same 24 samples in the same order"),
+    "data_that_is_made_anew": ("data_order", "the same 24 samples in the same order"),
+    "a_dataset_that_is_made_anew": ("data_order", "the same 24 samples in the same order"),
     "an_epoch_that_is_not_set": ("data_order", "DistributedSampler shuffles, but two passes"),
     "the_first_batch_again_and_again": (
         "cut_passes",

@@ -23,6 +23,8 @@ _TWICE = 0.01
 _CUT = 3
 """Passes in a row that end after their first batch."""
 _LOADERS = 16
+_PARTS = 64
+"""Indices of a part of some data that tell it apart from another one."""
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
 """Of each tensor of a batch so much is compared, and batches of fewer bytes are not."""
 _TENSORS = 8
@@ -37,7 +39,7 @@ class Pass:
         sampler = iterator._index_sampler
         self.of = weakref.ref(iterator)
         self.began = id(iterator._sampler_iter)
-        self.sampler_id, self.dataset_id = id(sampler), id(iterator._dataset)
+        self.sampler_id, self.data = id(sampler), _data_of(iterator._dataset)
         self.before = before
         self.length = _length(iterator)
         self.feeds = self.has_ended = False
@@ -190,9 +192,9 @@ class Passes:
         return lines
 
     def _before(self, iterator: Any) -> Pass | None:
+        data = _data_of(iterator._dataset)
         for one in self._newest:
-            same = one.sampler_id == id(iterator._index_sampler)
-            same = same or one.dataset_id == id(iterator._dataset)
+            same = one.data == data or one.sampler_id == id(iterator._index_sampler)
             # Of two that are read in turns neither follows the other.
             if same and (one.has_ended or one.of() is None or one.of() is iterator):
                 self._newest.remove(one)
@@ -221,6 +223,25 @@ class Passes:
         if self._latest is not None and not self._latest.feeds:
             self._latest.feeds = True
             self._newest = [*self._newest[1 - _LOADERS :], self._latest]
+
+
+def _data_of(dataset: Any) -> Any:
+    """What tells data apart from other data, also where its dataset is made anew for each pass."""
+    inside = getattr(dataset, "__dict__", {})
+    tensor = sys.modules["torch"].Tensor
+    parts = [dataset, *inside.values(), *(inside.get("tensors") or ())]
+    held = [id(one) for one in (inside.get("dataset"),) if one is not None]
+    held += [id(one) for one in dataset[:1]] if type(dataset) in (list, tuple) else []
+    held += [hash(tuple(one[:_PARTS])) for one in (inside.get("indices"),) if type(one) is list]
+    memory = [
+        one.data_ptr()
+        for one in parts
+        if type(one) is tensor and one.layout == sys.modules["torch"].strided
+    ]
+    try:
+        return type(dataset), len(dataset), *held, *memory
+    except Exception:  # noqa: BLE001  a stream has no length, and a length may be a function of the script's
+        return id(dataset)
 
 
 def _length(iterator: Any) -> int | None:
