@@ -14,7 +14,7 @@ from engine.cli.arguments import (
     model_argument,
     prepare_threads,
 )
-from engine.errors import EXIT_FAIL, EXIT_PASS
+from engine.errors import EXIT_FAIL, EXIT_PASS, UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
@@ -65,8 +65,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
     add_path(parser, "source", "SRC", "weight file, model folder, or ORG/NAME of the hub")
     add_path(parser, "target", "DST", "what to write; must not exist")
-    parser.add_argument(
-        "--quant", required=True, choices=list(QUANTS), help="type of the weights to write"
+    parser.add_argument("--quant", choices=list(QUANTS), help="type of the weights to write")
+    add_flag(
+        parser,
+        "--from-pickle",
+        "SRC is a folder with pytorch_model.bin: write its tensors, of whatever architecture, as safetensors",
     )
     parser.add_argument(
         "--format", choices=list(TYPES_OF), help="format of DST, instead of its suffix's"
@@ -94,11 +97,21 @@ def convert(arguments: argparse.Namespace) -> int:
     engine convert models/qwen qwen.gguf --quant q4_k_m    as llama.cpp would quantize it
     engine convert qwen.gguf qwen.apr --quant q4_k_m       blocks that fit move byte for byte
     engine convert qwen.gguf models/new --quant bf16       a Hugging Face folder
+    engine convert --from-pickle models/old models/new     pytorch_model.bin, as safetensors
+
+    A pickle can name any function; --from-pickle reads it by torch.load(weights_only=True), which makes tensors and
+    refuses everything else.
 
     The suffix of DST selects the format (.gguf, .apr; a folder is safetensors), or --format does. Nothing
     is overwritten, and DST appears only when it is complete on disk.
     """
     prepare_threads()
+    if arguments.from_pickle:
+        return _unpickle(arguments)
+    if arguments.quant is None:
+        raise UsageError(
+            "engine convert: expected --quant", hint="bf16 keeps the weights as floats"
+        )
 
     from engine.export.convert import convert as write
 
@@ -122,6 +135,26 @@ def convert(arguments: argparse.Namespace) -> int:
     say(_summary(done))
     put(done.target)
     return 0
+
+
+def _unpickle(arguments: argparse.Namespace) -> int:
+    from engine.export.unpickle import unpickle
+    from engine.units import format_bytes
+
+    if arguments.quant or arguments.format:
+        raise UsageError(
+            "engine convert: expected --from-pickle alone, found --quant or --format",
+            hint="convert what it writes once more",
+        )
+    line = StatusLine(plain_every_s=_PLAIN_EVERY_S, plain_at_once=False)
+    done = unpickle(arguments.source, arguments.target, line.show)
+    line.clear()
+    if arguments.json:
+        put_json(asdict(done) | {"target": str(done.target)})
+        return EXIT_PASS
+    say(f"{done.tensors} tensors, {format_bytes(done.bytes)}")
+    put(done.target)
+    return EXIT_PASS
 
 
 def _summary(done: Converted) -> str:

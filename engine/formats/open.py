@@ -121,7 +121,12 @@ def _in_folder(folder: Path) -> Path:
     pickled = [name for name in names if name.endswith(_PICKLED) or name == ".metadata"]
     if pickled:
         said = f"only {', '.join(pickled[:8])}" + (", ..." if pickled[8:] else "")
-        refuse(folder, _EXPECTED, said, _PICKLE_REASON, code="PK01")
+        hint = _PICKLE_REASON
+        if any(name.startswith("pytorch_model") for name in pickled):
+            hint = (
+                f"a pickle can run code: engine convert --from-pickle {folder} {folder}-safetensors"
+            )
+        refuse(folder, _EXPECTED, said, hint, code="PK01")
     listed = ", ".join(names[:8]) + (", ..." if names[8:] else "")
     wanted = f"{SINGLE_FILE}, {INDEX_FILE}, or one .gguf or .apr file"
     refuse(folder, wanted, listed or "an empty folder")

@@ -1,0 +1,138 @@
+"""Conversion of a checkpoint in pickles (`pytorch_model.bin`, whole or in shards) to a folder of safetensors.
+
+A pickle can name any function and have it called. `torch.load(weights_only=True)` has an unpickler of its own, which
+makes tensors and containers of them, and refuses every other name before anything is called; nothing else here reads
+the file. It is asked for by a command of its own and never happens by itself.
+
+Any architecture is converted: names and values are those of the file. A head that is the embedding's own memory is
+written once where config.json says that the two are tied.
+
+Host memory: one shard of at most `SHARD_BYTES` beside the mapped files; files of torch before 1.6 are read whole.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine import files, limits
+from engine.errors import WeightsError
+from engine.export.hf_folder import TEMPLATE_FILE, write_folder
+from engine.formats.safetensors import escapes
+from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
+from engine.formats.weights import read_json_object
+from engine.models.config import CONFIG_FILE
+
+PICKLE_FILE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpickled:
+    target: Path
+    tensors: int
+    bytes: int
+
+
+def unpickle(
+    source: Path, target: Path, on_tensor: Callable[[str], None] = lambda name: None
+) -> Unpickled:
+    """Write the checkpoint in the folder `source` to the new folder `target`.
+
+    Raises `WeightsError`, `DiskFull`.
+    """
+    config = read_json_object(source / CONFIG_FILE, "config", limits.MODEL_CONFIG)
+    counted: list[int] = []
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        held: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+        for file in _files(source):
+            for name, tensor in _read(file).items():
+                memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+                if config.get("tie_word_embeddings") and memory in held:
+                    continue
+                held[memory] = name
+                counted.append(tensor.nbytes)
+                on_tensor(name)
+                yield name, tensor.contiguous()
+
+    tokenizer = source / TOKENIZER_FILE
+    template = source / TEMPLATE_FILE
+    write_folder(
+        target,
+        config=config,
+        tensors=tensors(),
+        tokenizer_json=files.read_bytes(
+            tokenizer, "tokenizer", limits.TOKENIZER_FILE, error=WeightsError
+        )
+        if tokenizer.exists()
+        else None,
+        chat_template=files.read_text(
+            template, "chat template", limits.MODEL_TEXT, error=WeightsError
+        )
+        if template.exists()
+        else None,
+        beside=source,
+    )
+    return Unpickled(target=target, tensors=len(counted), bytes=sum(counted))
+
+
+def _files(source: Path) -> list[Path]:
+    """The files of the checkpoint. Raises WeightsError."""
+    index = source / PICKLE_INDEX
+    if not index.exists():
+        if not (source / PICKLE_FILE).is_file():
+            raise WeightsError.expected(
+                "weights", source, f"{PICKLE_FILE} or {PICKLE_INDEX}", "neither"
+            )
+        return [source / PICKLE_FILE]
+    found = read_json_object(index, "index", limits.WEIGHTS_HEADER).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise WeightsError.expected("index", index, "`weight_map`, names to files", "none")
+    names = sorted(set(found.values()))
+    for name in names:
+        if escapes(name) or not (source / name).is_file():
+            raise WeightsError.expected("index", index, "files in its folder", name)
+    return [source / name for name in names]
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The tensors of one file, by name, mapped from the disk where it can be. Raises WeightsError."""
+    try:
+        found = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
+    except pickle.UnpicklingError as error:
+        said = str(error).split("\n")
+        reason = next((line for line in said if "Unsupported" in line or "GLOBAL" in line), said[0])
+        raise WeightsError.expected(
+            "weights", file, "tensors and nothing else in the pickle", reason.strip()
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        text = str(error).split("\n")[0] or type(error).__name__
+        raise WeightsError.expected("weights", file, "a whole file of torch.save", text) from error
+    if not isinstance(found, dict) or not found:
+        raise WeightsError.expected(
+            "weights", file, "names and their tensors", type(found).__name__
+        )
+    other = [name for name, one in found.items() if not _is_plain(name, one)]
+    if other:
+        raise WeightsError.expected(
+            "weights", file, "names and their dense tensors alone", f"others: {other[:4]}"
+        )
+    return found
+
+
+def _is_plain(name: object, one: object) -> bool:
+    return (
+        isinstance(name, str)
+        and isinstance(one, Tensor)
+        and one.layout == torch.strided
+        and not one.is_quantized
+    )
