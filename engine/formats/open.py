@@ -123,8 +123,11 @@ def _in_folder(folder: Path) -> Path:
         said = f"only {', '.join(pickled[:8])}" + (", ..." if pickled[8:] else "")
         hint = _PICKLE_REASON
         if any(name.startswith("pytorch_model") for name in pickled):
+            # The folder of a snapshot in the hub's cache is named by its commit.
+            at_hub = folder.parent.name == "snapshots"
+            name = folder.parents[1].name.split("--")[-1] if at_hub else folder.name
             hint = (
-                f"a pickle can run code: engine convert --from-pickle {folder} {folder}-safetensors"
+                f"a pickle can run code: engine convert --from-pickle {folder} {name}-safetensors"
             )
         refuse(folder, _EXPECTED, said, hint, code="PK01")
     listed = ", ".join(names[:8]) + (", ..." if names[8:] else "")

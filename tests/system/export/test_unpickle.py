@@ -140,6 +140,11 @@ def test_the_refusal_of_a_pickle_has_the_command_that_converts_it(tmp_path: Path
     source = folder(tmp_path / "old", (PICKLE_FILE, weights()))
     with pytest.raises(WeightsError) as refused:
         open_weights(source)
-    assert f"engine convert --from-pickle {source} {source}-safetensors" in str(refused.value.hint)
+    assert f"engine convert --from-pickle {source} old-safetensors" in str(refused.value.hint)
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / "a1b2"
+    snapshot.parent.mkdir(parents=True)
+    with pytest.raises(WeightsError) as refused:
+        open_weights(folder(snapshot, (PICKLE_FILE, weights())))
+    assert str(refused.value.hint).endswith(f"{snapshot} tiny-safetensors")
     shown = engine_here("convert", source, tmp_path / "new")
     assert shown.returncode == 64 and "--quant" in shown.stderr
