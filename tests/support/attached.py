@@ -143,11 +143,17 @@ def run_twice(
     return watched, alone
 
 
-def watched_once(factory: pytest.TempPathFactory, name: str, *arguments: Any, **more: Any) -> Ran:
-    """Return the watched one of `run_twice`, which is run once for all workers."""
+def watched_once(
+    factory: pytest.TempPathFactory, name: str, *arguments: Any, twice: bool = True, **more: Any
+) -> Ran:
+    """Return the watched one of `run_twice`, which is run once for all workers; where not `twice`, only it is run."""
 
     def make(folder: Path) -> None:
-        watched, _ = run_twice(folder, *arguments, **more)
+        if twice:
+            watched, _ = run_twice(folder, *arguments, **more)
+        else:
+            watched = run_watched(folder / "watched", *arguments, **more)
+            assert watched.returncode == 0, watched.stderr
         (folder / "said.json").write_text(json.dumps([watched.stdout, watched.stderr]))
 
     folder = made_once(factory, name, make)

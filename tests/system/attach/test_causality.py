@@ -136,30 +136,19 @@ def test_a_model_that_sees_what_it_is_to_predict_is_suspected(found: Found, name
     assert line["degree"] == degree and text in line["text"], line
 
 
-def test_it_is_asked_by_the_command_and_only_when_it_is_told_to(tmp_path: Path) -> None:
+def test_it_is_asked_by_the_command(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nnet = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
         "net(torch.ones(1, 2)).sum().backward()\noptimizer.step()\n"
     )
-    for name, asked in (("asked", ["--ask", "causality"]), ("not", [])):
-        command = [
-            "-m",
-            "engine",
-            "watch",
-            "--name",
-            name,
-            *asked,
-            "--",
-            sys.executable,
-            "train.py",
-        ]
-        subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        lines = (tmp_path / "runs" / name / "events.jsonl").read_text().splitlines()
-        said = [json.loads(line) for line in lines if '"causality"' in line]
-        assert [line["degree"] for line in said] == ["unknown"] * bool(asked)
+    command = ["-m", "engine", "watch", "--name", "run", "--ask", "causality", "--"]
+    subprocess.run(
+        [sys.executable, *command, sys.executable, "train.py"],
+        cwd=tmp_path,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    lines = (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()
+    said = [json.loads(line) for line in lines if '"causality"' in line]
+    assert [line["degree"] for line in said] == [UNKNOWN]

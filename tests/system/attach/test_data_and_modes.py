@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.attach.identities import BY_ID, FACT, PASS, SUSPICION
-from tests.support.attached import watched_once
+from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import Found, degrees, outcomes
 
 SETUP = """
@@ -256,7 +258,7 @@ WRONG_MODES = {
 
 @pytest.fixture(scope="module")
 def modes(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "modes", SETUP + MODES))
+    return outcomes(watched_once(tmp_path_factory, "modes", SETUP + MODES, twice=False))
 
 
 @pytest.mark.parametrize("name", MODE_OF)
@@ -539,7 +541,7 @@ WRONG_DATA = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "data", SETUP + DATA))
+    return outcomes(watched_once(tmp_path_factory, "data", SETUP + DATA, twice=False))
 
 
 @pytest.mark.parametrize("name", HEALTHY_DATA)
@@ -569,3 +571,9 @@ def _suspicions_of_data(found: Found, name: str) -> list[dict[str, object]]:
         for line in found[name]
         if line["degree"] == SUSPICION and BY_ID[line["id"]].identity == "data"
     ]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", [MODES, DATA], ids=["modes", "data"])
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path, script: str) -> None:
+    run_twice(tmp_path, SETUP + script)

@@ -175,6 +175,7 @@ def near(ran: Ran) -> None:
     assert {(step["backwards"], step["rows"]) for step in ran.steps} == {(2, 4)}
 
 
+@pytest.mark.soak
 def test_a_trainer_of_transformers_is_the_same_to_the_byte_and_every_step_is_in_the_log(
     tmp_path: Path,
 ) -> None:
@@ -205,7 +206,7 @@ def test_a_trainer_of_lightning_is_the_same_to_the_byte_and_every_step_is_in_the
     assert len(watched.steps) == 10
 
 
-# In the suite the Trainer of transformers holds this: it trains by way of an Accelerator.
+# In the suite the script of the demo holds this: its Trainer trains by way of an Accelerator.
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loop_on_accelerate_is_the_same_to_the_byte_and_every_step_is_in_the_log(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.attach.identities import CONTRADICTION, SUSPICION
-from tests.support.attached import watched_once
+from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import Found, of_degree, outcomes
 
 SETUP = """
@@ -547,13 +549,23 @@ def _names(script: str) -> list[str]:
     return [name for name in names if name != "kl"]
 
 
+def _text(kind: str) -> str:
+    return SETUP + KINDS[kind] + f"\ntell({', '.join(_names(KINDS[kind]))})\n"
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Found:
     found: Found = {}
-    for kind, script in KINDS.items():
-        text = SETUP + script + f"\ntell({', '.join(_names(script))})\n"
-        found |= outcomes(watched_once(tmp_path_factory, f"healthy_{kind}", text))
+    for kind in KINDS:
+        ran = watched_once(tmp_path_factory, f"healthy_{kind}", _text(kind), twice=False)
+        found |= outcomes(ran)
     return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_healthy_program_is_changed_by_being_watched(tmp_path: Path, kind: str) -> None:
+    run_twice(tmp_path, _text(kind))
 
 
 @pytest.mark.parametrize("name", [name for script in KINDS.values() for name in _names(script)])

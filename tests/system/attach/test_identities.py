@@ -905,6 +905,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return outcomes(watched_once(tmp_path_factory, "trainer", TRAINER))
 
 
+@pytest.mark.soak
 def test_a_healthy_trainer_of_transformers_has_no_contradiction(trainer: Found) -> None:
     for name in ("healthy", "healthy_with_checkpointing", "healthy_in_bf16"):
         lines = trainer[name]

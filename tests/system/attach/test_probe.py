@@ -145,6 +145,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return watched_once(tmp_path_factory, "compiled", script)
 
 
+@pytest.mark.soak
 def test_compiling_makes_the_same_graphs_breaks_and_recompiles(compiled: Ran) -> None:
     agree(compiled, trainings=2)
 

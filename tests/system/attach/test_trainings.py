@@ -47,6 +47,7 @@ sys.exit(6)
 """
 
 
+@pytest.mark.soak
 def test_each_training_of_a_sweep_has_a_folder_and_an_end_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "sweep.py").write_text(SWEEP)
@@ -166,6 +167,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     run = create_run(tmp_path / "run", "", {"spec": {}, "command": {"arguments": ["python"]}})
@@ -191,6 +193,7 @@ def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path
     assert pid == late.pid and Path(file).exists()
 
 
+@pytest.mark.soak
 def test_of_several_ranks_the_one_whose_exception_ended_the_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     words = [sys.executable, "-m", "engine", "watch", "--name", "run", "--"]
@@ -224,7 +227,8 @@ print("trained")
 
 
 # With a summary at its end more is written, and read, where nothing can be.
-@pytest.mark.parametrize("quiet", [pytest.param(True, marks=pytest.mark.soak), False])
+@pytest.mark.soak
+@pytest.mark.parametrize("quiet", [True, False])
 def test_a_full_disk_never_touches_the_command(tmp_path: Path, quiet: bool) -> None:
     (tmp_path / "train.py").write_text(FULL)
     words = [sys.executable, "-m", "engine", "watch", "--name", "run", *(["--quiet"] * quiet)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.attach.identities import PASS, SUSPICION
-from tests.support.attached import watched_once
+from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import SETUP, degrees, outcomes
 
 Found = dict[str, list[dict[str, Any]]]
@@ -209,9 +210,14 @@ tell(a_rest_that_goes_on, a_trainer_that_counts_anew, zeroed_in_front_of_each_ep
 """
 
 
+@pytest.mark.soak
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
+    run_twice(tmp_path, SETUP + SCRIPT)
+
+
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "windows", SETUP + SCRIPT))
+    return outcomes(watched_once(tmp_path_factory, "windows", SETUP + SCRIPT, twice=False))
 
 
 WRONG = {

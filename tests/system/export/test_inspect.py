@@ -86,11 +86,11 @@ def test_a_model_without_a_decoder_here_is_described_with_the_reason(
     kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = json.loads((kit.teacher / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "mistral"}))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "gpt_neox"}))
     (tmp_path / "model.safetensors").write_bytes((kit.teacher / "model.safetensors").read_bytes())
     text = printed([str(tmp_path)], capsys)
-    assert "safetensors, mistral (cannot be run here: see the warnings)" in text
-    assert "warning: model configuration" in text and "found 'mistral'" in text
+    assert "safetensors, gpt_neox (cannot be run here: see the warnings)" in text
+    assert "warning: model configuration" in text and "found 'gpt_neox'" in text
     assert "26 tensors" in text and "no tokenizer" in text
 
 

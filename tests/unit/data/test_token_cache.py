@@ -372,6 +372,7 @@ def test_rows_that_were_taken_are_not_resident(root: Path, recipe: Recipe, packi
     assert mapped_resident(root) == 0
 
 
+@pytest.mark.soak
 def test_no_more_than_a_batch_of_documents_is_alive(
     root: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
