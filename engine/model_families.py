@@ -11,6 +11,8 @@ silu(gate) * up. Their differences are columns of `Family`:
     mistral Mistral 7B..        as llama; `sliding_window` may limit how far back a token attends
     smollm3 SmolLM3             as llama; some layers have no RoPE
     olmo2   OLMo 2              norms behind attention and mlp, none in front; one norm over all of q, one over k
+    phi3    Phi-3, Phi-4        as mistral; q, k, v are one tensor of a file, and so are gate and up; RoPE may
+                                rotate only the first part of a head
 
 A GGUF of Mistral has the architecture `llama` and is read as that: without a window they compute the
 same.
@@ -56,6 +58,12 @@ class Family:
     """config.json gives `sliding_window`, a number of tokens or null: in every layer a token attends to
     that many tokens, itself included. In other families a window is refused.
     """
+    fused: bool = False
+    """Files have q, k and v as one tensor, one below the other, and gate and up as another."""
+    partial_rotary: bool = False
+    """config.json may give `partial_rotary_factor`, the share of a head that RoPE rotates. In other
+    families one below 1 is refused.
+    """
     rope_types: tuple[str, ...] = ("default",)
     """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`."""
     own_head_dim: bool = False
@@ -92,6 +100,10 @@ class Family:
     """
     pre_tokenizer: str | None = None
     """The pre-tokenizer (`engine.formats.tokenizer`) to assume for an .apr file that names none."""
+
+    @property
+    def apart(self) -> bool:
+        return not self.fused
 
     @property
     def norms_in_front(self) -> bool:
@@ -178,6 +190,18 @@ _ROWS = (
         hf_flags={"attention_bias": False},
         apr=False,
     ),
+    Family(
+        name="phi3",
+        title="Phi-3",
+        hf_class="Phi3ForCausalLM",
+        fused=True,
+        sliding_window=True,
+        partial_rotary=True,
+        padding=32000,
+        hf_flags={"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        apr=False,
+        gguf_rope_dimension=True,
+    ),
 )
 FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
 
@@ -213,7 +237,9 @@ EMBEDDING = TensorRow("embed.weight", "model.embed_tokens.weight", "token_embd.w
 LAST_NORM = TensorRow("norm.weight", "model.norm.weight", "output_norm.weight", "D")
 HEAD = TensorRow("head.weight", "lm_head.weight", "output.weight", "VD")
 LAYERS = TensorRow("layers", "model.layers", "blk", "")
-"""Prefix before a layer's number; the names in `LAYER` follow the number."""
+"""Prefix before a layer's number; the names in `LAYER` follow the number. Rows of a family with the same
+name are parts of one tensor of a file, one below the other.
+"""
 LAYER = (
     TensorRow(
         "attention_norm.weight",
@@ -222,12 +248,15 @@ LAYER = (
         "D",
         "norms_in_front",
     ),
-    TensorRow("attention.q.weight", "self_attn.q_proj.weight", "attn_q.weight", "QD"),
+    TensorRow("attention.q.weight", "self_attn.q_proj.weight", "attn_q.weight", "QD", "apart"),
     TensorRow("attention.q.bias", "self_attn.q_proj.bias", "attn_q.bias", "Q", "attention_bias"),
-    TensorRow("attention.k.weight", "self_attn.k_proj.weight", "attn_k.weight", "KD"),
+    TensorRow("attention.k.weight", "self_attn.k_proj.weight", "attn_k.weight", "KD", "apart"),
     TensorRow("attention.k.bias", "self_attn.k_proj.bias", "attn_k.bias", "K", "attention_bias"),
-    TensorRow("attention.v.weight", "self_attn.v_proj.weight", "attn_v.weight", "KD"),
+    TensorRow("attention.v.weight", "self_attn.v_proj.weight", "attn_v.weight", "KD", "apart"),
     TensorRow("attention.v.bias", "self_attn.v_proj.bias", "attn_v.bias", "K", "attention_bias"),
+    TensorRow("attention.q.weight", "self_attn.qkv_proj.weight", "attn_qkv.weight", "QD", "fused"),
+    TensorRow("attention.k.weight", "self_attn.qkv_proj.weight", "attn_qkv.weight", "KD", "fused"),
+    TensorRow("attention.v.weight", "self_attn.qkv_proj.weight", "attn_qkv.weight", "KD", "fused"),
     TensorRow(
         "attention.q_norm.weight",
         "self_attn.q_norm.weight",
@@ -271,8 +300,10 @@ LAYER = (
         "D",
         "norms_in_front",
     ),
-    TensorRow("mlp.gate.weight", "mlp.gate_proj.weight", "ffn_gate.weight", "FD"),
-    TensorRow("mlp.up.weight", "mlp.up_proj.weight", "ffn_up.weight", "FD"),
+    TensorRow("mlp.gate.weight", "mlp.gate_proj.weight", "ffn_gate.weight", "FD", "apart"),
+    TensorRow("mlp.up.weight", "mlp.up_proj.weight", "ffn_up.weight", "FD", "apart"),
+    TensorRow("mlp.gate.weight", "mlp.gate_up_proj.weight", "ffn_up.weight", "FD", "fused"),
+    TensorRow("mlp.up.weight", "mlp.gate_up_proj.weight", "ffn_up.weight", "FD", "fused"),
     TensorRow("mlp.down.weight", "mlp.down_proj.weight", "ffn_down.weight", "DF"),
     TensorRow(
         "mlp_out_norm.weight",

@@ -36,6 +36,8 @@ IN_SAFETENSORS = {
     "k": "k_proj",
     "v": "v_proj",
     "o": "o_proj",
+    "qkv": "qkv_proj",
+    "gate_up": "gate_up_proj",
 }
 IN_GGUF = {
     "embed": "token_embd",
@@ -53,6 +55,8 @@ IN_GGUF = {
     "k": "attn_k",
     "v": "attn_v",
     "o": "attn_output",
+    "qkv": "attn_qkv",
+    "gate_up": "ffn_up",
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
     # Parts of a name that a GGUF leaves out.
@@ -61,9 +65,13 @@ IN_GGUF = {
 }
 
 
+PARTIAL = "partial_rotary_factor"
+Shape = dict[str, float | tuple[int, ...] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
-    shape: dict[str, float | tuple[int, ...] | None]
+    shape: Shape
     """What they say of fields of `reference.Shape` and of its `Stretch`."""
     count: Callable[[str], int]
     """The rows of a tensor of our name; of a vector, its numbers. 0 where there is none."""
@@ -85,22 +93,54 @@ def _renamed(name: str, parts: dict[str, str]) -> str:
     return ".".join(filter(None, (parts.get(part, part) for part in name.split("."))))
 
 
-def _shape_in_json(path: Path) -> dict[str, float | tuple[int, ...] | None]:
+def _apart(files: Files) -> Files:
+    """Return files whose q, k and v are apart, and gate and up. Phi-3 has them below each other in one matrix."""
+    if not files.count("layers.0.attention.qkv.weight"):
+        return files
+    shape: dict[str, Any] = files.shape
+    queries, keys = (shape[heads] * shape["head_dim"] for heads in ("heads", "kv_heads"))
+    inner = {
+        "q": ("qkv", range(queries)),
+        "k": ("qkv", range(queries, queries + keys)),
+        "v": ("qkv", range(queries + keys, queries + 2 * keys)),
+        "gate": ("gate_up", range(shape["intermediate_size"])),
+        "up": ("gate_up", range(shape["intermediate_size"], 2 * shape["intermediate_size"])),
+    }
+
+    def whole(name: str, kind: str) -> str:
+        return ".".join((*name.split(".")[:-2], kind, "weight"))
+
+    def count(name: str) -> int:
+        kind, places = inner.get(name.split(".")[-2], ("", range(0)))
+        return len(places) if places and files.count(whole(name, kind)) else files.count(name)
+
+    def rows(name: str, which: Sequence[int]) -> Tensor:
+        kind, places = inner.get(name.split(".")[-2], ("", range(0)))
+        if not places:
+            return files.rows(name, which)
+        return files.rows(whole(name, kind), [places[row] for row in which])
+
+    return Files(files.shape, count, rows)
+
+
+def _shape_in_json(path: Path) -> Shape:
     raw = read_json_object(path, "model configuration", limits.MODEL_CONFIG)
     rope = raw.get("rope_parameters") or {}
     stretch = rope if "factor" in rope else raw.get("rope_scaling") or {}
     heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     return {
         "layers": raw["num_hidden_layers"],
         "intermediate_size": raw["intermediate_size"],
         "heads": heads,
         "kv_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "head_dim": head_dim,
         "eps": raw["rms_norm_eps"],
         "theta": rope.get("rope_theta", raw.get("rope_theta")),
         "tied": raw.get("tie_word_embeddings", raw["model_type"] == "smollm3"),
         "window": _window(raw),
         "unturned": _zeros(raw.get("no_rope_layers") or []),
+        "turned": int(head_dim * (rope.get(PARTIAL) or raw.get(PARTIAL) or 1.0)),
         "factor": stretch.get("factor"),
         "low_freq_factor": stretch.get("low_freq_factor"),
         "high_freq_factor": stretch.get("high_freq_factor"),
@@ -138,7 +178,7 @@ def _folder(path: Path) -> Files:
         found = stored(name)
         return torch.cat([found[row : row + 1] for row in which]).float()
 
-    return Files(_shape_in_json(path / "config.json"), count, rows)
+    return _apart(Files(_shape_in_json(path / "config.json"), count, rows))
 
 
 def _gguf(path: Path) -> Files:
@@ -164,7 +204,9 @@ def _gguf(path: Path) -> Files:
         "eps": value("attention.layer_norm_rms_epsilon"),
         "theta": value("rope.freq_base") or 10000.0,
         "tied": "output.weight" not in tensors,
-        "window": value("attention.sliding_window"),
+        # llama.cpp writes 0 for none.
+        "window": value("attention.sliding_window") or None,
+        "turned": value("rope.dimension_count") or head_dim,
         # Every fourth, as llama.cpp has it: nothing in the file says so.
         "unturned": tuple(range(3, value("block_count"), 4)) if family == "smollm3" else (),
     }
@@ -181,7 +223,7 @@ def _gguf(path: Path) -> Files:
             return torch.from_numpy(dequantize(found.data, found.tensor_type)[places]).float()
         return torch.from_numpy(dequantize(found.data[places], found.tensor_type)).float()
 
-    return Files(shape, count, rows)
+    return _apart(Files(shape, count, rows))
 
 
 def _neighbours(row: int, head_dim: int) -> int:

@@ -4,11 +4,11 @@ torch.
 These are the references of the audit, written for reading, and they share no code with what they judge: this file
 imports nothing of the engine. Decoders are computed in fp32, everything else in float64.
 
-    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2: RMS norms, in front of attention and mlp or behind
-                them, rotary positions on halves of a head (in some layers none), grouped-query attention,
-                silu(gate) * up. Each document attends by itself, so that only the future is masked, and what a sliding
-                window has left behind; a pair (x[i], x[i + E/2]) of a head is the complex number
-                z = x[i] + i x[i + E/2], which position p turns by its angle: z e^{i p theta^(-2i/E)}
+    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2, Phi-3: RMS norms, in front of attention and mlp or
+                behind them, rotary positions on halves of a head or of its first 2 R numbers (in some layers none),
+                grouped-query attention, silu(gate) * up. Each document attends by itself, so that only the future is
+                masked, and what a sliding window has left behind; a pair (x[i], x[i + R]) of a head is the complex
+                number z = x[i] + i x[i + R], which position p turns by its angle: z e^{i p theta^(-i/R)}
     loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
                 logits is autograd's
     update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
@@ -19,7 +19,7 @@ A decoder's gradients are found layer by layer from the last to the first, so th
 """
 
 # Shapes: B rows, T tokens of a row or of a document, N all tokens, D width, H query heads, K key/value heads,
-# E width of a head, R = E/2, V vocabulary, C tokens of a chunk, M labelled tokens
+# E width of a head, R turned pairs of it, V vocabulary, C tokens of a chunk, M labelled tokens
 
 from __future__ import annotations
 
@@ -103,6 +103,8 @@ class Shape:
     """Tokens that a token attends to, itself included; None is all."""
     unturned: tuple[int, ...] = ()
     """Layers without rotary positions."""
+    turned: int = 0
+    """The first numbers of a head that have rotary positions; 0 is all."""
     qk_norm_whole: bool = False
     """Whether all heads of q, and all of k, are normalised together."""
     norms_behind: bool = False
@@ -339,16 +341,17 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:
-    half = x_THE.shape[-1] // 2
-    z_THR = torch.complex(x_THE[..., :half], x_THE[..., half:]) * turns_TR[:, None]
-    return torch.cat([z_THR.real, z_THR.imag], dim=-1)
+    half = turns_TR.shape[-1]
+    z_THR = torch.complex(x_THE[..., :half], x_THE[..., half : 2 * half]) * turns_TR[:, None]
+    return torch.cat([z_THR.real, z_THR.imag, x_THE[..., 2 * half :]], dim=-1)
 
 
 def _turns(shape: Shape, length: int, device: torch.device) -> Tensor:
+    width = shape.turned or shape.head_dim
     frequencies = torch.tensor(
         [
-            _stretched(shape.theta ** (-2 * pair / shape.head_dim), shape.stretch)
-            for pair in range(shape.head_dim // 2)
+            _stretched(shape.theta ** (-2 * pair / width), shape.stretch)
+            for pair in range(width // 2)
         ],
         dtype=torch.float64,
         device=device,

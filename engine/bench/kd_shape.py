@@ -24,7 +24,7 @@ from engine.data.tokens import TokenStream, starts_of
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder
-from engine.models.names import hf_names
+from engine.models.names import hf_names, joined
 
 EXTRA_IDS = 128
 """Vocabulary entries that the teacher has beyond the student's, as with Qwen2.5-7B and 0.5B."""
@@ -93,7 +93,7 @@ def batches_of(shape: KdShape) -> Batches:
 
 def hf_state(decoder: Decoder) -> dict[str, Tensor]:
     """The decoder's own tensors under their names in transformers."""
-    names = hf_names(decoder.config)
-    state = {names[name]: tensor for name, tensor in decoder.state_dict().items() if name in names}
+    names, held = hf_names(decoder.config), decoder.state_dict()
+    state = dict(joined(names, ((name, held[name]) for name in names)))
     assert set(state) == set(names.values()), "every tensor has a name there"
     return state

@@ -84,6 +84,7 @@ def shape_of(config: ModelConfig) -> Shape:
         qk_norm_whole=config.kind.qk_norm_whole,
         norms_behind=config.kind.norms_behind,
         unturned=config.layers_without_rope,
+        turned=config.rotary_dim,
         stretch=None
         if scaling is None
         else Stretch(

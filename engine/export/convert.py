@@ -54,6 +54,7 @@ from engine.models.names import (
     APR_HALVES,
     APR_NEIGHBOURS,
     check_fits,
+    joined,
     names_for,
     permute_rows,
     turned_heads,
@@ -173,7 +174,9 @@ def convert(
             quant=quant,
             tokenizer=tokenizer_json is not None,
         )
-        tensors = _converted(weights, config, types, device, done, on_tensor)
+        names = names_for(CONVENTION_OF[done.format], config)
+        ours = _converted(weights, config, types, device, done, on_tensor)
+        tensors = joined(names, ours)
         _write(done, weights, config, tensors, tokenizer_json, origin or {})
         done.warnings = tuple(weights.warnings)
     done.elapsed_s = time.monotonic() - started_s
@@ -188,7 +191,7 @@ def _converted(
     done: Converted,
     on_tensor: Callable[[Progress], None],
 ) -> Iterator[tuple[str, Tensor | QuantTensor]]:
-    """Yield each tensor under its new name, in the order of the forward pass. Progress is reported when the
+    """Yield each of our tensors for the new file, in the order of the forward pass. Progress is reported when the
     writer is done with it."""
     convention = CONVENTION_OF[done.format]
     names = names_for(convention, config)
@@ -199,7 +202,7 @@ def _converted(
         done.tensors[types[ours].name] = done.tensors.get(types[ours].name, 0) + 1
         done.weights += math.prod(tensor.shape)
         done.bytes += tensor.nbytes
-        yield names[ours], tensor
+        yield ours, tensor
         on_tensor(Progress(done=count, total=len(types), name=names[ours]))
 
 

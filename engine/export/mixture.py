@@ -8,7 +8,8 @@
     q4_k_m    Q4_K, with more bits where an error costs more:   F32
               Q6_K for the head (the embedding, if it is tied), and for v and down in the first and
               last eighth of the layers and every third between;
-              Q5_K for the other v of a model of 80 layers, which eight query heads share
+              Q5_K for the other v of a model of 80 layers, which eight query heads share, and for q, k
+              and v where they are one tensor
 
 This is llama.cpp's mixture, so that a Q4_K_M file of llama.cpp already has these types. When the row length
 is no multiple of 256: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, as in llama.cpp.
@@ -64,6 +65,8 @@ def _mixed(config: ModelConfig, ours: str) -> str:
     head = "embed.weight" if config.tie_word_embeddings else "head.weight"
     if ours == head:
         return "Q6_K"
+    if config.kind.fused and ours.endswith(tuple(f".attention.{one}.weight" for one in "qkv")):
+        return "Q5_K"
     if ours.endswith((".attention.v.weight", ".mlp.down.weight")):
         layers = config.num_hidden_layers
         if _more_bits(int(ours.split(".")[1]), layers):

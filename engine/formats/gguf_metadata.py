@@ -38,6 +38,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from enum import IntEnum
@@ -173,9 +174,10 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
         "attention.value_length": head_dim,
         "vocab_size": config.get("vocab_size"),
     }
-    if family.gguf_rope_dimension:
-        counts["rope.dimension_count"] = head_dim
     nested = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if family.gguf_rope_dimension:
+        share = nested.get("partial_rotary_factor", 1.0)
+        counts["rope.dimension_count"] = int(head_dim * share) if head_dim else head_dim
     reals: dict[str, Any] = {
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
         "rope.freq_base": nested.get("rope_theta", config.get("rope_theta")),
@@ -287,7 +289,11 @@ def _rope_scaling(reader: _Reader, head_dim: int) -> dict[str, Any]:
         reader.refuse("rope.scaling.type", "none, linear or yarn", kind)
     turned = reader.count("rope.dimension_count", head_dim)
     if turned != head_dim:
-        found["partial_rotary_factor"] = turned / head_dim
+        share = turned / head_dim
+        # Readers round the product down.
+        found["partial_rotary_factor"] = (
+            share if int(head_dim * share) == turned else math.nextafter(share, 1)
+        )
     return found
 
 

@@ -14,7 +14,7 @@ a default would run and be wrong. Both spellings of the RoPE settings are read, 
 `rope_scaling` and transformers' newer `rope_parameters`, and both are written.
 
 Not covered, and refused by name: other families, other activations, other RoPE scalings (yarn,
-linear, ...), attention dropout, sliding windows and biases where the family has none, quantised
+linear, ...), dropout, sliding windows and biases where the family has none, quantised
 checkpoints. All problems of one file are reported in one `WeightsError`, as lines `key: expected X,
 found Y`.
 """
@@ -97,6 +97,8 @@ class ModelConfig:
     sliding_window: int | None = None
     """How many tokens a token attends to, itself included, in families that have a window; None is all.
     """
+    partial_rotary_factor: float = 1.0
+    """The share of a head that RoPE rotates, in families where it may be less than 1."""
     layers_without_rope: tuple[int, ...] = ()
     """The numbers of the layers that have no RoPE, in families where some have none."""
     tie_word_embeddings: bool = False
@@ -122,6 +124,11 @@ class ModelConfig:
     def attention_bias(self) -> bool:
         """Whether q, k and v have biases; o never has one."""
         return self.kind.attention_bias
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head RoPE rotates, its first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def _rope_flags(self) -> list[int]:
         """Return 1 for each layer that has RoPE, and 0 for the others."""
@@ -150,6 +157,9 @@ class ModelConfig:
         scaling: dict[str, object] | None = None
         if self.rope_scaling is not None:
             scaling = {"rope_type": "llama3", **asdict(self.rope_scaling)}
+        partial: dict[str, object] = {}
+        if self.partial_rotary_factor != 1:
+            partial = {"partial_rotary_factor": self.partial_rotary_factor}
         return {
             "architectures": [self.kind.hf_class],
             "model_type": self.family,
@@ -158,9 +168,11 @@ class ModelConfig:
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             **({} if scaling is None else {"rope_scaling": scaling}),
+            **partial,
             "rope_parameters": {
                 "rope_theta": self.rope_theta,
                 **(scaling or {"rope_type": "default"}),
+                **partial,
             },
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_dropout": 0.0,
@@ -268,7 +280,11 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
         if wanted or raw.get(key) is not None:
             _take(raw, key, int, values, problems)
     _take(raw, "rms_norm_eps", float, values, problems)
-    _take(_with_rope_theta(raw, problems), "rope_theta", float, values, problems)
+    _take(_from_rope(raw, "rope_theta", problems), "rope_theta", float, values, problems)
+    if family is not None and family.partial_rotary:
+        raw = _from_rope(raw, "partial_rotary_factor", problems)
+        if raw.get("partial_rotary_factor") is not None:
+            _take(raw, "partial_rotary_factor", float, values, problems)
     if family is not None and family.stretches:
         _take_rope_scaling(raw, values, problems)
     if family is not None and family.sliding_window and raw.get("sliding_window", 0) is not None:
@@ -329,17 +345,17 @@ def _token_ids(raw: Mapping[str, object], key: str, problems: list[str]) -> tupl
     return ()
 
 
-def _with_rope_theta(raw: Mapping[str, object], problems: list[str]) -> Mapping[str, object]:
-    """Return `raw` with the RoPE base under `rope_theta`, whichever spelling the file has."""
+def _from_rope(raw: Mapping[str, object], key: str, problems: list[str]) -> Mapping[str, object]:
+    """Return `raw` with a RoPE setting under `key`, whichever spelling the file has."""
     nested = raw.get("rope_parameters")
-    if not isinstance(nested, Mapping) or "rope_theta" not in nested:
+    if not isinstance(nested, Mapping) or key not in nested:
         return raw
-    if "rope_theta" in raw and raw["rope_theta"] != nested["rope_theta"]:
+    if key in raw and raw[key] != nested[key]:
         problems.append(
-            "rope_theta: expected the value of rope_parameters.rope_theta, "
-            f"{nested['rope_theta']!r:.80}, found {raw['rope_theta']!r:.80}"
+            f"{key}: expected the value of rope_parameters.{key}, "
+            f"{nested[key]!r:.80}, found {raw[key]!r:.80}"
         )
-    return {**raw, "rope_theta": nested["rope_theta"]}
+    return {**raw, key: nested[key]}
 
 
 def _family(raw: Mapping[str, object]) -> Family | None:
@@ -390,7 +406,8 @@ def _unsupported(raw: Mapping[str, object]) -> list[str]:
     only("model_type", raw.get("model_type"), *FAMILIES)
     only("hidden_act", raw.get("hidden_act", ACTIVATION), ACTIVATION)
     only("use_sliding_window", raw.get("use_sliding_window") or False, False)
-    only("attention_dropout", raw.get("attention_dropout") or 0.0, 0.0)
+    for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
+        only(key, raw.get(key) or 0.0, 0.0)
     only("quantization_config", raw.get("quantization_config"), None)
     # In other families, a bias on q, k and v comes with one on o.
     if family is not None:
@@ -406,7 +423,8 @@ def _unsupported(raw: Mapping[str, object]) -> list[str]:
         rope = raw.get(key)
         if isinstance(rope, Mapping):
             only(f"{key}.rope_type", _rope_type(rope), *rope_types)
-            only(f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+            if family is None or not family.partial_rotary or key == "rope_scaling":
+                only(f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
         else:
             only(key, rope, None)
     return problems
@@ -439,6 +457,18 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
     if good.get("head_dim", 0) % 2:
         # RoPE rotates pairs of numbers.
         problems.append(f"head_dim: expected an even number, found {good['head_dim']}")
+    share = values.get("partial_rotary_factor", 1.0)
+    assert isinstance(share, float)
+    if share != 1 and not (family is not None and family.partial_rotary):
+        problems.append(f"partial_rotary_factor: expected 1 for {name}, found {share!r:.80}")
+    elif not 0 < share <= 1:
+        problems.append(f"partial_rotary_factor: expected from 0 to 1, found {share!r:.80}")
+    elif share != 1 and (width := good.get("head_dim", 0)):
+        turned = int(width * share)
+        if turned % 2 or not turned:
+            problems.append(
+                f"partial_rotary_factor: expected an even share of {width} numbers, found {turned}"
+            )
     whole = "head_dim" not in good or (family is not None and family.whole_heads)
     if whole and heads and good.get("hidden_size", 0) % heads:
         problems.append(

@@ -15,7 +15,7 @@ These are all differences between the families: only Qwen2 has biases on q, k, v
 each head of q and k before RoPE, with one weight of length E for all heads; Llama may scale its low
 RoPE frequencies (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
 have no RoPE; OLMo 2 normalises what attention and mlp return instead of what they get, and q and k as a
-whole. o never has a bias.
+whole; Phi-3 may rotate only the first numbers of a head. o never has a bias.
 
 Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token
 attends to the earlier tokens of its own document and itself, by a mask or packed
@@ -51,7 +51,8 @@ from engine.models.attention import Packing, attend_packed, packing_of, position
 from engine.models.config import ModelConfig
 
 # Shapes: B rows, T tokens, D model width, V vocabulary, H query heads, K key/value heads,
-# E width of one head, R = E/2 its pairs, X = B with documents and 1 without, S slots of a cache
+# E width of one head, R pairs of it that RoPE rotates (mostly E/2), X = B with documents and 1 without,
+# S slots of a cache
 
 INIT_STD = 0.02
 
@@ -128,11 +129,13 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + E/2]) by its angle."""
-    left, right = x_BTHE.chunk(2, dim=-1)
-    return torch.cat(
-        (left * cos_XT1R - right * sin_XT1R, right * cos_XT1R + left * sin_XT1R), dim=-1
-    )
+    """Rotate each pair (x[i], x[i + R]) of the first 2 R numbers of a head by its angle."""
+    width = 2 * cos_XT1R.shape[-1]
+    left, right = x_BTHE[..., :width].chunk(2, dim=-1)
+    parts = [left * cos_XT1R - right * sin_XT1R, right * cos_XT1R + left * sin_XT1R]
+    if width < x_BTHE.shape[-1]:
+        parts.append(x_BTHE[..., width:])
+    return torch.cat(parts, dim=-1)
 
 
 def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask_B1TT: Tensor | None) -> Tensor:
@@ -487,10 +490,11 @@ def _cos_sin(config: ModelConfig, position_XT: Tensor, dtype: torch.dtype) -> tu
 
 
 def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Return the RoPE frequency of each pair of a head, in radians per position, (R,) in fp32, by
+    """Return the RoPE frequency of each rotated pair of a head, in radians per position, (R,) in fp32, by
     the formulas of `engine.models.rope`. Nothing is copied from the host, which would synchronise.
     """
-    exponent_R = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    width = config.rotary_dim
+    exponent_R = torch.arange(0, width, 2, device=device).float() / width
     frequency_R = 1.0 / config.rope_theta**exponent_R
     scaling = config.rope_scaling
     if scaling is None:

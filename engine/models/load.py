@@ -57,8 +57,10 @@ from engine.models.names import (
     check_fits,
     embedding_and_head,
     hf_names,
-    names_for,
+    joined,
     neighbours_turn,
+    parts,
+    rows_of,
     turned_heads,
     unpermute_rows,
 )
@@ -136,8 +138,11 @@ def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
     check_fits(config, weights, weights.path, convention)
     permuted = neighbours_turn(config, convention, weights.metadata, weights.path)
     check_tied(config, weights)
-    for ours, name in names_for(convention, config).items():
-        source = weights.get(name)
+    held, whole = "", None
+    for ours, name, shape, first in parts(config, convention):
+        if name != held or whole is None:
+            held, whole = name, weights.get(name)
+        source = rows_of(whole, first, shape[0])
         if permuted and (heads := turned_heads(config, ours)):
             source = unpermute_rows(source, heads)
         yield ours, name, source
@@ -304,7 +309,7 @@ def save_decoder(
         # transformers refuses a file that does not state the framework of its tensors.
         write_safetensors(
             partial / SINGLE_FILE,
-            {hf: state[ours] for ours, hf in names.items()},
+            dict(joined(names, ((ours, state[ours]) for ours in names))),
             {"format": "pt"},
             dtype=dtype,
         )

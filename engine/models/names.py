@@ -8,15 +8,19 @@ its reader rotates adjacent elements x[2i], x[2i + 1] where ours rotates halves 
 `permute_rows` and `unpermute_rows` convert between the two orders; whole rows move, so quantised
 blocks stay unchanged.
 
+Several of our tensors may be one tensor of a file, one below the other (`Part`); readers cut it and
+writers stack it (`joined`), again by whole rows.
+
 Covered: presence, shape and dtype of each tensor. Values (NaN, an `lm_head` that differs from a
 tied embedding) are checked where they are read, in `engine.models.load`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from engine.errors import WeightsError
 from engine.model_families import (
@@ -51,9 +55,22 @@ TOGETHER = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"
 """Matrices of one layer that have the same input."""
 
 
+class Part(NamedTuple):
+    """Where one of our tensors is in a file."""
+
+    ours: str
+    name: str
+    shape: tuple[int, ...]
+    """Of our tensor."""
+    first: int
+    """Its first row in the file's tensor."""
+
+
 def names_for(convention: str, config: ModelConfig) -> dict[str, str]:
-    """Return our name -> name by `convention` of every tensor, in the order of the forward pass."""
-    return {ours: name for ours, name, _ in _rows(config, convention)}
+    """Return our name -> name by `convention` of every tensor, in the order of the forward pass. Names
+    of parts of one tensor are equal, and follow each other.
+    """
+    return {part.ours: part.name for part in parts(config, convention)}
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
@@ -65,7 +82,11 @@ def expected_tensors(config: ModelConfig, convention: str = "hf") -> dict[str, t
     """Return name by `convention` -> shape of every tensor that a file must have; a tied model has
     no head.
     """
-    return {name: shape for _, name, shape in _rows(config, convention)}
+    # A tensor's last part is the last to be seen, and ends where the tensor does.
+    return {
+        part.name: (part.first + part.shape[0], *part.shape[1:])
+        for part in parts(config, convention)
+    }
 
 
 def embedding_and_head(convention: str) -> tuple[str, str]:
@@ -180,6 +201,44 @@ def unpermute_rows(rows: Rows, heads: int) -> Rows:
     return _reordered(rows, heads, (-1, 2))
 
 
+def rows_of(whole: Rows, first: int, count: int) -> Rows:
+    """Return `count` rows of a tensor, as a view."""
+    from engine.quant.tensor import QuantTensor
+
+    if isinstance(whole, QuantTensor):
+        blocks = whole.blocks[first : first + count]
+        return replace(whole, blocks=blocks, shape=(count, *whole.shape[1:]))
+    return whole[first : first + count]
+
+
+def joined(
+    names: Mapping[str, str], tensors: Iterable[tuple[str, Rows]]
+) -> Iterator[tuple[str, Rows]]:
+    """Yield a file's name and tensor, from our names and tensors; `names` is of `names_for`, and parts
+    of one tensor follow each other. Quantised parts have one type.
+    """
+    missing, held = Counter(names.values()), list[Rows]()
+    for ours, tensor in tensors:
+        name = names[ours]
+        held.append(tensor)
+        missing[name] -= 1
+        if not missing[name]:
+            yield name, held[0] if len(held) == 1 else _stacked(held)
+            held = []
+
+
+def _stacked(tensors: Sequence[Any]) -> Any:
+    import torch
+
+    from engine.quant.tensor import QuantTensor
+
+    first = tensors[0]
+    if not isinstance(first, QuantTensor):
+        return torch.cat(list(tensors))
+    blocks = torch.cat([each.blocks for each in tensors])
+    return replace(first, blocks=blocks, shape=(len(blocks), *first.shape[1:]))
+
+
 def _reordered(rows: Rows, heads: int, grid: tuple[int, int]) -> Rows:
     """Read the rows of each head as a grid, and return them column by column."""
     from engine.quant.tensor import QuantTensor
@@ -190,18 +249,22 @@ def _reordered(rows: Rows, heads: int, grid: tuple[int, int]) -> Rows:
     return rows.reshape(heads, *grid, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _rows(config: ModelConfig, convention: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield our name, the convention's name and the shape of each tensor."""
+def parts(config: ModelConfig, convention: str) -> Iterator[Part]:
+    """Yield every tensor, in the order of the forward pass."""
 
     def spelled(row: TensorRow) -> tuple[str, str, tuple[int, ...]]:
         return row.ours, row.named(convention), shape_of(row, config)
 
     prefix = LAYERS.named(convention)
     present = [spelled(row) for row in layer_tensors(config.kind)]
-    yield spelled(EMBEDDING)
+    yield Part(*spelled(EMBEDDING), 0)
     for layer in range(config.num_hidden_layers):
+        rows: Counter[str] = Counter()
         for ours, name, shape in present:
-            yield f"{LAYERS.ours}.{layer}.{ours}", f"{prefix}.{layer}.{name}", shape
-    yield spelled(LAST_NORM)
+            yield Part(
+                f"{LAYERS.ours}.{layer}.{ours}", f"{prefix}.{layer}.{name}", shape, rows[name]
+            )
+            rows[name] += shape[0]
+    yield Part(*spelled(LAST_NORM), 0)
     if not config.tie_word_embeddings:
-        yield spelled(HEAD)
+        yield Part(*spelled(HEAD), 0)

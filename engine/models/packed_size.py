@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engine.errors import WeightsError
 from engine.formats.weights import TensorInfo, WeightFile
 from engine.models.config import ModelConfig
-from engine.models.names import TOGETHER, embedding_and_head, names_for
+from engine.models.names import TOGETHER, embedding_and_head, parts
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 
 SCRATCH_LIMIT_BYTES = 260 << 20
@@ -59,10 +59,9 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
     matrices = block_bytes = float_values = 0
     packed: dict[str, int] = {}
     layers = [[0, 0] for _ in range(config.num_hidden_layers)]
-    for ours, name in names_for(weights.convention, config).items():
-        info = weights.tensors[name]
-        kind = stays_packed(info)
-        count = math.prod(info.shape)
+    for ours, name, shape, _ in parts(config, weights.convention):
+        kind = stays_packed(weights.tensors[name])
+        count = math.prod(shape)
         place = ours.split(".")
         layer = layers[int(place[1])] if place[0] == "layers" else [0, 0]
         if kind is None:
@@ -71,8 +70,8 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
             continue
         matrices += 1
         group = group_rows(kind)
-        padded = math.ceil(info.shape[0] / group) * group
-        size = padded * math.prod(info.shape[1:]) // kind.block_size * kind.block_bytes
+        padded = math.ceil(shape[0] / group) * group
+        size = padded * math.prod(shape[1:]) // kind.block_size * kind.block_bytes
         block_bytes += size
         layer[0] += size
         if name not in ends:

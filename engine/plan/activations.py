@@ -15,7 +15,8 @@ Kept for the backward pass, per token and layer, in addition to the weights:
     norms behind (OLMo)  2 (p D + 4)            in place of the norm inputs above
     feed-forward         4 p F                  gate, silu(gate), up and silu(gate) * up
 
-and once: the last norm's input, r D + 4 per token; cosines and sines, p E per token; the mask, p B T T;
+and once: the last norm's input, r D + 4 per token; cosines and sines, p per token and number that RoPE rotates
+(E, or a part of it); the mask, p B T T;
 and under autocast a copy of each linear weight, p bytes per number.
 
 A CPU has no fused norm: it also keeps the normalised values, 4 bytes each, and the fp32 inputs of the q
@@ -69,7 +70,7 @@ class Forward:
         inputs = (c.num_hidden_layers + 1) * self.tokens * r * c.hidden_size
         return {
             "inputs of the layers": inputs + 4 * self.tokens,
-            "positions": self.tokens * (self.product_bytes * c.head_dim + 8),
+            "positions": self.tokens * (self.product_bytes * c.rotary_dim + 8),
             "masks": self.mask(),
         }
 
@@ -108,7 +109,7 @@ class Forward:
             "attention output": layers * p * query + self._logsumexp(),
             "head norms": layers * head_norms,
             "feed-forward": layers * (3 if self.compiled else 4) * p * c.intermediate_size,
-            "positions": self.tokens * (p * c.head_dim + 8),
+            "positions": self.tokens * (p * c.rotary_dim + 8),
             "masks": self._masks(),
             "weights as the products read them": self.cast_weights(),
         }
@@ -165,7 +166,7 @@ class Forward:
         widest = self.tokens * max(feed_forward, attention)
         # Two boolean masks, a byte per entry, while the additive mask is made.
         making = 0 if self.packed else 2 * self.rows * self.seq_len**2
-        return self.mask() + max(widest, making) + self.tokens * p * c.head_dim
+        return self.mask() + max(widest, making) + self.tokens * p * c.rotary_dim
 
 
 def _rounded_up(count: int, multiple: int) -> int:

@@ -30,5 +30,12 @@ CHANGES: dict[str, dict[str, object]] = {
         "sliding_window": 9,
     },
     "olmo2": {"num_attention_heads": 4, "rope_theta": 5e5},
+    # 18 of the 24 numbers of a head are rotated.
+    "phi3": {
+        "num_attention_heads": 4,
+        "head_dim": 24,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 11,
+    },
     "smollm3": {"num_attention_heads": 4, "rope_theta": 2e6, "layers_without_rope": (1,)},
 }

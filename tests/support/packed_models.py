@@ -13,7 +13,7 @@ from engine.formats.gguf_write import write_gguf
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
-from engine.models.names import names_for, permute_rows, turned_heads
+from engine.models.names import joined, names_for, permute_rows, turned_heads
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
@@ -56,7 +56,7 @@ def write(path: Path, decoder: Decoder, blocks: str, floats: str = "") -> Path:
     convention = path.suffix[1:]
     config = decoder.config
     names = names_for(convention, config)
-    tensors: list[tuple[str, Tensor | QuantTensor]] = []
+    parts: list[tuple[str, Tensor | QuantTensor]] = []
     permuted = config.kind.turns_neighbours
     for ours, tensor in decoder.state_dict().items():
         found: Tensor | QuantTensor = tensor
@@ -65,7 +65,8 @@ def write(path: Path, decoder: Decoder, blocks: str, floats: str = "") -> Path:
             found = quantize(tensor, BLOCK_TYPES[blocks], effort=0)
         if permuted and (heads := turned_heads(config, ours)):
             found = permute_rows(found, heads)
-        tensors.append((names[ours], found))
+        parts.append((ours, found))
+    tensors = joined(names, parts)
     if convention == "gguf":
         write_gguf(path, config=config.to_hf_dict(), tensors=tensors)
     else:

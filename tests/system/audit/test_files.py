@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "olmo2": {"tie_word_embeddings": False},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
     "mistral": {"head_dim": 24, "sliding_window": 200},
+    "phi3": {"partial_rotary_factor": 0.75, "sliding_window": None, "tie_word_embeddings": False},
 }
 
 

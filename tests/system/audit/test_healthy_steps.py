@@ -82,7 +82,18 @@ FAMILIES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "phi3": {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "head_dim": 16,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 20,
+    },
 }
+OF_OTHER_FAMILIES = [
+    Healthy(2, 3, 48, 0.3, 2.0, "forward_kl", "code", 1, True, False, "fp32", "phi3"),
+    Healthy(1, 3, 48, 0.3, 2.0, "reverse_kl", "languages", 1, False, True, "bf16", "phi3"),
+]
 LINES = (
     "Сегодня снег идёт с утра, и дети лепят бабу номер {n}.",
     "今日は朝から雪が降り、子供たちは{n}番目の雪だるまを作る。",
@@ -223,8 +234,11 @@ def test_every_pair_of_settings_occurs_in_a_healthy_run() -> None:
     assert missing == {(1, 8, 2, 2048)}
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("healthy", HEALTHY, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize(
+    "healthy",
+    [*(pytest.param(row, marks=pytest.mark.soak) for row in HEALTHY), *OF_OTHER_FAMILIES],
+    ids=lambda row: "-".join(map(str, row)),
+)
 def test_no_stage_fails_on_a_healthy_run(
     texts: Callable[[str], Path], healthy: Healthy, tmp_path: Path
 ) -> None:

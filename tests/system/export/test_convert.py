@@ -171,7 +171,7 @@ def test_logits_are_those_of_the_dequantised_weights_everywhere(
     ("family", "tied"),
     [
         pytest.param(family, tied, marks=() if tied == (family == "qwen2") else pytest.mark.soak)
-        for family in FAMILIES
+        for family in (*FAMILIES, "phi3")
         for tied in (False, True)
     ],
 )
@@ -304,6 +304,33 @@ def test_norms_behind_travel_in_a_gguf(kit: Kit, tmp_path: Path) -> None:
     assert held(back.target) == held(source)
     assert config_of(open_weights(back.target)) == config_of(open_weights(source))
     assert torch.equal(logits(there.target), logits(source))
+
+
+def test_parts_of_one_tensor_travel_together(kit: Kit, tmp_path: Path) -> None:
+    config = replace(make_config("phi3"), partial_rotary_factor=0.75, sliding_window=None)
+    source = save(kit, tmp_path / "source", config)
+    there = convert(source, tmp_path / "model.gguf", "f32")
+    with open_weights(there.target) as weights:
+        assert weights.metadata["general.architecture"] == "phi3"
+        assert weights.metadata["phi3.rope.dimension_count"] == 24
+        assert weights.tensors["blk.1.attn_qkv.weight"].shape == (256 + 2 * 64, 256)
+        assert config_of(weights) == config
+    back = convert(there.target, tmp_path / "back", "f32")
+    assert held(back.target) == held(source)
+    assert torch.equal(logits(there.target), logits(source))
+    first = convert(source, tmp_path / "first.gguf", "q4_k_m")
+    with open_weights(first.target) as weights:
+        # As llama.cpp has it: of one tensor, v alone cannot have more bits.
+        assert weights.tensors["blk.0.attn_qkv.weight"].dtype == "Q5_K"
+        assert weights.tensors["blk.0.ffn_up.weight"].dtype == "Q4_K"
+    again = convert(first.target, tmp_path / "again.gguf", "q4_k_m")
+    assert (again.cast, again.quantized) == (0, 0)
+    assert held(again.target) == held(first.target)
+    plain = convert(first.target, tmp_path / "plain", "f32")
+    assert torch.equal(logits(first.target), logits(plain.target))
+    short = save(kit, tmp_path / "short", replace(config, sliding_window=16))
+    with pytest.raises(WeightsError, match="expected a sliding_window of null or at least 128"):
+        convert(short, tmp_path / "short.gguf", "f32")
 
 
 def test_a_gguf_with_a_window_is_a_mistral(tmp_path: Path) -> None:

@@ -153,6 +153,36 @@ MISTRAL_7B: dict[str, object] = {
 }
 
 
+PHI3_MINI: dict[str, object] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
+
+
 def without(raw: Mapping[str, object], **changes: object) -> dict[str, object]:
     """`raw` with some values changed; the value `...` removes its key."""
     return {key: value for key, value in {**raw, **changes}.items() if value is not ...}
@@ -193,6 +223,25 @@ def test_parameter_counts_are_those_of_the_published_models() -> None:
     mistral = ModelConfig.from_dict(MISTRAL_7B, "Mistral-7B-v0.1")
     assert count_parameters(mistral) == 7_241_732_096
     assert (mistral.sliding_window, mistral.head_dim) == (4096, 128)
+    phi3 = ModelConfig.from_dict(PHI3_MINI, "Phi-3-mini-4k")
+    assert count_parameters(phi3) == 3_821_079_552
+    assert (phi3.sliding_window, phi3.head_dim, phi3.rotary_dim) == (2047, 96, 96)
+    phi4 = ModelConfig.from_dict(
+        without(
+            PHI3_MINI,
+            hidden_size=5120,
+            intermediate_size=17920,
+            num_attention_heads=40,
+            num_hidden_layers=40,
+            num_key_value_heads=10,
+            rope_theta=250000,
+            sliding_window=None,
+            vocab_size=100352,
+            eos_token_id=100265,
+        ),
+        "phi-4",
+    )
+    assert count_parameters(phi4) == 14_659_507_200
 
 
 @pytest.mark.parametrize(
@@ -283,6 +332,28 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (MISTRAL_7B, {"sliding_window": ...}, "sliding_window: expected a value, found none"),
         (MISTRAL_7B, {"sliding_window": 0}, "sliding_window: expected from 1 to"),
         (MISTRAL_7B, {"sliding_window": "4096"}, "sliding_window: expected an integer, found"),
+        (
+            PHI3_MINI,
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "rope_scaling.rope_type: expected 'default' (all that is supported), found 'longrope'",
+        ),
+        (PHI3_MINI, {"resid_pdrop": 0.1}, "resid_pdrop: expected 0.0 (all that is supported)"),
+        (
+            PHI3_MINI,
+            {"partial_rotary_factor": 0.29},
+            "partial_rotary_factor: expected an even share of 96 numbers, found 27",
+        ),
+        (PHI3_MINI, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected from 0 to 1"),
+        (PHI3_MINI, {"partial_rotary_factor": "1"}, "partial_rotary_factor: expected a number, f"),
+        (
+            PHI3_MINI,
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            },
+            "partial_rotary_factor: expected the value of rope_parameters.partial_rotary_factor",
+        ),
+        (PHI3_MINI, {"sliding_window": ...}, "sliding_window: expected a value, found none"),
         (MISTRAL_7B, {"rope_scaling": SCALING}, "rope_scaling.rope_type: expected 'default' (all"),
         (LLAMA32_1B, {"attention_bias": True}, "attention_bias: expected False (all"),
         (LLAMA32_1B, {"mlp_bias": True}, "mlp_bias: expected False (all"),
@@ -374,11 +445,21 @@ def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
         replace(llama, family="gpt2", rope_scaling=None)
     with pytest.raises(WeightsError, match="sliding_window: expected None for llama, found 16"):
         replace(llama, sliding_window=16)
+    with pytest.raises(WeightsError, match="partial_rotary_factor: expected 1 for llama"):
+        replace(llama, partial_rotary_factor=0.5)
 
 
 @pytest.mark.parametrize(
     "raw",
-    [QWEN_05B, QWEN3_06B, LLAMA32_1B, MISTRAL_7B, SMOLLM3_3B],
+    [
+        QWEN_05B,
+        QWEN3_06B,
+        LLAMA32_1B,
+        MISTRAL_7B,
+        SMOLLM3_3B,
+        PHI3_MINI,
+        {**PHI3_MINI, "partial_rotary_factor": 0.75},
+    ],
     ids=lambda raw: raw["model_type"],
 )
 def test_transformers_reads_what_is_written_as_it_reads_the_published_file(

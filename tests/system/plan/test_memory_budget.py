@@ -83,6 +83,7 @@ SHAPES = [
     config(family="llama"),
     config(family="olmo2"),
     config(family="mistral", sliding_window=40),
+    config(family="phi3", partial_rotary_factor=0.75, sliding_window=40),
     config(family="qwen3"),
     config(family="qwen3", head_dim=32, shared=4),
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.models import decoder as subject
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, dense_linear
 from engine.models.load import new_decoder
-from engine.models.names import hf_names
+from engine.models.names import hf_names, joined, parts
 from engine.models.rope import RopeScaling, divisors
 from tests.support.families import CHANGES
 
@@ -53,8 +54,8 @@ def of_family(family: str, **changes: object) -> dict[str, object]:
 
 
 OF_FAMILIES = [of_family(family) for family in FAMILIES]
-QWEN3, LLAMA31, MISTRAL, SMOLLM3, OLMO2 = map(
-    of_family, ("qwen3", "llama", "mistral", "smollm3", "olmo2")
+QWEN3, LLAMA31, MISTRAL, SMOLLM3, OLMO2, PHI3 = map(
+    of_family, ("qwen3", "llama", "mistral", "smollm3", "olmo2", "phi3")
 )
 LLAMA: dict[str, object] = {"family": "llama", "rms_norm_eps": 1e-5}
 
@@ -82,12 +83,16 @@ def reference(decoder: Decoder) -> Any:
     config = transformers.AutoConfig.for_model(**raw)
     theirs: Any = getattr(transformers, raw["architectures"][0])(config)
     theirs.eval()
-    names = hf_names(decoder.config)
-    state = {names[name]: tensor for name, tensor in decoder.state_dict().items()}
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    missing, unexpected = theirs.load_state_dict(in_theirs(decoder.state_dict(), decoder), False)
     assert unexpected == []
     assert missing == (["lm_head.weight"] if decoder.config.tie_word_embeddings else [])
     return theirs
+
+
+def in_theirs(tensors: Mapping[str, Tensor], decoder: Decoder) -> dict[str, Tensor]:
+    """The same tensors as transformers' class has them."""
+    names = hf_names(decoder.config)
+    return dict(joined(names, ((ours, tensors[ours]) for ours in names)))
 
 
 def random_tokens(config: ModelConfig, rows: int, length: int) -> Tensor:
@@ -147,6 +152,10 @@ def test_logits_equal_transformers(changes: dict[str, object], length: int) -> N
         of_family("olmo2"),
         of_family("olmo2", num_attention_heads=2, num_key_value_heads=1, head_dim=10),
         of_family("olmo2", tie_word_embeddings=True, num_key_value_heads=4),
+        of_family("phi3"),
+        of_family("phi3", tie_word_embeddings=True, sliding_window=None),
+        of_family("phi3", num_attention_heads=5, num_key_value_heads=5, head_dim=14),
+        of_family("phi3", partial_rotary_factor=1.0, num_key_value_heads=1, intermediate_size=7),
         of_family("smollm3"),
         of_family("smollm3", tie_word_embeddings=True, layers_without_rope=(0, 2)),
         of_family("smollm3", num_attention_heads=5, num_key_value_heads=5, head_dim=18),
@@ -247,6 +256,10 @@ def norm_after_turning(
         (QWEN3, "bias added"),
         (MISTRAL, "no window"),
         (MISTRAL, "a window of one more"),
+        (PHI3, "no window"),
+        (PHI3, "RoPE on all of a head"),
+        (PHI3, "RoPE on the last numbers"),
+        (PHI3, "gate and up exchanged"),
         (SMOLLM3, "RoPE in every layer"),
         (OLMO2, "norm of each head"),
         (OLMO2, "no k norm"),
@@ -281,7 +294,14 @@ def test_the_comparison_catches_another_family(
     elif "window" in bug:
         more = None if bug == "no window" else 10
         decoder.config = dataclasses.replace(decoder.config, sliding_window=more)
+    elif bug == "RoPE on all of a head":
+        decoder.config = dataclasses.replace(decoder.config, partial_rotary_factor=1.0)
+    elif bug == "RoPE on the last numbers":
+        first = subject.rotate
+        monkeypatch.setattr(subject, "rotate", lambda x, *angles: first(x.flip(-1), *angles))
     for module in decoder.modules():
+        if isinstance(module, subject.FeedForward) and bug == "gate and up exchanged":
+            module.gate, module.up = module.up, module.gate
         if isinstance(module, subject.Layer) and bug == "no norm behind mlp":
             module.mlp_out_norm = None
         if not isinstance(module, subject.Attention):
@@ -390,9 +410,11 @@ def test_gradients_equal_transformers(changes: dict[str, object]) -> None:
     tokens_BT = random_tokens(decoder.config, 2, 37)
     for model in (decoder(tokens_BT), theirs(tokens_BT).logits):
         model.logsumexp(-1).mean().backward()
+    names = hf_names(decoder.config)
+    gradients = {ours: decoder.get_parameter(ours).grad for ours in names}
     expected = dict(theirs.named_parameters())
-    for ours, hf in hf_names(decoder.config).items():
-        found, wanted = decoder.get_parameter(ours).grad, expected[hf].grad
+    for ours, hf, shape, first in parts(decoder.config, "hf"):
+        found, wanted = gradients[ours], expected[hf].grad[first : first + shape[0]]
         gap = float((found - wanted).abs().max() / wanted.abs().max())
         # What a key's bias adds is the same for all keys of a query: its gradient is rounding.
         assert gap <= TOLERANCE or ours.endswith("k.bias"), f"{ours}: {gap:.2e}"

@@ -20,6 +20,7 @@ from engine.models.names import (
     check_fits,
     expected_tensors,
     hf_names,
+    joined,
     names_for,
     neighbours_turn,
     permute_rows,
@@ -79,7 +80,8 @@ def test_names_and_shapes_are_those_of_transformers(tied: bool, family: str) -> 
         del theirs["lm_head.weight"]  # the embedding under a second name
     assert expected_tensors(config) == {name: tuple(t.shape) for name, t in theirs.items()}
     names = hf_names(config)
-    assert {names[name]: tuple(t.shape) for name, t in ours.items()} == expected_tensors(config)
+    found = joined(names, ((name, ours[name]) for name in names))
+    assert {name: tuple(t.shape) for name, t in found} == expected_tensors(config)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
