@@ -30,7 +30,7 @@ from engine.bench.rows import BenchRow, Timing
 from engine.bench.timing import captured, time_arms
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
-from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, PACKED
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
@@ -137,7 +137,7 @@ def dequantise_rows(device: torch.device, shape: StackShape, *, rounds: int = 15
     out_NK = torch.empty(count, columns, dtype=dtype, device=device)
     weights = {
         name: _random_packed(name, count, columns, device)
-        for name in LAYOUTS
+        for name in PACKED
         if columns % BLOCK_TYPES[name].block_size == 0
     }
     arms: dict[str, Callable[[], object]] = {

@@ -17,7 +17,8 @@ be loaded even if only one of its layers fits in memory as floats. `load_packed_
 frozen decoder whose matrices stay in the quantised blocks of their file:
 
     matrices in blocks              PackedLinear or PackedEmbedding: the blocks, on the device
-    floats, and vectors in blocks   the layer itself, frozen, with dense values of `dtype`
+    floats, vectors in blocks, and  the layer itself, frozen, with dense values of `dtype`
+    blocks that are not packed
 
 It loads tensor by tensor: blocks are copied unchanged, their rows are reordered if the convention
 requires it (`permute_rows`: only whole rows move), and they are packed on the device. No weight
@@ -65,7 +66,7 @@ from engine.models.names import (
     unpermute_rows,
 )
 from engine.models.packed import PackedEmbedding, PackedLinear, reserve
-from engine.models.packed_size import packed_size, without_blocks
+from engine.models.packed_size import packed_size, stays_packed, without_blocks
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
 from engine.signals import partial_output
@@ -223,15 +224,16 @@ def load_packed_decoder(
     with opened(source) as weights:
         config = config_of(weights)
         check_fits(config, weights, weights.path, weights.convention)
-        if not packed_size(config, weights).matrices:
-            raise without_blocks(weights.path)
+        size = packed_size(config, weights)
+        if not size.matrices:
+            raise without_blocks(weights.path, size.unpacked)
         with torch.device("meta"):
             decoder = Decoder(config).to(dtype)
         decoder.eval()
         scratch = Scratch(torch.device(device), dtype)
         problems: list[str] = []
         for ours, name, tensor in announcing(decoder, sources(weights, config), loaded):
-            if isinstance(tensor, QuantTensor) and len(tensor.shape) == 2:
+            if isinstance(tensor, QuantTensor) and stays_packed(weights.tensors[name]):
                 on_device = tensor.to(device)
                 problems.extend(_non_finite_blocks(name, on_device))
                 _replace(decoder, ours.removesuffix(".weight"), pack(on_device), scratch, kernel)

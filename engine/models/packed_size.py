@@ -9,12 +9,13 @@ input.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import WeightsError
 from engine.formats.weights import TensorInfo, WeightFile
 from engine.models.config import ModelConfig
-from engine.models.names import TOGETHER, embedding_and_head, parts
+from engine.models.names import FLOAT_DTYPES, TOGETHER, embedding_and_head, parts
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 
 SCRATCH_LIMIT_BYTES = 260 << 20
@@ -29,6 +30,8 @@ class PackedSize:
 
     matrices: int
     """Number of matrices that stay in blocks; if 0, there is nothing to pack."""
+    unpacked: tuple[str, ...]
+    """The block types of the matrices that become floats, each once."""
     block_bytes: int
     float_values: int
     """Number of values that become floats."""
@@ -58,13 +61,17 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
     ends = embedding_and_head(weights.convention)
     matrices = block_bytes = float_values = 0
     packed: dict[str, int] = {}
+    unpacked: dict[str, None] = {}
     layers = [[0, 0] for _ in range(config.num_hidden_layers)]
     for ours, name, shape, _ in parts(config, weights.convention):
-        kind = stays_packed(weights.tensors[name])
+        info = weights.tensors[name]
+        kind = stays_packed(info)
         count = math.prod(shape)
         place = ours.split(".")
         layer = layers[int(place[1])] if place[0] == "layers" else [0, 0]
         if kind is None:
+            if len(info.shape) == 2 and info.dtype not in FLOAT_DTYPES:
+                unpacked[info.dtype] = None
             float_values += count
             layer[1] += count
             continue
@@ -85,6 +92,7 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
     together = [sum(map(packed.__getitem__, one)) for one in groups if packed.keys() >= {*one}]
     return PackedSize(
         matrices=matrices,
+        unpacked=tuple(unpacked),
         block_bytes=block_bytes,
         float_values=float_values,
         layers=tuple((blocks, floats) for blocks, floats in layers),
@@ -93,22 +101,25 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
 
 
 def stays_packed(info: TensorInfo) -> BlockType | None:
-    """Return the block type that a tensor keeps. None if it becomes floats: a vector, or rows that
-    are padded to whole blocks, as an .apr may have them.
+    """Return the block type that a tensor keeps. None if it becomes floats: a vector, a type that
+    is not packed, or rows that are padded to whole blocks, as an .apr may have them.
     """
     kind = BLOCK_TYPES.get(info.dtype)
-    if kind is None or kind.block_size == 1 or len(info.shape) != 2:
+    if kind is None or not kind.is_packed or len(info.shape) != 2:
         return None
     return kind if info.shape[1] % kind.block_size == 0 else None
 
 
-def without_blocks(where: object) -> WeightsError:
-    """Return the error for a file without a block-quantised matrix."""
+def without_blocks(where: object, unpacked: Sequence[str] = ()) -> WeightsError:
+    """Return the error for a file without a matrix that can stay in blocks; `unpacked` are the
+    block types that it has.
+    """
+    found = f"{' and '.join(unpacked)}, which become floats" if unpacked else "floats alone"
     return WeightsError.expected(
         "quantized teacher",
         where,
         "a GGUF or .apr file with matrices in blocks",
-        "floats alone",
+        found,
         hint="`engine convert TEACHER teacher.gguf --quant q4_k_m` makes one, and "
         "teacher.backend=dequantized runs this one",
     )

@@ -235,12 +235,15 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
             _check_not_teacher(spec, teacher, student)
     packed = spec.teacher.backend == "quantized"
     if packed and teacher_size is not None and not teacher_size.matrices:
-        raise without_blocks(spec.teacher.path)
+        raise without_blocks(spec.teacher.path, teacher_size.unpacked)
     tokenizers = _tokenizers(spec)
     tokenizer = _first(tokenizers, spec)
     if not spec.has_teacher:
         tokenizers.pop("teacher", None)
     notes = check_vocabularies(tokenizers, student.vocab_size)
+    if packed and teacher_size is not None and teacher_size.unpacked:
+        types = " and ".join(teacher_size.unpacked)
+        notes = (*notes, f"teacher.backend=quantized: matrices in {types} become floats")
     tokenizer.fits(student.vocab_size, f"student {spec.student.path or spec.student.config}")
     for whose, config in (("student", student), ("teacher", teacher)):
         if config is not None and spec.data.seq_len > config.max_position_embeddings:

@@ -7,40 +7,54 @@ type; all other code reads it:
     its number in a GGUF file, whether an .apr has it, its sizes    readers, writers, `engine.export`
     the byte layout (`Layout`)                                      `reference.py`: bytes to values
                                                                     `planes.py`: order on a device
-    candidate ranges, largest value                                 `quantize.py`: values to bytes
+    candidate ranges, largest value                                 `quantize.py`: values to bytes,
+                                                                    for types that have them
     the type that replaces it if rows are too short                 `fallback`
     expected error of a model quantised with it                     the gate, `engine publish --verify`
 
 The value of a code q:
 
-    name   id  values  bytes  bits/weight  a value is
-    F32     0     1      4      32          itself
-    F16     1     1      2      16          itself
-    Q4_0    2    32     18       4.5        d (q - 8)
-    Q5_0    6    32     22       5.5        d (q - 16)
-    Q5_1    7    32     24       6          d q + m
-    Q8_0    8    32     34       8.5        d q                 q signed
-    Q4_K   12   256    144       4.5        d sc q - dmin mn    sc, mn: 6 bits for each 32 values
-    Q5_K   13   256    176       5.5        d sc q - dmin mn    as Q4_K, q of 5 bits
-    Q6_K   14   256    210       6.5625     d sc (q - 32)       sc: int8 for each 16 values
-    BF16   30     1      2      16          itself
+    name    id  values  bytes  bits/weight  a value is
+    F32      0     1      4      32          itself
+    F16      1     1      2      16          itself
+    Q4_0     2    32     18       4.5        d (q - 8)
+    Q4_1     3    32     20       5          d q + m
+    Q5_0     6    32     22       5.5        d (q - 16)
+    Q5_1     7    32     24       6          d q + m
+    Q8_0     8    32     34       8.5        d q                 q signed
+    Q2_K    10   256     84       2.625      d sc q - dmin mn    sc, mn: 4 bits for each 16 values
+    Q3_K    11   256    110       3.4375     d (sc - 32)(q - 4)  sc: 6 bits for each 16 values
+    Q4_K    12   256    144       4.5        d sc q - dmin mn    sc, mn: 6 bits for each 32 values
+    Q5_K    13   256    176       5.5        d sc q - dmin mn    as Q4_K, q of 5 bits
+    Q6_K    14   256    210       6.5625     d sc (q - 32)       sc: int8 for each 16 values
+    IQ4_NL  20    32     18       4.5        d book[q]
+    IQ4_XS  23   256    136       4.25       d (sc - 32) book[q] sc: 6 bits for each 32 values
+    BF16    30     1      2      16          itself
+    MXFP4   39    32     17       4.25       d book[q]           d: a power of two
 
 The bytes of its parts:
 
-    type   d        second   scales          low bits           high bits
-    Q4_0     0..1                              2..17   16 x 4
-    Q5_0     0..1                              6..21   16 x 4     2..5      1 x 1
-    Q5_1     0..1     m 2..3                   8..23   16 x 4     4..7      1 x 1
-    Q8_0     0..1                              2..33   int8
-    Q4_K     0..1     dmin 2..3   4..15        16..143 32 x 4
-    Q5_K     0..1     dmin 2..3   4..15        48..175 32 x 4     16..47   32 x 1
-    Q6_K   208..209            192..207 int8    0..127 64 x 4    128..191  32 x 2
+    type     d        second     scales                       low bits           high bits
+    Q4_0       0..1                                             2..17   16 x 4
+    Q4_1       0..1     m 2..3                                  4..19   16 x 4
+    Q5_0       0..1                                             6..21   16 x 4     2..5      1 x 1
+    Q5_1       0..1     m 2..3                                  8..23   16 x 4     4..7      1 x 1
+    Q8_0       0..1                                             2..33   int8
+    Q2_K      80..81    dmin 82..83   0..15 16 x 4             16..79   32 x 2
+    Q3_K     108..109               96..103 8 x 4, 104..107 4 x 2  32..95 32 x 2   0..31    32 x 1
+    Q4_K       0..1     dmin 2..3     4..15                    16..143  32 x 4
+    Q5_K       0..1     dmin 2..3     4..15                    48..175  32 x 4    16..47    32 x 1
+    Q6_K     208..209               192..207 int8               0..127  64 x 4   128..191   32 x 2
+    IQ4_NL     0..1                                             2..17   16 x 4
+    IQ4_XS     0..1                 4..7 1 x 4, 2..3 1 x 2      8..135  16 x 4
+    MXFP4      0                                                1..16   16 x 4
 
-d, m and dmin are little-endian fp16. `R x W` is a run of R bytes in which each byte holds 8 / W
-values of W bits: the first R values are the lowest W bits of the R bytes, the next R values are the
-next W bits, and so on. So `32 x 4` is 32 low nibbles, then the 32 high nibbles of the same bytes,
-and `1 x 1` is the bits of a little-endian integer in order. A code is its low bits plus its high
-bits shifted left by 4.
+d, m and dmin are little-endian fp16; the d of MXFP4 is a byte e that means 2^(e - 128). `R x W` is
+a run of R bytes in which each byte holds 8 / W values of W bits: the first R values are the lowest
+W bits of the R bytes, the next R values are the next W bits, and so on. So `32 x 4` is 32 low
+nibbles, then the 32 high nibbles of the same bytes, and `1 x 1` is the bits of a little-endian
+integer in order. A code is its low bits plus its high bits shifted left by the width of the low
+ones, and so is a scale of two parts. Where a type has scales and minima, the scales come first.
 
 The module holds only numbers and does not import torch, so that a file can be listed and its sizes
 checked without torch.
@@ -73,22 +87,32 @@ class Layout:
     """The position of each part of a block."""
 
     d: int
+    d_bits: int = 16
+    """16 for a d in fp16; 8 for an exponent e, d being 2^(e - 128)."""
     second: int | None = None
-    """Byte offset of dmin (types of 256) or m (Q5_1)."""
-    scales: tuple[int, int] | None = None
-    """Byte offset and length of the scales of sub-blocks."""
+    """Byte offset of dmin (types of 256) or m (Q4_1, Q5_1)."""
+    scales: Bits | None = None
+    """The scales of sub-blocks, then their minima if there is a `second`. Eight bits are signed;
+    six are packed as in `engine.quant.reference`.
+    """
+    scales_high: Bits | None = None
+    """The top two bits of 6-bit scales whose low bits are nibbles."""
+    scale_zero: int = 0
+    """The stored scale that means 0."""
     sub_block: int = 32
     """Number of values that share a scale."""
     low: Bits
     high: Bits | None = None
     zero: int = 0
     """The code of the value 0, in types without a minimum."""
-    levels: int
-    """Codes run from 0 to this one; those of Q8_0 from -128."""
-    steps: tuple[float, float]
+    codebook: tuple[int, ...] | None = None
+    """The number that each code stands for, if not the code itself."""
+    levels: int = 0
+    """Codes run from 0 to this one; those of Q8_0 from -128. Only for types that are written."""
+    steps: tuple[float, float] = (0.0, 0.0)
     """The fewest and the most extra steps of the candidate ranges in quantisation: the range of the
     values is divided into this many steps more than there are levels. Fewer steps are wider and
-    clip nothing. The numbers were found by measurement.
+    clip nothing. The numbers were found by measurement. Only for types that are written.
     """
 
 
@@ -125,8 +149,9 @@ class BlockType:
     file_type: int = field(compare=False, repr=False)
     """llama.cpp's file type for a GGUF file that has most of its weights in this type."""
     in_apr: bool = field(default=False, compare=False, repr=False)
-    largest: float = field(compare=False, repr=False)
+    largest: float | None = field(default=None, compare=False, repr=False)
     """The largest magnitude that can be stored whatever its sign, with every scale at its maximum.
+    None for a type that is only read: nothing is quantised to it.
     """
     layout: Layout | None = field(default=None, compare=False, repr=False)
     """None for the float types."""
@@ -144,6 +169,13 @@ class BlockType:
         return self.layout
 
     @property
+    def is_packed(self) -> bool:
+        """Whether a matrix of this type can stay in its blocks on a device (`planes.py`). One of
+        another type becomes floats when it is loaded.
+        """
+        return self.layout is not None and self.largest is not None
+
+    @property
     def bits_per_weight(self) -> float:
         return 8 * self.block_bytes / self.block_size
 
@@ -151,6 +183,10 @@ class BlockType:
 # torch's constants, copied because this module does not import torch.
 _FLOAT32_MAX = 3.4028234663852886e38
 _BFLOAT16_MAX = 3.3895313892515355e38
+
+_NL_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# The floats of 4 bits (sign, two bits of exponent, one of mantissa), doubled. -0 is 0.
+_FP4_BOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _ROWS = (
     BlockType(
@@ -185,6 +221,14 @@ _ROWS = (
             levels=15,
             steps=(-2.0, 0.5),
         ),
+    ),
+    BlockType(
+        name="Q4_1",
+        ggml_id=3,
+        block_size=32,
+        block_bytes=20,
+        file_type=3,
+        layout=Layout(d=0, second=2, low=Bits(start=4, count=16, run=16, width=4)),
     ),
     BlockType(
         name="Q5_0",
@@ -234,6 +278,37 @@ _ROWS = (
         mixture=("q8_0", Floor(3.7e-4, 0.9885)),
     ),
     BlockType(
+        name="Q2_K",
+        ggml_id=10,
+        block_size=256,
+        block_bytes=84,
+        file_type=10,
+        layout=Layout(
+            d=80,
+            second=82,
+            scales=Bits(start=0, count=16, run=16, width=4),
+            sub_block=16,
+            low=Bits(start=16, count=64, run=32, width=2),
+        ),
+    ),
+    BlockType(
+        name="Q3_K",
+        ggml_id=11,
+        block_size=256,
+        block_bytes=110,
+        file_type=12,
+        layout=Layout(
+            d=108,
+            scales=Bits(start=96, count=8, run=8, width=4),
+            scales_high=Bits(start=104, count=4, run=4, width=2),
+            scale_zero=32,
+            sub_block=16,
+            low=Bits(start=32, count=64, run=32, width=2),
+            high=Bits(start=0, count=32, run=32, width=1),
+            zero=4,
+        ),
+    ),
+    BlockType(
         name="Q4_K",
         ggml_id=12,
         block_size=256,
@@ -244,7 +319,7 @@ _ROWS = (
         layout=Layout(
             d=0,
             second=2,
-            scales=(4, 12),
+            scales=Bits(start=4, count=12, run=4, width=6),
             low=Bits(start=16, count=128, run=32, width=4),
             levels=15,
             steps=(-2.0, 0.5),
@@ -262,7 +337,7 @@ _ROWS = (
         layout=Layout(
             d=0,
             second=2,
-            scales=(4, 12),
+            scales=Bits(start=4, count=12, run=4, width=6),
             low=Bits(start=48, count=128, run=32, width=4),
             high=Bits(start=16, count=32, run=32, width=1),
             levels=31,
@@ -280,7 +355,7 @@ _ROWS = (
         largest=31 * 127 * HALF_MAX,
         layout=Layout(
             d=208,
-            scales=(192, 16),
+            scales=Bits(start=192, count=16, run=16, width=8),
             sub_block=16,
             low=Bits(start=0, count=128, run=64, width=4),
             high=Bits(start=128, count=64, run=32, width=2),
@@ -290,6 +365,42 @@ _ROWS = (
         ),
         shorter="Q8_0",
         mixture=("q6_k", Floor(2.10e-3, 0.9752)),
+    ),
+    BlockType(
+        name="IQ4_NL",
+        ggml_id=20,
+        block_size=32,
+        block_bytes=18,
+        file_type=25,
+        layout=Layout(d=0, low=Bits(start=2, count=16, run=16, width=4), codebook=_NL_BOOK),
+    ),
+    BlockType(
+        name="IQ4_XS",
+        ggml_id=23,
+        block_size=256,
+        block_bytes=136,
+        file_type=30,
+        layout=Layout(
+            d=0,
+            scales=Bits(start=4, count=4, run=1, width=4),
+            scales_high=Bits(start=2, count=2, run=1, width=2),
+            scale_zero=32,
+            low=Bits(start=8, count=128, run=16, width=4),
+            codebook=_NL_BOOK,
+        ),
+    ),
+    BlockType(
+        name="MXFP4",
+        ggml_id=39,
+        block_size=32,
+        block_bytes=17,
+        file_type=38,
+        layout=Layout(
+            d=0,
+            d_bits=8,
+            low=Bits(start=1, count=16, run=16, width=4),
+            codebook=_FP4_BOOK,
+        ),
     ),
     BlockType(
         name="BF16",
@@ -303,30 +414,33 @@ _ROWS = (
 )
 
 BLOCK_TYPES: dict[str, BlockType] = {row.name: row for row in _ROWS}
+PACKED: tuple[str, ...] = tuple(row.name for row in _ROWS if row.is_packed)
 LAYOUTS: dict[str, Layout] = {row.name: row.layout for row in _ROWS if row.layout is not None}
+WRITTEN: tuple[str, ...] = tuple(row.name for row in _ROWS if row.largest is not None)
+"""The types that values are quantised or cast to; the others are only read."""
 NOISE_FLOORS: dict[str, Floor] = dict(row.mixture for row in _ROWS if row.mixture is not None)
 """By the name in `engine convert --quant`."""
 
 
 GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
-    3: "Q4_1",
-    10: "Q2_K",
-    11: "Q3_K",
+    9: "Q8_1",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
     28: "F64",
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
+    41: "Q1_0",
 }
 """The type ids of GGUF files, including types that cannot be read, so that an error message can
 name them.

@@ -46,7 +46,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import LAYOUTS, BlockType, QuantError, group_rows, row_bytes
+from engine.quant.blocks import PACKED, BlockType, QuantError, group_rows, row_bytes
 from engine.quant.reference import chunk_rows
 from engine.quant.tensor import QuantTensor
 
@@ -82,7 +82,7 @@ def _fields(type_: BlockType) -> tuple[Field, ...]:
         high = torch.int32 if layout.high.count == 4 else torch.uint8
         found.append(Field("high", layout.high.start, layout.high.count, high))
     if layout.scales is not None:
-        found.append(Field("scales", *layout.scales, torch.int8))
+        found.append(Field("scales", layout.scales.start, layout.scales.count, torch.int8))
     found.append(Field("d", layout.d, 2, torch.float16))
     if layout.second is not None:
         found.append(Field("second", layout.second, 2, torch.float16))
@@ -90,9 +90,9 @@ def _fields(type_: BlockType) -> tuple[Field, ...]:
 
 
 def fields(type_: BlockType) -> tuple[Field, ...]:
-    """Return the planes of a type, in order. Raises `QuantError` for a float type."""
-    if type_.layout is None:
-        known = ", ".join(LAYOUTS)
+    """Return the planes of a type, in order. Raises `QuantError` for a type that is not packed."""
+    if not type_.is_packed:
+        known = ", ".join(PACKED)
         raise QuantError.expected("packed matrix", "block type", f"one of {known}", type_.name)
     return _fields(type_)
 

@@ -57,7 +57,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import HALF_MAX, BlockType, Layout, QuantError, row_bytes
+from engine.quant.blocks import HALF_MAX, WRITTEN, BlockType, Layout, QuantError, row_bytes
 from engine.quant.reference import FLOATS, Parts, chunk_rows, pack
 from engine.quant.tensor import QuantTensor
 
@@ -74,15 +74,18 @@ def quantize(
     """Quantise `tensor`, floats of shape (..., row length), to blocks of `type_` on the same
     device.
 
-    Raises `QuantError`, a ValueError, for NaN, infinity, a value too large for the type, and for
-    rows that blocks do not fill, naming the type that would (`fallback`). `name` appears in its
-    message.
+    Raises `QuantError`, a ValueError, for a type that is only read, for NaN, infinity, a value too
+    large for the type, and for rows that blocks do not fill, naming the type that would
+    (`fallback`). `name` appears in its message.
     """
     shape = tuple(tensor.shape)
     where = f"{name} of shape {shape}"
     if not tensor.dtype.is_floating_point or not shape:
         found = f"{tensor.dtype} of {len(shape)} dimensions"
         raise QuantError.expected("quantize", where, "rows of floats", found)
+    if type_.largest is None:
+        expected = f"one of {', '.join(WRITTEN)}"
+        raise QuantError.expected("quantize", where, expected, f"{type_.name}, which is only read")
     if not 0 <= effort < len(EFFORTS):
         expected = f"an effort from 0 to {len(EFFORTS) - 1}"
         raise QuantError.expected("quantize", where, expected, str(effort))
@@ -93,7 +96,7 @@ def quantize(
         step = chunk_rows(shape[-1], tensor.device, CHUNK_VALUES)
         for first in range(0, len(rows_RL), step):
             x_RL = rows_RL[first : first + step].to(torch.float32).contiguous()
-            _refuse_unfit(x_RL, type_, where, first)
+            _refuse_unfit(x_RL, type_, type_.largest, where, first)
             if type_.name in FLOATS:
                 part = x_RL.to(FLOATS[type_.name]).view(torch.uint8)
             else:
@@ -103,9 +106,10 @@ def quantize(
     return QuantTensor(blocks=blocks, type=type_, shape=shape)
 
 
-def _refuse_unfit(x_RL: Tensor, type_: BlockType, where: str, first_row: int) -> None:
+def _refuse_unfit(
+    x_RL: Tensor, type_: BlockType, largest: float, where: str, first_row: int
+) -> None:
     low, high = (bound.item() for bound in torch.aminmax(x_RL))  # a sync; NaN passes through
-    largest = type_.largest
     if -largest <= low <= high <= largest:
         return
     row, column = (~(x_RL.abs() <= largest)).nonzero()[0].tolist()

@@ -2,7 +2,7 @@
 implementation is compared with.
 
 `unpack` reads a block as its row of `engine.quant.blocks` describes. The 12 scale bytes S of Q4_K
-and Q5_K hold eight 6-bit scales sc and eight 6-bit minima mn:
+and Q5_K (a width of 6) hold eight 6-bit scales sc and eight 6-bit minima mn:
 
     S[0..3]           : low 6 bits sc[0..3], top 2 bits the top of sc[4..7]
     S[4..7]           : low 6 bits mn[0..3], top 2 bits the top of mn[4..7]
@@ -12,16 +12,19 @@ and Q5_K hold eight 6-bit scales sc and eight 6-bit minima mn:
 
 The arithmetic is float32, in the order that determines the last bit:
 
-    Q4_K, Q5_K   (d * sc) * q - (dmin * mn)      each product and the difference rounded once
-    Q6_K         (d * sc) * (q - 32)
-    Q5_1         d * q + m
-    Q4_0, Q5_0   d * (q - 8),  d * (q - 16)
-    Q8_0         d * q
+    Q2_K, Q4_K, Q5_K   (d * sc) * q - (dmin * mn)      each product and the difference rounded once
+    Q3_K, Q6_K         (d * (sc - 32)) * (q - 4),  (d * sc) * (q - 32)
+    Q4_1, Q5_1         d * q + m
+    Q4_0, Q5_0         d * (q - 8),  d * (q - 16)
+    Q8_0               d * q
+    IQ4_NL, MXFP4      d * book[q]
+    IQ4_XS             (d * (sc - 32)) * book[q]
 
 A fused multiply-add would round once instead of twice and change that bit, so multiplications and
 additions are separate operations here. Any other dtype is the float32 result rounded once.
 
-NaN and infinity are not treated specially: a block whose d is NaN dequantises to NaN.
+NaN and infinity are not treated specially: a block whose d is NaN dequantises to NaN. MXFP4 has no
+NaN: the exponent 255, which other users of the format read as NaN, is 2^127 in GGUF.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BLOCK_TYPES, Bits, BlockType, QuantError
+from engine.quant.blocks import BLOCK_TYPES, Bits, BlockType, Layout, QuantError
 
 # Shapes: R rows, C bytes of a row, L values of a row, N blocks, B bytes of a block or of a part of it,
 # E values of a block, S sub-blocks of a block, K values of a sub-block
@@ -51,11 +54,11 @@ class Parts:
     """N unpacked blocks; fields that a type does not have are None."""
 
     d_N: Tensor
-    """float16"""
+    """float16; in MXFP4 its exponent, uint8"""
     second_N: Tensor | None
-    """float16: dmin, or Q5_1's m"""
+    """float16: dmin, or the m of Q4_1 and Q5_1"""
     scale_NS: Tensor | None
-    """uint8, int8 in Q6_K"""
+    """uint8 as stored, int8 in Q6_K"""
     min_NS: Tensor | None
     """uint8"""
     code_NE: Tensor
@@ -66,20 +69,20 @@ class Parts:
 def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
     """Unpack blocks of a type that is not a float type; uint8 of shape (N, block_bytes)."""
     layout = type_.in_blocks
-    code_NE = _read(blocks_NB, layout.low)
-    if layout.high is not None:
-        code_NE |= _read(blocks_NB, layout.high) << 4
     scale_NS = min_NS = None
     if layout.scales is not None:
-        start, count = layout.scales
-        scale_NS = blocks_NB[:, start : start + count]
-        if layout.second is None:
-            scale_NS = scale_NS.contiguous().view(torch.int8)
-        else:
-            scale_NS, min_NS = _six_bits(scale_NS)
+        scale_NS = _read(blocks_NB, layout.scales, layout.scales_high)
+        if layout.second is not None:
+            scale_NS, min_NS = scale_NS.chunk(2, dim=1)
+        elif layout.scales.width == 8:
+            scale_NS = scale_NS.view(torch.int8)
+    code_NE = _read(blocks_NB, layout.low, layout.high)
+    d_dtype = torch.float16 if layout.d_bits == 16 else torch.uint8
     return Parts(
-        d_N=_half(blocks_NB, layout.d),
-        second_N=None if layout.second is None else _half(blocks_NB, layout.second),
+        d_N=_number(blocks_NB, layout.d, d_dtype),
+        second_N=None
+        if layout.second is None
+        else _number(blocks_NB, layout.second, torch.float16),
         scale_NS=scale_NS,
         min_NS=min_NS,
         code_NE=code_NE.view(torch.int8) if layout.low.width == 8 else code_NE,
@@ -94,31 +97,26 @@ def pack(parts: Parts, type_: BlockType) -> Tensor:
     blocks_NB = torch.empty(
         len(code_NE), type_.block_bytes, dtype=torch.uint8, device=code_NE.device
     )
-    blocks_NB[:, layout.d : layout.d + 2] = parts.d_N[:, None].view(torch.uint8)
+    blocks_NB[:, layout.d : layout.d + layout.d_bits // 8] = parts.d_N[:, None].view(torch.uint8)
     if layout.second is not None:
         assert parts.second_N is not None
         blocks_NB[:, layout.second : layout.second + 2] = parts.second_N[:, None].view(torch.uint8)
     if layout.scales is not None:
         assert parts.scale_NS is not None
-        start, count = layout.scales
         scales = parts.scale_NS.view(torch.uint8)
         if parts.min_NS is not None:
-            scales = _twelve_bytes(scales, parts.min_NS)
-        blocks_NB[:, start : start + count] = scales
-    if layout.high is None:
-        _write(blocks_NB, layout.low, code_NE)
-    else:
-        _write(blocks_NB, layout.low, code_NE & 15)
-        _write(blocks_NB, layout.high, code_NE >> 4)
+            scales = torch.cat([scales, parts.min_NS], dim=1)
+        _write(blocks_NB, layout.scales, layout.scales_high, scales)
+    _write(blocks_NB, layout.low, layout.high, code_NE)
     return blocks_NB
 
 
-def _half(blocks_NB: Tensor, start: int) -> Tensor:
+def _number(blocks_NB: Tensor, start: int, dtype: torch.dtype) -> Tensor:
     # A copy, because a view as fp16 requires an even byte offset.
     return (
-        blocks_NB[:, start : start + 2]
+        blocks_NB[:, start : start + dtype.itemsize]
         .clone(memory_format=torch.contiguous_format)
-        .view(torch.float16)[:, 0]
+        .view(dtype)[:, 0]
     )
 
 
@@ -126,20 +124,33 @@ def _shifts(bits: Bits, device: torch.device) -> Tensor:
     return torch.arange(0, 8, bits.width, dtype=torch.uint8, device=device)[:, None]
 
 
-def _read(blocks_NB: Tensor, bits: Bits) -> Tensor:
-    part_NB = blocks_NB[:, bits.start : bits.start + bits.count]
-    if bits.width == 8:
+def _read(blocks_NB: Tensor, low: Bits, high: Bits | None) -> Tensor:
+    """Return the numbers in a bit field, whose top bits may be in a second one: uint8."""
+    if high is not None:
+        top_NE = _read(blocks_NB, high, None)
+        return _read(blocks_NB, low, None).bitwise_or_(top_NE << low.width)
+    part_NB = blocks_NB[:, low.start : low.start + low.count]
+    if low.width == 8:
         return part_NB.contiguous()
-    runs = part_NB.reshape(len(part_NB), -1, 1, bits.run)
-    values: Tensor = runs >> _shifts(bits, blocks_NB.device)
-    return values.bitwise_and_((1 << bits.width) - 1).flatten(1)
+    if low.width == 6:
+        return torch.cat(_six_bits(part_NB), dim=1)
+    runs = part_NB.reshape(len(part_NB), -1, 1, low.run)
+    values: Tensor = runs >> _shifts(low, blocks_NB.device)
+    return values.bitwise_and_((1 << low.width) - 1).flatten(1)
 
 
-def _write(blocks_NB: Tensor, bits: Bits, values_NE: Tensor) -> None:
-    runs = values_NE.reshape(len(values_NE), -1, 8 // bits.width, bits.run)
-    # The fields of a byte do not overlap, so their sum equals their bitwise or.
-    joined = (runs << _shifts(bits, blocks_NB.device)).sum(2, dtype=torch.uint8)
-    blocks_NB[:, bits.start : bits.start + bits.count] = joined.flatten(1)
+def _write(blocks_NB: Tensor, low: Bits, high: Bits | None, values_NE: Tensor) -> None:
+    """Write numbers into a bit field, the inverse of `_read`."""
+    if high is not None:
+        _write(blocks_NB, high, None, values_NE >> low.width)
+        values_NE = values_NE & ((1 << low.width) - 1)
+    if low.width == 6:
+        part_NB = _twelve_bytes(*values_NE.chunk(2, dim=1))
+    else:
+        runs = values_NE.reshape(len(values_NE), -1, 8 // low.width, low.run)
+        # The fields of a byte do not overlap, so their sum equals their bitwise or.
+        part_NB = (runs << _shifts(low, blocks_NB.device)).sum(2, dtype=torch.uint8).flatten(1)
+    blocks_NB[:, low.start : low.start + low.count] = part_NB
 
 
 def _six_bits(bytes_NB: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,15 +215,18 @@ def dequantize(
 def _dequantize_blocks(blocks_NB: Tensor, type_: BlockType) -> Tensor:
     layout = type_.in_blocks
     parts = unpack(blocks_NB, type_)
-    value_NE = parts.code_NE.to(torch.float32)
-    if layout.zero:
-        value_NE.sub_(layout.zero)
+    value_NE = _code_values(parts.code_NE, layout)
     d_N = parts.d_N.to(torch.float32)
+    if layout.d_bits == 8:
+        d_N = _power_of_two(parts.d_N)
     value_NSK = value_NE.view(len(value_NE), -1, layout.sub_block)
     if parts.scale_NS is None:
         value_NSK.mul_(d_N[:, None, None])
     else:
-        value_NSK.mul_((d_N[:, None] * parts.scale_NS)[:, :, None])
+        scale_NS = parts.scale_NS.to(torch.float32)
+        if layout.scale_zero:
+            scale_NS.sub_(layout.scale_zero)
+        value_NSK.mul_((d_N[:, None] * scale_NS)[:, :, None])
     if parts.second_N is not None:
         second_N = parts.second_N.to(torch.float32)
         if parts.min_NS is None:
@@ -220,3 +234,19 @@ def _dequantize_blocks(blocks_NB: Tensor, type_: BlockType) -> Tensor:
         else:
             value_NSK.sub_((second_N[:, None] * parts.min_NS)[:, :, None])
     return value_NE
+
+
+def _code_values(code_NE: Tensor, layout: Layout) -> Tensor:
+    """Return the number that each code stands for, before any scale: float32, a new tensor."""
+    if layout.codebook is not None:
+        book = torch.tensor(layout.codebook, dtype=torch.float32, device=code_NE.device)
+        return book.index_select(0, code_NE.flatten().int()).view(code_NE.shape)
+    value_NE = code_NE.to(torch.float32)
+    return value_NE.sub_(layout.zero) if layout.zero else value_NE
+
+
+def _power_of_two(exponent_N: Tensor) -> Tensor:
+    """Return 2^(e - 128) as float32, exactly; the first two are subnormal."""
+    e_N = exponent_N.to(torch.int32)
+    bits_N = torch.where(e_N < 2, 0x00200000 << e_N.clamp(max=1), (e_N - 1) << 23)
+    return bits_N.view(torch.float32)

@@ -99,7 +99,17 @@ BAD = {
     "a bool of 2": ("GG10", "found 2", build([pair("k", BOOL, b"\2")])),
     "a bool of 7 in an array": ("GG10", "found 7", build([array("k", BOOL, [b"\0", b"\7"])])),
     "tensor type 99": ("GG10", '"t"', build([], [tensor("t", [4], 99)], bytes(16))),
-    "tensor type Q2_K": ("GG10", "10 (Q2_K)", build([], [tensor("t", [256], 10)], bytes(84))),
+    "tensor type Q8_K": ("GG10", "15 (Q8_K)", build([], [tensor("t", [256], 15)], bytes(292))),
+    "half a block of Q3_K": (
+        "GG15",
+        "found rows of 128",
+        build([], [tensor("t", [128], 11)], bytes(64)),
+    ),
+    "a byte less than a block of MXFP4": (
+        "GG16",
+        "expected 17 bytes at 0",
+        build([], [tensor("t", [32], 39)], bytes(16)),
+    ),
     "alignment of 0": ("GG11", "found 0", build([pair("general.alignment", UINT32, u32(0))])),
     "alignment of 48": ("GG11", "found 48", build([pair("general.alignment", UINT32, u32(48))])),
     "alignment of 4": ("GG11", "found 4", build([pair("general.alignment", UINT32, u32(4))])),

@@ -15,7 +15,9 @@ def random_matrix(name: str, rows: int, columns: int, seed: int = 0) -> QuantTen
     generator = torch.Generator().manual_seed(seed)
     weight = random_blocks(BLOCK_TYPES[name], (rows, columns), generator)
     blocks = weight.blocks.view(-1, weight.type.block_bytes)
-    for start in (208,) if name == "Q6_K" else (0, 2):
+    layout = weight.type.in_blocks
+    starts = [layout.d] if layout.second is None else [layout.d, layout.second]
+    for start in starts if layout.d_bits == 16 else ():
         halves = blocks[:, start : start + 2].contiguous().view(torch.float16)
         halves *= 0.5 + torch.rand(halves.shape, generator=generator)
         blocks[:, start : start + 2] = halves.view(torch.uint8)

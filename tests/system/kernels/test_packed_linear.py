@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from engine.errors import InternalError
 from engine.kernels.dequantize import dequantize_gathered, dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
-from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, QuantError
+from engine.quant.blocks import BLOCK_TYPES, PACKED, QuantError
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
@@ -42,7 +42,7 @@ def gap(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", PACKED)
 def test_the_product_is_that_of_the_dequantised_weight(name: str, rows: int) -> None:
     weight = make(name, 48, 512)
     packed = pack(weight)
@@ -185,7 +185,7 @@ def test_the_cpu_never_imports_triton() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 7, 64, 2048])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", PACKED)
 def test_a_gpu_gives_the_product_of_the_dequantised_weight(name: str, rows: int) -> None:
     weight = make(name, 1056, 3584, "cuda")
     packed = pack(weight)
@@ -216,7 +216,7 @@ def test_a_gpu_gives_the_products_of_several_weights(rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", PACKED)
 def test_a_gpu_dequantises_to_the_bits_of_the_cpu(name: str, dtype: torch.dtype) -> None:
     type_ = BLOCK_TYPES[name]
     generator = torch.Generator().manual_seed(1)

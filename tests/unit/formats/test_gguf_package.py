@@ -15,9 +15,9 @@ import engine.demo
 from engine.formats.gguf import open_gguf
 from engine.formats.gguf_write import write_gguf
 from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
 from tests.support.kit import tiny_config
+from tests.support.random_blocks import random_matrix
 
 DEMO = Path(engine.demo.__file__).parent / "teacher" / "tokenizer.json"
 QUANTIZED = [kind for kind, type_ in BLOCK_TYPES.items() if type_.block_size > 1]
@@ -39,7 +39,7 @@ def test_a_file_of_ours_is_read_there_with_equal_content(tmp_path: Path) -> None
         "blk.0.ffn_up.weight": torch.randn(3, 5).bfloat16(),
     }
     for kind in QUANTIZED:
-        weights[f"{kind}.weight"] = quantize(torch.randn(3, 512), BLOCK_TYPES[kind])
+        weights[f"{kind}.weight"] = random_matrix(kind, 3, 512)
     extra: dict[str, Any] = {
         "general.name": "naïve",
         "tokenizer.chat_template": "{{ messages }}",
@@ -158,7 +158,7 @@ def test_a_file_of_theirs_is_read_here_with_equal_content(tmp_path: Path) -> Non
     assert file.tokenizer_json() is not None
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_blocks_quantized_there_are_worth_the_same_here(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     values = np.random.default_rng(1).standard_normal((5, 96)).astype(np.float32)

@@ -67,10 +67,73 @@ def test_q5_1_by_hand() -> None:
     assert (w == -1).sum() == 28
 
 
+def test_q4_1_by_hand() -> None:
+    # w = d q + m
+    w = values("Q4_1", HALF + MINUS_ONE + with_bytes(16, 0x00, {0: 0x2F, 15: 0xA0}))
+    assert w[0] == 0.5 * 15 - 1
+    assert w[16] == 0.5 * 2 - 1
+    assert w[31] == 0.5 * 10 - 1
+    assert (w == -1).sum() == 29
+
+
+def test_iq4_nl_by_hand() -> None:
+    # w = d book[q]
+    w = values("IQ4_NL", HALF + with_bytes(16, 0x88, {0: 0x0F, 15: 0x7A}))
+    assert w[0] == 0.5 * 113
+    assert w[16] == 0.5 * -127
+    assert w[15] == 0.5 * 25
+    assert w[31] == 0.5 * -10
+    assert (w == 0.5).sum() == 28
+
+
+def test_mxfp4_by_hand() -> None:
+    # w = 2^(e - 128) book[q]; code 8 is the 0 with a sign
+    w = values("MXFP4", b"\x7e" + with_bytes(16, 0x80, {0: 0xF7, 15: 0x19}))
+    assert w[0] == 0.25 * 12
+    assert w[16] == 0.25 * -12
+    assert w[15] == 0.25 * -1
+    assert w[31] == 0.25 * 1
+    assert w.count_nonzero() == 4 and not w.signbit()[w == 0].any()
+
+
 def test_q8_0_by_hand() -> None:
     w = values("Q8_0", QUARTER + with_bytes(32, 0, {0: 0x80, 1: 0x7F, 2: 0xFF, 31: 0x01}))
     assert w[[0, 1, 2, 31]].tolist() == [-32.0, 31.75, -0.25, 0.25]
     assert w.count_nonzero() == 4
+
+
+def test_q2_k_by_hand() -> None:
+    # Byte 32 h + l of qs holds values 128 h + 32 g + l in bits 2 g; low nibbles of the scales are
+    # sc, high ones mn
+    scales = with_bytes(16, 0x11, {0: 0x3F, 13: 0x02})
+    qs = with_bytes(64, 0, {2: 0b00_00_00_11, 32 + 17: 0b00_10_00_00})
+    w = 1024 * values("Q2_K", scales + qs + TWO_TO_MINUS_10 + TWO_TO_MINUS_9)
+    assert w[2] == 15 * 3 - 2 * 3
+    assert w[128 + 64 + 17] == 2 * 2 - 2 * 0
+    assert w[::16].tolist() == [-2 * m for m in (3, *[1] * 12, 0, 1, 1)]
+
+
+def test_q3_k_by_hand() -> None:
+    # bit g of byte l of the mask is bit 2 of value 32 g + l; scale 12 has its nibble in the high
+    # half of byte 4, its top bits in bits 6 and 7 of byte 8
+    mask = with_bytes(32, 0xFF, {3: 0b1111_1110, 8: 0b1011_1111})
+    qs = with_bytes(64, 0, {3: 0b00_00_00_01, 32 + 8: 0b00_11_00_00})
+    scales = bytes([1] + [1] * 3 + [0xF1] + [1] * 3 + [0b11_10_10_10] + [0b10_10_10_10] * 3)
+    w = values("Q3_K", mask + qs + scales + HALF)
+    assert w[3] == 0.5 * (32 + 1 - 32) * (1 - 4)
+    assert w[192 + 8] == 0.5 * (48 + 15 - 32) * (3 - 4)
+    assert w.count_nonzero() == 2
+
+
+def test_iq4_xs_by_hand() -> None:
+    # sub-block 5: the high nibble of byte 2 of the low scales, bits 10 and 11 of the high ones
+    high = (0b10_10_11_10_10_10_10_10).to_bytes(2, "little")
+    qs = with_bytes(128, 0x88, {5 * 16 + 3: 0x0F})
+    w = values("IQ4_XS", HALF + high + bytes([0, 0, 0x70, 0]) + qs)
+    assert w[5 * 32 + 3] == 0.5 * (48 + 7 - 32) * 113
+    assert w[5 * 32 + 19] == 0.5 * (48 + 7 - 32) * -127
+    # The others are of scale 0, or code 8, whose number is 1.
+    assert w.count_nonzero() == 32 and (w == 11.5).sum() == 30
 
 
 def test_q4_k_by_hand() -> None:

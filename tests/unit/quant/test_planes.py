@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, QuantError
+from engine.quant.blocks import BLOCK_TYPES, PACKED, QuantError
 from engine.quant.planes import (
     ALIGNMENT_BYTES,
     PackedMatrix,
@@ -23,7 +23,7 @@ from engine.quant.reference import unpack as parts_of
 from engine.quant.tensor import QuantTensor
 
 matrices = given(
-    name=st.sampled_from(list(LAYOUTS)),
+    name=st.sampled_from(PACKED),
     rows=st.integers(1, 35),
     blocks=st.integers(1, 9),
     seed=st.integers(0, 2**31),
@@ -73,7 +73,7 @@ def test_a_range_of_rows_unpacks_and_dequantises_alone(
     assert same(out, weight.dequantize()[chosen])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("blocks", [1, 3, 14])
 def test_planes_start_at_multiples_of_16_bytes_and_have_whole_groups(
     name: str, blocks: int
@@ -96,7 +96,7 @@ def test_a_group_has_the_same_block_of_all_its_rows_side_by_side() -> None:
     assert not scales_SNGE[1, :, 4:].any()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", PACKED)
 def test_planes_hold_the_fields_of_the_blocks(name: str) -> None:
     weight = random_matrix(name, rows=5, blocks=3)
     packed = pack(weight)
@@ -124,7 +124,7 @@ def test_planes_hold_the_fields_of_the_blocks(name: str) -> None:
         assert torch.equal(bits.to(torch.uint8), parts.code_NE >> 4)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", PACKED)
 def test_looked_up_rows_stay_packed(name: str) -> None:
     weight = random_matrix(name, rows=19, blocks=2)
     rows = torch.tensor([18, 0, 0, 7])
@@ -144,7 +144,7 @@ def test_a_view_at_an_odd_byte_of_a_file_is_packed(name: str) -> None:
     assert torch.equal(unpack(packed).blocks, weight.blocks)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", PACKED)
 def test_planes_have_memory_of_their_own(name: str) -> None:
     weight = random_matrix(name, rows=6, blocks=2)
     packed = pack(weight)

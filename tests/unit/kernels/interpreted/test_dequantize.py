@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, PACKED
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.reference import dequantize
 from engine.quant.tensor import QuantTensor
@@ -58,7 +58,7 @@ SHAPES_32 = [(1, 32), (3, 896), (2, 29568), (67, 96)]
     [
         # Long rows are as shorter ones, but for their number of programs.
         pytest.param(name, rows, columns, marks=pytest.mark.soak if columns > 3584 else ())
-        for name in LAYOUTS
+        for name in PACKED
         for rows, columns in (SHAPES if BLOCK_TYPES[name].block_size == 256 else SHAPES_32)
     ],
 )
@@ -68,7 +68,7 @@ def test_values_have_the_bits_of_the_reference(name: str, rows: int, columns: in
     assert_equals_the_reference(pack(weight), weight, 0)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", PACKED)
 def test_rows_in_the_middle_are_those(name: str) -> None:
     torch.manual_seed(0)
     weight = random_matrix(name, 21, 256)
@@ -76,6 +76,6 @@ def test_rows_in_the_middle_are_those(name: str) -> None:
 
 
 def test_every_type_has_a_variant_of_its_own_for_each_dtype() -> None:
-    assert set(TUNINGS) == set(LAYOUTS)
-    assert len(set(variants())) == 3 * len(LAYOUTS)
+    assert set(TUNINGS) == set(PACKED)
+    assert len(set(variants())) == 3 * len(PACKED)
     assert not any(variant.fp_fusion for variant in variants())
