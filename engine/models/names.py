@@ -17,6 +17,7 @@ tied embedding) are checked where they are read, in `engine.models.load`.
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from engine.model_families import (
     layer_tensors,
 )
 from engine.models.config import ModelConfig, shape_of
-from engine.quant.blocks import BLOCK_TYPES
+from engine.quant.blocks import BLOCK_TYPES, PACKAGE, package_needed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,11 +110,17 @@ def check_fits(
 ) -> None:
     """Compare names, shapes and dtypes with what `config` requires; no data is read.
 
-    Raises one `WeightsError` that lists every missing, unexpected and misshapen tensor and every
+    Raises a `WeightsError` if block types need the package `gguf` and it is not installed; else
+    one that lists every missing, unexpected and misshapen tensor and every
     tensor of an unreadable dtype. A tied model may have a head of the embedding's shape (or an
     empty one in an .apr, as one exporter of tied models writes it), and a Llama outside safetensors
     may have `ROPE_DIVISORS`.
     """
+    if importlib.util.find_spec(PACKAGE) is None:
+        present = {info.dtype for info in weights.tensors.values()}
+        rare = [name for name in BLOCK_TYPES if name in present and BLOCK_TYPES[name].by_package]
+        if rare:
+            raise package_needed(where, rare)
     expected = expected_tensors(config, convention)
     embedding, head = embedding_and_head(convention)
     allowed = {**expected, head: expected[embedding]}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import gguf
 import pytest
 
 from engine.errors import WeightsError
 from engine.quant.blocks import BLOCK_TYPES, GGML_NAMES, QuantError, fallback, row_bytes
+from tests.support.gguf_types import written
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
@@ -79,6 +81,21 @@ def test_a_quant_error_is_bad_input_and_a_value_error() -> None:
     assert issubclass(QuantError, WeightsError)
     assert issubclass(QuantError, ValueError)
     assert QuantError.exit_code == 65
+
+
+def test_nothing_loads_the_gguf_package_before_a_block_needs_it(tmp_path: Path) -> None:
+    written(tmp_path / "m.gguf", ["Q4_K", "IQ4_XS"])
+    written(tmp_path / "rare.gguf", ["Q4_K", "IQ2_XS"])
+    code = (
+        "import sys, engine.cli.main\n"
+        "from engine.export.describe import describe\n"
+        "from engine.models.load import load_decoder, load_packed_decoder\n"
+        "load_decoder('m.gguf'), load_packed_decoder('m.gguf'), describe('rare.gguf')\n"
+        "assert 'gguf' not in sys.modules\n"
+        "load_decoder('rare.gguf')\n"
+        "assert 'gguf' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_block_types_load_without_torch() -> None:

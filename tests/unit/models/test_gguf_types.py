@@ -3,61 +3,26 @@ weights that the package makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
-from torch import Tensor
 
 from engine.errors import WeightsError
 from engine.export.describe import describe
 from engine.formats.open import open_weights
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, load_packed_decoder
-from engine.models.names import names_for
 from engine.models.packed import PackedEmbedding, PackedLinear
-from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
-from tests.support.packed_models import lively, make_config, random_tokens
-from tests.support.random_blocks import random_matrix
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, QuantError
+from tests.support.gguf_types import written
+from tests.support.packed_models import random_tokens
+from tests.support.random_blocks import PACKAGE_SCALES, random_matrix
 
-READ = tuple(LAYOUTS)
-
-
-def written(path: Path, types: Sequence[str]) -> Decoder:
-    """Write a Qwen2 with its matrices in `types`, in turn, and return the decoder that has the
-    values which the package gives for them.
-    """
-    decoder = lively(make_config())
-    config = decoder.config
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    names = names_for("gguf", config)
-    state: dict[str, Tensor] = {}
-    for place, (ours, tensor) in enumerate(decoder.state_dict().items()):
-        state[ours] = tensor
-        if tensor.dim() == 1:
-            writer.add_tensor(names[ours], tensor.numpy())
-            continue
-        kind = types[place % len(types)]
-        raw = random_matrix(kind, *tensor.shape, seed=place).blocks.numpy()
-        type_ = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(names[ours], raw, raw_dtype=type_)
-        state[ours] = torch.from_numpy(gguf.quants.dequantize(raw, type_))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    decoder.load_state_dict(state)
-    return decoder
+READ = tuple(name for name, type_ in BLOCK_TYPES.items() if type_.block_size > 1)
 
 
 @torch.no_grad()
@@ -90,7 +55,7 @@ def test_a_packed_model_has_the_logits_of_the_weights_of_the_gguf_package(
     torch.testing.assert_close(packed(tokens_BT), expected(tokens_BT), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("kind", [*LAYOUTS, "IQ2_XXS"])
 def test_a_scale_that_is_not_finite_is_refused_with_its_tensor_and_share(
     tmp_path: Path, kind: str
 ) -> None:
@@ -98,11 +63,12 @@ def test_a_scale_that_is_not_finite_is_refused_with_its_tensor_and_share(
     written(path, [kind])
     with open_weights(path) as weights:
         info = weights.tensors["blk.1.ffn_up.weight"]
-    layout, size = LAYOUTS[kind], BLOCK_TYPES[kind].block_size
+    start = LAYOUTS[kind].d if kind in LAYOUTS else PACKAGE_SCALES[kind]
+    size = BLOCK_TYPES[kind].block_size
     # MXFP4 has no NaN, but 12 times its largest scale is infinite.
     scale, block = (b"\xff", b"\x77" * 16) if kind == "MXFP4" else (b"\x00\x7e", b"")
     with path.open("r+b") as file:
-        file.seek(info.start + layout.d)
+        file.seek(info.start + start)
         file.write(scale + block)
     share = f"{size} of 131,072 values .* are {'infinite' if kind == 'MXFP4' else 'NaN'}"
     loads = [load_decoder, *([load_packed_decoder] if BLOCK_TYPES[kind].is_packed else [])]
@@ -122,3 +88,34 @@ def test_a_file_of_types_that_become_floats_alone_is_no_quantized_teacher(tmp_pa
     written(tmp_path / "m.gguf", ["IQ4_NL", "Q3_K"])
     with pytest.raises(WeightsError, match="found IQ4_NL and Q3_K, which become floats"):
         load_packed_decoder(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_packed_decoder])
+def test_without_the_gguf_package_its_types_are_refused_by_name_before_a_tensor_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[Path], Decoder]
+) -> None:
+    written(tmp_path / "m.gguf", ["Q4_K", "TQ2_0", "IQ3_S"])
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(WeightsError, match=r"^IQ3_S and TQ2_0 blocks: .*m\.gguf — ") as caught:
+        load(tmp_path / "m.gguf")
+    assert caught.value.exit_code == 65
+    assert caught.value.hint == "`pip install gguf`"
+    described = describe(tmp_path / "m.gguf")
+    assert described["dtypes"].keys() == {"F32", "Q4_K", "TQ2_0", "IQ3_S"}
+    assert described["runs"] is False
+
+
+def test_without_the_gguf_package_or_in_one_that_is_too_old_blocks_are_not_dequantised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = random_matrix("NVFP4", 2, 64)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(QuantError, match="found none") as caught:
+            weight.dequantize()
+        assert caught.value.hint == "`pip install gguf`"
+    kinds = {name: kind for name, kind in gguf.GGMLQuantizationType.__members__.items()}
+    del kinds["NVFP4"]
+    monkeypatch.setattr(gguf, "GGMLQuantizationType", kinds)
+    with pytest.raises(QuantError, match="found a version without NVFP4"):
+        weight.dequantize()
