@@ -3,7 +3,7 @@ test (`tests/unit/models/test_decoder.py` compares with transformers).
 
 A family is identified by `model_type` in a `config.json`, and by `general.architecture` in a GGUF
 file (`Family.gguf`). All families share one decoder (`engine.models.decoder`): RMS norms, RoPE on halves of a head,
-silu(gate) * up. Their differences are columns of `Family`:
+activation(gate) * up. Their differences are columns of `Family`:
 
     qwen2   Qwen2, Qwen2.5      q, k and v have biases
     qwen3   Qwen3               each head of q and k is normalised; head_dim is independent
@@ -13,6 +13,8 @@ silu(gate) * up. Their differences are columns of `Family`:
     olmo2   OLMo 2              norms behind attention and mlp, none in front; one norm over all of q, one over k
     phi3    Phi-3, Phi-4        as mistral; q, k, v are one tensor of a file, and so are gate and up; RoPE may
                                 rotate only the first part of a head
+    gemma3  Gemma 3 (text)      gelu in the place of silu; norms in front and behind, whose factors are 1 + weight;
+                                embeddings are scaled; some layers have a window, and a RoPE base of their own
 
 A GGUF of Mistral has the architecture `llama` and is read as that: without a window they compute the
 same.
@@ -33,9 +35,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ACTIVATION = "silu"
-"""Activation of every family; the decoder and its kernels support no other."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -46,17 +45,36 @@ class Family:
     title: str
     hf_class: str
     """The transformers class that loads it."""
+    activation: str = "silu"
+    """By its name in transformers; `engine.models.decoder.ACTIVATIONS` has them all."""
+    activation_key: str = "hidden_act"
+    """Where config.json gives it."""
+    embeddings_scaled: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size), rounded to their dtype."""
+    norm_offset: float = 0.0
+    """Norms multiply with their weight plus this, in fp32; GGUF files hold the sum."""
     attention_bias: bool = False
     """q, k and v have biases; o never has one."""
     qk_norm: bool = False
     """q and k are normalised before RoPE, each head by itself."""
     qk_norm_whole: bool = False
     """With `qk_norm`: all heads together, with a weight for each number."""
+    norms_in_front: bool = True
+    """Norms are of what attention and mlp get."""
     norms_behind: bool = False
-    """Norms are of what attention and mlp return, before it is added, and not of what they get."""
+    """Norms are of what attention and mlp return, before it is added."""
     sliding_window: bool = False
     """config.json gives `sliding_window`, a number of tokens or null: in every layer a token attends to
     that many tokens, itself included. In other families a window is refused.
+    """
+    window_by_layer: bool = False
+    """With `sliding_window`, which then is a number: config.json says which layers have the window, as
+    `layer_types` or `sliding_window_pattern`. These have the RoPE base `rope_local_base_freq` and no
+    scaling; the others are those of `rope_theta` and `rope_types`.
+    """
+    query_scale: bool = False
+    """config.json gives `query_pre_attn_scalar`, by whose root scores are divided in the place of that
+    of head_dim.
     """
     fused: bool = False
     """Files have q, k and v as one tensor, one below the other, and gate and up as another."""
@@ -65,7 +83,7 @@ class Family:
     families one below 1 is refused.
     """
     rope_types: tuple[str, ...] = ("default",)
-    """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`."""
+    """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`, `linear` divides positions."""
     own_head_dim: bool = False
     """config.json must give head_dim: it cannot be derived, and transformers would default to 128.
     """
@@ -94,6 +112,14 @@ class Family:
     gguf_rope_interval: int = 0
     """Readers of GGUF files of this family leave out RoPE in every layer of this number; no key says so.
     """
+    gguf_window_interval: int = 0
+    """With `window_by_layer`: readers of GGUF files of this family have no window in every layer of this
+    number, and GGUF_LOCAL_BASE elsewhere; no key says so.
+    """
+    gguf_wide_layers: int = 0
+    """With `query_scale`: readers of GGUF files of this family divide scores by the root of hidden_size /
+    heads in models of so many layers, and else by that of head_dim; no key says so.
+    """
     gguf_biases: bool = False
     """Only the tensor list of a GGUF file shows whether the model has biases, which are not
     supported.
@@ -106,8 +132,12 @@ class Family:
         return not self.fused
 
     @property
-    def norms_in_front(self) -> bool:
-        return not self.norms_behind
+    def only_in_front(self) -> bool:
+        return self.norms_in_front and not self.norms_behind
+
+    @property
+    def norms_around(self) -> bool:
+        return self.norms_in_front and self.norms_behind
 
     @property
     def qk_norm_of_heads(self) -> bool:
@@ -185,6 +215,7 @@ _ROWS = (
         hf_class="Olmo2ForCausalLM",
         qk_norm=True,
         qk_norm_whole=True,
+        norms_in_front=False,
         norms_behind=True,
         whole_heads=True,
         hf_flags={"attention_bias": False},
@@ -202,7 +233,36 @@ _ROWS = (
         apr=False,
         gguf_rope_dimension=True,
     ),
+    Family(
+        name="gemma3_text",
+        title="Gemma 3",
+        hf_class="Gemma3ForCausalLM",
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
+        embeddings_scaled=True,
+        norm_offset=1.0,
+        norms_behind=True,
+        qk_norm=True,
+        own_head_dim=True,
+        whole_heads=True,
+        sliding_window=True,
+        window_by_layer=True,
+        query_scale=True,
+        rope_types=("default", "linear"),
+        tied=True,
+        hf_flags={
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        gguf_name="gemma3",
+        gguf_window_interval=6,
+        gguf_wide_layers=62,
+        apr=False,
+    ),
 )
+GGUF_LOCAL_BASE = 10_000.0
 FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
 
 
@@ -298,7 +358,14 @@ LAYER = (
         "post_attention_layernorm.weight",
         "ffn_norm.weight",
         "D",
-        "norms_in_front",
+        "only_in_front",
+    ),
+    TensorRow(
+        "mlp_norm.weight",
+        "pre_feedforward_layernorm.weight",
+        "ffn_norm.weight",
+        "D",
+        "norms_around",
     ),
     TensorRow("mlp.gate.weight", "mlp.gate_proj.weight", "ffn_gate.weight", "FD", "apart"),
     TensorRow("mlp.up.weight", "mlp.up_proj.weight", "ffn_up.weight", "FD", "apart"),

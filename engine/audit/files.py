@@ -7,6 +7,7 @@ reference knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,8 @@ IN_GGUF = {
 
 
 PARTIAL = "partial_rotary_factor"
-Shape = dict[str, float | tuple[int, ...] | None]
+LOCAL = "rope_local_base_freq"
+Shape = dict[str, float | str | tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,10 @@ def _apart(files: Files) -> Files:
 def _shape_in_json(path: Path) -> Shape:
     raw = read_json_object(path, "model configuration", limits.MODEL_CONFIG)
     rope = raw.get("rope_parameters") or {}
+    of_windows = rope.get("sliding_attention", {})
+    rope = rope.get("full_attention", rope)
     stretch = rope if "factor" in rope else raw.get("rope_scaling") or {}
+    linear = stretch.get("rope_type", stretch.get("type")) == "linear"
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     return {
@@ -137,11 +142,17 @@ def _shape_in_json(path: Path) -> Shape:
         "head_dim": head_dim,
         "eps": raw["rms_norm_eps"],
         "theta": rope.get("rope_theta", raw.get("rope_theta")),
-        "tied": raw.get("tie_word_embeddings", raw["model_type"] == "smollm3"),
+        "tied": raw.get("tie_word_embeddings", raw["model_type"] in ("smollm3", "gemma3_text")),
         "window": _window(raw),
         "unturned": _zeros(raw.get("no_rope_layers") or []),
         "turned": int(head_dim * (rope.get(PARTIAL) or raw.get(PARTIAL) or 1.0)),
-        "factor": stretch.get("factor"),
+        "windowless": _windowless(raw),
+        "local_theta": of_windows.get("rope_theta", raw.get(LOCAL)),
+        "position_factor": stretch["factor"] if linear else 1.0,
+        "query_scalar": raw.get("query_pre_attn_scalar"),
+        "activation": raw.get("hidden_activation") or raw["hidden_act"],
+        **_of_gemma(raw["model_type"], raw["hidden_size"]),
+        "factor": None if linear else stretch.get("factor"),
         "low_freq_factor": stretch.get("low_freq_factor"),
         "high_freq_factor": stretch.get("high_freq_factor"),
         "original": stretch.get("original_max_position_embeddings"),
@@ -150,6 +161,23 @@ def _shape_in_json(path: Path) -> Shape:
 
 def _zeros(flags: Sequence[int]) -> tuple[int, ...]:
     return tuple(place for place, flag in enumerate(flags) if not flag)
+
+
+def _windowless(raw: dict[str, Any]) -> tuple[int, ...]:
+    if raw["model_type"] != "gemma3_text":
+        return ()
+    step = raw.get("sliding_window_pattern", 6)
+    types = raw.get("layer_types") or [
+        "full_attention" if number % step == 0 else ""
+        for number in range(1, raw["num_hidden_layers"] + 1)
+    ]
+    return tuple(place for place, kind in enumerate(types) if kind == "full_attention")
+
+
+def _of_gemma(family: str, width: int) -> Shape:
+    """What no key says."""
+    gemma = family in ("gemma3", "gemma3_text")
+    return {"norm_offset": float(gemma), "embedding_scale": math.sqrt(width) if gemma else 1.0}
 
 
 def _window(raw: dict[str, Any]) -> int | None:
@@ -166,8 +194,13 @@ def _folder(path: Path) -> Files:
         opened: Any = safe_open(file, "pt")
         where |= dict.fromkeys(opened.keys(), opened)
 
+    # With norms in front of the mlp and behind attention, the first has another name.
+    between = "pre_feedforward_layernorm"
+    both = f"model.layers.0.{between}.weight" in where
+    names = IN_SAFETENSORS | ({"mlp_norm": between} if both else {})
+
     def stored(name: str) -> Any:
-        theirs = _renamed(name, IN_SAFETENSORS)
+        theirs = _renamed(name, names)
         return where[theirs].get_slice(theirs) if theirs in where else None
 
     def count(name: str) -> int:
@@ -209,7 +242,17 @@ def _gguf(path: Path) -> Files:
         "turned": value("rope.dimension_count") or head_dim,
         # Every fourth, as llama.cpp has it: nothing in the file says so.
         "unturned": tuple(range(3, value("block_count"), 4)) if family == "smollm3" else (),
+        **_of_gemma(family, value("embedding_length")),
     }
+    if gemma := family == "gemma3":
+        layers, wide = value("block_count"), value("embedding_length") // heads
+        shape |= {
+            "windowless": tuple(range(5, layers, 6)),
+            "local_theta": 10000.0,
+            "query_scalar": wide if layers == 62 else head_dim,
+            "activation": "gelu_pytorch_tanh",
+            "position_factor": value("rope.scaling.factor") or 1.0,
+        }
 
     def count(name: str) -> int:
         found = tensors.get(_renamed(name, IN_GGUF))
@@ -220,7 +263,9 @@ def _gguf(path: Path) -> Files:
         turned = family in ("llama", "smollm3") and name.split(".")[-2] in ("q", "k")
         places = [_neighbours(row, head_dim) if turned else row for row in which]
         if len(found.shape) == 1:
-            return torch.from_numpy(dequantize(found.data, found.tensor_type)[places]).float()
+            whole = torch.from_numpy(dequantize(found.data, found.tensor_type)[places]).float()
+            # There, llama.cpp's readers multiply with what the file holds.
+            return whole - 1 if gemma else whole
         return torch.from_numpy(dequantize(found.data[places], found.tensor_type)).float()
 
     return _apart(Files(shape, count, rows))

@@ -4,11 +4,12 @@ torch.
 These are the references of the audit, written for reading, and they share no code with what they judge: this file
 imports nothing of the engine. Decoders are computed in fp32, everything else in float64.
 
-    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2, Phi-3: RMS norms, in front of attention and mlp or
-                behind them, rotary positions on halves of a head or of its first 2 R numbers (in some layers none),
-                grouped-query attention, silu(gate) * up. Each document attends by itself, so that only the future is
-                masked, and what a sliding window has left behind; a pair (x[i], x[i + R]) of a head is the complex
-                number z = x[i] + i x[i + R], which position p turns by its angle: z e^{i p theta^(-i/R)}
+    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2, Phi-3, Gemma 3: RMS norms, in front of attention and mlp
+                or behind them or both, rotary positions on halves of a head or of its first 2 R numbers (in some
+                layers none), grouped-query attention, silu(gate) * up or gelu(gate) * up. Each document attends by
+                itself, so that only the future is masked, and what a sliding window has left behind; a pair
+                (x[i], x[i + R]) of a head is the complex number z = x[i] + i x[i + R], which position p turns by its
+                angle: z e^{i p theta^(-i/R)}
     loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
                 logits is autograd's
     update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
@@ -107,8 +108,26 @@ class Shape:
     """The first numbers of a head that have rotary positions; 0 is all."""
     qk_norm_whole: bool = False
     """Whether all heads of q, and all of k, are normalised together."""
+    norms_in_front: bool = True
+    """Whether norms are of what attention and mlp get."""
     norms_behind: bool = False
-    """Whether norms are of what attention and mlp return, and not of what they get."""
+    """Whether norms are of what attention and mlp return."""
+    norm_offset: float = 0.0
+    """What a norm's weight lacks of the factor."""
+    activation: str = "silu"
+    """silu or gelu_pytorch_tanh."""
+    embedding_scale: float = 1.0
+    query_scalar: float = 0.0
+    """By whose root scores are divided; 0 is the width of a head."""
+    windowless: tuple[int, ...] = ()
+    """Layers that have no window."""
+    local_theta: float | None = None
+    """`theta` of the layers with a window, if it is another."""
+    position_factor: float = 1.0
+    """What positions are divided by, where `theta` is."""
+
+    def window_of(self, layer: int) -> int | None:
+        return None if layer in self.windowless else self.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +135,10 @@ class Forward:
     """A forward pass, with what its backward pass needs."""
 
     tokens_N: Tensor
-    turns: list[Tensor]
-    """For each document, e^{i p f} of its positions and pairs, (T, R)."""
+    turns: dict[bool, list[Tensor]]
+    """For each document, e^{i p f} of its positions and pairs, (T, R); of layers without a window, and of those
+    with one.
+    """
     inputs: list[Tensor]
     """The input of each layer, then of the last norm, (N, D), in host memory."""
     hidden_ND: Tensor
@@ -145,9 +166,12 @@ def forward(
         for documents_T in documents_BT
         for length in torch.unique_consecutive(documents_T, return_counts=True)[1].tolist()
     ]
-    turns = [_turns(shape, length, tokens_BT.device) for length in lengths]
+    turns = {
+        windowed: [_turns(shape, length, tokens_BT.device, windowed) for length in lengths]
+        for windowed in (False, True)
+    }
     tokens_N = tokens_BT.flatten()
-    x_ND = weight("embed.weight", tokens_N)
+    x_ND = weight("embed.weight", tokens_N) * shape.embedding_scale
     inputs = []
     for index in range(shape.layers):
         if keep:
@@ -205,7 +229,7 @@ def backward(
         )
     embedding = torch.zeros_like(weight("embed.weight"))
     for one, flow_ND in zip(passes, flows, strict=True):
-        embedding.index_add_(0, one.tokens_N, flow_ND)
+        embedding.index_add_(0, one.tokens_N, flow_ND * shape.embedding_scale)
     yield "embed.weight", embedding
 
 
@@ -225,12 +249,12 @@ def _names(shape: Shape, index: int) -> list[str]:
     return [
         f"layers.{index}.{name}"
         for name in (
-            f"{'attention_out' if shape.norms_behind else 'attention'}_norm.weight",
-            f"{'mlp_out' if shape.norms_behind else 'mlp'}_norm.weight",
             "mlp.gate.weight",
             "mlp.up.weight",
             "mlp.down.weight",
             *(f"attention.{name}" for name in attention),
+            *(["attention_norm.weight", "mlp_norm.weight"] if shape.norms_in_front else []),
+            *(["attention_out_norm.weight", "mlp_out_norm.weight"] if shape.norms_behind else []),
         )
     ]
 
@@ -239,41 +263,53 @@ def _layer(
     shape: Shape,
     index: int,
     x_ND: Tensor,
-    turns: list[Tensor],
+    turns: dict[bool, list[Tensor]],
     parts: Sequence[Tensor],
     rounding: float = 0.0,
 ) -> Tensor:
-    attention_norm, mlp_norm, gate, up, down, *attention = parts
+    gate, up, down, *others = parts
+    norms = {
+        name.rpartition(".")[0]: part
+        for name, part in zip(_names(shape, index), parts, strict=True)
+    }
+    attention = others[: len(others) - 2 * (shape.norms_in_front + shape.norms_behind)]
 
-    def in_front(x_ND: Tensor, norm: Tensor) -> Tensor:
-        return x_ND if shape.norms_behind else _moved(_norm(shape, x_ND, norm), rounding)
+    def normed(x_ND: Tensor, name: str) -> Tensor:
+        norm = norms.get(f"layers.{index}.{name}")
+        return x_ND if norm is None else _moved(_norm(shape, x_ND, norm), rounding)
 
-    def behind(y_ND: Tensor, norm: Tensor) -> Tensor:
-        return _moved(_norm(shape, y_ND, norm), rounding) if shape.norms_behind else y_ND
-
-    normed_ND = in_front(x_ND, attention_norm)
+    normed_ND = normed(x_ND, "attention_norm")
     y_ND = _attention(shape, index, normed_ND, turns, attention, rounding)
-    x_ND = _moved(x_ND + behind(y_ND, attention_norm), rounding)
-    normed_ND = in_front(x_ND, mlp_norm)
+    x_ND = _moved(x_ND + normed(y_ND, "attention_out_norm"), rounding)
+    normed_ND = normed(x_ND, "mlp_norm")
     gated = _moved(normed_ND @ gate.T, rounding)
-    both = _moved(gated * torch.sigmoid(gated) * _moved(normed_ND @ up.T, rounding), rounding)
-    return _moved(x_ND + behind(both @ down.T, mlp_norm), rounding)
+    both = _moved(_activated(shape, gated) * _moved(normed_ND @ up.T, rounding), rounding)
+    return _moved(x_ND + normed(both @ down.T, "mlp_out_norm"), rounding)
+
+
+def _activated(shape: Shape, x: Tensor) -> Tensor:
+    if shape.activation == "silu":
+        return x * torch.sigmoid(x)
+    # gelu, by tanh (Hendrycks & Gimpel, 2016)
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _norm(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
-    return x / ((x * x).mean(dim=-1, keepdim=True) + shape.eps).sqrt() * weight
+    factor = weight + shape.norm_offset
+    return x / ((x * x).mean(dim=-1, keepdim=True) + shape.eps).sqrt() * factor
 
 
 def _attention(
     shape: Shape,
     index: int,
     x_ND: Tensor,
-    turns: list[Tensor],
+    turns: dict[bool, list[Tensor]],
     parts: Sequence[Tensor],
     rounding: float,
 ) -> Tensor:
     """Attention over documents that follow each other."""
     q, k, v, o, *others = parts
+    window, scalar = shape.window_of(index), shape.query_scalar or shape.head_dim
     found = [x_ND @ matrix.T for matrix in (q, k, v)]
     if shape.bias:
         found = [y + bias for y, bias in zip(found, others[:3], strict=True)]
@@ -286,7 +322,7 @@ def _attention(
     q_NHE, k_NKE, v_NKE = (_moved(y, rounding) for y in (q_NHE, k_NKE, v_NKE))
     shared = shape.heads // shape.kv_heads
     answers, first = [], 0
-    for turns_TR in turns:
+    for turns_TR in turns[window is not None]:
         document = slice(first, first + len(turns_TR))
         first += len(turns_TR)
         q_THE, k_TKE = q_NHE[document], k_NKE[document]
@@ -299,17 +335,19 @@ def _attention(
             part_HTE = q_HTE[:, begun : begun + QUERIES]
             # The weights of all queries of a long document would not fit in memory for the backward pass.
             answers.append(
-                _Recomputed.apply(part_HTE, k_HTE, v_HTE, begun, shape.window)  # type: ignore[no-untyped-call]
+                _Recomputed.apply(part_HTE, k_HTE, v_HTE, scalar, begun, window)  # type: ignore[no-untyped-call]
                 if torch.is_grad_enabled() and len(turns_TR) > QUERIES
-                else _answers(part_HTE, k_HTE, v_HTE, begun, shape.window)
+                else _answers(part_HTE, k_HTE, v_HTE, scalar, begun, window)
             )
     return _moved(torch.cat(answers), rounding) @ o.T
 
 
-def _answers(q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int, window: int | None) -> Tensor:
+def _answers(
+    q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, scalar: float, first: int, window: int | None
+) -> Tensor:
     """Return the attention output of the queries from token `first` of a document on, heads concatenated."""
     last = first + q_HTE.shape[1]
-    scores_HTS = q_HTE @ k_HTE[:, :last].transpose(1, 2) / math.sqrt(q_HTE.shape[2])
+    scores_HTS = q_HTE @ k_HTE[:, :last].transpose(1, 2) / math.sqrt(scalar)
     seen_TS = torch.ones(scores_HTS.shape[1:], dtype=torch.bool, device=q_HTE.device).tril(first)
     if window is not None:
         seen_TS = seen_TS.triu(first - window + 1)
@@ -326,18 +364,24 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, first: int, window: int | None
+        ctx: Any,
+        q_HTE: Tensor,
+        k_HTE: Tensor,
+        v_HTE: Tensor,
+        scalar: float,
+        first: int,
+        window: int | None,
     ) -> Tensor:
         ctx.save_for_backward(q_HTE, k_HTE, v_HTE)
-        ctx.place = first, window
-        return _answers(q_HTE, k_HTE, v_HTE, first, window)
+        ctx.place = scalar, first, window
+        return _answers(q_HTE, k_HTE, v_HTE, *ctx.place)
 
     @staticmethod
     def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor | None, ...]:
         q_HTE, k_HTE, v_HTE = (part.detach().requires_grad_() for part in ctx.saved_tensors)
         with torch.enable_grad():
             along = (_answers(q_HTE, k_HTE, v_HTE, *ctx.place) * flows[0]).sum()
-        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), None, None
+        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), None, None, None
 
 
 def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:
@@ -346,11 +390,14 @@ def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:
     return torch.cat([z_THR.real, z_THR.imag, x_THE[..., 2 * half :]], dim=-1)
 
 
-def _turns(shape: Shape, length: int, device: torch.device) -> Tensor:
+def _turns(shape: Shape, length: int, device: torch.device, windowed: bool) -> Tensor:
     width = shape.turned or shape.head_dim
+    theta, factor = shape.theta, shape.position_factor
+    if windowed and shape.local_theta is not None:
+        theta, factor = shape.local_theta, 1.0
     frequencies = torch.tensor(
         [
-            _stretched(shape.theta ** (-2 * pair / width), shape.stretch)
+            _stretched(theta ** (-2 * pair / width), shape.stretch) / factor
             for pair in range(width // 2)
         ],
         dtype=torch.float64,

@@ -277,7 +277,7 @@ def _worst_eps(decoder: Decoder) -> float:
         if not isinstance(module, RMSNorm):
             continue
         decoder.reach(name)
-        weight_D = module.weight
+        weight_D = module.factor_D
         row_D = torch.full_like(weight_D, math.sqrt(wanted))[None, None, None]
         answer_D = module(row_D).float().flatten()
         share = float((answer_D * weight_D.float()).sum() / weight_D.float().square().sum())

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -85,6 +86,14 @@ def shape_of(config: ModelConfig) -> Shape:
         norms_behind=config.kind.norms_behind,
         unturned=config.layers_without_rope,
         turned=config.rotary_dim,
+        activation=config.kind.activation,
+        norms_in_front=config.kind.norms_in_front,
+        norm_offset=config.kind.norm_offset,
+        embedding_scale=math.sqrt(config.hidden_size) if config.kind.embeddings_scaled else 1.0,
+        query_scalar=config.query_pre_attn_scalar or 0,
+        windowless=config.layers_without_window,
+        local_theta=config.rope_local_base_freq,
+        position_factor=config.rope_factor,
         stretch=None
         if scaling is None
         else Stretch(
@@ -131,7 +140,8 @@ def weights_alive(context: Context) -> Answer:
     teacher = context.teacher_decoder
     if teacher is not None and _is_fresh(teacher):
         return numbers.unknown(
-            "every norm of the teacher is exactly 1 and every bias 0, as in a model that was never trained"
+            "every norm of the teacher multiplies with exactly 1 and every bias is 0, as in a model that was never "
+            "trained"
         )
     return numbers.passed(
         f"{tensors} tensors are finite and no matrix is constant, by up to {SAMPLED_ROWS} rows of each"
@@ -140,7 +150,8 @@ def weights_alive(context: Context) -> Answer:
 
 def _is_fresh(decoder: Decoder) -> bool:
     vectors = [name for name in names(decoder) if len(held(decoder, name).shape) == 1]
+    norm = 1.0 - decoder.config.kind.norm_offset
     return all(
-        bool((whole(decoder, name) == (0.0 if name.endswith("bias") else 1.0)).all())
+        bool((whole(decoder, name) == (0.0 if name.endswith("bias") else norm)).all())
         for name in vectors
     )

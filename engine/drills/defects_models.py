@@ -57,11 +57,15 @@ def _mask(seen: Callable[[Tensor], Tensor]) -> Iterator[None]:
     masked_attention_inputs = decoder.masked_attention_inputs
 
     def spoilt(
-        config: Any, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
+        config: Any,
+        tokens_BT: Tensor,
+        documents_BT: Tensor | None,
+        dtype: torch.dtype,
+        windowed: bool = True,
     ) -> AttentionInputs:
         if documents_BT is None:
             documents_BT = torch.zeros_like(tokens_BT)
-        attention_inputs = masked_attention_inputs(config, tokens_BT, documents_BT, dtype)
+        attention_inputs = masked_attention_inputs(config, tokens_BT, documents_BT, dtype, windowed)
         mask_BTT = torch.zeros(
             *tokens_BT.shape, tokens_BT.shape[1], dtype=dtype, device=tokens_BT.device
         )

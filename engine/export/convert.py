@@ -57,6 +57,7 @@ from engine.models.names import (
     joined,
     names_for,
     permute_rows,
+    shifted,
     turned_heads,
 )
 from engine.models.rope import divisors
@@ -197,6 +198,8 @@ def _converted(
     names = names_for(convention, config)
     for count, (ours, name, source) in enumerate(sources(weights, config), 1):
         tensor = _as_type(source, types[ours], name, device, done)
+        if convention == "gguf":
+            tensor = shifted(config, ours, tensor, 1)
         if _neighbours(config, convention) and (heads := turned_heads(config, ours)):
             tensor = permute_rows(tensor, heads)
         done.tensors[types[ours].name] = done.tensors.get(types[ours].name, 0) + 1

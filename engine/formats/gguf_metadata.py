@@ -54,7 +54,7 @@ from engine.formats.gguf_values import (
     refuse,
 )
 from engine.formats.weights import TensorInfo
-from engine.model_families import ACTIVATION, EMBEDDING, FAMILIES, HEAD, Family
+from engine.model_families import EMBEDDING, FAMILIES, GGUF_LOCAL_BASE, HEAD, Family
 
 _COUNTS = {
     "block_count": "num_hidden_layers",
@@ -104,7 +104,7 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
     config: dict[str, Any] = {
         "architectures": [family.hf_class],
         "model_type": family.name,
-        "hidden_act": ACTIVATION,
+        family.activation_key: family.activation,
         **{hf: reader.count(key) for key, hf in _COUNTS.items()},
     }
     heads = config["num_attention_heads"]
@@ -126,6 +126,11 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
     if step := family.gguf_rope_interval:
         layers = range(1, config["num_hidden_layers"] + 1)
         config["no_rope_layers"] = [int(number % step != 0) for number in layers]
+    if step := family.gguf_window_interval:
+        config["sliding_window_pattern"] = step
+        config["rope_local_base_freq"] = reader.real("rope.freq_base_swa", GGUF_LOCAL_BASE)
+    if family.query_scale:
+        config["query_pre_attn_scalar"] = _query_scalar(family, config)
     if family.gguf_biases:
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
@@ -153,7 +158,9 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
     arch = family.gguf
     window = config.get("sliding_window") if family.sliding_window else None
     length = config.get("max_position_embeddings")
-    if type(window) is int and type(length) is int and window < length:
+    if step := family.gguf_window_interval:
+        _check_windows(family, step, config, where)
+    elif type(window) is int and type(length) is int and window < length:
         # Other readers of this architecture have no window, and would attend to all tokens.
         _refuse_config(where, f"a sliding_window of null or at least {length}", window)
     if step := family.gguf_rope_interval:
@@ -174,7 +181,10 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
         "attention.value_length": head_dim,
         "vocab_size": config.get("vocab_size"),
     }
+    if family.gguf_window_interval:
+        counts["attention.sliding_window"] = window
     nested = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    nested = nested.get("full_attention", nested)
     if family.gguf_rope_dimension:
         share = nested.get("partial_rotary_factor", 1.0)
         counts["rope.dimension_count"] = int(head_dim * share) if head_dim else head_dim
@@ -206,6 +216,29 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
             key = f"tokenizer.ggml.{name}_token_id"
             values[key] = uint32(number, key, where)
     return values
+
+
+def _query_scalar(family: Family, config: Mapping[str, Any]) -> Any:
+    """Return by whose root readers of a GGUF file divide scores."""
+    if config["num_hidden_layers"] == family.gguf_wide_layers:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config["head_dim"]
+
+
+def _check_windows(family: Family, step: int, config: Mapping[str, Any], where: object) -> None:
+    """Refuse what other readers of this architecture would compute otherwise; no key tells them."""
+    types = config.get("layer_types") or []
+    expected = [
+        "sliding_attention" if number % step else "full_attention"
+        for number in range(1, len(types) + 1)
+    ]
+    if types != expected:
+        _refuse_config(where, f"layer_types with full_attention in every layer {step}", types)
+    if (local := config.get("rope_local_base_freq")) != GGUF_LOCAL_BASE:
+        _refuse_config(where, f"a rope_local_base_freq of {GGUF_LOCAL_BASE:g}", local)
+    scalar = config.get("query_pre_attn_scalar")
+    if scalar != (wanted := _query_scalar(family, config)):
+        _refuse_config(where, f"a query_pre_attn_scalar of {wanted}", scalar)
 
 
 def shortest_decimal(real: float) -> float:

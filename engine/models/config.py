@@ -33,7 +33,6 @@ from engine.errors import WeightsError
 from engine.formats.weights import open_regular, read_json_object
 from engine.limits import Limit
 from engine.model_families import (
-    ACTIVATION,
     EMBEDDING,
     FAMILIES,
     HEAD,
@@ -63,11 +62,14 @@ SIZES: dict[str, Limit] = {
 }
 """Every size of a decoder with its upper limit."""
 _REALS = ("rms_norm_eps", "rope_theta")
-_SCALING: dict[str, type] = {
-    "factor": float,
-    "low_freq_factor": float,
-    "high_freq_factor": float,
-    "original_max_position_embeddings": int,
+_SCALING: dict[str, dict[str, type]] = {
+    "linear": {"factor": float},
+    "llama3": {
+        "factor": float,
+        "low_freq_factor": float,
+        "high_freq_factor": float,
+        "original_max_position_embeddings": int,
+    },
 }
 _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
@@ -95,7 +97,22 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """RoPE scaling, in families that support it."""
     sliding_window: int | None = None
-    """How many tokens a token attends to, itself included, in families that have a window; None is all.
+    """How many tokens a token attends to, itself included, in families that have a window; None is all, and
+    becomes max_position_embeddings where only some layers have it.
+    """
+    layers_without_window: tuple[int, ...] = ()
+    """The numbers of the layers that have no window, in families where some have none."""
+    rope_local_base_freq: float | None = None
+    """The RoPE base of the layers with a window, in families where some layers have none; None becomes
+    rope_theta there.
+    """
+    rope_factor: float = 1.0
+    """What linear RoPE scaling divides positions by, in families that support it; not in layers with a
+    RoPE base of their own.
+    """
+    query_pre_attn_scalar: int | None = None
+    """Scores are divided by its root, in families that give it, where None becomes head_dim; in others by
+    that of head_dim.
     """
     partial_rotary_factor: float = 1.0
     """The share of a head that RoPE rotates, in families where it may be less than 1."""
@@ -111,6 +128,16 @@ class ModelConfig:
         # Stays 0 if it does not divide, so that the check below names the two numbers.
         if self.head_dim == 0 and heads > 0 and self.hidden_size % heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        kind = FAMILIES.get(self.family)
+        derived: dict[str, float | None] = {}
+        if kind is not None and kind.window_by_layer:
+            derived["sliding_window"] = self.max_position_embeddings
+            derived["rope_local_base_freq"] = self.rope_theta
+        if kind is not None and kind.query_scale:
+            derived["query_pre_attn_scalar"] = self.head_dim
+        for key, value in derived.items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)
         _refuse(_impossible(asdict(self)), "ModelConfig")
         if (weights := count_parameters(self)) > limits.PARAMETERS.most:
             _refuse([f"sizes: expected {limits.PARAMETERS}, found {weights:,}"], "ModelConfig")
@@ -129,6 +156,15 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """How many numbers of a head RoPE rotates, its first ones."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    def has_window(self, layer: int) -> bool:
+        return self.sliding_window is not None and layer not in self.layers_without_window
+
+    def _layer_types(self) -> list[str]:
+        return [
+            "sliding_attention" if self.has_window(layer) else "full_attention"
+            for layer in range(self.num_hidden_layers)
+        ]
 
     def _rope_flags(self) -> list[int]:
         """Return 1 for each layer that has RoPE, and 0 for the others."""
@@ -157,23 +193,35 @@ class ModelConfig:
         scaling: dict[str, object] | None = None
         if self.rope_scaling is not None:
             scaling = {"rope_type": "llama3", **asdict(self.rope_scaling)}
+        elif self.rope_factor != 1:
+            scaling = {"rope_type": "linear", "factor": self.rope_factor}
         partial: dict[str, object] = {}
         if self.partial_rotary_factor != 1:
             partial = {"partial_rotary_factor": self.partial_rotary_factor}
+        rope: dict[str, object] = {
+            "rope_theta": self.rope_theta,
+            **(scaling or {"rope_type": "default"}),
+            **partial,
+        }
+        by_layer: dict[str, object] = {}
+        if self.kind.window_by_layer:
+            local = self.rope_local_base_freq
+            by_layer = {"layer_types": self._layer_types(), "rope_local_base_freq": local}
+            of_local = {"rope_theta": local, "rope_type": "default"}
+            rope = {"full_attention": rope, "sliding_attention": of_local}
+        if self.kind.query_scale:
+            by_layer["query_pre_attn_scalar"] = self.query_pre_attn_scalar
         return {
             "architectures": [self.kind.hf_class],
             "model_type": self.family,
-            "hidden_act": ACTIVATION,
+            self.kind.activation_key: self.kind.activation,
             **{key: getattr(self, key) for key in SIZES},
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             **({} if scaling is None else {"rope_scaling": scaling}),
             **partial,
-            "rope_parameters": {
-                "rope_theta": self.rope_theta,
-                **(scaling or {"rope_type": "default"}),
-                **partial,
-            },
+            "rope_parameters": rope,
+            **by_layer,
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
@@ -271,7 +319,10 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
     the others. A RoPE scaling is returned as a dict of its numbers.
     """
     family = _family(raw)
-    problems = _unsupported(raw)
+    problems: list[str] = []
+    if family is not None and family.window_by_layer:
+        raw = _one_rope(raw, problems)
+    problems += _unsupported(raw)
     values: dict[str, object] = {} if family is None else {"family": family.name}
     if raw.get("num_key_value_heads", 0) is None:
         raw = {**raw, "num_key_value_heads": raw.get("num_attention_heads")}
@@ -285,10 +336,19 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
         raw = _from_rope(raw, "partial_rotary_factor", problems)
         if raw.get("partial_rotary_factor") is not None:
             _take(raw, "partial_rotary_factor", float, values, problems)
-    if family is not None and family.stretches:
+    if family is not None and len(family.rope_types) > 1:
         _take_rope_scaling(raw, values, problems)
-    if family is not None and family.sliding_window and raw.get("sliding_window", 0) is not None:
+    # null is no window, except where it would be that of some layers.
+    wanted = family is not None and (
+        family.window_by_layer or raw.get("sliding_window", 0) is not None
+    )
+    if family is not None and family.sliding_window and wanted:
         _take(raw, "sliding_window", int, values, problems)
+    if family is not None and family.window_by_layer:
+        values["layers_without_window"] = _layers_without_window(raw, problems)
+        _take(raw, "rope_local_base_freq", float, values, problems)
+    if family is not None and family.query_scale:
+        _take(raw, "query_pre_attn_scalar", int, values, problems)
     if family is not None and family.rope_by_layer:
         values["layers_without_rope"] = _layers_without_rope(raw, problems)
     if raw.get("tie_word_embeddings") is not None:
@@ -331,6 +391,49 @@ def _layers_without_rope(raw: Mapping[str, object], problems: list[str]) -> tupl
         )
         return ()
     return tuple(at for at in range(layers) if not flags[at])
+
+
+def _layers_without_window(raw: Mapping[str, object], problems: list[str]) -> tuple[int, ...]:
+    types, step = raw.get("layer_types"), raw.get("sliding_window_pattern")
+    layers = raw.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers > SIZES["num_hidden_layers"].most:
+        return ()
+    if types is None and type(step) is int and step > 0:
+        return tuple(range(step - 1, layers, step))
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(x not in known for x in types):
+        found = "none" if types is None else f"{types!r:.80}"
+        problems.append(
+            f"layer_types: expected {' or '.join(known)} for each of {layers} layers, found {found}"
+        )
+        return ()
+    return tuple(at for at in range(layers) if types[at] == "full_attention")
+
+
+def _one_rope(raw: Mapping[str, object], problems: list[str]) -> Mapping[str, object]:
+    """Return `raw` with the RoPE of layers without a window as the only one of `rope_parameters`, and the
+    base of the others as `rope_local_base_freq`, whichever spelling the file has.
+    """
+    nested = raw.get("rope_parameters")
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(nested, Mapping) or not nested.keys() & {*kinds}:
+        return raw
+    if nested.keys() - {*kinds}:
+        problems.append(
+            f"rope_parameters: expected {' and '.join(kinds)} alone, found {[*nested]!r:.80}"
+        )
+    full, local = (rope if isinstance(rope := nested.get(kind), Mapping) else {} for kind in kinds)
+    where = "rope_parameters.sliding_attention"
+    if (kind := _rope_type(local)) != "default":
+        problems.append(f"{where}.rope_type: expected 'default', found {kind!r:.80}")
+    if "rope_theta" not in local:
+        return {**raw, "rope_parameters": full}
+    key, found = "rope_local_base_freq", local["rope_theta"]
+    if raw.get(key, found) != found:
+        problems.append(
+            f"{key}: expected the value of {where}.rope_theta, {found!r:.80}, found {raw[key]!r:.80}"
+        )
+    return {**raw, "rope_parameters": full, key: found}
 
 
 def _token_ids(raw: Mapping[str, object], key: str, problems: list[str]) -> tuple[int, ...]:
@@ -378,17 +481,18 @@ def _take_rope_scaling(
         if not isinstance(rope, Mapping):
             continue
         scaling: dict[str, object] = {}
-        if _rope_type(rope) == "llama3":
-            wrong: list[str] = []
-            for name, kind in _SCALING.items():
-                _take(rope, name, kind, scaling, wrong)
-            problems.extend(f"{key}.{problem}" for problem in wrong)
+        wrong: list[str] = []
+        for name, kind in _SCALING.get(str(_rope_type(rope)), {}).items():
+            _take(rope, name, kind, scaling, wrong)
+        problems.extend(f"{key}.{problem}" for problem in wrong)
         found.append(scaling)
     if len(found) == 2 and found[0] != found[1]:
         problems.append(
             f"rope_scaling: expected the scaling of rope_parameters, {found[1] or None}, "
             f"found {found[0] or None}"
         )
+    elif found and found[0].keys() == {"factor"}:
+        values["rope_factor"] = found[0]["factor"]
     elif found and found[0]:
         values["rope_scaling"] = found[0]
 
@@ -404,7 +508,12 @@ def _unsupported(raw: Mapping[str, object]) -> list[str]:
 
     family = _family(raw)
     only("model_type", raw.get("model_type"), *FAMILIES)
-    only("hidden_act", raw.get("hidden_act", ACTIVATION), ACTIVATION)
+    activation = "silu" if family is None else family.activation
+    for key in ("hidden_act", "hidden_activation"):
+        only(key, raw.get(key, activation), activation)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        only(key, raw.get(key), None)
+    only("use_bidirectional_attention", raw.get("use_bidirectional_attention") or False, False)
     only("use_sliding_window", raw.get("use_sliding_window") or False, False)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         only(key, raw.get(key) or 0.0, 0.0)
@@ -415,7 +524,7 @@ def _unsupported(raw: Mapping[str, object]) -> list[str]:
             if raw.get(key) is not None:
                 only(key, raw[key], has)
     layer_types = raw.get("layer_types")
-    if isinstance(layer_types, list):
+    if isinstance(layer_types, list) and not (family is not None and family.window_by_layer):
         for kind in sorted({str(kind) for kind in layer_types} - {"full_attention"}):
             only("layer_types", kind, "full_attention")
     rope_types = ("default",) if family is None else family.rope_types
@@ -481,12 +590,33 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
         problems.append(
             f"sliding_window: expected from 1 to {limits.POSITIONS.most:,} tokens, found {window!r:.80}"
         )
-    plain = values.get("layers_without_rope", ())
-    assert isinstance(plain, tuple)
-    if plain and not (family is not None and family.rope_by_layer):
-        problems.append(f"layers_without_rope: expected none for {name}, found {plain!r:.80}")
-    elif any(not 0 <= at < good.get("num_hidden_layers", math.inf) for at in plain):
-        problems.append(f"layers_without_rope: expected numbers of layers, found {plain!r:.80}")
+    by_layer = {
+        "layers_without_rope": family is not None and family.rope_by_layer,
+        "layers_without_window": family is not None and family.window_by_layer,
+    }
+    for key, may in by_layer.items():
+        plain = values.get(key, ())
+        assert isinstance(plain, tuple)
+        if plain and not may:
+            problems.append(f"{key}: expected none for {name}, found {plain!r:.80}")
+        elif any(not 0 <= at < good.get("num_hidden_layers", math.inf) for at in plain):
+            problems.append(f"{key}: expected numbers of layers, found {plain!r:.80}")
+    of_family = {
+        "rope_local_base_freq": family is not None and family.window_by_layer,
+        "query_pre_attn_scalar": family is not None and family.query_scale,
+    }
+    for key, has in of_family.items():
+        found = values.get(key)
+        if found is not None and not has:
+            problems.append(f"{key}: expected None for {name}, found {found!r:.80}")
+        elif isinstance(found, int | float) and not (math.isfinite(found) and found > 0):
+            problems.append(f"{key}: expected a positive finite number, found {found!r:.80}")
+    factor = values.get("rope_factor", 1.0)
+    assert isinstance(factor, float)
+    if factor != 1 and not (family is not None and "linear" in family.rope_types):
+        problems.append(f"rope_factor: expected 1 for {name}, found {factor!r:.80}")
+    elif not 1 <= factor < 2**63:
+        problems.append(f"rope_scaling.factor: expected at least 1, found {factor!r:.80}")
     scaling = values.get("rope_scaling")
     if isinstance(scaling, Mapping) and (family is None or not family.stretches):
         problems.append(f"rope_scaling: expected None for {name}, found {dict(scaling)!r:.80}")
@@ -507,7 +637,7 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
 def _impossible_scaling(scaling: Mapping[str, float]) -> list[str]:
     problems = [
         f"rope_scaling.{key}: expected a positive finite number, found {scaling[key]!r:.80}"
-        for key in _SCALING
+        for key in _SCALING["llama3"]
         if key in scaling and not 0 < scaling[key] < 2**63
     ]
     low, high = scaling.get("low_freq_factor", 0.0), scaling.get("high_freq_factor", math.inf)

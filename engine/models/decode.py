@@ -122,6 +122,8 @@ def coverage(decoder: Decoder, rows: int) -> str | None:
 def _why_not_heads(config: ModelConfig) -> str | None:
     if config.sliding_window is not None:
         return f"its attention slides a window of {config.sliding_window:,} tokens"
+    if config.kind.activation != "silu":
+        return f"its activation is {config.kind.activation}, not silu"
     if config.kind.norms_behind:
         return "its norms are behind attention and mlp"
     if config.kind.qk_norm_whole:

@@ -9,13 +9,15 @@
   RoPE rotates the pair (x[i], x[i + E/2]) by the angle position * theta^(-2i/E). It pairs the two
   halves of a head, not adjacent elements: that would be a different model, which runs without an
   error and gives nonsense with these weights.
-- mlp: down(silu(gate(x)) * up(x)).
+- mlp: down(silu(gate(x)) * up(x)), or gelu in the place of silu.
 
 These are all differences between the families: only Qwen2 has biases on q, k, v; Qwen3 normalises
 each head of q and k before RoPE, with one weight of length E for all heads; Llama may scale its low
 RoPE frequencies (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
 have no RoPE; OLMo 2 normalises what attention and mlp return instead of what they get, and q and k as a
-whole; Phi-3 may rotate only the first numbers of a head. o never has a bias.
+whole; Phi-3 may rotate only the first numbers of a head; Gemma 3 scales its embeddings, multiplies in norms
+with 1 + w, and has norms in front and behind, and a window and a RoPE base of their own in some layers. o
+never has a bias.
 
 Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token
 attends to the earlier tokens of its own document and itself, by a mask or packed
@@ -40,6 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -55,6 +58,10 @@ from engine.models.config import ModelConfig
 # S slots of a cache
 
 INIT_STD = 0.02
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Past(NamedTuple):
@@ -75,7 +82,8 @@ class Past(NamedTuple):
 
 class AttentionInputs(NamedTuple):
     """What attention takes besides the hidden states: position embeddings (RoPE), and which tokens a token
-    may attend to. Computed once per forward, shared by all layers.
+    may attend to. Computed once per forward, shared by all layers; where only some layers have a window, by
+    those that have it and by those that have none.
     """
 
     cos_XT1R: Tensor
@@ -116,12 +124,21 @@ def dense_linear(in_features: int, out_features: int, bias: bool) -> nn.Module:
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
+
+    @property
+    def factor_D(self) -> Tensor:
+        """What normalised values are multiplied with; in fp32 if it is not the weight itself."""
+        return self.weight.float() + self.offset if self.offset else self.weight
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.offset:
+            # In fp32: in 16 bits, 1 + w would lose most of w.
+            weight_D = self.factor_D
+            return F.rms_norm(x_BTD.float(), weight_D.shape, weight_D, self.eps).to(x_BTD.dtype)
         # The cast is a no-op except for q and k under autocast: with two dtypes there is no fused
         # kernel, and the unfused one keeps its intermediates for the backward pass.
         weight_D = self.weight.to(x_BTD.dtype)
@@ -138,8 +155,14 @@ def rotate(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask_B1TT: Tensor | None) -> Tensor:
-    """Return grouped-query attention, (B, T, H, E)."""
+def attend(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    mask_B1TT: Tensor | None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return grouped-query attention, (B, T, H, E). Scores are multiplied by `scale`, or 1/sqrt(E)."""
     groups = q_BTHE.shape[2] // k_BTKE.shape[2]
     shared = groups > 1 and _kernel_shares_heads(q_BTHE, mask_B1TT)
     if groups > 1 and not shared:
@@ -152,6 +175,7 @@ def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask_B1TT: Tensor | N
         attn_mask=mask_B1TT,
         is_causal=mask_B1TT is None,
         enable_gqa=shared,
+        scale=scale,
     )
     return y_BHTE.transpose(1, 2)
 
@@ -177,6 +201,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.rotates = index not in config.layers_without_rope
+        self.scale: float | None = None
+        if config.query_pre_attn_scalar is not None:
+            self.scale = config.query_pre_attn_scalar**-0.5
         width = config.hidden_size
         query_width = config.num_attention_heads * config.head_dim
         shared_width = config.num_key_value_heads * config.head_dim
@@ -191,7 +218,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.norms_whole = config.kind.qk_norm_whole
             widths = (query_width, shared_width) if self.norms_whole else (config.head_dim,) * 2
-            self.q_norm, self.k_norm = (RMSNorm(each, config.rms_norm_eps) for each in widths)
+            self.q_norm, self.k_norm = (_norm(config, each) for each in widths)
 
     def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         heads = (-1, self.head_dim)
@@ -212,7 +239,7 @@ class Attention(nn.Module):
             packing = Packing(attention_inputs.starts_S, attention_inputs.longest_L)
             y_BTHE = attend_packed(q_BTHE, k_BTKE, v_BTKE, packing)
         else:
-            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, attention_inputs.mask_B1TT)
+            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, attention_inputs.mask_B1TT, self.scale)
         y_BTD: Tensor = self.o(y_BTHE.flatten(-2))
         return y_BTD
 
@@ -220,33 +247,38 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, make_linear: MakeLinear) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[config.kind.activation]
         self.gate = make_linear(config.hidden_size, config.intermediate_size, False)
         self.up = make_linear(config.hidden_size, config.intermediate_size, False)
         self.down = make_linear(config.intermediate_size, config.hidden_size, False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up))
-        open_BTF = F.silu(gate_BTF)
+        open_BTF = self.activation(gate_BTF)
         del gate_BTF  # without autograd, its memory is free for the multiplication
         y_BTD: Tensor = self.down(open_BTF * up_BTF)
         return y_BTD
+
+
+def _norm(config: ModelConfig, width: int) -> RMSNorm:
+    return RMSNorm(width, config.rms_norm_eps, config.kind.norm_offset)
 
 
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, make_linear: MakeLinear) -> None:
         super().__init__()
 
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps)
+        def norm(has: bool) -> RMSNorm | None:
+            return _norm(config, config.hidden_size) if has else None
 
-        behind = config.kind.norms_behind
+        front, behind = config.kind.norms_in_front, config.kind.norms_behind
         # In the order of the tensors in `LAYER`.
-        self.attention_norm = None if behind else norm()
+        self.attention_norm = norm(front)
         self.attention = Attention(config, index, make_linear)
-        self.attention_out_norm = norm() if behind else None
-        self.mlp_norm = None if behind else norm()
+        self.attention_out_norm = norm(behind)
+        self.mlp_norm = norm(front)
         self.mlp = FeedForward(config, make_linear)
-        self.mlp_out_norm = norm() if behind else None
+        self.mlp_out_norm = norm(behind)
 
     def forward(self, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
         # The cast is a no-op except under autocast, where each linear would otherwise cast its
@@ -323,7 +355,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             Layer(config, index, make_linear) for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _norm(config, config.hidden_size)
         self.head: nn.Module | None = None
         if not config.tie_word_embeddings:
             self.head = make_linear(config.hidden_size, config.vocab_size, False)
@@ -350,19 +382,44 @@ class Decoder(nn.Module):
         `documents_BT` holds arbitrary integer ids, equal for the tokens of one document of a row,
         which are contiguous. None means one document per row and needs no mask.
         """
-        x_BTD = self.embed(tokens_BT) if embedded_BTD is None else embedded_BTD
+        x_BTD = self.scaled(self.embed(tokens_BT) if embedded_BTD is None else embedded_BTD)
         dtype = product_dtype(x_BTD)
         packed = self.packed and self.config.sliding_window is None
         if packed and documents_BT is not None and dtype != torch.float32:
-            attention_inputs = packed_attention_inputs(self.config, documents_BT, dtype)
+            of_layers = [packed_attention_inputs(self.config, documents_BT, dtype)] * len(
+                self.layers
+            )
         else:
-            attention_inputs = masked_attention_inputs(self.config, tokens_BT, documents_BT, dtype)
+            of_layers = self.masked_inputs(tokens_BT, documents_BT, dtype)
         for index, layer in enumerate(self.layers):
             if self.shards is not None:
                 self.shards.arrive(index)
-            x_BTD = self.run_layer(layer, x_BTD, attention_inputs)
+            x_BTD = self.run_layer(layer, x_BTD, of_layers[index])
         hidden_BTD: Tensor = self.norm(x_BTD)
         return hidden_BTD
+
+    def scaled(self, embedded_BTD: Tensor) -> Tensor:
+        """Return embeddings as the first layer gets them."""
+        if not self.config.kind.embeddings_scaled:
+            return embedded_BTD
+        root = torch.tensor(math.sqrt(self.config.hidden_size)).to(embedded_BTD.dtype)
+        return embedded_BTD * float(root)
+
+    def masked_inputs(
+        self, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
+    ) -> list[AttentionInputs]:
+        """Return what `masked_attention_inputs` returns, for each layer."""
+        return self._of_layers(
+            lambda windowed: masked_attention_inputs(
+                self.config, tokens_BT, documents_BT, dtype, windowed
+            )
+        )
+
+    def _of_layers(self, make: Callable[[bool], AttentionInputs]) -> list[AttentionInputs]:
+        """Return what `make` returns for layers with a window or without, once for each kind."""
+        kinds = [self.config.has_window(index) for index in range(len(self.layers))]
+        made = {kind: make(kind) for kind in sorted(set(kinds))}
+        return [made[kind] for kind in kinds]
 
     def reach(self, name: str) -> None:
         """Make the weights of the layer that contains the tensor or module `name` readable, for
@@ -376,13 +433,15 @@ class Decoder(nn.Module):
         """Return the hidden states (B, T, D) of tokens that follow those in `pasts` (one for each
         layer), and add them to the caches. For inference only: the caches have no gradients.
         """
-        x_BTD = self.embed(tokens_BT)
-        slots = pasts[0].keys_BSKE.shape[1]
-        attention_inputs = cached_attention_inputs(
-            self.config, pasts[0].position_BT, slots, product_dtype(x_BTD)
+        x_BTD = self.scaled(self.embed(tokens_BT))
+        slots, dtype = pasts[0].keys_BSKE.shape[1], product_dtype(x_BTD)
+        of_layers = self._of_layers(
+            lambda windowed: cached_attention_inputs(
+                self.config, pasts[0].position_BT, slots, dtype, windowed
+            )
         )
-        for layer, past in zip(self.layers, pasts, strict=True):
-            x_BTD = layer(x_BTD, attention_inputs._replace(past=past))
+        for layer, past, inputs in zip(self.layers, pasts, of_layers, strict=True):
+            x_BTD = layer(x_BTD, inputs._replace(past=past))
         hidden_BTD: Tensor = self.norm(x_BTD)
         return hidden_BTD
 
@@ -402,7 +461,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise the weights: normal(0, 0.02), norms 1, biases 0.
+        """Initialise the weights: normal(0, 0.02), factors of norms 1, biases 0.
 
         The 2 L projections that add to the residual start at 1/sqrt(2 L) of that, as in GPT-2. The
         numbers are drawn in fp32 on the generator's device, whatever device and dtype the weights
@@ -411,7 +470,7 @@ class Decoder(nn.Module):
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_hidden_layers)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
+                parameter.fill_(1.0 - self.config.kind.norm_offset)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
@@ -432,14 +491,19 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def masked_attention_inputs(
-    config: ModelConfig, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
+    config: ModelConfig,
+    tokens_BT: Tensor,
+    documents_BT: Tensor | None,
+    dtype: torch.dtype,
+    windowed: bool = True,
 ) -> AttentionInputs:
     """Return the inputs for attention with a mask, or for plain causal attention without `documents_BT`.
-    Angles are computed in fp32 and rounded to `dtype` last.
+    Angles are computed in fp32 and rounded to `dtype` last. `windowed` is whether they are those of a
+    layer with a window, if the model has one.
     """
     length, device = tokens_BT.shape[1], tokens_BT.device
     # A window as long as the rows hides nothing.
-    window = min(config.sliding_window or length, length)
+    window = min((config.sliding_window if windowed else None) or length, length)
     if documents_BT is None and window < length:
         documents_BT = torch.zeros(1, length, dtype=torch.int64, device=device)
     mask_B1TT = None
@@ -451,7 +515,7 @@ def masked_attention_inputs(
         if window < length:
             seen_XTT &= position_XT[:, :, None] - position_XT[:, None, :] < window
         mask_B1TT = _additive(seen_XTT, dtype).expand(len(tokens_BT), -1, -1, -1)
-    return AttentionInputs(*_cos_sin(config, position_XT, dtype), mask_B1TT)
+    return AttentionInputs(*_cos_sin(config, position_XT, dtype, windowed), mask_B1TT)
 
 
 def _additive(seen_XTS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -462,14 +526,15 @@ def _additive(seen_XTS: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def cached_attention_inputs(
-    config: ModelConfig, position_BT: Tensor, slots: int, dtype: torch.dtype
+    config: ModelConfig, position_BT: Tensor, slots: int, dtype: torch.dtype, windowed: bool
 ) -> AttentionInputs:
     """Return the `AttentionInputs` of tokens at `position_BT` that see the cache slots up to their own."""
     slot_S = torch.arange(slots, device=position_BT.device)
     seen_BTS = slot_S <= position_BT[..., None]
-    if (window := config.sliding_window) is not None:
+    if windowed and (window := config.sliding_window) is not None:
         seen_BTS &= slot_S > position_BT[..., None] - window
-    return AttentionInputs(*_cos_sin(config, position_BT, dtype), _additive(seen_BTS, dtype))
+    angles = _cos_sin(config, position_BT, dtype, windowed)
+    return AttentionInputs(*angles, _additive(seen_BTS, dtype))
 
 
 @torch.no_grad()
@@ -481,21 +546,25 @@ def packed_attention_inputs(
     return AttentionInputs(*_cos_sin(config, positions(documents_BT), dtype), None, *packing)
 
 
-def _cos_sin(config: ModelConfig, position_XT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cos_sin(
+    config: ModelConfig, position_XT: Tensor, dtype: torch.dtype, windowed: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of each position, (X, T, 1, R)."""
     # Recomputed each time: a buffer would have no values when a model is built on the meta device.
-    angle_XTR = position_XT[..., None].float() * frequencies(config, position_XT.device)
+    angle_XTR = position_XT[..., None].float() * frequencies(config, position_XT.device, windowed)
     cos_XTR, sin_XTR = angle_XTR.cos(), angle_XTR.sin()
     return cos_XTR[:, :, None].to(dtype), sin_XTR[:, :, None].to(dtype)
 
 
-def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+def frequencies(config: ModelConfig, device: torch.device, windowed: bool = False) -> Tensor:
     """Return the RoPE frequency of each rotated pair of a head, in radians per position, (R,) in fp32, by
     the formulas of `engine.models.rope`. Nothing is copied from the host, which would synchronise.
     """
     width = config.rotary_dim
     exponent_R = torch.arange(0, width, 2, device=device).float() / width
-    frequency_R = 1.0 / config.rope_theta**exponent_R
+    if windowed and config.rope_local_base_freq is not None:
+        return 1.0 / config.rope_local_base_freq**exponent_R
+    frequency_R = 1.0 / config.rope_theta**exponent_R / config.rope_factor
     scaling = config.rope_scaling
     if scaling is None:
         return frequency_R

@@ -240,7 +240,9 @@ def round_layer(layer: nn.Module) -> None:
         parts: list[Fp8Linear] = [layer.get_submodule(name) for name in group]  # type: ignore[misc]
         layer.set_submodule(group[0], Fp8Together(parts))
     mlp: FeedForward = layer.mlp  # type: ignore[assignment]
-    layer.mlp = Fp8FeedForward(mlp.gate, mlp.up, mlp.down)  # type: ignore[arg-type]
+    # Another activation has no kernel of its own: `down` quantises its input itself.
+    if mlp.activation is F.silu:
+        layer.mlp = Fp8FeedForward(mlp.gate, mlp.up, mlp.down)  # type: ignore[arg-type]
 
 
 class LayerWatcher(Protocol):

@@ -62,6 +62,7 @@ from engine.models.names import (
     neighbours_turn,
     parts,
     rows_of,
+    shifted,
     turned_heads,
     unpermute_rows,
 )
@@ -144,6 +145,8 @@ def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
         if name != held or whole is None:
             held, whole = name, weights.get(name)
         source = rows_of(whole, first, shape[0])
+        if convention == "gguf":
+            source = shifted(config, ours, source, -1)
         if permuted and (heads := turned_heads(config, ours)):
             source = unpermute_rows(source, heads)
         yield ours, name, source

@@ -193,6 +193,21 @@ def turned_heads(config: ModelConfig, ours: str) -> int:
     return 0
 
 
+def shifted(
+    config: ModelConfig, ours: str, tensor: Tensor | QuantTensor, sign: int
+) -> Tensor | QuantTensor:
+    """Return the factors of a norm from its weight (`sign` 1), as GGUF files hold them in families where
+    they are not the same, or its weight from its factors (-1), in fp32; and any other tensor as it is.
+    """
+    from engine.quant.tensor import QuantTensor
+
+    offset = config.kind.norm_offset
+    if not offset or not ours.endswith("norm.weight"):
+        return tensor
+    values = tensor.dequantize() if isinstance(tensor, QuantTensor) else tensor.float()
+    return values + sign * offset
+
+
 Rows = TypeVar("Rows", "Tensor", "QuantTensor", "Tensor | QuantTensor")
 
 

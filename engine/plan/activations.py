@@ -12,7 +12,8 @@ Kept for the backward pass, per token and layer, in addition to the weights:
     q, k, v              p (Q + 2 K)            after rotation; 3 p Q if the kernel cannot share heads
     attention output     p Q + 4 H              and the logsumexp of each query
     head norms (Qwen3)   p (Q + K) + 4 (H + J)  their inputs, and 1/rms
-    norms behind (OLMo)  2 (p D + 4)            in place of the norm inputs above
+    norms behind (OLMo)  2 (p D + 4)            in place of the norm inputs above, or beside them (Gemma, where
+                                                the norms' inputs are fp32)
     feed-forward         4 p F                  gate, silu(gate), up and silu(gate) * up
 
 and once: the last norm's input, r D + 4 per token; cosines and sines, p per token and number that RoPE rotates
@@ -34,9 +35,11 @@ autograd saves. Not covered: workspaces inside kernels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from engine.models.config import ModelConfig
+from engine.model_families import LAST_NORM, layer_tensors
+from engine.models.config import ModelConfig, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class Forward:
         inputs = (c.num_hidden_layers + 1) * self.tokens * r * c.hidden_size
         return {
             "inputs of the layers": inputs + 4 * self.tokens,
-            "positions": self.tokens * (self.product_bytes * c.rotary_dim + 8),
+            "positions": self.tokens * (self._kinds * self.product_bytes * c.rotary_dim + 8),
             "masks": self.mask(),
         }
 
@@ -91,17 +94,17 @@ class Forward:
         if not self.fused_norms:
             norms += 4 * c.hidden_size
         keys = 2 * shared if self._shares else 2 * query
-        # Of norms whose input has the matmuls' dtype.
-        each = p if self.fused_norms else 8
+        # Of norms whose input has the matmuls' dtype; with an offset they take it in fp32.
+        each = (4 if c.kind.norm_offset else p) if self.fused_norms else 8
         head_norms = 0
         if c.qk_norm:
             rows = 2 if c.kind.qk_norm_whole else heads
             head_norms = each * (query + shared) + 4 * rows
         layers = c.num_hidden_layers * self.tokens
         second = p * c.hidden_size + 4 if self.compiled else norms
-        both = norms + second
+        both = norms + second if c.kind.norms_in_front else 0
         if c.kind.norms_behind:
-            both = 2 * (each * c.hidden_size + 4)
+            both += 2 * (each * c.hidden_size + 4)
         return {
             "norm inputs": layers * both + self.tokens * norms,
             "product inputs": layers * 2 * p * c.hidden_size,
@@ -109,10 +112,27 @@ class Forward:
             "attention output": layers * p * query + self._logsumexp(),
             "head norms": layers * head_norms,
             "feed-forward": layers * (3 if self.compiled else 4) * p * c.intermediate_size,
-            "positions": self.tokens * (p * c.rotary_dim + 8),
+            "positions": self.tokens * (self._kinds * p * c.rotary_dim + 8),
             "masks": self._masks(),
             "weights as the products read them": self.cast_weights(),
+            "factors of norms": self._norm_factors(),
         }
+
+    def _norm_factors(self) -> int:
+        """Return the bytes of the factors that norms make of their weights."""
+        c = self.config
+        if not c.kind.norm_offset:
+            return 0
+        rows = [*layer_tensors(c.kind) * c.num_hidden_layers, LAST_NORM]
+        return 4 * sum(
+            math.prod(shape_of(row, c)) for row in rows if row.ours.endswith("norm.weight")
+        )
+
+    @property
+    def _kinds(self) -> int:
+        """Return how many kinds of layers there are, with a window or without; each has a mask and RoPE."""
+        c = self.config
+        return len({c.has_window(layer) for layer in range(c.num_hidden_layers)})
 
     def cast_weights(self) -> int:
         """Return the bytes of weight copies in the matmuls' dtype; 0 when the weights already have it."""
@@ -120,6 +140,8 @@ class Forward:
             return 0
         numbers = linear_weights(self.config)
         c = self.config
+        if c.kind.norm_offset:
+            return self.product_bytes * numbers
         if c.qk_norm:
             whole = query_width(c) + shared_width(c)
             numbers += c.num_hidden_layers * (whole if c.kind.qk_norm_whole else 2 * c.head_dim)
@@ -128,7 +150,8 @@ class Forward:
         return self.product_bytes * numbers
 
     def mask(self) -> int:
-        return 0 if self.packed else self.product_bytes * self.rows * self.seq_len**2
+        one = self.product_bytes * self.rows * self.seq_len**2
+        return 0 if self.packed else self._kinds * one
 
     @property
     def _shares(self) -> bool:
@@ -163,10 +186,14 @@ class Forward:
         stream = 2 * r * c.hidden_size + p * c.hidden_size
         feed_forward = stream + 3 * p * c.intermediate_size
         attention = stream + p * (2 * query + 2 * shared + keys) + 4 * c.num_attention_heads
+        if c.kind.norm_offset:
+            # In fp32 there are a norm's input and its output.
+            attention = max(attention, stream + p * (query + 2 * shared) + 8 * query)
+            feed_forward = max(feed_forward, stream + 8 * c.hidden_size)
         widest = self.tokens * max(feed_forward, attention)
         # Two boolean masks, a byte per entry, while the additive mask is made.
         making = 0 if self.packed else 2 * self.rows * self.seq_len**2
-        return self.mask() + max(widest, making) + self.tokens * p * c.rotary_dim
+        return self.mask() + max(widest, making) + self.tokens * self._kinds * p * c.rotary_dim
 
 
 def _rounded_up(count: int, multiple: int) -> int:

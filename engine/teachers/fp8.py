@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from engine.data.batches import Batch
 from engine.errors import InternalError
-from engine.models.decoder import AttentionInputs, Decoder, masked_attention_inputs, product_dtype
+from engine.models.decoder import AttentionInputs, Decoder, product_dtype
 from engine.models.fp8 import Fp8Linear
 from engine.models.head import Head, mean_kl
 from engine.models.packed import head_of
@@ -86,22 +86,22 @@ class RoundingProbe:
         self.tokens_BT, self.documents_BT, self.labels_BT = (
             tensor[:rows] for tensor in batch.to_torch(device)
         )
-        self._attention_inputs: AttentionInputs | None = None
+        self._inputs: list[AttentionInputs] = []
         self._exact_BTE = self._rounded_BTE = torch.empty(0)
 
     @torch.inference_mode()
     def before(self, decoder: Decoder, layer: nn.Module) -> None:
-        if self._attention_inputs is None:
-            x_BTE = decoder.embed(self.tokens_BT)
-            self._attention_inputs = masked_attention_inputs(
-                decoder.config, self.tokens_BT, self.documents_BT, product_dtype(x_BTE)
+        if layer is decoder.layers[0]:
+            x_BTE = decoder.scaled(decoder.embed(self.tokens_BT))
+            self._inputs = decoder.masked_inputs(
+                self.tokens_BT, self.documents_BT, product_dtype(x_BTE)
             )
             self._exact_BTE = self._rounded_BTE = x_BTE
-        self._exact_BTE = layer(self._exact_BTE, self._attention_inputs)
+        self._exact_BTE = layer(self._exact_BTE, self._inputs[0])
 
     @torch.inference_mode()
     def after(self, decoder: Decoder, layer: nn.Module) -> None:
-        self._rounded_BTE = layer(self._rounded_BTE, self._attention_inputs)
+        self._rounded_BTE = layer(self._rounded_BTE, self._inputs.pop(0))
 
     @torch.inference_mode()
     def result(self, decoder: Decoder) -> Rounding:

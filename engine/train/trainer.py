@@ -313,7 +313,7 @@ class Trainer:
             return self.student.hidden(tokens_BT, documents_BT, embedded_BTD)
         if embedded_BTD is None:
             embedded_BTD = self.student.embed(tokens_BT)
-        found_BTD = self.graphs.hidden(embedded_BTD, documents_BT)
+        found_BTD = self.graphs.hidden(self.student.scaled(embedded_BTD), documents_BT)
         if found_BTD is None:
             self.graphs = None
             return self.student.hidden(tokens_BT, documents_BT, embedded_BTD)

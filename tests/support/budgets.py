@@ -26,7 +26,7 @@ def config(
     head_dim: int = 0,
     tied: bool = True,
     sliding_window: int | None = None,
-    partial_rotary_factor: float = 1.0,
+    **more: Any,
 ) -> ModelConfig:
     return ModelConfig(
         family=family,
@@ -41,7 +41,7 @@ def config(
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         sliding_window=sliding_window,
-        partial_rotary_factor=partial_rotary_factor,
+        **more,
         tie_word_embeddings=tied,
     )
 

@@ -10,6 +10,17 @@ CHANGES: dict[str, dict[str, object]] = {
     # Heads of their own width, as in the published models.
     "qwen3": {"num_attention_heads": 4, "head_dim": 32, "rope_theta": 1e6},
     # Of 16 pairs, two are fast, one is blended and thirteen are slow.
+    # Scores divided by the root of another number than the width of a head.
+    "gemma3_text": {
+        "num_attention_heads": 4,
+        "head_dim": 24,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_factor": 8.0,
+        "sliding_window": 9,
+        "layers_without_window": (1,),
+        "query_pre_attn_scalar": 40,
+    },
     "llama": {
         "num_attention_heads": 4,
         "head_dim": 32,

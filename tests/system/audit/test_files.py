@@ -23,6 +23,16 @@ FAMILIES: dict[str, dict[str, object]] = {
     "olmo2": {"tie_word_embeddings": False},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
     "mistral": {"head_dim": 24, "sliding_window": 200},
+    "gemma3_text": {
+        "head_dim": 24,
+        "num_hidden_layers": 7,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 200,
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000,
+    },
     "phi3": {"partial_rotary_factor": 0.75, "sliding_window": None, "tie_word_embeddings": False},
 }
 

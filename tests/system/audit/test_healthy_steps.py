@@ -82,6 +82,17 @@ FAMILIES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_local_base_freq": 1e3,
+    },
     "phi3": {
         "model_type": "phi3",
         "architectures": ["Phi3ForCausalLM"],
@@ -91,6 +102,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
 }
 OF_OTHER_FAMILIES = [
+    Healthy(2, 3, 48, 0.3, 2.0, "forward_kl", "code", 1, True, False, "fp32", "gemma3_text"),
+    Healthy(1, 3, 48, 0.3, 2.0, "reverse_kl", "languages", 1, False, True, "bf16", "gemma3_text"),
     Healthy(2, 3, 48, 0.3, 2.0, "forward_kl", "code", 1, True, False, "fp32", "phi3"),
     Healthy(1, 3, 48, 0.3, 2.0, "reverse_kl", "languages", 1, False, True, "bf16", "phi3"),
 ]

@@ -171,7 +171,7 @@ def test_logits_are_those_of_the_dequantised_weights_everywhere(
     ("family", "tied"),
     [
         pytest.param(family, tied, marks=() if tied == (family == "qwen2") else pytest.mark.soak)
-        for family in (*FAMILIES, "phi3")
+        for family in (*FAMILIES, "phi3", "gemma3_text")
         for tied in (False, True)
     ],
 )
@@ -331,6 +331,40 @@ def test_parts_of_one_tensor_travel_together(kit: Kit, tmp_path: Path) -> None:
     short = save(kit, tmp_path / "short", replace(config, sliding_window=16))
     with pytest.raises(WeightsError, match="expected a sliding_window of null or at least 128"):
         convert(short, tmp_path / "short.gguf", "f32")
+
+
+def test_factors_of_norms_and_windows_of_layers_travel_in_a_gguf(kit: Kit, tmp_path: Path) -> None:
+    config = replace(
+        make_config("gemma3_text"),
+        num_hidden_layers=7,
+        layers_without_window=(5,),
+        sliding_window=3,
+        rope_theta=1e6,
+        rope_factor=8.0,
+    )
+    source = save(kit, tmp_path / "source", config)
+    there = convert(source, tmp_path / "model.gguf", "f32")
+    with open_weights(there.target) as weights:
+        assert weights.metadata["general.architecture"] == "gemma3"
+        assert weights.metadata["gemma3.attention.sliding_window"] == 3
+        assert config_of(weights) == config
+        found = weights.get("blk.2.post_ffw_norm.weight")
+        plain = load_file(source / "model.safetensors")
+        wanted = plain["model.layers.2.post_feedforward_layernorm.weight"] + 1
+        assert isinstance(found, Tensor) and torch.equal(found, wanted)
+    torch.testing.assert_close(logits(there.target), logits(source), rtol=0, atol=1e-5)
+    back = convert(there.target, tmp_path / "back", "bf16")
+    again = convert(back.target, tmp_path / "again.gguf", "f32")
+    assert held(convert(again.target, tmp_path / "more", "bf16").target) == held(back.target)
+    for changes, words in (
+        ({"layers_without_window": (4,)}, "layer_types with full_attention in every layer 6"),
+        ({"rope_local_base_freq": 2e4}, "expected a rope_local_base_freq of 10000, found 20000"),
+        ({"query_pre_attn_scalar": 40}, "expected a query_pre_attn_scalar of 32, found 40"),
+    ):
+        other = save(kit, tmp_path / words, replace(config, **changes))  # type: ignore[arg-type]
+        with pytest.raises(WeightsError, match=words):
+            convert(other, tmp_path / "other.gguf", "f32")
+        assert not (tmp_path / "other.gguf").exists()
 
 
 def test_a_gguf_with_a_window_is_a_mistral(tmp_path: Path) -> None:

@@ -412,7 +412,8 @@ def test_a_broken_model_of_every_family_is_refused_with_a_reason(
     elif broken == "shape":
         tensors["model.norm.weight"] = tensors["model.norm.weight"][1:]
     elif broken == "rope":
-        raw["rope_parameters"] = {**raw["rope_parameters"], "rope_type": "unheard-of"}
+        rope = raw["rope_parameters"]
+        rope.get("full_attention", rope)["rope_type"] = "unheard-of"
     else:
         raw["hidden_act"] = "relu"
     save_file(tensors, held, {"format": "pt"})

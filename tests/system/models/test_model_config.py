@@ -183,6 +183,55 @@ PHI3_MINI: dict[str, object] = {
 }
 
 
+GEMMA3_1B: dict[str, object] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+NEWER_ROPE: dict[str, object] = {
+    "full_attention": {"rope_theta": 1000000, "rope_type": "default"},
+    "sliding_attention": {"rope_theta": 10000, "rope_type": "default"},
+}
+# As transformers 5 writes it.
+GEMMA3_NEWER = {
+    **{
+        key: value
+        for key, value in GEMMA3_1B.items()
+        if key not in ("rope_theta", "rope_local_base_freq", "rope_scaling")
+    },
+    "rope_parameters": NEWER_ROPE,
+    "layer_types": [
+        "full_attention" if number % 6 == 0 else "sliding_attention" for number in range(1, 27)
+    ],
+}
+
+
 def without(raw: Mapping[str, object], **changes: object) -> dict[str, object]:
     """`raw` with some values changed; the value `...` removes its key."""
     return {key: value for key, value in {**raw, **changes}.items() if value is not ...}
@@ -226,6 +275,11 @@ def test_parameter_counts_are_those_of_the_published_models() -> None:
     phi3 = ModelConfig.from_dict(PHI3_MINI, "Phi-3-mini-4k")
     assert count_parameters(phi3) == 3_821_079_552
     assert (phi3.sliding_window, phi3.head_dim, phi3.rotary_dim) == (2047, 96, 96)
+    gemma3 = ModelConfig.from_dict(GEMMA3_1B, "gemma-3-1b")
+    assert count_parameters(gemma3) == 999_885_952
+    assert gemma3.tie_word_embeddings and gemma3.layers_without_window == (5, 11, 17, 23)
+    assert (gemma3.sliding_window, gemma3.rope_local_base_freq) == (512, 1e4)
+    assert ModelConfig.from_dict(GEMMA3_NEWER, "gemma-3-1b") == gemma3
     phi4 = ModelConfig.from_dict(
         without(
             PHI3_MINI,
@@ -337,6 +391,68 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
             "rope_scaling.rope_type: expected 'default' (all that is supported), found 'longrope'",
         ),
+        (
+            GEMMA3_1B,
+            {"hidden_activation": "gelu"},
+            "hidden_activation: expected 'gelu_pytorch_tanh' (all that is supported), found 'gelu'",
+        ),
+        (
+            GEMMA3_1B,
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping: expected None (all that is supported), found 30.0",
+        ),
+        (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected None (al"),
+        (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected"),
+        (GEMMA3_1B, {"attention_bias": True}, "attention_bias: expected False (all"),
+        (GEMMA3_1B, {"query_pre_attn_scalar": ...}, "query_pre_attn_scalar: expected a value, fo"),
+        (GEMMA3_1B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a positive"),
+        (GEMMA3_1B, {"rope_local_base_freq": ...}, "rope_local_base_freq: expected a value, found"),
+        (GEMMA3_1B, {"sliding_window": None}, "sliding_window: expected an integer, found None"),
+        (
+            GEMMA3_1B,
+            {"sliding_window_pattern": ...},
+            "layer_types: expected sliding_attention or full_attention for each of 26 layers, found",
+        ),
+        (
+            GEMMA3_1B,
+            {"layer_types": ["chunked_attention"] * 26},
+            "layer_types: expected sliding_attention or full_attention for each of 26 layers, found",
+        ),
+        (
+            GEMMA3_1B,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
+            "rope_scaling.rope_type: expected 'default' or 'linear' (all that is supported), found",
+        ),
+        (
+            GEMMA3_1B,
+            {"rope_scaling": {"rope_type": "linear"}},
+            "rope_scaling.factor: expected a value, found none",
+        ),
+        (
+            GEMMA3_NEWER,
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_local_base_freq: expected a value, found none",
+        ),
+        (
+            GEMMA3_NEWER,
+            {"rope_parameters": {**NEWER_ROPE, "rope_theta": 1e6}},
+            "rope_parameters: expected full_attention and sliding_attention alone, found",
+        ),
+        (
+            GEMMA3_NEWER,
+            {"rope_local_base_freq": 20000},
+            "rope_local_base_freq: expected the value of rope_parameters.sliding_attention.rope_th",
+        ),
+        (
+            GEMMA3_NEWER,
+            {
+                "rope_parameters": {
+                    **NEWER_ROPE,
+                    "sliding_attention": {"rope_theta": 1e4, "rope_type": "yarn"},
+                }
+            },
+            "rope_parameters.sliding_attention.rope_type: expected 'default', found 'yarn'",
+        ),
         (PHI3_MINI, {"resid_pdrop": 0.1}, "resid_pdrop: expected 0.0 (all that is supported)"),
         (
             PHI3_MINI,
@@ -447,6 +563,12 @@ def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
         replace(llama, sliding_window=16)
     with pytest.raises(WeightsError, match="partial_rotary_factor: expected 1 for llama"):
         replace(llama, partial_rotary_factor=0.5)
+    with pytest.raises(WeightsError, match="layers_without_window: expected none for llama"):
+        replace(llama, layers_without_window=(1,))
+    with pytest.raises(WeightsError, match="query_pre_attn_scalar: expected None for llama"):
+        replace(llama, query_pre_attn_scalar=64)
+    with pytest.raises(WeightsError, match="rope_factor: expected 1 for llama"):
+        replace(llama, rope_factor=8.0)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +581,9 @@ def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
         SMOLLM3_3B,
         PHI3_MINI,
         {**PHI3_MINI, "partial_rotary_factor": 0.75},
+        GEMMA3_1B,
+        GEMMA3_NEWER,
+        {**GEMMA3_1B, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ],
     ids=lambda raw: raw["model_type"],
 )
@@ -474,6 +599,7 @@ def test_transformers_reads_what_is_written_as_it_reads_the_published_file(
     theirs = AutoConfig.for_model(**json.loads(json.dumps(raw))).to_dict()
     # What no forward pass reads, and the head_dim that Qwen2's file leaves to be worked out.
     silent = {"max_window_layers", "sliding_window", "dtype", "head_dim", "pretraining_tp"}
+    silent |= {"cache_implementation", "sliding_window_pattern"}
     different = {
         key: (ours.get(key), theirs.get(key))
         for key in ours.keys() | theirs.keys()

@@ -84,6 +84,8 @@ SHAPES = [
     config(family="olmo2"),
     config(family="mistral", sliding_window=40),
     config(family="phi3", partial_rotary_factor=0.75, sliding_window=40),
+    config(family="gemma3_text", layers=3, layers_without_window=(2,), sliding_window=40),
+    config(family="gemma3_text", head_dim=32, shared=4),
     config(family="qwen3"),
     config(family="qwen3", head_dim=32, shared=4),
 ]

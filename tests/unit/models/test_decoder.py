@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from engine.errors import InternalError
 from engine.model_families import FAMILIES
@@ -54,8 +55,8 @@ def of_family(family: str, **changes: object) -> dict[str, object]:
 
 
 OF_FAMILIES = [of_family(family) for family in FAMILIES]
-QWEN3, LLAMA31, MISTRAL, SMOLLM3, OLMO2, PHI3 = map(
-    of_family, ("qwen3", "llama", "mistral", "smollm3", "olmo2", "phi3")
+QWEN3, LLAMA31, MISTRAL, SMOLLM3, OLMO2, PHI3, GEMMA3 = map(
+    of_family, ("qwen3", "llama", "mistral", "smollm3", "olmo2", "phi3", "gemma3_text")
 )
 LLAMA: dict[str, object] = {"family": "llama", "rms_norm_eps": 1e-5}
 
@@ -146,6 +147,11 @@ def test_logits_equal_transformers(changes: dict[str, object], length: int) -> N
         {"family": "qwen3"},
         LLAMA,
         LLAMA31,
+        of_family("gemma3_text"),
+        of_family("gemma3_text", tie_word_embeddings=True, layers_without_window=()),
+        of_family("gemma3_text", num_key_value_heads=4, layers_without_window=(0, 1, 2)),
+        of_family("gemma3_text", num_attention_heads=2, num_key_value_heads=1, head_dim=10),
+        of_family("gemma3_text", intermediate_size=7, rope_factor=1.0, query_pre_attn_scalar=24),
         of_family("mistral"),
         of_family("mistral", tie_word_embeddings=True, sliding_window=1),
         of_family("mistral", num_key_value_heads=5, sliding_window=None),
@@ -216,7 +222,9 @@ def test_the_comparison_catches_a_planted_bug(bug: str, monkeypatch: pytest.Monk
     else:
         attend = subject.attend
         open_mask = torch.zeros(2, 1, 37, 37)
-        monkeypatch.setattr(subject, "attend", lambda q, k, v, mask: attend(q, k, v, open_mask))
+        monkeypatch.setattr(
+            subject, "attend", lambda q, k, v, mask, scale: attend(q, k, v, open_mask)
+        )
     assert difference(decoder, theirs, tokens_BT) > 10 * TOLERANCE
 
 
@@ -246,6 +254,14 @@ def norm_after_turning(
     return y_BTD
 
 
+OTHER_CONFIGS: dict[str, dict[str, Any]] = {
+    "windows exchanged": {"layers_without_window": (0, 2)},
+    "one RoPE base": {"rope_local_base_freq": 1e6},
+    "RoPE bases exchanged": {"rope_local_base_freq": 1e6, "rope_theta": 1e4},
+    "no linear scaling": {"rope_factor": 1.0},
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "bug"),
     [
@@ -254,6 +270,18 @@ def norm_after_turning(
         (QWEN3, "norm after turning"),
         (QWEN3, "norm over all heads"),
         (QWEN3, "bias added"),
+        (GEMMA3, "no window"),
+        (GEMMA3, "windows exchanged"),
+        (GEMMA3, "one RoPE base"),
+        (GEMMA3, "RoPE bases exchanged"),
+        (GEMMA3, "no linear scaling"),
+        (GEMMA3, "scores by the width of a head"),
+        (GEMMA3, "silu"),
+        (GEMMA3, "exact gelu"),
+        (GEMMA3, "embeddings as they are"),
+        (GEMMA3, "norms without 1"),
+        (GEMMA3, "no norm behind mlp"),
+        (GEMMA3, "no k norm"),
         (MISTRAL, "no window"),
         (MISTRAL, "a window of one more"),
         (PHI3, "no window"),
@@ -291,22 +319,33 @@ def test_the_comparison_catches_another_family(
             "no pair blended": dataclasses.replace(scaling, high_freq_factor=1.0001),
         }[bug]
         decoder.config = dataclasses.replace(decoder.config, rope_scaling=wrong)
-    elif "window" in bug:
+    elif "window" in bug and bug not in OTHER_CONFIGS:
         more = None if bug == "no window" else 10
         decoder.config = dataclasses.replace(decoder.config, sliding_window=more)
+    elif bug in OTHER_CONFIGS:
+        decoder.config = dataclasses.replace(decoder.config, **OTHER_CONFIGS[bug])
+    elif bug == "embeddings as they are":
+        monkeypatch.setattr(decoder, "scaled", lambda embedded_BTD: embedded_BTD)
     elif bug == "RoPE on all of a head":
         decoder.config = dataclasses.replace(decoder.config, partial_rotary_factor=1.0)
     elif bug == "RoPE on the last numbers":
         first = subject.rotate
         monkeypatch.setattr(subject, "rotate", lambda x, *angles: first(x.flip(-1), *angles))
     for module in decoder.modules():
-        if isinstance(module, subject.FeedForward) and bug == "gate and up exchanged":
-            module.gate, module.up = module.up, module.gate
+        if isinstance(module, subject.FeedForward):
+            if bug == "gate and up exchanged":
+                module.gate, module.up = module.up, module.gate
+            elif bug in ("silu", "exact gelu"):
+                module.activation = F.silu if bug == "silu" else F.gelu
+        if isinstance(module, subject.RMSNorm) and bug == "norms without 1":
+            module.offset = 0.0
         if isinstance(module, subject.Layer) and bug == "no norm behind mlp":
             module.mlp_out_norm = None
         if not isinstance(module, subject.Attention):
             continue
-        if bug == "RoPE in every layer":
+        if bug == "scores by the width of a head":
+            module.scale = None
+        elif bug == "RoPE in every layer":
             module.rotates = True
         elif bug == "no qk norm":
             module.q_norm = module.k_norm = None
@@ -421,6 +460,21 @@ def test_gradients_equal_transformers(changes: dict[str, object]) -> None:
 
 
 @torch.no_grad()
+def test_embeddings_and_norms_in_16_bits_are_those_of_transformers() -> None:
+    # The root of 56 is no number of bf16, and 1 + w would lose most of w.
+    config = make_config(**{**GEMMA3, "hidden_size": 56, "num_key_value_heads": 1})
+    decoder = lively(config).to(torch.bfloat16)
+    theirs = reference(decoder).to(torch.bfloat16)
+    tokens_BT = random_tokens(config, 2, 37)
+    found_BTD = decoder.scaled(decoder.embed(tokens_BT))
+    assert torch.equal(found_BTD, theirs.model.embed_tokens(tokens_BT))
+    with torch.no_grad():
+        decoder.norm.weight.mul_(0.01)
+        theirs.model.norm.weight.mul_(0.01)
+    assert torch.equal(decoder.norm(found_BTD), theirs.model.norm(found_BTD))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
 def test_hidden_states_and_head_give_the_logits(tied: bool) -> None:
     decoder = lively(make_config(tie_word_embeddings=tied))
@@ -492,7 +546,7 @@ def test_fresh_weights_have_the_stated_spread_and_follow_the_seed(family: str) -
     assert sum(p.numel() for p in decoder.parameters()) == count_parameters(config)
     for name, parameter in decoder.named_parameters():
         if name.endswith("norm.weight"):
-            assert (parameter == 1).all(), name
+            assert (parameter == 1 - config.kind.norm_offset).all(), name
         elif name.endswith("bias"):
             assert (parameter == 0).all(), name
         else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.errors import BadInput, WeightsError
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, FeedForward
 from engine.models.fp8 import (
     DTYPE,
     Fp8FeedForward,
@@ -108,6 +108,17 @@ def test_the_feed_forward_layer_is_its_three_products() -> None:
     assert torch.allclose(mlp(x_BTD), wanted_BTD, rtol=1e-5, atol=1e-5)
     codes, scale = gated_rows(torch.cat([gate, up], -1).flatten(0, 1))
     assert codes.shape == (10, 512) and scale.shape == (10, 1)
+
+
+@torch.no_grad()
+def test_another_activation_than_the_kernels_keeps_its_layer() -> None:
+    config = make_config("gemma3_text")
+    decoder, exact = rounded(config), lively(config)
+    tokens_BT = random_tokens(2, 37)
+    mlp = decoder.layers[0].mlp
+    assert isinstance(mlp, FeedForward) and isinstance(mlp.down, Fp8Linear)
+    error = float((decoder(tokens_BT) - exact(tokens_BT)).norm() / exact(tokens_BT).norm())
+    assert error < 0.15, error
 
 
 def test_names_and_values_of_weights_stay_visible() -> None:
