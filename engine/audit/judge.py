@@ -62,7 +62,8 @@ class _Loss:
     kd: float
     agreement: float
     hidden_gradients: list[Tensor]
-    head_gradient_VD: Tensor
+    head_gradient_VD: Tensor | None
+    """None where hidden states are logits."""
     largest_logit: float
 
 
@@ -117,13 +118,7 @@ class _Step:
         """Return the reference's forward passes over the chosen rows of each pass, in groups."""
         return [
             [
-                reference.forward(
-                    model.shape,
-                    model.weight,
-                    one.tokens_BT[rows],
-                    one.documents_BT[rows],
-                    keep=keep,
-                )
+                model.runs.forward(one.tokens_BT[rows], one.documents_BT[rows], keep=keep)
                 for rows in self.groups(number, model)
             ]
             for number, one in enumerate(self.seen.passes)
@@ -158,12 +153,14 @@ class _Step:
         count = max(sum(int((_labels(one) != IGNORED).sum()) for one in seen.passes), 1)
         width = hidden[0].shape[1]
         exact = seen.student.vocabulary * width <= 1 << 24
-        head_gradient_VD = torch.zeros(
-            seen.student.vocabulary,
-            width,
-            dtype=torch.float64 if exact else torch.float32,
-            device=self.device,
-        )
+        head_gradient_VD = None
+        if seen.student_head is not reference.LOGITS:
+            head_gradient_VD = torch.zeros(
+                seen.student.vocabulary,
+                width,
+                dtype=torch.float64 if exact else torch.float32,
+                device=self.device,
+            )
         total, gradients = reference.LossSums(), []
         for index, one in enumerate(seen.passes):
             teacher: tuple[Tensor, reference.HeadRows] | reference.Targets | None = one.targets
@@ -455,9 +452,12 @@ def _forward_pass(
             return numbers.unknown(
                 f"rounding decides the answers of {aside:,} of {positions:,} tokens"
             )
-    return numbers.passed(
-        f"hidden states of {positions:,} tokens of the {whose} are within {error:.1e} of a plain forward pass{decided}"
-    )
+    found_text = f"hidden states of {positions:,} tokens of the {whose} are within {error:.1e} of"
+    if not model.proved:
+        return numbers.unknown(
+            f"not proved: the reference is the same module in fp32. {found_text} it{decided}"
+        )
+    return numbers.passed(f"{found_text} a plain forward pass{decided}")
 
 
 def _moved_by_rounding(
@@ -477,9 +477,7 @@ def _moved_by_rounding(
     for place in worst_R[:ROUNDED_ROWS].tolist():
         number, row, _ = found.places[place * length]
         one, begin = step.seen.passes[number], place * length
-        change_TD = reference.forward(
-            model.shape,
-            model.weight,
+        change_TD = model.runs.forward(
             one.tokens_BT[row : row + 1],
             one.documents_BT[row : row + 1],
             rounding=model.rounding,
@@ -509,13 +507,14 @@ def _teacher(step: _Step) -> Answer:
         )
     hidden = [one.teacher_hidden_NE for one in seen.passes if one.teacher_hidden_NE is not None]
     if seen.teacher is None or len(hidden) < len(seen.passes):
-        return unknown("the teacher's outputs are read from a store: it is not in memory")
+        return unknown(seen.no_teacher)
     answer = _forward_pass(step, seen.teacher, step.teacher_forwards, hidden, "teacher")
-    if answer.verdict.level is Level.FAIL or seen.teacher_head is None:
+    if answer.verdict.level is Level.FAIL or seen.teacher_head in (None, reference.LOGITS):
         return answer
+    assert seen.teacher_head is not None
     count = seen.student.vocabulary
     rows = torch.arange(0, count, max(1, count // HEAD_ROWS_COMPARED), device=step.device)
-    wanted_RE = seen.teacher.weight("head.weight", rows)
+    wanted_RE = seen.teacher.weight(seen.teacher.head_name, rows)
     found_RE = torch.cat([seen.teacher_head(int(row), 1).float() for row in rows.tolist()])
     error = float((found_RE - wanted_RE).norm() / wanted_RE.norm())
     numbers = Numbers(**answer.numbers, head_error=error)
@@ -682,9 +681,10 @@ def _hidden_gradients(step: _Step) -> Answer:
     worst: tuple[float, int, int] = (0.0, 0, 0)
     count = max(seen.logged.labelled, 1)
     # What rounding a logit does to the gradient of its row, for one whose head has rows of this length.
-    length = float(
-        seen.student_head(0, min(64, seen.student.vocabulary)).float().norm(dim=1).mean()
-    )
+    length = 1.0
+    if seen.student_head is not reference.LOGITS:
+        rows_RD = seen.student_head(0, min(64, seen.student.vocabulary)).float()
+        length = float(rows_RD.norm(dim=1).mean())
     floor = 16 * seen.logit_rounding * ref.largest_logit * length / count
     relative = max(1e-4, 4 * seen.student.rounding)
     for number, (one, wanted_ND) in enumerate(zip(seen.passes, ref.hidden_gradients, strict=True)):
@@ -733,7 +733,7 @@ def _hidden_gradients(step: _Step) -> Answer:
 
 
 def _weight_gradients(
-    step: _Step, upstream: Sequence[Tensor], head_gradient_VD: Tensor, prefix: str
+    step: _Step, upstream: Sequence[Tensor], head_gradient_VD: Tensor | None, prefix: str
 ) -> Answer:
     """Compare the gradients of the weights with those of the plain decoder."""
     seen, model = step.seen, step.seen.student
@@ -752,9 +752,7 @@ def _weight_gradients(
         relative, floor = 4 * relative, 4 * floor
     worst, of_worst, compared = 0.0, "", 0
     for name, gradients in _with_head(
-        reference.backward(model.shape, model.weight, passes, upstream),
-        head_gradient_VD,
-        tied=model.shape.tied,
+        model.runs.backward(passes, upstream), head_gradient_VD, seen.student.head_name
     ):
         one = observed.get(name)
         if one is None:
@@ -788,14 +786,17 @@ def _weight_gradients(
 
 
 def _with_head(
-    gradients: Iterator[tuple[str, Tensor]], head_gradient_VD: Tensor, *, tied: bool
+    gradients: Iterator[tuple[str, Tensor]], head_gradient_VD: Tensor | None, head_name: str
 ) -> Iterator[tuple[str, Sequence[Tensor]]]:
     """Yield the name of each tensor with its gradients, which add up: a tied head's are two."""
-    if not tied:
-        yield "head.weight", [head_gradient_VD]
+    own_head = head_gradient_VD is not None
     for name, gradient in gradients:
-        is_head = tied and name == "embed.weight"
-        yield name, [gradient, head_gradient_VD] if is_head else [gradient]
+        parts = [gradient]
+        if head_gradient_VD is not None and name == head_name:
+            parts, own_head = [gradient, head_gradient_VD], False
+        yield name, parts
+    if own_head and head_gradient_VD is not None:
+        yield head_name, [head_gradient_VD]
 
 
 def _gradients_chain(step: _Step) -> Answer:

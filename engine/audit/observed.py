@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.audit.reference import AdamW, HeadRows, Objective, Shape, Targets, Weight
+from engine.audit.reference import AdamW, HeadRows, Objective, Runs, Shape, Targets, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,12 @@ class Model:
     rounding: float
     """Largest relative error of one rounding in its matmuls."""
     parameters: int
+    head_name: str
+    """The tensor that is its head, which may be the embedding; empty with `reference.LOGITS`."""
+    runs: Runs
+    """What the step's forward pass is compared with, with the same weights."""
+    proved: bool = True
+    """Whether `runs` is a forward pass of its own, and not the same module in fp32."""
     files: str = ""
     """The folder or file that it was read from; empty when that was looked at before."""
 
@@ -127,7 +133,7 @@ class ObservedStep:
     passes: Sequence[ObservedPass]
     student: Model
     teacher: Model | None
-    """None without a teacher in the objective, or when its weights are not in memory."""
+    """None without a teacher in the objective, or for the reason in `no_teacher`."""
     teacher_changed: Sequence[str]
     """Tensors of the teacher that the step has changed."""
     student_changed: Sequence[str]
@@ -143,3 +149,4 @@ class ObservedStep:
     logged: Logged
     wanted: Wanted
     seed: int
+    no_teacher: str = "the teacher's outputs are read from a store: it is not in memory"

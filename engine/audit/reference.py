@@ -55,6 +55,11 @@ HeadRows = Callable[[int, int], Tensor]
 """Returns `count` rows of a head from row `first` on, as they enter the matmul to logits."""
 
 
+def LOGITS(first: int, count: int) -> Tensor:
+    """The head of a model whose hidden states are its logits already; it has no rows."""
+    raise NotImplementedError
+
+
 # Rows
 
 
@@ -143,6 +148,42 @@ class Forward:
     """The input of each layer, then of the last norm, (N, D), in host memory."""
     hidden_ND: Tensor
     """After the last norm."""
+
+
+class Runs(Protocol):
+    """A forward pass and the backward pass through it."""
+
+    def forward(
+        self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
+    ) -> Forward:
+        """Return the hidden states of some rows; with `keep` also what the backward pass needs."""
+        ...
+
+    def backward(
+        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the gradient of every tensor through which the hidden states were computed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDecoder:
+    """The decoder of this file as a `Runs`."""
+
+    shape: Shape
+    weight: Weight
+
+    def forward(
+        self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
+    ) -> Forward:
+        return forward(
+            self.shape, self.weight, tokens_BT, documents_BT, keep=keep, rounding=rounding
+        )
+
+    def backward(
+        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        return backward(self.shape, self.weight, passes, upstream)
 
 
 @torch.no_grad()
@@ -498,7 +539,9 @@ def loss(
                 total = total + scale * divergence
                 sums.divergence += float(divergence.detach())
         (dz_CV,) = torch.autograd.grad(total / denominator, z_CV)
-        for first in range(0, vocabulary, HEAD_ROWS):
+        if head is LOGITS:
+            gradient_ND[rows_C] += dz_CV
+        for first in range(0, 0 if head is LOGITS else vocabulary, HEAD_ROWS):
             part = slice(first, min(first + HEAD_ROWS, vocabulary))
             weight_RD = head(first, part.stop - first).double()
             gradient_ND[rows_C] += dz_CV[:, part] @ weight_RD
@@ -510,6 +553,8 @@ def loss(
 
 
 def _logits(h_CD: Tensor, head: HeadRows, vocabulary: int) -> Tensor:
+    if head is LOGITS:
+        return h_CD[:, :vocabulary].clone()
     parts = [
         h_CD @ head(first, min(HEAD_ROWS, vocabulary - first)).double().T
         for first in range(0, vocabulary, HEAD_ROWS)

@@ -250,7 +250,7 @@ def _model(decoder: Decoder, device: torch.device) -> Any:
     auto = importlib.import_module("transformers")
     fields = decoder.config.to_hf_dict()
     config = auto.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    dtype = decoder.norm.weight.dtype
+    dtype = decoder.dtype
     with torch.device(device):
         model = auto.AutoModelForCausalLM.from_config(config, dtype=dtype)
     absent = model.load_state_dict(hf_state(decoder), strict=False, assign=True)

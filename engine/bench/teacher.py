@@ -104,7 +104,10 @@ def bench_teacher(
     tokens_BT = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
     place_T = torch.arange(seq_len, device=device)
     documents_BT = (place_T * DOCUMENTS // seq_len).expand(rows, -1).contiguous()
-    makes = {"dequantized": load_decoder, "quantized": load_packed_decoder}
+    makes: dict[str, Callable[..., Decoder]] = {
+        "dequantized": load_decoder,
+        "quantized": load_packed_decoder,
+    }
     if cuda:
         makes = {**makes, "fp8": load_fp8_decoder}
     arms: dict[str, Callable[[], Tensor]] = {}

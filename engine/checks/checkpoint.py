@@ -68,8 +68,7 @@ class CheckpointReloads:
                 f"{format_bytes(least)}"
             )
         copy = empty_decoder(student.config, device=context.device)
-        # Packed and masked attention round differently.
-        copy.packed = student.packed
+        copy.run_like(student)
         try:
             differing = _read_into(copy, path, live)
         except EngineError as error:

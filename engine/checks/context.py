@@ -32,7 +32,7 @@ class Objective(Protocol):
     def __call__(
         self,
         hidden_ND: Tensor,
-        head_VD: Tensor,
+        head_VD: Tensor | None,
         teacher_hidden_NE: Tensor | None,
         teacher_head: Head | None,
         labels_N: Tensor,

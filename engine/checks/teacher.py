@@ -75,13 +75,15 @@ def teacher_knows_text(context: Context) -> Answer:
 def eval_baseline(context: Context) -> Answer:
     """Evaluate random hidden states with the student's own head."""
     batch = few_rows(context.heldout[0])
-    width, columns = context.student.config.hidden_size, context.student.config.vocab_size
+    head, columns = student_head(context), context.student.config.vocab_size
 
     def noise(tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         generator = torch.Generator(tokens_BT.device).manual_seed(0)
-        return torch.randn(*tokens_BT.shape, width, generator=generator, device=tokens_BT.device)
+        return torch.randn(
+            *tokens_BT.shape, head.width, generator=generator, device=tokens_BT.device
+        )
 
-    loss = context.evaluate(noise, student_head(context), [batch])
+    loss = context.evaluate(noise, head, [batch])
     labels_N = torch.from_numpy(batch.labels_BT).flatten()
     frequencies = token_frequencies(context.train_stream, labels_N, columns)
     ln_v = math.log(columns)

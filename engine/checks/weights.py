@@ -15,17 +15,11 @@ from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.names import hf_names
-from engine.models.packed import stored_tensor
+from engine.models.packed import stored_tensor, tensor_names
 from engine.quant.planes import PackedMatrix, dequantize_rows_reference
 
 SAMPLED_ROWS = 64
 LISTED = 3
-
-
-def names(decoder: Decoder) -> list[str]:
-    """Return our names of the decoder's tensors; a tied head is its embedding and is not listed."""
-    return list(hf_names(decoder.config))
 
 
 def held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
@@ -116,7 +110,7 @@ def sampled(decoder: Decoder, name: str) -> Tensor:
 
 
 def _faults(decoder: Decoder, whose: str) -> Iterator[str]:
-    for name in names(decoder):
+    for name in tensor_names(decoder):
         rows = sampled(decoder, name)
         low, high = (float(value) for value in torch.aminmax(rows))
         if not bool(rows.isfinite().all()):
@@ -132,7 +126,7 @@ def weights_alive(context: Context) -> Answer:
     if context.teacher_decoder is not None:
         models["teacher"] = context.teacher_decoder
     faults = [fault for whose, decoder in models.items() for fault in _faults(decoder, whose)]
-    tensors = sum(len(names(decoder)) for decoder in models.values())
+    tensors = sum(len(tensor_names(decoder)) for decoder in models.values())
     numbers = Numbers(tensors=tensors, faults=len(faults))
     if faults:
         more = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
@@ -149,7 +143,7 @@ def weights_alive(context: Context) -> Answer:
 
 
 def _is_fresh(decoder: Decoder) -> bool:
-    vectors = [name for name in names(decoder) if len(held(decoder, name).shape) == 1]
+    vectors = [name for name in tensor_names(decoder) if len(held(decoder, name).shape) == 1]
     norm = 1.0 - decoder.config.kind.norm_offset
     return all(
         bool((whole(decoder, name) == (0.0 if name.endswith("bias") else norm)).all())

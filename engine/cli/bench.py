@@ -179,7 +179,7 @@ def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[li
     from engine.bench.random_weights import RandomWeights
     from engine.bench.teacher import bench_teacher, config_named
     from engine.formats.open import open_weights
-    from engine.models.config import config_of
+    from engine.models.read_config import config_of
 
     counts = arguments.rows or ((8,) if device.type == "cuda" else (2,))
     seq_len = arguments.seq_len if device.type == "cuda" else min(arguments.seq_len, 128)

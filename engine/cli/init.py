@@ -181,7 +181,8 @@ def _as_teacher(path: str) -> Model:
 
 def _as_student(path: str) -> Model:
     """Take weights, or the shape in a config.json."""
-    from engine.models.config import CONFIG_FILE, read_config
+    from engine.models.config import CONFIG_FILE
+    from engine.models.read_config import read_config
 
     there = _there("--student", path)
     if there.is_dir() and os.listdir(there) == [CONFIG_FILE]:
@@ -202,8 +203,8 @@ def _as_data(path: str, columns: str) -> str:
 
 def _weights(flag: str, path: str) -> ModelConfig:
     from engine.formats.open import open_weights
-    from engine.models.config import config_of
     from engine.models.names import check_fits
+    from engine.models.read_config import config_of
 
     there = _there(flag, path)
     with open_weights(there) as weights:

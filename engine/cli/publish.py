@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.arguments import (
-    add_choice,
     add_flag,
     add_json,
     add_path,
@@ -57,9 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "folder", "DIR", "what to make", nargs="?")
     add_path(parser, "--verify", "DIR", "verify a folder instead")
     parser.add_argument("--name", help="of the model (the name of DIR)")
-    add_choice(parser, "--gguf", [*quants("gguf"), "none"], "q4_k_m", "(q4_k_m)")
     parser.add_argument(
-        "--apr", choices=[*quants("apr"), "none"], help="(the student's own float type)"
+        "--gguf",
+        choices=[*quants("gguf"), "none"],
+        help="(q4_k_m, where the format has the model's family)",
+    )
+    parser.add_argument(
+        "--apr",
+        choices=[*quants("apr"), "none"],
+        help="(the student's own float type, where the format has the model's family)",
     )
     add_repeated(parser, "--eval", "FILE", "an evaluation of the student; repeatable", type=Path)
     parser.add_argument("--license", metavar="ID", help="instead of the one that is inherited")
@@ -103,7 +108,7 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
             folder=arguments.folder,
             name=name,
             gguf=arguments.gguf,
-            apr=arguments.apr or "as saved",
+            apr=arguments.apr,
             licence=arguments.license,
             base_models=tuple(arguments.base_model),
             evaluations=tuple(arguments.eval),

@@ -144,8 +144,8 @@ def teacher_ids_differ() -> AbstractContextManager[None]:
         count = weights.config.vocab_size
         order_V = torch.randperm(count, generator=torch.Generator().manual_seed(3))
         weights.embed.weight.copy_(weights.embed.weight[order_V.to(weights.embed.weight.device)])
-        if weights.head is not None:
-            head = weights.head_weight
+        head = weights.head_weight
+        if weights.head is not None and head is not None:
             head.copy_(head[order_V.to(head.device)])
 
     return _teacher(exchange)

@@ -13,10 +13,10 @@ from engine.files import open_regular
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.formats.weights import WeightFile
-from engine.models.config import config_of
 from engine.models.decoder import Decoder
 from engine.models.frozen import freeze
 from engine.models.load import load_decoder, load_packed_decoder
+from engine.models.read_config import config_of
 from engine.runtime.device import choose_device, choose_precision, torch_dtype
 
 STUDENT = "student"

@@ -28,8 +28,8 @@ from torch import Tensor
 from engine.export.outcome import Outcome, answered
 from engine.export.peers import Absent, Answered, Crashed, Logits
 from engine.formats.weights import WeightFile
-from engine.models.config import config_of
 from engine.models.load import sources
+from engine.models.read_config import config_of
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
 from engine.verdict import Level, Verdict

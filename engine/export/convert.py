@@ -48,7 +48,7 @@ from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
 from engine.formats.weights import WeightFile, read_json_object
 from engine.model_families import ROPE_DIVISORS
-from engine.models.config import ModelConfig, config_of
+from engine.models.config import ModelConfig
 from engine.models.load import sources
 from engine.models.names import (
     APR_HALVES,
@@ -60,6 +60,7 @@ from engine.models.names import (
     shifted,
     turned_heads,
 )
+from engine.models.read_config import NATIVE, config_of
 from engine.models.rope import divisors
 from engine.quant.blocks import BlockType
 from engine.quant.quantize import quantize
@@ -164,7 +165,8 @@ def convert(
             "target", target, "a path where nothing is yet", "something", hint="choose another name"
         )
     with open_weights(source) as weights:
-        config = config_of(weights)
+        # The formats know the names of our own families.
+        config = config_of(weights, NATIVE)
         check_fits(config, weights, source, weights.convention)
         types = tensor_types(config, quant, format_)
         tokenizer_json = weights.tokenizer_json() if tokenizer else None

@@ -16,8 +16,9 @@ from engine.files import parse_json
 from engine.formats.gguf_metadata import TOKEN_TYPES, TOKENS, TokenType
 from engine.formats.open import open_weights
 from engine.formats.weights import TensorInfo, WeightFile
-from engine.models.config import ModelConfig, config_of
+from engine.models.config import ModelConfig
 from engine.models.names import check_fits, embedding_and_head
+from engine.models.read_config import config_of
 from engine.terminal import aligned
 from engine.units import format_bytes, format_count
 
@@ -55,6 +56,7 @@ def describe(path: str | Path, *, tensors: bool = False) -> Description:
             "files": sorted({str(info.file) for info in infos}),
             "architecture": architecture if isinstance(architecture, str) else None,
             "runs": runs,
+            "engine": None if config is None else "native" if config.native else "transformers",
             "config": raw,
             **_sizes(infos),
             "dtypes": {

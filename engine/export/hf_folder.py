@@ -30,8 +30,9 @@ from engine.errors import TokenizerError
 from engine.formats.safetensors import INDEX_FILE, SINGLE_FILE, write_safetensors
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.formats.tokenizer import open_tokenizer
-from engine.models.config import CONFIG_FILE, read_config
+from engine.models.config import CONFIG_FILE
 from engine.models.load import new_folder
+from engine.models.read_config import read_config
 from engine.quant.tensor import QuantTensor
 
 TEMPLATE_FILE = "chat_template.jinja"

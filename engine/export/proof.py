@@ -35,6 +35,7 @@ from engine.formats.safetensors import tensors_sha256
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.models.load import load_decoder
+from engine.spec.sections import ModelSection
 from engine.verdict import Level, Verdict
 
 _LISTED = 5
@@ -177,7 +178,9 @@ def _is_the_runs(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Verd
     if expected is None or save_as != "fp32":
         text = f"tensors of the student: saved as {save_as}, so their fp32 hash cannot be taken"
         return Verdict(Level.UNKNOWN, text)
-    found = tensors_sha256(dict(load_decoder(run.student).named_parameters()))
+    # Names are those of the engine that trained it.
+    how = ModelSection(**((receipt.get("spec") or {}).get("model") or {}))
+    found = tensors_sha256(dict(load_decoder(run.student, how=how).named_parameters()))
     if found != expected:
         text = f"tensors of the student: expected sha256 {expected[:16]}, found {found[:16]}"
         return Verdict(Level.FAIL, text)

@@ -39,7 +39,8 @@ from engine.export.verify import Verification, verify
 from engine.files import open_regular, read_json_object
 from engine.formats.writing import fsync_folder
 from engine.log.folder import RunFolder
-from engine.models.config import count_parameters, read_config
+from engine.models.config import count_parameters
+from engine.models.read_config import read_config
 from engine.signals import partial_output
 from engine.units import format_bytes
 from engine.verdict import Level
@@ -67,10 +68,10 @@ class VerificationFailed(EngineError):
 class Wanted:
     folder: Path
     name: str
-    gguf: str = "q4_k_m"
-    """A quant of `engine convert`, or `none`."""
-    apr: str = "as saved"
-    """The same; the default is the student's own float type."""
+    gguf: str | None = None
+    """A quant of `engine convert`, or `none`; None is q4_k_m, where GGUF has the model's family."""
+    apr: str | None = None
+    """The same; None is the student's own float type, where .apr has the model's family."""
     licence: str | None = None
     base_models: tuple[str, ...] = ()
     evaluations: tuple[Path, ...] = ()
@@ -202,12 +203,17 @@ def _write(
     if wanted.licence is None and licence.identifier == "unknown":
         del origin["license"]
     saved_as = str((spec.get("student") or {}).get("save_as", "fp32")).replace("fp32", "f32")
-    for format_, quant in (
-        ("apr", wanted.apr.replace("as saved", saved_as)),
-        ("gguf", wanted.gguf),
+    config = read_config(partial)
+    for format_, asked, default in (
+        ("apr", wanted.apr, saved_as),
+        ("gguf", wanted.gguf, "q4_k_m"),
     ):
-        if quant == NONE:
+        lacks = not config.native or (format_ == "apr" and not config.kind.apr)
+        if asked is None and lacks:
+            say(f"without {format_}: the format has no {config.kind.title} here")
+        if asked == NONE or (asked is None and lacks):
             continue
+        quant = asked or default
         file = f"{wanted.name}{'' if quant == saved_as else '-' + quant.upper()}.{format_}"
         say(f"writing {file}")
         made = convert(
@@ -217,7 +223,6 @@ def _write(
     evaluations = _copy_evidence(proof, partial, files)
     verification = None if wanted.unverified else _verified(partial, files, say)
     say("writing the card")
-    config = read_config(partial)
     card = Card(
         name=wanted.name,
         proof=proof,
@@ -239,7 +244,11 @@ def _write(
 
 def _copy_student(proof: Proof, partial: Path) -> Files:
     """Copy every file of the student byte for byte, and refuse a copy that differs from the receipt."""
-    said = {"config.json": "shape of the model", "tokenizer.json": "tokenizer"}
+    said = {
+        "config.json": "shape of the model",
+        "generation_config.json": "for transformers",
+        "tokenizer.json": "tokenizer",
+    }
     hashes = (proof.receipt or {}).get("student_files") or {}
     files = []
     for path in sorted(proof.run.student.iterdir()):

@@ -38,7 +38,7 @@ from engine.export.outcome import Outcome, answered, unknown
 from engine.export.peers import Absent, Answered, Crashed, absent, ask
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
-from engine.models.config import read_config
+from engine.models.read_config import read_config
 from engine.quant.blocks import NOISE_FLOORS
 from engine.signals import scratch_folder
 from engine.verdict import Level, Verdict, lowest

@@ -156,8 +156,8 @@ class Chunks(Protocol):
     held: int
     """Number of chunks whose dz is kept."""
 
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
-        """Compute dz of a chunk. Chunks come in order, each once."""
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor | None, chunk: slice) -> None:
+        """Compute dz of a chunk. Chunks come in order, each once. Without `w_VD`, `h_CD` are the logits."""
         ...
 
     def gradient(self, group: slice) -> Tensor:

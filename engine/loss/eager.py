@@ -44,23 +44,27 @@ class EagerChunks:
 
     held = 1
 
-    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
+    def __init__(self, job: Job, shape: tuple[int, int], like: Tensor) -> None:
+        """`shape` is that of a chunk's logits (C, V); `like` is an operand of the matmul to them."""
         self._job = job
         self._buffers = [
-            torch.empty(rows, len(w_VD), dtype=sum_dtype(w_VD.dtype), device=w_VD.device)
+            torch.empty(shape, dtype=sum_dtype(like.dtype), device=like.device)
             for _ in range(job.buffers)
         ]
-        self._totals = Totals(ce=torch.zeros((), dtype=torch.float64, device=w_VD.device))
+        self._totals = Totals(ce=torch.zeros((), dtype=torch.float64, device=like.device))
         self._narrow_CV: Tensor | None = None
 
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor | None, chunk: slice) -> None:
         """Each buffer holds several quantities in turn; the most recent name for it is the valid one."""
         self._narrow_CV = None  # frees the previous chunk's dz before this one's is made
         job, T = self._job, self._job.temperature
         z_CV, q_CV, *spare = (buffer[: chunk.stop - chunk.start] for buffer in self._buffers)
         labels_C1 = job.labels_M[chunk].unsqueeze(1)
         # z / T: the division costs nothing inside the matmul
-        multiply(z_CV, h_CD, w_VD.t(), scale=1 / T)
+        if w_VD is None:
+            torch.mul(h_CD.to(z_CV.dtype), 1 / T, out=z_CV)
+        else:
+            multiply(z_CV, h_CD, w_VD.t(), scale=1 / T)
         torch.softmax(z_CV, dim=1, out=q_CV)
         log_z_C1 = _log_sum_exp(z_CV, q_CV)
         divergence_C = agree_C1 = slope_CV = None

@@ -33,21 +33,26 @@ class FusedForm:
 
     held = FUSED_HELD
 
-    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
+    def __init__(self, job: Job, shape: tuple[int, int], like: Tensor) -> None:
         self._job = job
-        vocabulary, device = len(w_VD), w_VD.device
+        (rows, vocabulary), device = shape, like.device
         self._buffers = [
             row_buffer(rows, vocabulary, torch.float32, device) for _ in range(job.buffers)
         ]
         held = min(rows * FUSED_HELD, len(job.labels_M))
-        self._dz_GV = row_buffer(held, vocabulary, w_VD.dtype, device)
+        self._dz_GV = row_buffer(held, vocabulary, like.dtype, device)
         self._begun = 0
 
-    def _student_logits(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+    def _student_logits(
+        self, h_CD: Tensor, w_VD: Tensor | None, chunk: slice
+    ) -> tuple[Tensor, Tensor]:
         """Return a chunk's logits, and the location for its dz."""
         count, place = chunk.stop - chunk.start, chunk.start - self._begun
         z_CV, dz_CV = self._buffers[0][:count], self._dz_GV[place : place + count]
-        multiply(z_CV, h_CD, w_VD.t())
+        if w_VD is None:
+            z_CV.copy_(h_CD)
+        else:
+            multiply(z_CV, h_CD, w_VD.t())
         return z_CV, dz_CV
 
     def gradient(self, group: slice) -> Tensor:
@@ -58,11 +63,11 @@ class FusedForm:
 class FusedChunks(FusedForm):
     """Cross entropy, and forward or reverse KL when there is a teacher."""
 
-    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
-        super().__init__(job, rows, w_VD)
-        self._rows = LossRows.empty(len(job.labels_M), len(w_VD), w_VD.device)
+    def __init__(self, job: Job, shape: tuple[int, int], like: Tensor) -> None:
+        super().__init__(job, shape, like)
+        self._rows = LossRows.empty(len(job.labels_M), shape[1], like.device)
 
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor | None, chunk: slice) -> None:
         z_CV, dz_CV = self._student_logits(h_CD, w_VD, chunk)
         job, t_CV = self._job, None
         if isinstance(job.teacher, TeacherHidden):
@@ -95,13 +100,13 @@ class FusedSparseChunks(FusedForm):
     labelled rows.
     """
 
-    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
-        super().__init__(job, rows, w_VD)
+    def __init__(self, job: Job, shape: tuple[int, int], like: Tensor) -> None:
+        super().__init__(job, shape, like)
         assert isinstance(job.teacher, SparseTargets)
         self._targets = job.teacher
-        self._totals = Totals(ce=torch.zeros((), dtype=torch.float64, device=w_VD.device))
+        self._totals = Totals(ce=torch.zeros((), dtype=torch.float64, device=like.device))
 
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor | None, chunk: slice) -> None:
         z_CV, dz_CV = self._student_logits(h_CD, w_VD, chunk)
         job, T = self._job, self._job.temperature
         weight = (1 - job.alpha) * T

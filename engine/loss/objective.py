@@ -106,7 +106,7 @@ class LossTerms:
 # contract: kd-loss-v1
 def distillation_loss(
     student_hidden_ND: Tensor,
-    student_head_VD: Tensor,
+    student_head_VD: Tensor | None,
     teacher_hidden_NE: Tensor | None,
     teacher_head_WE: Head | Tensor | None,
     labels_N: Tensor,
@@ -128,7 +128,8 @@ def distillation_loss(
     memory nothing here waits for the device; labels on a GPU cost one sync, because the number of
     labelled rows must be known. `denominator` is the number of labelled tokens of the whole optimizer
     step over all ranks: a float, or a 0-d tensor that is never read on the host. `student_head_VD` may be
-    the embedding itself; its gradient is added to the embedding's own. The teacher's head may be a matrix
+    the embedding itself; its gradient is added to the embedding's own. None says that the hidden states are the
+    student's logits (D = V). The teacher's head may be a matrix
     or a `Head` that yields slices of one; only its first V rows are read.
 
     Matmuls run in the dtype of the hidden states, or of autocast when it is on, and give fp32 logits: on
@@ -150,8 +151,11 @@ def distillation_loss(
     check_objective(alpha, temperature, given, divergence, beta)
     if isinstance(denominator, float | int) and not (0 < denominator < math.inf):
         raise ValueError(f"denominator: expected a finite count above 0, found {denominator}")
-    _check_projection("student", student_hidden_ND, student_head_VD)
-    vocabulary = student_head_VD.shape[0]
+    if student_head_VD is None:
+        vocabulary = student_hidden_ND.shape[1]
+    else:
+        _check_projection("student", student_hidden_ND, student_head_VD)
+        vocabulary = student_head_VD.shape[0]
     _check_labels(labels_N, student_hidden_ND.shape[0], vocabulary)
 
     # The number of labelled rows determines every shape below. On a GPU reading it is the one sync;
@@ -212,7 +216,7 @@ def distillation_loss(
         chunk_rows=chunk_rows
         or default_chunk_rows(device.type, vocabulary, fused=kernel == "fused"),
         wants_hidden=wants_gradient and student_hidden_ND.requires_grad,
-        wants_head=wants_gradient and student_head_VD.requires_grad,
+        wants_head=wants_gradient and student_head_VD is not None and student_head_VD.requires_grad,
         divisor=n,
         finished=undivided and not isinstance(n, Tensor),
     )
@@ -250,16 +254,18 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_MD: Tensor, head_VD: Tensor, job: Job) -> Any:
+    def forward(ctx: Any, hidden_MD: Tensor, head_VD: Tensor | None, job: Job) -> Any:
         device = hidden_MD.device
         dtype = operand_dtype(hidden_MD)
-        h_MD, w_VD = hidden_MD.to(dtype), head_VD.to(dtype)
+        h_MD, w_VD = hidden_MD.to(dtype), None if head_VD is None else head_VD.to(dtype)
         wide = sum_dtype(dtype)
         rows = h_MD.shape[0]
         # Without rows no matmul would fill them.
         make = torch.empty if rows else torch.zeros
         dh_MD = make(h_MD.shape, dtype=wide, device=device) if job.wants_hidden else None
-        dw_VD = make(w_VD.shape, dtype=wide, device=device) if job.wants_head else None
+        dw_VD = None
+        if w_VD is not None and job.wants_head:
+            dw_VD = make(w_VD.shape, dtype=wide, device=device)
         totals = None
         # The operands already have their dtype; autocast would narrow the fp32 matmuls and sums below.
         with torch.autocast(device.type, enabled=False):
@@ -270,7 +276,8 @@ class _ChunkedLoss(torch.autograd.Function):
             ctx.gradients = (dh_MD, dw_VD)
         else:
             ctx.save_for_backward(dh_MD, dw_VD)
-        ctx.dtypes, ctx.job = (hidden_MD.dtype, head_VD.dtype), job
+        head_dtype = hidden_MD.dtype if head_VD is None else head_VD.dtype
+        ctx.dtypes, ctx.job = (hidden_MD.dtype, head_dtype), job
         loss, *metrics = _terms(job, totals, device)
         assert loss is not None
         terms = [loss / job.divisor, *metrics]
@@ -299,12 +306,13 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _all_chunks(
-    h_MD: Tensor, w_VD: Tensor, dh_MD: Tensor | None, dw_VD: Tensor | None, job: Job
+    h_MD: Tensor, w_VD: Tensor | None, dh_MD: Tensor | None, dw_VD: Tensor | None, job: Job
 ) -> Totals:
     rows = len(h_MD)
     count = -(-rows // job.chunk_rows)
     step = -(-rows // count)
-    chunks = _form(job, step, w_VD)
+    vocabulary = h_MD.shape[1] if w_VD is None else len(w_VD)
+    chunks = _form(job, (step, vocabulary), h_MD)
     finished = job.finished and not isinstance(job.divisor, Tensor)
     scale = 1 / float(job.divisor) if finished else 1.0
     for begun in range(0, rows, step * chunks.held):
@@ -314,21 +322,25 @@ def _all_chunks(
             chunks.differentiate(h_MD[chunk], w_VD, chunk)
         dz_GV = chunks.gradient(group)
         if dh_MD is not None:
-            multiply(dh_MD[group], dz_GV, w_VD, scale=scale)
+            if w_VD is None:
+                torch.mul(dz_GV.to(dh_MD.dtype), scale, out=dh_MD[group])
+            else:
+                multiply(dh_MD[group], dz_GV, w_VD, scale=scale)
         if dw_VD is not None:
             multiply(dw_VD, dz_GV.t(), h_MD[group], scale=scale, add=begun > 0)
         del dz_GV  # frees it before the next group's is made
     return chunks.totals()
 
 
-def _form(job: Job, rows: int, w_VD: Tensor) -> Chunks:
+def _form(job: Job, shape: tuple[int, int], like: Tensor) -> Chunks:
+    """Return the form of the chunks whose logits are at most of `shape`, (C, V)."""
     if job.kernel == "eager":
-        return EagerChunks(job, rows, w_VD)
+        return EagerChunks(job, shape, like)
     # Imported here, so that everything else runs on a machine without Triton.
     from engine.loss.fused import FusedChunks, FusedSparseChunks
 
     form = FusedSparseChunks if isinstance(job.teacher, SparseTargets) else FusedChunks
-    return form(job, rows, w_VD)
+    return form(job, shape, like)
 
 
 def _terms(job: Job, totals: Totals | None, device: torch.device) -> list[Tensor | None]:

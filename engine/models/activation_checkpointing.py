@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.models.decoder import AttentionInputs, Decoder, Layer, RunLayer, run_layer
+from engine.models.transformers_decoder import TransformersDecoder
 from engine.runtime.ranks import is_fsdp
 
 # Shapes: B rows, T tokens, D model width
@@ -55,6 +56,9 @@ def configure_layers(
 ) -> None:
     """Apply the chosen compilation, attention and checkpointing to the decoder."""
     decoder.packed = packed
+    if isinstance(decoder, TransformersDecoder):
+        decoder.checkpoint_layers(checkpointing)
+        return
     sharded = any(is_fsdp(layer) for layer in decoder.layers)
     eager: RunLayer = without_hooks if sharded else run_layer
     run = eager if compiled is None else compiled

@@ -22,31 +22,27 @@ found Y`.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from engine import limits
 from engine.errors import WeightsError
-from engine.formats.weights import open_regular, read_json_object
 from engine.limits import Limit
 from engine.model_families import (
     EMBEDDING,
     FAMILIES,
     HEAD,
     LAST_NORM,
-    ROPE_DIVISORS,
     Family,
     TensorRow,
     layer_tensors,
     titles,
 )
-from engine.models.rope import RopeScaling, divisors, same_divisors, scaling_of_divisors
+from engine.models.rope import RopeScaling
 
 if TYPE_CHECKING:
-    from engine.formats.weights import WeightFile
+    pass
 
 CONFIG_FILE = "config.json"
 
@@ -148,6 +144,16 @@ class ModelConfig:
         return FAMILIES[self.family]
 
     @property
+    def counted(self) -> int:
+        """The number of parameters of a model that is not made of the tensors in `FAMILIES`' table; else 0."""
+        return 0
+
+    @property
+    def native(self) -> bool:
+        """Whether our own decoder runs the model; transformers does otherwise."""
+        return True
+
+    @property
     def attention_bias(self) -> bool:
         """Whether q, k and v have biases; o never has one."""
         return self.kind.attention_bias
@@ -236,54 +242,6 @@ class ModelConfig:
         }
 
 
-def read_config(folder_or_file: str | Path) -> ModelConfig:
-    """Read the configuration in a model folder, or in a `config.json` named directly."""
-    path = Path(folder_or_file)
-    if path.is_dir():
-        path = path / CONFIG_FILE
-    return ModelConfig.from_dict(
-        read_json_object(path, "model configuration", limits.MODEL_CONFIG), path
-    )
-
-
-def config_of(weights: WeightFile) -> ModelConfig:
-    """Return the configuration of an open weight file of any format. Raises `WeightsError`."""
-    config = ModelConfig.from_dict(weights.config_dict(), weights.path)
-    if not config.kind.stretches or ROPE_DIVISORS not in weights.tensors:
-        return config
-    stored = _stored_divisors(weights)
-    if config.rope_scaling is not None:
-        expected = divisors(config.rope_scaling, config.rope_theta, config.head_dim)
-        if not same_divisors(stored, expected):
-            raise WeightsError.expected(
-                ROPE_DIVISORS,
-                weights.path,
-                f"the divisors of {config.rope_scaling}, {expected}",
-                f"{stored}",
-            )
-        return config
-    try:
-        scaling = scaling_of_divisors(stored, config.rope_theta, config.head_dim)
-    except ValueError as error:
-        raise WeightsError.expected(
-            ROPE_DIVISORS, weights.path, "the divisors of a llama3 rope scaling", f"{stored}"
-        ) from error
-    return replace(config, rope_scaling=scaling)
-
-
-def _stored_divisors(weights: WeightFile) -> list[float]:
-    """Read the stored RoPE divisors directly, because `get` would import torch."""
-    info = weights.tensors[ROPE_DIVISORS]
-    count = info.bytes // 4
-    if info.dtype != "F32" or info.shape != (count,):
-        raise WeightsError.expected(
-            ROPE_DIVISORS, weights.path, "a row of F32", f"{info.dtype} {list(info.shape)}"
-        )
-    with open_regular(info.file, "weights") as file:
-        file.seek(info.start)
-        return list(struct.unpack(f"<{count}f", file.read(info.bytes)))
-
-
 def shape_of(row: TensorRow, config: ModelConfig) -> tuple[int, ...]:
     """Return the shape of a tensor of the table."""
     size = {
@@ -299,6 +257,8 @@ def shape_of(row: TensorRow, config: ModelConfig) -> tuple[int, ...]:
 
 def count_parameters(config: ModelConfig) -> int:
     """Return the number of trainable parameters; a tied head is counted once."""
+    if config.counted:
+        return config.counted
     once = [EMBEDDING, LAST_NORM] if config.tie_word_embeddings else [EMBEDDING, LAST_NORM, HEAD]
     layer = sum(math.prod(shape_of(row, config)) for row in layer_tensors(config.kind))
     others = sum(math.prod(shape_of(row, config)) for row in once)
@@ -495,6 +455,14 @@ def _take_rope_scaling(
         values["rope_factor"] = found[0]["factor"]
     elif found and found[0]:
         values["rope_scaling"] = found[0]
+
+
+def unsupported(raw: Mapping[str, object]) -> list[str]:
+    """List the features that a config.json requests and this decoder does not support."""
+    family = _family(raw)
+    if family is not None and family.window_by_layer:
+        raw = _one_rope(raw, [])
+    return _unsupported(raw)
 
 
 def _unsupported(raw: Mapping[str, object]) -> list[str]:

@@ -100,8 +100,10 @@ def coverage(decoder: Decoder, rows: int) -> str | None:
     """Return why the kernels cannot run this decoder's steps, or None if they can."""
     from engine.kernels.dequantize import has_triton
 
-    like = decoder.norm.weight
     config = decoder.config
+    if not config.native:
+        return "transformers runs the layers"
+    like = decoder.norm.weight
     if like.device.type != "cuda":
         return "the model is on the CPU"
     if not has_triton():

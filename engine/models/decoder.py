@@ -361,8 +361,14 @@ class Decoder(nn.Module):
             self.head = make_linear(config.hidden_size, config.vocab_size, False)
 
     @property
-    def head_weight(self) -> Tensor:
-        """The output matrix (V, D), which is the embedding itself when tied."""
+    def dtype(self) -> torch.dtype:
+        """The dtype of what is not in blocks or in 8 bits."""
+        return self.norm.weight.dtype
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """The output matrix (V, D), which is the embedding itself when tied; None for a model whose `hidden`
+        returns logits (`engine.models.transformers_decoder`)."""
         owner = self.embed if self.head is None else self.head
         weight: object = getattr(owner, "weight", None)
         if not isinstance(weight, Tensor):
@@ -420,6 +426,11 @@ class Decoder(nn.Module):
         kinds = [self.config.has_window(index) for index in range(len(self.layers))]
         made = {kind: make(kind) for kind in sorted(set(kinds))}
         return [made[kind] for kind in kinds]
+
+    def run_like(self, other: Decoder) -> None:
+        """Compute as a decoder of the same configuration does, to the bit: packed and masked attention round
+        differently."""
+        self.packed = other.packed
 
     def reach(self, name: str) -> None:
         """Make the weights of the layer that contains the tensor or module `name` readable, for

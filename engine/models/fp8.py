@@ -46,10 +46,11 @@ from engine.errors import BadInput, InternalError
 from engine.formats.open import opened
 from engine.formats.weights import WeightFile
 from engine.kernels.dequantize import has_triton
-from engine.models.config import ModelConfig, config_of
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, FeedForward
 from engine.models.load import Loaded, layer_wise_decoder_of
 from engine.models.names import TOGETHER
+from engine.models.read_config import config_of
 
 # Shapes: M rows of activations, K columns, N rows of a weight, F feed-forward width, G = 2 F
 

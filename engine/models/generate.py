@@ -57,6 +57,7 @@ from engine.models.decode import (
     draw,
 )
 from engine.models.decoder import Decoder, Past
+from engine.models.transformers_decoder import TransformersCache, TransformersDecoder
 
 if TYPE_CHECKING:
     from engine.models.decode_step import DecodeSteps
@@ -163,7 +164,7 @@ def generate(
         steps = DecodeSteps(decoder, tile, capacity, graph=graph, sampling=sampling)
         yield from _ahead(steps, prompts, waiting, running, begin, take, max_tokens)
         return
-    cache = Cache(decoder, tile, capacity)
+    cache = cache_of(decoder, tile, capacity)
 
     def choose(sequence: _Sequence, logits_V: Tensor) -> Generated:
         where = f"sequence {sequence.index}"
@@ -234,6 +235,13 @@ def _ahead(
             # Stop waiting once a slot is free, as long as the queue can take what filling it adds.
             if None in running and len(pending) <= HISTORY // 2:
                 break
+
+
+def cache_of(decoder: Decoder, tile: int, capacity: int) -> Cache | TransformersCache:
+    """Return an empty cache of `tile` slots of `capacity` tokens."""
+    if isinstance(decoder, TransformersDecoder):
+        return TransformersCache(decoder, tile)
+    return Cache(decoder, tile, capacity)
 
 
 class Cache:

@@ -35,9 +35,9 @@ from engine.quant.planes import PackedMatrix
 # D and E widths
 
 Slices: TypeAlias = Iterable[tuple[int, Tensor]]
-"""Pairs of a slice's first row and the slice (R, E), in order and without gaps. They can be
-iterated more than once. A slice is valid until the next one is requested, because slices may share
-memory.
+"""Pairs of a slice's first row and the slice (R, E), in order and without gaps; `()` where hidden states are
+logits (`LogitsHead`). They can be iterated more than once. A slice is valid until the next one is requested,
+because slices may share memory.
 """
 
 
@@ -73,6 +73,24 @@ class DenseHead:
 
     def slices(self, columns: int, dtype: torch.dtype) -> Slices:
         return ((0, self._weight_WE[:columns].to(dtype)),)
+
+
+class LogitsHead:
+    """The head of a model that gives its own logits instead of hidden states: the identity, without slices."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def width(self) -> int:
+        return self._vocab_size
+
+    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
+        return ()
 
 
 class PackedHead:
@@ -114,7 +132,11 @@ class _PackedSlices:
 
 
 def project(out_NV: Tensor, hidden_NE: Tensor, slices: Slices, *, scale: float = 1.0) -> None:
-    """Compute out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes."""
+    """Compute out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes. Without slices the
+    hidden states are logits.
+    """
+    if not slices:
+        torch.mul(hidden_NE[:, : out_NV.shape[1]].to(out_NV.dtype), scale, out=out_NV)
     for first, weight_RE in slices:
         multiply(out_NV[:, first : first + len(weight_RE)], hidden_NE, weight_RE.t(), scale=scale)
 

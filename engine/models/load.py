@@ -49,7 +49,7 @@ from engine.formats.safetensors import SINGLE_FILE, write_safetensors
 from engine.formats.weights import WeightFile
 from engine.formats.writing import fsync_folder, unwritable
 from engine.kernels.linear import Kernel, Scratch
-from engine.models.config import CONFIG_FILE, ModelConfig, config_of
+from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.frozen import hold
 from engine.models.names import (
@@ -68,9 +68,18 @@ from engine.models.names import (
 )
 from engine.models.packed import PackedEmbedding, PackedLinear, reserve
 from engine.models.packed_size import packed_size, stays_packed, without_blocks
+from engine.models.read_config import AUTO, config_of
+from engine.models.transformers_config import TransformersConfig
+from engine.models.transformers_decoder import (
+    TransformersDecoder,
+    load_transformers_decoder,
+    new_transformers_decoder,
+    save_transformers_decoder,
+)
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
 from engine.signals import partial_output
+from engine.spec.sections import ModelSection
 
 Loaded: TypeAlias = Callable[[Decoder, nn.Module], None]
 """Called with the decoder that is being loaded and its next complete layer."""
@@ -84,6 +93,8 @@ def new_decoder(
     device: str | torch.device = "cpu",
 ) -> Decoder:
     """Create an untrained decoder whose weights depend only on `seed`, not on the device."""
+    if isinstance(config, TransformersConfig):
+        return new_transformers_decoder(config, seed, dtype).to(device)
     decoder = empty_decoder(config, dtype, device)
     decoder.init_weights(torch.Generator().manual_seed(seed))
     return decoder
@@ -94,7 +105,9 @@ def empty_decoder(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Decoder:
-    """Create a decoder with allocated, uninitialised weights."""
+    """Create a decoder with allocated weights, of which nothing may be expected."""
+    if not config.native:
+        return new_decoder(config, 0, dtype, device)
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
     # Like `to_empty`, which takes half a second to import sympy for the strides of each tensor.
@@ -110,14 +123,17 @@ def load_decoder(
     source: str | Path | WeightFile,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    how: ModelSection = AUTO,
 ) -> Decoder:
     """Load the decoder from a model folder, a weight file or an open one, cast to `dtype` on
-    `device`.
+    `device`. `how` says which engine runs it.
 
     Raises `WeightsError`.
     """
     with opened(source) as weights:
-        config = config_of(weights)
+        config = config_of(weights, how)
+        if isinstance(config, TransformersConfig):
+            return load_transformers_decoder(config, weights.folder, dtype, device)
         with torch.device("meta"):
             decoder = Decoder(config).to(dtype)
         state: dict[str, Tensor] = {}
@@ -303,6 +319,16 @@ def save_decoder(
         if not extra.is_file() or extra.name in (CONFIG_FILE, SINGLE_FILE):
             found = "a name that the model uses" if extra.is_file() else "none"
             raise WeightsError.expected("extra file", extra, "a file to copy", found)
+    with new_folder(folder) as partial:
+        if isinstance(decoder, TransformersDecoder):
+            save_transformers_decoder(decoder, partial, dtype)
+        else:
+            _write_native(decoder, partial, dtype)
+        for extra in extras:
+            shutil.copyfile(extra, partial / extra.name)
+
+
+def _write_native(decoder: Decoder, folder: Path, dtype: torch.dtype) -> None:
     names = hf_names(decoder.config)
     state = decoder.state_dict()
     if set(state) != set(names):
@@ -310,17 +336,14 @@ def save_decoder(
             f"save_decoder: not dense weights: {sorted(set(state) ^ set(names))[:4]}"
         )
     config = {**decoder.config.to_hf_dict(), "dtype": str(dtype).removeprefix("torch.")}
-    with new_folder(folder) as partial:
-        # transformers refuses a file that does not state the framework of its tensors.
-        write_safetensors(
-            partial / SINGLE_FILE,
-            dict(joined(names, ((ours, state[ours]) for ours in names))),
-            {"format": "pt"},
-            dtype=dtype,
-        )
-        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for extra in extras:
-            shutil.copyfile(extra, partial / extra.name)
+    # transformers refuses a file that does not state the framework of its tensors.
+    write_safetensors(
+        folder / SINGLE_FILE,
+        dict(joined(names, ((ours, state[ours]) for ours in names))),
+        {"format": "pt"},
+        dtype=dtype,
+    )
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

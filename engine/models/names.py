@@ -34,6 +34,7 @@ from engine.model_families import (
     layer_tensors,
 )
 from engine.models.config import ModelConfig, shape_of
+from engine.models.transformers_config import TransformersConfig
 from engine.quant.blocks import BLOCK_TYPES, PACKAGE, package_needed
 
 if TYPE_CHECKING:
@@ -121,6 +122,13 @@ def check_fits(
         rare = [name for name in BLOCK_TYPES if name in present and BLOCK_TYPES[name].by_package]
         if rare:
             raise package_needed(where, rare)
+    if isinstance(config, TransformersConfig):
+        why = config.misfit({name: facts.shape for name, facts in weights.tensors.items()})
+        if why is not None:
+            raise WeightsError.expected(
+                "weights do not fit the configuration", where, f"those of a {config.title}", why
+            )
+        return
     expected = expected_tensors(config, convention)
     embedding, head = embedding_and_head(convention)
     allowed = {**expected, head: expected[embedding]}

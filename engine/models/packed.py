@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from engine.kernels.dequantize import dequantize_gathered
 from engine.kernels.linear import ROWS, Kernel, Scratch, packed_linear, packed_linear_many
 from engine.models.decoder import Decoder
-from engine.models.head import DenseHead, Head, PackedHead
+from engine.models.head import DenseHead, Head, LogitsHead, PackedHead
+from engine.models.names import hf_names
+from engine.models.transformers_decoder import TransformersDecoder
 from engine.quant.planes import PackedMatrix
 
 
@@ -86,6 +88,14 @@ class PackedEmbedding(_Packed):
         return out.view(*ids.shape, -1)
 
 
+def tensor_names(decoder: Decoder) -> list[str]:
+    """Return the names of the decoder's tensors: ours, or those of the module that transformers runs. A tied head is
+    its embedding and is not listed."""
+    if isinstance(decoder, TransformersDecoder):
+        return list(decoder.weight_names)
+    return list(hf_names(decoder.config))
+
+
 def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
     """Return the tensor `name` (our naming), dense or block-quantised. The head of a tied decoder
     is its embedding.
@@ -105,7 +115,8 @@ def head_of(decoder: Decoder) -> Head:
     """Return the head of a decoder, dense or block-quantised."""
     if isinstance(decoder.head, PackedLinear):
         return PackedHead(decoder.head.packed, decoder.head.scratch)
-    return DenseHead(decoder.head_weight)
+    weight_VD = decoder.head_weight
+    return LogitsHead(decoder.config.vocab_size) if weight_VD is None else DenseHead(weight_VD)
 
 
 def reserve(scratch: Scratch, weight: PackedMatrix, *, whole: bool) -> None:

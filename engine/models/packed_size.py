@@ -58,6 +58,10 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
     """Return what the decoder in `weights` takes when `load_packed_decoder` loads it. Up to 16
     bytes of padding per plane of a matrix are not counted.
     """
+    if not config.native:  # safetensors, which have no blocks
+        return PackedSize(
+            matrices=0, unpacked=(), block_bytes=0, float_values=0, layers=(), scratch_values=0
+        )
     ends = embedding_and_head(weights.convention)
     matrices = block_bytes = float_values = 0
     packed: dict[str, int] = {}

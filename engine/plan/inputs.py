@@ -28,12 +28,13 @@ from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.log.folder import RunFolder
-from engine.models.config import ModelConfig, config_of, count_parameters, read_config
+from engine.models.config import ModelConfig, count_parameters
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
+from engine.models.read_config import config_of, read_config
 from engine.spec import RunSpec
 from engine.spec.build import models_of_hub
-from engine.spec.sections import DataSection
+from engine.spec.sections import DataSection, ModelSection
 from engine.teachers.store.manifest import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
 from engine.units import format_bytes
@@ -101,9 +102,9 @@ def _turns(data: DataSection) -> Turns:
     return "last" if data.turns == "last" else "all"
 
 
-def _model(path: str) -> tuple[ModelConfig, PackedSize]:
+def _model(path: str, how: ModelSection) -> tuple[ModelConfig, PackedSize]:
     with open_weights(Path(path)) as weights:
-        config = config_of(weights)
+        config = config_of(weights, how)
         check_fits(config, weights, path, weights.convention)
         return config, packed_size(config, weights)
 
@@ -216,6 +217,26 @@ def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> 
         )
 
 
+def _check_native(spec: RunSpec, teacher: ModelConfig | None, student: ModelConfig) -> None:
+    """Refuse what only our own decoder can do, for a model that transformers runs."""
+    if spec.teacher.precision == "fp8" and teacher is not None and not teacher.native:
+        raise BadInput.expected(
+            "teacher.precision",
+            "fp8",
+            "bf16, tf32 or fp32 where transformers runs the teacher",
+            "8-bit floats, which only the native decoder has",
+            hint="teacher.precision=bf16 runs any model",
+        )
+    if spec.compute.gpus > 1 and not (student.native and (teacher is None or teacher.native)):
+        raise BadInput.expected(
+            "compute.gpus",
+            spec.compute.gpus,
+            "1 where transformers runs a model",
+            "more",
+            hint="models of a native family train on several GPUs (docs/extending.md lists them)",
+        )
+
+
 def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     """Open and check every input of `spec`; raises BadInput.
 
@@ -224,15 +245,18 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     """
     skipped_ids(spec.checks.skip)
     models = tuple(f"{key}: {found.text}" for key, found in models_of_hub(spec).items())
-    teacher, teacher_size = _model(spec.teacher.path) if spec.teacher.path else (None, None)
+    teacher, teacher_size = (
+        _model(spec.teacher.path, spec.model) if spec.teacher.path else (None, None)
+    )
     if spec.student.path:
-        student, _ = _model(spec.student.path)
+        student, _ = _model(spec.student.path, spec.model)
     else:
-        student = read_config(Path(spec.student.config))
+        student = read_config(Path(spec.student.config), spec.model)
     if teacher is not None:
         _check_widths(spec, teacher, student)
         if spec.student.path:
             _check_not_teacher(spec, teacher, student)
+    _check_native(spec, teacher, student)
     packed = spec.teacher.backend == "quantized"
     if packed and teacher_size is not None and not teacher_size.matrices:
         raise without_blocks(spec.teacher.path, teacher_size.unpacked)

@@ -35,6 +35,7 @@ from engine.machine.allocator import choose_allocator
 from engine.machine.threads import choose_thread_wait
 from engine.models.attention import LEAST_CAPABILITY, MOST_HEAD_DIM
 from engine.models.config import ModelConfig
+from engine.models.transformers_config import TransformersConfig
 from engine.runtime.device import Capability, choose_device, choose_precision, choose_threads
 from engine.spec import Option, options
 from engine.teachers.backend import choose_backend, choose_kernel, choose_teacher_precision
@@ -57,6 +58,10 @@ SAVED_S_PER_TOKEN_AND_COLUMN = 21.5e-3 / 8192 / (28 * (3584 + 18944))
 SAVED_S_PER_LAYER = 2.2e-3 / 24
 """Seconds a step and layer, whatever the tokens: gaps between some 70 compiled kernels, on one H200."""
 PREFETCH_GAIN = "0.5 % of a step (7B teacher, 0.5B student, 8 x 1024 tokens on an H200)"
+OF_TRANSFORMERS = "transformers runs the layers"
+ONLY_NATIVE = (
+    "packed attention, compiled or captured layers, weights in blocks or 8 bits, and several GPUs"
+)
 SHARDED_FROM_BYTES = 16 * 2**30
 """Size of a checkpoint, at 12 bytes a parameter; below it, gathering on the first rank takes only seconds."""
 
@@ -93,12 +98,40 @@ class Knob:
         return self.choose(known.spec.value(self.key), **found)
 
 
+# What runs the models
+
+
+def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | None) -> Decision:
+    """Report what runs teacher and student, as their configurations were read: our decoder or transformers."""
+    models = {"teacher": teacher, "student": student}
+    others = {
+        whose: config for whose, config in models.items() if isinstance(config, TransformersConfig)
+    }
+    if not others:
+        return Decision(
+            knob="model.engine",
+            choice="native",
+            reason="the decoder has the family of every model",
+            rejected=(("transformers", f"without {ONLY_NATIVE}"),),
+            overridden=wanted != "auto",
+        )
+    each = "; ".join(f"the {whose} is a {one.title}: {one.why}" for whose, one in others.items())
+    return Decision(
+        knob="model.engine",
+        choice="transformers",
+        reason=f"{each}. Runs without {ONLY_NATIVE}",
+        rejected=(("native", each),),
+        overridden=wanted != "auto",
+    )
+
+
 # How layers run
 
 
 def choose_compile(
     wanted: str,
     *,
+    config: ModelConfig,
     device: str,
     has_compiler: bool,
     steps: int,
@@ -115,6 +148,7 @@ def choose_compile(
         "student.compile",
         wanted,
         device=device,
+        native=config.native,
         lacks=None if has_compiler else "a run that can be compiled",
         hint="--set student.compile=off",
         pays=saved_s >= COMPILE_S,
@@ -145,6 +179,7 @@ def choose_teacher_compile(
         "teacher.compile",
         wanted,
         device=device,
+        native=config.native,
         lacks=None if has_compiler else "a compiler",
         hint="`--set teacher.compile=off` needs none",
         pays=precision == "fp8" or saved_s >= TEACHER_COMPILE_S,
@@ -153,12 +188,23 @@ def choose_teacher_compile(
 
 
 def _compile(
-    knob: str, wanted: str, *, device: str, lacks: str | None, hint: str, pays: bool, sums: str
+    knob: str,
+    wanted: str,
+    *,
+    native: bool,
+    device: str,
+    lacks: str | None,
+    hint: str,
+    pays: bool,
+    sums: str,
 ) -> Decision:
     """`lacks` is the missing requirement, or None."""
     why_not = None
     refused = {}
-    if lacks is not None:
+    if not native:
+        why_not = OF_TRANSFORMERS
+        refused = {"on": ("a model of a native family", why_not, hint)}
+    elif lacks is not None:
         why_not = "torch.compile finds no compiler for this device (Triton on a GPU, g++ on a CPU)"
         refused = {"on": (lacks, why_not, hint)}
     elif device != "cuda":
@@ -260,7 +306,9 @@ def choose_attention(
     """
     heads = config.head_dim
     why_not = None
-    if device != "cuda" or capability is None:
+    if not config.native:
+        why_not = f"{OF_TRANSFORMERS}, with its own attention"
+    elif device != "cuda" or capability is None:
         why_not = "a CPU has no kernel for packed documents"
     elif capability < LEAST_CAPABILITY:
         needed, found = format_capability(LEAST_CAPABILITY), format_capability(capability)
@@ -506,6 +554,7 @@ _OF_STUDENT = (("config", "student"), ("precision", "student_precision"))
 _OF_TEACHER = (("config", "teacher"), ("precision", "teacher_precision"))
 
 _KNOBS = (
+    Knob("model.engine", choose_engine),
     Knob("compute.device", choose_device),
     Knob("memory.allocator", choose_allocator),
     Knob("student.precision", partial(choose_precision, "student.precision")),
@@ -513,7 +562,7 @@ _KNOBS = (
     Knob("compute.thread_wait", choose_thread_wait),
     Knob("teacher.precision", choose_teacher_precision),
     Knob("loss.kernel", choose_loss_kernel),
-    Knob("student.compile", choose_compile),
+    Knob("student.compile", choose_compile, _OF_STUDENT),
     Knob("student.attention", partial(choose_attention, "student.attention"), _OF_STUDENT),
     Knob("teacher.attention", partial(choose_attention, "teacher.attention"), _OF_TEACHER),
     Knob("teacher.compile", choose_teacher_compile, _OF_TEACHER),

@@ -259,6 +259,7 @@ def plan_run(
     """
     store = find_stored(spec, inputs, stream)
     facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store)
+    log(KNOBS["model.engine"].decide(facts))
     if spec.has_teacher:
         precision = store.precision if store else KNOBS["teacher.precision"].decide(facts)
         log(precision)

@@ -223,7 +223,7 @@ def build_spec(
                 problems.add(
                     key, "unknown key"
                 )  # past the limit, counted without looking for the nearest key
-            elif key in values and not isinstance(value, dict):
+            elif key in values and not isinstance(value, dict) and key not in OTHER_NAMES:
                 problems.add(key, f"expected a section{_as_section(key, value)}")
             else:
                 problems.add(key, f"unknown key{nearest(key)}")

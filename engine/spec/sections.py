@@ -54,6 +54,20 @@ class RunSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    engine: str = setting(
+        "auto",
+        "What runs teacher and student: this engine's own decoder (native), or the model's class in transformers. auto "
+        "is native where the decoder has the family.",
+        allowed=("auto", "native", "transformers"),
+    )
+    remote_code: bool = setting(
+        False,
+        "Whether code that a model brings in its own folder may run, where transformers has no class for it.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSection:
     path: str = setting(
         "",
@@ -572,6 +586,7 @@ class GateSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     run: RunSection = dataclasses.field(default_factory=RunSection)
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
     teacher: TeacherSection = dataclasses.field(default_factory=TeacherSection)
     student: StudentSection = dataclasses.field(default_factory=StudentSection)
     vocab: VocabSection = dataclasses.field(default_factory=VocabSection)

@@ -19,6 +19,8 @@ from engine.models.decoder import Decoder
 from engine.models.fp8 import load_fp8_decoder
 from engine.models.frozen import join_layer
 from engine.models.load import layer_wise_decoder_of, load_decoder, load_packed_decoder
+from engine.models.read_config import AUTO
+from engine.spec.sections import ModelSection
 from engine.teachers.fp8 import Fp8Teacher, RoundingProbe
 from engine.teachers.frozen import DequantizedTeacher, FrozenDecoder, QuantizedTeacher
 from engine.teachers.protocol import Teacher
@@ -53,6 +55,7 @@ def build_teacher(
     probe: Batch | None = None,
     shards: ShardedLayers | None = None,
     joined: bool = False,
+    how: ModelSection = AUTO,
 ) -> BuiltTeacher:
     """Load the teacher in `path` and cut its vocabulary to the student's.
 
@@ -84,7 +87,7 @@ def build_teacher(
             decoder = layer_wise_decoder_of(weights, dtype, device, loaded)
         frozen = DequantizedTeacher(decoder, precision)
     else:
-        frozen = DequantizedTeacher(load_decoder(path, dtype=dtype, device=device), precision)
+        frozen = DequantizedTeacher(load_decoder(path, dtype, device, how), precision)
     if shards is not None:
         shards.install(frozen.decoder)
     teacher: Teacher = frozen

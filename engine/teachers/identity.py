@@ -34,8 +34,7 @@ from torch import Tensor
 from engine.errors import BadInput
 from engine.formats.writing import tensor_bytes
 from engine.models.decoder import Decoder
-from engine.models.names import hf_names
-from engine.models.packed import stored_tensor
+from engine.models.packed import stored_tensor, tensor_names
 from engine.quant.planes import PackedMatrix, dequantize_rows_reference
 
 PART_VALUES = 1 << 25
@@ -74,10 +73,13 @@ def same_values(one: Decoder, other: Decoder) -> str | None:
     """Return a digest of all values if both decoders have the same ones, else None at the first
     tensor that differs.
     """
-    names = [n for n in hf_names(one.config) if n != "head.weight"]
-    if names != [n for n in hf_names(other.config) if n != "head.weight"]:
+    if one.config.native != other.config.native:
         return None
-    names.append("head.weight")
+    names = [name for name in tensor_names(one) if name != "head.weight"]
+    if names != [name for name in tensor_names(other) if name != "head.weight"]:
+        return None
+    if one.config.native:  # tied in one and not in the other, it may still have the same values
+        names.append("head.weight")
     if any(_shape(one, name) != _shape(other, name) for name in names):
         return None
     whole = hashlib.sha256()

@@ -126,7 +126,13 @@ def _dropped(hidden_NE: Tensor, head: Head, vocab_size: int, temperature: float)
     kept_N, cut_N = hidden_NE.new_full(
         (2, len(hidden_NE)), -math.inf, dtype=sum_dtype(dtype)
     ).unbind()
-    for first, weight_SE in head.slices(head.vocab_size, dtype):
+    slices = head.slices(head.vocab_size, dtype)
+    if not slices:  # hidden states are logits
+        logits_NW = hidden_NE.to(kept_N.dtype) / temperature
+        kept_N, cut_N = (
+            part_NV.logsumexp(1) for part_NV in logits_NW.tensor_split((vocab_size,), dim=1)
+        )
+    for first, weight_SE in slices:
         for weight_RE in torch.split(weight_SE, PART_ROWS):
             logits_NR = kept_N.new_empty(len(hidden_NE), len(weight_RE))
             multiply(logits_NR, hidden_NE, weight_RE.t(), scale=1 / temperature)

@@ -34,14 +34,17 @@ from engine.audit.stages import STAGES
 from engine.checks.catalogue import skipped_ids
 from engine.checks.check import About, Answer, Result, unknown
 from engine.checks.forward import FP8_ROUNDING, ROUNDING, TF32_ROUNDING
-from engine.checks.weights import held, names, shape_of, weights_of
+from engine.checks.weights import held, shape_of, weights_of
 from engine.data.batches import IGNORED, labelled_rows
 from engine.data.tokens import TokenStream
 from engine.log.events import StepDone, nan_if_absent
 from engine.models.decoder import Decoder
 from engine.models.head import Head, operand_dtype
+from engine.models.packed import tensor_names
+from engine.models.transformers_decoder import TransformersDecoder
 from engine.runtime.ranks import is_shared, own_part, whole
 from engine.spec import RunSpec
+from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 
@@ -282,9 +285,14 @@ class StepAudit(StepObserver):
         trainer, spec = self.trainer, self.spec
         student = trainer.student
         narrow = operand_dtype(seen.passes[0].hidden_ND.to(trainer.dtype))
-        # As the matmul to logits takes it: read for every chunk of the loss.
-        tied = student.head is None
-        head = seen.weights["embed.weight" if tied else "head.weight"].to(trainer.device, narrow)
+        student_head, head_name = reference.LOGITS, _head_name(student)
+        if head_name:
+            # As the matmul to logits takes it: read for every chunk of the loss.
+            head = seen.weights[head_name].to(trainer.device, narrow)
+
+            def student_head(first: int, count: int) -> Tensor:
+                return head[first : first + count]
+
         teacher = next((one for one in seen.passes if one.teacher_head is not None), None)
         position = self._position(seen.step - 1)
         return ObservedStep(
@@ -297,16 +305,21 @@ class StepAudit(StepObserver):
             student=Model(
                 shape=shape_of(student.config),
                 weight=_weight(seen.weights, trainer.device),
+                head_name=head_name,
+                runs=self._student_runs(seen),
+                proved=student.config.native,
                 vocabulary=student.config.vocab_size,
                 rounding=ROUNDING[trainer.dtype],
                 parameters=sum(p.numel() for p in seen.weights.values()),
                 # A resumed session has its weights from a checkpoint.
-                files=(spec.student.path or spec.student.config) if seen.step == 1 else "",
+                files=(spec.student.path or spec.student.config)
+                if seen.step == 1 and student.config.native
+                else "",
             ),
             teacher=self._teacher(seen.step == self._first),
             teacher_changed=seen.teacher_changed,
             student_changed=seen.student_changed,
-            student_head=lambda first, count: head[first : first + count],
+            student_head=student_head,
             teacher_head=None if teacher is None else _head_rows(teacher),
             logit_rounding=ROUNDING[torch.float32],
             parameters=[self._parameter(seen, name, p) for name, p in student.named_parameters()],
@@ -315,6 +328,13 @@ class StepAudit(StepObserver):
             wanted=self._wanted(seen.step),
             seed=spec.train.seed,
         )
+
+    def _student_runs(self, seen: _Seen) -> reference.Runs:
+        student, device = self.trainer.student, self.trainer.device
+        if isinstance(student, TransformersDecoder):
+            buffers = dict(student.named_buffers())
+            return SameModule(student, {**buffers, **seen.weights}, device)
+        return reference.PlainDecoder(shape_of(student.config), _weight(seen.weights, device))
 
     def _wanted(self, step: int) -> Wanted:
         spec, trainer, train = self.spec, self.trainer, self.spec.train
@@ -394,17 +414,25 @@ class StepAudit(StepObserver):
         # A layer that is spread over the ranks is gathered by all of them.
         if decoder is None or decoder.shards is not None:
             return None
-        rounding = ROUNDING[decoder.norm.weight.dtype]
+        rounding = ROUNDING[decoder.dtype]
         precision = self.spec.teacher.precision
         if precision in ("tf32", "fp8"):
             rounding = {"tf32": TF32_ROUNDING, "fp8": FP8_ROUNDING}[precision]
+        shape, weight = shape_of(decoder.config), weights_of(decoder)
+        runs: reference.Runs = reference.PlainDecoder(shape, weight)
+        if isinstance(decoder, TransformersDecoder):
+            tensors = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+            runs = SameModule(decoder, tensors, self.trainer.device)
         return Model(
-            shape=shape_of(decoder.config),
-            weight=weights_of(decoder),
+            shape=shape,
+            weight=weight,
             vocabulary=decoder.config.vocab_size,
             rounding=rounding,
             parameters=_size(decoder),
-            files=self.spec.teacher.path if first else "",
+            head_name=_head_name(decoder),
+            runs=runs,
+            proved=decoder.config.native,
+            files=self.spec.teacher.path if first and decoder.config.native else "",
         )
 
     def _parameter(self, seen: _Seen, name: str, p: Tensor) -> ObservedParameter:
@@ -422,6 +450,16 @@ class StepAudit(StepObserver):
             numbers=p.numel(),
             decays=p.ndim >= 2,
         )
+
+
+def _head_name(decoder: Decoder) -> str:
+    """Return the tensor that is the decoder's head; empty where its hidden states are logits."""
+    if not isinstance(decoder, TransformersDecoder):
+        return "embed.weight" if decoder.head is None else "head.weight"
+    if (weight := decoder.head_weight) is None:
+        return ""
+    tensors = (*decoder.named_parameters(), *decoder.named_buffers())
+    return next(name for name, tensor in tensors if tensor is weight)
 
 
 def _some_rows(parameter: Tensor, share: float, step: int) -> Tensor:
@@ -443,7 +481,7 @@ def _weight(weights: dict[str, Tensor], device: torch.device) -> reference.Weigh
 
 
 def _size(decoder: Decoder) -> int:
-    return sum(math.prod(held(decoder, name).shape) for name in names(decoder))
+    return sum(math.prod(held(decoder, name).shape) for name in tensor_names(decoder))
 
 
 def _whole_copy(parameter: Tensor) -> Tensor:
@@ -504,6 +542,8 @@ def _head_rows(teacher: _SeenPass) -> reference.HeadRows:
     head, hidden_NE = teacher.teacher_head, teacher.teacher_NE
     assert head is not None and hidden_NE is not None
     dtype = operand_dtype(hidden_NE)
+    if not head.slices(1, dtype):
+        return reference.LOGITS
 
     def rows(first: int, count: int) -> Tensor:
         parts, known = [], head

@@ -30,6 +30,7 @@ from engine.log.view import RunView
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.load import load_decoder, new_decoder
+from engine.models.transformers_decoder import TransformersDecoder
 from engine.plan.knobs import KNOBS
 from engine.plan.run_plan import Plan, RunFacts, Stored, batches_of
 from engine.runtime.ranks import Ranks
@@ -127,10 +128,12 @@ class Builder:
         )
         if spec.path:
             self.log(Phase(name="loading the student", detail=spec.path))
-            student = load_decoder(Path(spec.path), dtype=torch.float32, device=device)
+            how = self.facts.spec.model
+            student = load_decoder(Path(spec.path), torch.float32, device, how)
         else:
             self.log(Phase(name="making the student", detail=f"fresh weights, seed {seed}"))
             student = new_decoder(self.facts.inputs.student, seed=seed).to(device)
+        look_at(student, "student", self.facts.spec.data.seq_len, self.log)
         source = spec.path or f"fresh weights of {spec.config}"
         precision = self.facts.compute.precision
         model = record.model("student", source, student.config, precision, student)
@@ -224,6 +227,7 @@ class Builder:
         head = load_head(
             spec.path,
             packed=identity.backend == "quantized",
+            how=self.facts.spec.model,
             dtype=DTYPES[identity.precision],
             device=device,
         )
@@ -256,8 +260,10 @@ class Builder:
             probe=self.data.heldout[0],
             shards=shards,
             joined=self.plan.execution.teacher_compiled,
+            how=self.facts.spec.model,
         )
         built.decoder.packed = self.plan.execution.teacher_packed
+        look_at(built.decoder, "teacher", self.facts.spec.data.seq_len, self.log)
         return built
 
     def _warm_up_teacher(self, decoder: Decoder) -> None:
@@ -266,6 +272,14 @@ class Builder:
             rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
             tokens = {count * self.facts.spec.data.seq_len for count in rows}
             self.compiles.warm_up(decoder, tokens, self.facts.compute.device, self.log)
+
+
+def look_at(decoder: Decoder, whose: str, length: int, log: Log) -> None:
+    """Find out how a model that transformers runs gives logits and keeps documents apart, and log it."""
+    if isinstance(decoder, TransformersDecoder):
+        log(Phase(name=f"looking at the {whose}", detail="logits and documents"))
+        for decision in decoder.look(whose, length):
+            log(decision)
 
 
 def holds_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> bool:

@@ -37,7 +37,7 @@ def context_of(
 
     def objective(
         hidden_ND: Tensor,
-        head_VD: Tensor,
+        head_VD: Tensor | None,
         teacher_hidden_NE: Tensor | None,
         teacher_head: Head | None,
         labels_N: Tensor,

@@ -34,7 +34,8 @@ from engine.log.events import (
 )
 from engine.log.held import HeldWriter
 from engine.models.decoder import Decoder
-from engine.models.head import DenseHead, Head
+from engine.models.head import Head
+from engine.models.packed import head_of
 from engine.plan.run_plan import Plan
 from engine.train import record
 from engine.train.auditing import StepAudit
@@ -189,7 +190,7 @@ class TrainingLoop:
             # Evaluate, save.
             if due.evaluate:
                 student = whole_student(trainer.student)
-                self.evaluate("student", student.hidden, DenseHead(student.head_weight), trainer)
+                self.evaluate("student", student.hidden, head_of(student), trainer)
             if due.save:
                 self.log(Phase(name="saving a checkpoint"))
                 self._save(trainer, student)

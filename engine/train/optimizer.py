@@ -154,7 +154,7 @@ class EmbeddingRows:
 
     @staticmethod
     def possible(student: Decoder) -> bool:
-        return student.head is None and student.embed.weight.requires_grad
+        return student.config.native and student.head is None and student.embed.weight.requires_grad
 
     def add_gradient(self) -> None:
         """Add the rows' gradient to the weight's. Call it after the backward pass."""

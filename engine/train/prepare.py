@@ -26,6 +26,8 @@ from engine.errors import BadInput, TrainingFailed
 from engine.log.events import Note
 from engine.log.write import LogWriter
 from engine.models.config import count_parameters
+from engine.models.head import LogitsHead
+from engine.models.packed import head_of
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import KNOBS
@@ -61,6 +63,7 @@ from engine.teachers.store.write import (
 )
 from engine.teachers.truncating import TruncatingTeacher
 from engine.train import record
+from engine.train.build import look_at
 from engine.train.compiles import Compiles
 from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
@@ -295,9 +298,18 @@ def _load_teacher(
         device=compute.device,
         student_vocab=job.inputs.student.vocab_size,
         probe=job.heldout[0],
+        how=spec.model,
     )
     built.decoder.packed = execution.teacher_packed
     decoder = built.decoder
+    look_at(decoder, "teacher", spec.data.seq_len, log)
+    if job.wanted.form == HIDDEN and isinstance(head_of(decoder), LogitsHead):
+        raise BadInput.expected(
+            "teacher outputs",
+            spec.teacher.path,
+            "top_k or sampled: the model's own logits are not a head's of its hidden states",
+            HIDDEN,
+        )
     model = record.model("teacher", spec.teacher.path, decoder.config, precision, decoder)
     log(model)
     compiles = Compiles()

@@ -29,7 +29,7 @@ from engine.log.folder import RunFolder, open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
-from engine.models.head import DenseHead
+from engine.models.packed import head_of
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import choose_sharded
@@ -309,7 +309,7 @@ class _Job:
                 loop.heldout_losses["teacher"] = known.loss
         elif teacher is not None:
             loop.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
-        loop.evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
+        loop.evaluate("untrained", student.hidden, head_of(student), trainer)
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""

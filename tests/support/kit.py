@@ -96,6 +96,16 @@ def _taught(decoder: Decoder, documents: Sequence[Document], tokenizer: Tokenize
     return decoder
 
 
+def taught_on(kit: Kit, decoder: Decoder) -> Decoder:
+    """Train a model on the kit's corpus for a second."""
+    from engine.data.corpus import Document
+    from engine.formats.tokenizer import open_tokenizer
+
+    files = sorted(kit.corpus.iterdir())
+    documents = [Document(name=p.name, text=p.read_text()) for p in files]
+    return _taught(decoder, documents, open_tokenizer(kit.teacher))
+
+
 def make_kit(root: Path) -> Kit:
     """Make a tiny distillation in the empty folder `root`; its teacher is trained for a second."""
     import torch

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine.checks.weights import names, whole
+from engine.checks.weights import whole
 from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.machine.reading import measured
 from engine.models.config import ModelConfig
 from engine.models.decoder import Tensors
+from engine.models.packed import tensor_names
 from engine.models.packed_size import packed_size
 from engine.plan.memory import MemoryPlan
 from engine.runtime.ranks import Ranks, join, leave, ranks_here
@@ -114,7 +115,7 @@ def look(folder: Path, kind: str, ranks: Ranks) -> dict[str, object]:
     hashes = [tensors_sha256(Tensors(each.decoder)) for each in (alone, shared)]
     values = {
         name: torch.equal(whole(alone.decoder, name), whole(shared.decoder, name))
-        for name in names(alone.decoder)
+        for name in tensor_names(alone.decoder)
     }
     last = f"layers.{LAYERS[kind] - 1}.mlp.down.weight"
     digests = [value_digest(each.decoder, last) for each in (alone, shared)]

@@ -11,8 +11,8 @@ from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import StepDone
-from engine.models.config import read_config
 from engine.models.load import load_decoder, new_decoder
+from engine.models.read_config import read_config
 from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.trainer import Trainer

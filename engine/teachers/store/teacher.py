@@ -53,13 +53,14 @@ from engine.errors import TrainingFailed
 from engine.formats.open import open_weights
 from engine.kernels.linear import Scratch
 from engine.loss.chunks import SparseTargets
-from engine.models.config import config_of
 from engine.models.head import DenseHead, Head, PackedHead
-from engine.models.load import as_floats, check_tied, non_finite, refuse_non_finite
+from engine.models.load import as_floats, check_tied, load_decoder, non_finite, refuse_non_finite
 from engine.models.names import check_fits, embedding_and_head
 from engine.models.packed import reserve
+from engine.models.read_config import AUTO, config_of
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
+from engine.spec.sections import ModelSection
 from engine.teachers.prefetching import DeviceBatch
 from engine.teachers.protocol import NoHiddenStates, Teacher
 from engine.teachers.store.folder import ShardDamaged, Store
@@ -353,14 +354,26 @@ def _read_back(tokens_BT: Tensor, documents_BT: Tensor) -> Batch:
     )
 
 
-def load_head(path: str | Path, *, packed: bool, dtype: torch.dtype, device: torch.device) -> Head:
+def load_head(
+    path: str | Path,
+    *,
+    packed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    how: ModelSection = AUTO,
+) -> Head:
     """Load the head of the model in `path`; with `packed`, keep its quantised blocks if the file
     has any.
 
     Raises WeightsError.
     """
     with open_weights(Path(path)) as weights:
-        config = config_of(weights)
+        config = config_of(weights, how)
+        if not config.native:
+            # Which tensor is the head only the model knows; the rest is dropped.
+            head_VD = load_decoder(weights, dtype, device, how).head_weight
+            assert head_VD is not None  # hidden states of others are not stored
+            return DenseHead(head_VD.detach().clone())
         check_fits(config, weights, weights.path, weights.convention)
         check_tied(config, weights)
         embedding, head = embedding_and_head(weights.convention)

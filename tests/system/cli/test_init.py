@@ -117,12 +117,12 @@ def test_a_file_that_is_not_a_model_is_told_at_once(kit: Kit, here: Path) -> Non
     pickled = here / "model.bin"
     pickled.write_bytes(b"\x80\x02}q\x00." * 20)
     other = here / "other.json"
-    other.write_text(json.dumps(tiny_config(model_type="gpt2")))
+    other.write_text(json.dumps(tiny_config(model_type="of_tomorrow")))
     for change, says in (
         ({"teacher": text}, "a file that begins with b'not a mo'"),
         ({"teacher": pickled}, "a pickle can run code"),
         ({"teacher": kit.student}, "--teacher: "),
-        ({"student": other}, "gpt2"),
+        ({"student": other}, "of_tomorrow"),
         ({"student": text}, "a file that begins with b'not a mo'"),
         ({"student": kit.teacher}, "found the same values"),
         ({"data": here / "nothing"}, "--data: expected a file or folder, found nothing at"),

@@ -33,9 +33,9 @@ from engine.evaluate.results import Result, open_results, read_results
 from engine.evaluate.sandbox import Exam, Sandbox, Trial
 from engine.evaluate.statistics import bootstrap, mcnemar, wilson
 from engine.formats.tokenizer import open_tokenizer
-from engine.models.config import read_config
 from engine.models.decode import Sampling
 from engine.models.load import load_decoder, new_decoder, save_decoder
+from engine.models.read_config import read_config
 from engine.spec import LossSection, TrainSection
 from engine.train.trainer import Trainer
 from tests.support.kit import Kit

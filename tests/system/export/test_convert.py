@@ -24,10 +24,11 @@ from engine.export.convert import Converted, Progress, convert, format_of
 from engine.export.mixture import tensor_types
 from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
-from engine.models.config import ModelConfig, config_of
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import names_for
+from engine.models.read_config import config_of
 from engine.models.rope import RopeScaling
 from engine.quant.tensor import QuantTensor
 from tests.support.kit import Kit

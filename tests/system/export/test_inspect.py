@@ -17,9 +17,10 @@ from engine.export.convert import convert
 from engine.export.describe import describe
 from engine.formats.safetensors import write_safetensors
 from engine.formats.tokenizer import open_tokenizer
-from engine.models.config import count_parameters, read_config
+from engine.models.config import count_parameters
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import hf_names
+from engine.models.read_config import read_config
 from tests.support.kit import Kit
 from tests.support.paths import DEMO
 
@@ -90,7 +91,7 @@ def test_a_model_without_a_decoder_here_is_described_with_the_reason(
     (tmp_path / "model.safetensors").write_bytes((kit.teacher / "model.safetensors").read_bytes())
     text = printed([str(tmp_path)], capsys)
     assert "safetensors, gpt_neox (cannot be run here: see the warnings)" in text
-    assert "warning: model configuration" in text and "found 'gpt_neox'" in text
+    assert "those of a GPTNeoXForCausalLM, found" in text
     assert "26 tensors" in text and "no tokenizer" in text
 
 

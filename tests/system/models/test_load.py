@@ -23,10 +23,11 @@ from engine.formats.safetensors import tensors_sha256
 from engine.formats.weights import Convention, TensorInfo
 from engine.model_families import FAMILIES, ROPE_DIVISORS
 from engine.models import load as subject
-from engine.models.config import ModelConfig, config_of
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import names_for, permute_rows, turned_heads
+from engine.models.read_config import config_of
 from engine.models.rope import RopeScaling, divisors
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.quantize import quantize

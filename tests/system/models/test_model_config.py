@@ -15,7 +15,8 @@ import pytest
 
 from engine.errors import WeightsError
 from engine.model_families import FAMILIES
-from engine.models.config import ModelConfig, count_parameters, read_config
+from engine.models.config import ModelConfig, count_parameters
+from engine.models.read_config import read_config
 from engine.models.rope import RopeScaling, divisors, scaling_of_divisors
 
 QWEN_05B: dict[str, object] = {

@@ -80,7 +80,7 @@ CASES: list[tuple[str, Callable[[Path], None], str]] = [
         lambda t: (
             (t / "config.json").write_text(json.dumps(tiny_config(model_type="gpt2"))) and None
         ),
-        "gpt2",
+        "GPT2LMHeadModel",
     ),
 ]
 

@@ -21,9 +21,9 @@ from engine.log.folder import open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.loss.objective import distillation_loss
-from engine.models.config import read_config
 from engine.models.head import DenseHead, project
 from engine.models.load import load_decoder, new_decoder
+from engine.models.read_config import read_config
 from engine.spec import RunSpec, load_spec
 from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher

@@ -89,8 +89,8 @@ class HoldsThree:
 
     held = 3
 
-    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
-        self._inner, self._kept = EagerChunks(job, rows, w_VD), list[Tensor]()
+    def __init__(self, job: Job, shape: tuple[int, int], like: Tensor) -> None:
+        self._inner, self._kept = EagerChunks(job, shape, like), list[Tensor]()
         self.groups: list[slice] = []
 
     def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
@@ -113,8 +113,8 @@ def test_products_of_several_chunks_at_once_give_the_same_gradients(
     wanted = answer()
     made: list[HoldsThree] = []
 
-    def form(job: Job, rows: int, w_VD: Tensor) -> HoldsThree:
-        made.append(HoldsThree(job, rows, w_VD))
+    def form(job: Job, shape: tuple[int, int], like: Tensor) -> HoldsThree:
+        made.append(HoldsThree(job, shape, like))
         return made[-1]
 
     monkeypatch.setattr(objective, "_form", form)

@@ -11,9 +11,10 @@ from engine.errors import WeightsError
 from engine.formats.gguf_metadata import config_metadata
 from engine.formats.open import open_weights
 from engine.model_families import FAMILIES, Family
-from engine.models.config import ModelConfig, config_of, count_parameters, read_config
+from engine.models.config import ModelConfig, count_parameters
 from engine.models.load import load_decoder, load_packed_decoder, save_decoder
 from engine.models.names import names_for
+from engine.models.read_config import config_of, read_config
 from engine.quant.blocks import BLOCK_TYPES, GGML_NAMES, Bits, BlockType, Layout
 from engine.quant.planes import pack, unpack
 from engine.quant.quantize import quantize

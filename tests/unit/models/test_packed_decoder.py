@@ -17,11 +17,11 @@ from engine.export.convert import convert
 from engine.formats.open import open_weights
 from engine.kernels.linear import LIMIT_BYTES
 from engine.model_families import FAMILIES
-from engine.models.config import config_of
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, load_packed_decoder, save_decoder
 from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 from engine.models.packed_size import packed_size
+from engine.models.read_config import config_of
 from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, PACKED
 from engine.quant.quantize import quantize
 from engine.teachers.frozen import QuantizedTeacher

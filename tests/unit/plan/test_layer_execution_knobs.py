@@ -18,6 +18,7 @@ SHAPE = config_named("qwen2.5-0.5b")
 
 def compiled(wanted: str = "auto", **changes: Any) -> Decision:
     facts: dict[str, Any] = dict(
+        config=SHAPE,
         device="cuda",
         has_compiler=True,
         steps=5000,

@@ -171,6 +171,7 @@ def test_list_of_settings_is_frozen() -> None:
     """A new setting is a deliberate change: add it here, in the README and in the changelog."""
     assert [option.key for option in options()] == [
         "run.name", "run.out",
+        "model.engine", "model.remote_code",
         "teacher.path", "teacher.backend", "teacher.precision", "teacher.kernel",
         "teacher.compile", "teacher.prefetch", "teacher.shard",
         "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
@@ -209,7 +210,7 @@ CHANGES_RESULTS = """
 """
 """Of compute.gpus: train.rows is per GPU, so a step has more rows. Of eval.rows: the held-out loss is of them."""
 KEEPS_RESULTS = """
-    run.name run.out
+    run.name run.out model.engine model.remote_code
     teacher.backend teacher.precision teacher.kernel teacher.compile teacher.prefetch teacher.shard
     teacher.cache teacher.cache_miss teacher.attention teacher.allow_identical
     student.precision student.compile student.graphs student.attention student.checkpointing

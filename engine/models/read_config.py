@@ -1,0 +1,101 @@
+"""Read the configuration of a model, for the engine that runs it: our own decoder, or transformers.
+
+    auto          our decoder where it has the family and all that config.json asks for, else transformers
+    native        our decoder, or a refusal
+    transformers  the model's class in transformers, whatever its family
+
+GGUF and .apr files are read by our own decoder alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine import limits
+from engine.errors import WeightsError
+from engine.formats.weights import open_regular, read_json_object
+from engine.model_families import FAMILIES, ROPE_DIVISORS
+from engine.models.config import CONFIG_FILE, ModelConfig, unsupported
+from engine.models.rope import divisors, same_divisors, scaling_of_divisors
+from engine.models.transformers_config import read_transformers_config
+from engine.spec.sections import ModelSection
+
+if TYPE_CHECKING:
+    from engine.formats.weights import WeightFile
+
+NATIVE = ModelSection(engine="native")
+AUTO = ModelSection()
+"""Our own decoder where it has the family, else transformers."""
+
+
+def read_config(folder_or_file: str | Path, how: ModelSection = AUTO) -> ModelConfig:
+    """Read the configuration in a model folder, or in a `config.json` named directly."""
+    path = Path(folder_or_file)
+    if path.is_dir():
+        path = path / CONFIG_FILE
+    raw = read_json_object(path, "model configuration", limits.MODEL_CONFIG)
+    return _config_in(raw, path, how)
+
+
+def _config_in(raw: Mapping[str, object], where: Path, how: ModelSection) -> ModelConfig:
+    """Return the configuration in a parsed `config.json` for the engine that runs the model."""
+    why = why_not_native(raw, how)
+    if why is None:
+        return ModelConfig.from_dict(raw, where)
+    return read_transformers_config(raw, where, how, why)
+
+
+def why_not_native(raw: Mapping[str, object], how: ModelSection) -> str | None:
+    """Return why transformers runs a model, or None where our own decoder does or nothing can."""
+    name = raw.get("model_type")
+    if how.engine == "native" or not isinstance(name, str) or raw.get("quantization_config"):
+        return None
+    if how.engine == "transformers":
+        return "model.engine is transformers"
+    if name not in FAMILIES:
+        return f"{name} is none of the native families ({', '.join(FAMILIES)})"
+    return "; ".join(unsupported(raw)) or None
+
+
+def config_of(weights: WeightFile, how: ModelSection = AUTO) -> ModelConfig:
+    """Return the configuration of an open weight file of any format. Raises `WeightsError`."""
+    if weights.convention == "hf":
+        return _config_in(weights.config_dict(), weights.path, how)
+    config = ModelConfig.from_dict(weights.config_dict(), weights.path)
+    if not config.kind.stretches or ROPE_DIVISORS not in weights.tensors:
+        return config
+    stored = _stored_divisors(weights)
+    if config.rope_scaling is not None:
+        expected = divisors(config.rope_scaling, config.rope_theta, config.head_dim)
+        if not same_divisors(stored, expected):
+            raise WeightsError.expected(
+                ROPE_DIVISORS,
+                weights.path,
+                f"the divisors of {config.rope_scaling}, {expected}",
+                f"{stored}",
+            )
+        return config
+    try:
+        scaling = scaling_of_divisors(stored, config.rope_theta, config.head_dim)
+    except ValueError as error:
+        raise WeightsError.expected(
+            ROPE_DIVISORS, weights.path, "the divisors of a llama3 rope scaling", f"{stored}"
+        ) from error
+    return replace(config, rope_scaling=scaling)
+
+
+def _stored_divisors(weights: WeightFile) -> list[float]:
+    """Read the stored RoPE divisors directly, because `get` would import torch."""
+    info = weights.tensors[ROPE_DIVISORS]
+    count = info.bytes // 4
+    if info.dtype != "F32" or info.shape != (count,):
+        raise WeightsError.expected(
+            ROPE_DIVISORS, weights.path, "a row of F32", f"{info.dtype} {list(info.shape)}"
+        )
+    with open_regular(info.file, "weights") as file:
+        file.seek(info.start)
+        return list(struct.unpack(f"<{count}f", file.read(info.bytes)))

@@ -1,0 +1,242 @@
+"""The shape of a model that `transformers` runs: any causal language model whose class it has.
+
+`engine.models.config` knows the families of our own decoder. Another model is described by the same fields as
+far as they mean something for it, so that plans, logs and receipts speak of every model in one way:
+
+    sizes           of transformers' own config class, which knows each family's spelling (`n_embd`, `d_model`)
+    parameters      counted on the model, made without memory on the meta device
+    norms, RoPE     unknown: defaults, which nothing but the estimate of memory reads
+
+Code that a model brings in its own folder (`auto_map`) is not run unless model.remote_code allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from engine import limits
+from engine.errors import WeightsError
+from engine.files import parse_json
+from engine.model_families import FAMILIES, Family
+from engine.models.config import SIZES, ModelConfig
+from engine.spec.sections import ModelSection
+
+ABSENT = "transformers is not installed"
+FEED_FORWARD_FACTOR = 4
+"""Width of a feed-forward layer over the model's, where a config does not say: as in GPT-2 and BLOOM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig(ModelConfig):
+    """The configuration of a model that transformers runs."""
+
+    raw: str
+    """The content of its config.json."""
+    folder: str
+    """Where its own code is, if it brings any and that is allowed; empty otherwise."""
+    title: str
+    """The class that computes it."""
+    parameters: int
+    names: tuple[str, ...]
+    """Of its parameters in transformers; the names in its files may differ."""
+    why: str
+    """Why our own decoder does not run it."""
+
+    def __post_init__(self) -> None:
+        """Accept what `read_transformers_config` has made."""
+
+    @property
+    def counted(self) -> int:
+        return self.parameters
+
+    @property
+    def native(self) -> bool:
+        return False
+
+    def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Return why files with tensors of these names and shapes are not the model's; None where they may be.
+
+        transformers renames, splits and joins tensors when it loads them, so this finds files of another model, and
+        not each missing tensor.
+        """
+        found = sum(math.prod(shape) for shape in shapes.values())
+        if found < self.parameters:
+            return f"{found:,} numbers, fewer than its {self.parameters:,}"
+        # With and without the prefix of the model inside, as files have them.
+        known = {name.partition(".")[2] for name in shapes} | set(shapes)
+        missing = [n for n in self.names if n not in known and n.partition(".")[2] not in known]
+        if 2 * len(missing) > len(self.names):
+            return f"{len(missing)} of its {len(self.names)} tensors missing, first {missing[0]}"
+        return None
+
+    @property
+    def kind(self) -> Family:
+        return Family(name=self.family, title=self.title, hf_class=self.title, hf_flags={})
+
+    def to_hf_dict(self) -> dict[str, object]:
+        found: dict[str, object] = parse_json(self.raw, self.title, "model configuration")
+        return found
+
+
+def read_transformers_config(
+    raw: Mapping[str, object], where: Path, how: ModelSection, why: str
+) -> TransformersConfig:
+    """Return the configuration in a parsed `config.json`; `where` is its file or folder.
+
+    Raises `WeightsError` where transformers is missing, does not know the model, or would have to run code out
+    of its folder.
+    """
+    folder = where if where.is_dir() else where.parent
+    config = _hf_config(raw, folder, how, where)
+    own = config.__class__.__module__.startswith("transformers_modules")
+    with quiet():
+        model = made_empty(config, remote=own, where=where)
+    text = config.get_text_config(decoder=True)
+
+    def size(*names: str, default: int = 0) -> int:
+        found = next((getattr(text, name, None) for name in names if getattr(text, name, None)), 0)
+        return found if isinstance(found, int) else default
+
+    heads = size("num_attention_heads", "n_heads", default=1) or 1
+    width = model.get_input_embeddings().weight.shape[1]
+    eos = getattr(text, "eos_token_id", None)
+    head = model.get_output_embeddings()
+    vocabulary = model.get_input_embeddings().weight.shape[0] if head is None else len(head.weight)
+    ids = [one for one in (eos if isinstance(eos, list) else [eos]) if isinstance(one, int)]
+    found = TransformersConfig(
+        family=str(raw.get("model_type")),
+        vocab_size=vocabulary,
+        hidden_size=size("hidden_size", "n_embd", "d_model") or width,
+        intermediate_size=size("intermediate_size", "ffn_dim", "ffn_hidden_size")
+        or FEED_FORWARD_FACTOR * width,
+        num_hidden_layers=size("num_hidden_layers", "n_layer", "n_layers") or 1,
+        num_attention_heads=heads,
+        num_key_value_heads=size("num_key_value_heads", "num_kv_heads") or heads,
+        head_dim=size("head_dim") or max(1, width // heads),
+        max_position_embeddings=size("max_position_embeddings", "n_positions", "max_seq_len")
+        or limits.POSITIONS.most,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        tie_word_embeddings=head is not None and head.weight is model.get_input_embeddings().weight,
+        bos_token_id=_token(getattr(text, "bos_token_id", None), vocabulary),
+        eos_token_ids=tuple(one for one in ids if one < vocabulary),
+        raw=json.dumps(raw),
+        folder=str(folder) if own else "",
+        title=model.__class__.__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        names=tuple(name for name, _ in model.named_parameters()),
+        why=why,
+    )
+    for key, most in SIZES.items():
+        if getattr(found, key) > most.most:
+            raise WeightsError.expected(key, where, str(most), f"{getattr(found, key):,}")
+    return found
+
+
+def _token(found: object, vocabulary: int) -> int | None:
+    return found if isinstance(found, int) and 0 <= found < vocabulary else None
+
+
+def hf_config(config: TransformersConfig) -> Any:
+    """Return transformers' own configuration object of a model, anew."""
+    how = ModelSection(remote_code=bool(config.folder))
+    return _hf_config(config.to_hf_dict(), Path(config.folder), how, config.folder)
+
+
+def _hf_config(raw: Mapping[str, object], folder: Path, how: ModelSection, where: object) -> Any:
+    transformers = _transformers(where, raw)
+    family = raw.get("model_type")
+    if family in transformers.CONFIG_MAPPING:
+        try:
+            with quiet():
+                return transformers.CONFIG_MAPPING[family].from_dict(dict(raw))
+        except Exception as error:
+            raise refused(where, f"a {family} that transformers reads", error) from error
+    if "auto_map" not in raw:
+        raise WeightsError.expected(
+            "model_type",
+            where,
+            f"{', '.join(FAMILIES)}, or a model that transformers {version()} has",
+            f"{family!r:.80}",
+            hint="a newer transformers may have it: `pip install --upgrade transformers`",
+        )
+    if not how.remote_code:
+        raise WeightsError.expected(
+            "model",
+            where,
+            f"a model that transformers {version()} has",
+            f"{family!r:.80}, which is computed by code in its own folder",
+            hint="read that code; `--set model.remote_code=true` runs it",
+        )
+    try:
+        with quiet():
+            return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    except Exception as error:
+        raise refused(where, "code of its own that runs", error) from error
+
+
+def made_empty(config: Any, *, remote: bool, where: object) -> Any:
+    """Return the model without memory for its weights, on the meta device. Raises `WeightsError`."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return library().AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+    except Exception as error:
+        raise refused(where, "a causal language model", error) from error
+
+
+def refused(where: object, expected: str, error: Exception) -> WeightsError:
+    """Return the refusal of a model for an error of transformers, in one line."""
+    text = str(error).strip().splitlines()
+    found = f"{type(error).__name__}: {text[0] if text else ''}"
+    return WeightsError.expected("model", where, expected, f"{found:.300}")
+
+
+def _transformers(where: object, raw: Mapping[str, object]) -> Any:
+    try:
+        return library()
+    except ImportError as error:
+        raise WeightsError.expected(
+            "model_type",
+            where,
+            f"{', '.join(FAMILIES)}",
+            f"{raw.get('model_type')!r:.80}",
+            hint="`pip install transformers` runs every causal language model that it has",
+        ) from error
+
+
+def library() -> Any:
+    """Import transformers, seconds after start: only models that it runs need it."""
+    return importlib.import_module("transformers")
+
+
+@functools.cache
+def version() -> str:
+    return metadata.version("transformers")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' warnings and progress bars off the screen."""
+    theirs = library().utils.logging
+    logger = logging.getLogger("transformers")
+    before, bars = logger.level, theirs.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        if bars:
+            theirs.enable_progress_bar()

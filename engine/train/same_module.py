@@ -1,0 +1,107 @@
+"""A module that transformers runs, run again in fp32 with the weights that a step began with: the reference of the
+audit for models that its plain decoder does not know.
+
+It finds a step that trains on other rows, weights, documents or gradients than it should, and rounding beyond
+measure. It cannot find that the module computes another model than its files mean.
+"""
+
+# Shapes: B rows, T tokens, N = B*T, D width
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from engine.audit.reference import Forward
+from engine.models.transformers_decoder import TransformersDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass(Forward):
+    tokens_BT: Tensor
+    documents_BT: Tensor
+
+
+class _Hidden(nn.Module):
+    """A module whose forward pass is the decoder's hidden states."""
+
+    def __init__(self, decoder: TransformersDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        return self.decoder.hidden(tokens_BT, documents_BT)
+
+
+class SameModule:
+    """A forward pass of a decoder's module in fp32, and its backward pass; an `engine.audit.reference.Runs`."""
+
+    def __init__(
+        self, decoder: TransformersDecoder, weights: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        """`weights` are its parameters and buffers by name; those of floats are widened."""
+        self._module = _Hidden(decoder)
+        self._weights, self._device = weights, device
+
+    def _widened(self, rounding: float = 0.0) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in self._weights.items():
+            moved = tensor.to(self._device)
+            if moved.is_floating_point():
+                moved = moved.float()
+                if rounding:
+                    moved = _moved(moved, rounding)
+            found[f"decoder.{name}"] = moved
+        return found
+
+    @torch.no_grad()
+    def forward(
+        self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
+    ) -> Forward:
+        """See `Runs.forward`. With `rounding` every weight is moved by that share of itself, up or down."""
+        hidden_BTD = self._run(self._widened(rounding), tokens_BT, documents_BT)
+        return _Pass(
+            tokens_N=tokens_BT.flatten(),
+            turns={},
+            inputs=[],
+            hidden_ND=hidden_BTD.flatten(0, 1),
+            tokens_BT=tokens_BT,
+            documents_BT=documents_BT,
+        )
+
+    def backward(
+        self, passes: Sequence[Forward], upstream: Sequence[Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See `Runs.backward`; the forward passes are run again."""
+        weights = self._widened()
+        inside = {n: w.requires_grad_() for n, w in weights.items() if w.is_floating_point()}
+        sums: dict[str, Tensor] = {}
+        for one, flow_ND in zip(passes, upstream, strict=True):
+            assert isinstance(one, _Pass)
+            with torch.enable_grad():
+                hidden_BTD = self._run(weights, one.tokens_BT, one.documents_BT)
+                along = (hidden_BTD.flatten(0, 1) * flow_ND).sum()
+            found = torch.autograd.grad(along, list(inside.values()), allow_unused=True)
+            for name, gradient in zip(inside, found, strict=True):
+                if gradient is not None:
+                    sums[name] = sums[name] + gradient if name in sums else gradient
+        for name, total in sums.items():
+            yield name.removeprefix("decoder."), total
+
+    def _run(self, weights: dict[str, Tensor], tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        with torch.autocast(self._device.type, enabled=False):
+            hidden_BTD: Tensor = functional_call(
+                self._module, weights, (tokens_BT, documents_BT), tie_weights=True
+            )
+        return hidden_BTD
+
+
+def _moved(tensor: Tensor, share: float) -> Tensor:
+    """Return the numbers moved by that share of themselves, every other one up and down."""
+    flat_N = tensor.flatten()
+    sign_N = 1 - 2 * (torch.arange(flat_N.numel(), device=tensor.device) % 2)
+    return (flat_N * (1 + share * sign_N)).view(tensor.shape)

@@ -1,0 +1,171 @@
+"""A run whose teacher and student are of families that only transformers has, from its spec to a published student."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.cli.main import main
+from engine.errors import BadInput
+from engine.evaluate.model import open_model
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.models.generate import generate
+from engine.models.load import load_decoder, save_decoder
+from tests.support.finished_runs import carried_out, resumed_here
+from tests.support.kit import Kit, taught_on
+from tests.support.other_models import LIBRARY, save_other
+from tests.support.preparing import make_store
+
+VOCABULARY = 300
+
+
+def folder_of(kit: Kit, folder: Path, family: str, *, taught: bool = False, **changes: Any) -> Path:
+    """A model folder with the kit's tokenizer, as `save_pretrained` writes it."""
+    save_other(folder, family, vocab_size=VOCABULARY, **changes)
+    shutil.copyfile(kit.teacher / "tokenizer.json", folder / "tokenizer.json")
+    if taught:
+        decoder = taught_on(kit, load_decoder(folder))
+        shutil.rmtree(folder)
+        save_decoder(decoder, folder, torch.float32, extra_files=[kit.teacher / "tokenizer.json"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """Cohere, whose logits are scaled, teaches a fresh GPT-NeoX; stopped after four of six steps and resumed."""
+    root = tmp_path_factory.mktemp("others")
+    teacher = folder_of(kit, root / "cohere", "cohere", taught=True, logit_scale=0.5)
+    student = folder_of(kit, root / "gpt_neox", "gpt_neox", hidden_size=48)
+    settings: dict[str, object] = {
+        "teacher__path": str(teacher),
+        "student__config": str(student / "config.json"),
+        "checkpoint__every": 2,
+    }
+    found, code = carried_out(kit, root / "stopped", **settings, train__stop_after=4)
+    assert code == 0
+    done = resumed_here(found.path)
+    assert done.returncode == 0 and found.receipt.exists(), done.stderr
+    return found
+
+
+def test_the_run_says_what_runs_the_models_and_what_is_lost(run: RunFolder) -> None:
+    view = Follower(run).read_all()
+    found = {one.knob: one for one in view.decisions}
+    assert found["model.engine"].choice == "transformers"
+    assert "CohereForCausalLM" in found["model.engine"].reason
+    assert "packed attention" in found["model.engine"].reason
+    assert found["teacher.logits"].choice == "of the model"
+    assert found["student.logits"].choice == "head(hidden)"
+    assert found["student.compile"].choice == "off"
+
+
+def test_the_audit_says_that_the_architecture_is_not_proved_and_judges_the_rest(
+    run: RunFolder,
+) -> None:
+    view = Follower(run).read_all()
+    stages = {id: check for id, check in view.checks.items() if id.startswith("step_")}
+    assert len(stages) == 10
+    for id in ("step_teacher", "step_student"):
+        assert stages[id].level == "unknown"
+        assert "not proved: the reference is the same module in fp32" in stages[id].reason
+    others = {
+        id: one.level for id, one in stages.items() if id not in ("step_teacher", "step_student")
+    }
+    assert set(others.values()) == {"pass"}, others
+    assert not [check for check in view.checks.values() if check.level == "fail"]
+
+
+def test_a_resumed_run_ends_with_the_bytes_of_one_that_was_not_stopped(
+    kit: Kit, run: RunFolder, tmp_path: Path
+) -> None:
+    spec = json.loads(run.effective.read_text())["spec"]
+    whole, code = carried_out(
+        kit,
+        tmp_path,
+        teacher__path=spec["teacher"]["path"],
+        student__config=spec["student"]["config"],
+        checkpoint__every=2,
+    )
+    assert code == 0
+    one, other = ((each.student / "model.safetensors").read_bytes() for each in (run, whole))
+    assert one == other
+
+
+def test_the_published_student_is_the_same_in_transformers(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "published"
+    assert main(["publish", str(run.path), str(out), "--unevaluated", "--unverified"]) == 0
+    assert "without gguf" in capsys.readouterr().err
+    theirs = LIBRARY.AutoModelForCausalLM.from_pretrained(out).eval()
+    ours = open_model(out, device="cpu", precision="fp32")
+    tokens_BT = (torch.arange(60).view(2, 30) * 7) % VOCABULARY
+    with torch.no_grad():
+        assert torch.equal(ours.decoder.logits(tokens_BT), theirs(input_ids=tokens_BT).logits)
+    tokenizer = LIBRARY.AutoTokenizer.from_pretrained(out)
+    text = "def f1(x):\n    return"
+    assert tokenizer(text)["input_ids"] == list(ours.tokenizer.encode_documents([text])[0])
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mamba", "gemma2"])
+def test_generated_text_is_that_of_whole_forward_passes(
+    kit: Kit, family: str, tmp_path: Path
+) -> None:
+    model = open_model(folder_of(kit, tmp_path / family, family), device="cpu", precision="fp32")
+    prompts = [[5, 7, 11, 13], [17, 19]]
+    found: dict[int, list[int]] = {0: [], 1: []}
+    for one in generate(model.decoder, prompts, max_tokens=6, tile=2):
+        found[one.prompt].append(one.token)
+    for number, prompt in enumerate(prompts):
+        tokens = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                tokens.append(int(model.decoder(torch.tensor([tokens]))[0, -1].argmax()))
+        assert tokens[len(prompt) :] == found[number]
+
+
+def test_several_gpus_and_8_bit_teachers_are_refused_in_one_line(kit: Kit, tmp_path: Path) -> None:
+    other = folder_of(kit, tmp_path / "gpt_neox", "gpt_neox")
+    for changes, said in (
+        ({"compute__gpus": 2, "compute__device": "cuda"}, "compute.gpus"),
+        ({"teacher__precision": "fp8"}, "teacher.precision"),
+    ):
+        spec = kit.spec(tmp_path, teacher__path=str(other), **changes)
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            code = main(["distill", str(spec), "--check-inputs"])
+        assert code == 65, err.getvalue()
+        assert said in err.getvalue() and "Traceback" not in err.getvalue()
+
+
+def test_a_stored_teacher_of_another_family_gives_the_losses_of_one_that_computes(
+    kit: Kit, tmp_path: Path
+) -> None:
+    teacher = folder_of(kit, tmp_path / "gpt2", "gpt2", taught=True)
+    settings: dict[str, object] = {"teacher__path": str(teacher), "train__steps": 3}
+    store = make_store(kit.spec(tmp_path, **settings), tmp_path / "store")
+    assert store.rows
+    computing, _ = carried_out(kit, tmp_path / "computing", **settings)
+    stored, code = carried_out(
+        kit, tmp_path / "stored", **settings, teacher__cache=str(tmp_path / "store")
+    )
+    assert code == 0
+    one, other = (Follower(run).read_all().steps.values("loss") for run in (computing, stored))
+    assert one == other and len(one) == 3
+
+
+def test_logits_that_are_not_of_a_head_are_not_stored_as_hidden_states(
+    kit: Kit, tmp_path: Path
+) -> None:
+    teacher = folder_of(kit, tmp_path / "cohere", "cohere", taught=True, logit_scale=0.5)
+    spec = kit.spec(tmp_path, teacher__path=str(teacher))
+    with pytest.raises(BadInput, match="top_k or sampled"):
+        make_store(spec, tmp_path / "store")
+    assert make_store(spec, tmp_path / "few", form="top_k", count=5).rows
