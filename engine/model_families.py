@@ -83,7 +83,10 @@ class Family:
     families one below 1 is refused.
     """
     rope_types: tuple[str, ...] = ("default",)
-    """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`, `linear` divides positions."""
+    """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`, `linear` divides positions;
+    `longrope` divides the frequency of each pair, in documents of more than
+    `original_max_position_embeddings` tokens by other numbers than in shorter ones.
+    """
     own_head_dim: bool = False
     """config.json must give head_dim: it cannot be derived, and transformers would default to 128.
     """
@@ -228,6 +231,7 @@ _ROWS = (
         fused=True,
         sliding_window=True,
         partial_rotary=True,
+        rope_types=("default", "longrope"),
         padding=32000,
         hf_flags={"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         apr=False,

@@ -68,7 +68,8 @@ IN_GGUF = {
 
 PARTIAL = "partial_rotary_factor"
 LOCAL = "rope_local_base_freq"
-Shape = dict[str, float | str | tuple[int, ...] | None]
+ORIGINAL = "original_max_position_embeddings"
+Shape = dict[str, float | str | tuple[float, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,9 @@ def _shape_in_json(path: Path) -> Shape:
     rope = raw.get("rope_parameters") or {}
     of_windows = rope.get("sliding_attention", {})
     rope = rope.get("full_attention", rope)
-    stretch = rope if "factor" in rope else raw.get("rope_scaling") or {}
-    linear = stretch.get("rope_type", stretch.get("type")) == "linear"
+    stretch = rope if {"factor", "long_factor"} & rope.keys() else raw.get("rope_scaling") or {}
+    kind = stretch.get("rope_type", stretch.get("type"))
+    linear, long = kind == "linear", kind == "longrope"
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     return {
@@ -152,10 +154,11 @@ def _shape_in_json(path: Path) -> Shape:
         "query_scalar": raw.get("query_pre_attn_scalar"),
         "activation": raw.get("hidden_activation") or raw["hidden_act"],
         **_of_gemma(raw["model_type"], raw["hidden_size"]),
-        "factor": None if linear else stretch.get("factor"),
+        **(_long(raw, stretch) if long else {}),
+        "factor": None if linear or long else stretch.get("factor"),
         "low_freq_factor": stretch.get("low_freq_factor"),
         "high_freq_factor": stretch.get("high_freq_factor"),
-        "original": stretch.get("original_max_position_embeddings"),
+        "original": None if long else stretch.get(ORIGINAL),
     }
 
 
@@ -172,6 +175,18 @@ def _windowless(raw: dict[str, Any]) -> tuple[int, ...]:
         for number in range(1, raw["num_hidden_layers"] + 1)
     ]
     return tuple(place for place, kind in enumerate(types) if kind == "full_attention")
+
+
+def _long(raw: dict[str, Any], rope: dict[str, Any]) -> Shape:
+    original = raw[ORIGINAL]
+    ratio = raw["max_position_embeddings"] / original
+    usual = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    return {
+        "short_factors": tuple(rope["short_factor"]),
+        "long_factors": tuple(rope["long_factor"]),
+        "short_positions": original,
+        "angle_factor": rope.get("attention_factor", usual),
+    }
 
 
 def _of_gemma(family: str, width: int) -> Shape:

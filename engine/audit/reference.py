@@ -130,6 +130,15 @@ class Shape:
     """`theta` of the layers with a window, if it is another."""
     position_factor: float = 1.0
     """What positions are divided by, where `theta` is."""
+    short_factors: tuple[float, ...] = ()
+    """LongRoPE (Ding et al., 2024): what the frequency of each pair is divided by, in documents of up to
+    `short_positions` tokens.
+    """
+    long_factors: tuple[float, ...] = ()
+    """The same in longer ones."""
+    short_positions: int = 0
+    angle_factor: float = 1.0
+    """What cosines and sines are multiplied by."""
 
     def window_of(self, layer: int) -> int | None:
         return None if layer in self.windowless else self.window
@@ -444,8 +453,11 @@ def _turns(shape: Shape, length: int, device: torch.device, windowed: bool) -> T
         dtype=torch.float64,
         device=device,
     )
+    if factors := shape.long_factors if length > shape.short_positions else shape.short_factors:
+        frequencies /= torch.tensor(factors, dtype=torch.float64, device=device)
     angles_TR = torch.arange(length, device=device)[:, None] * frequencies
-    return torch.polar(torch.ones_like(angles_TR), angles_TR).to(torch.complex64)
+    sizes_TR = torch.full_like(angles_TR, shape.angle_factor)
+    return torch.polar(sizes_TR, angles_TR).to(torch.complex64)
 
 
 def _stretched(frequency: float, stretch: Stretch | None) -> float:

@@ -63,7 +63,7 @@ def weights_of(decoder: Decoder) -> Weight:
 
 def shape_of(config: ModelConfig) -> Shape:
     """Return the shape of a decoder for the references of the audit."""
-    scaling = config.rope_scaling
+    scaling, long = config.rope_scaling, config.long_rope
     return Shape(
         layers=config.num_hidden_layers,
         intermediate_size=config.intermediate_size,
@@ -80,6 +80,10 @@ def shape_of(config: ModelConfig) -> Shape:
         norms_behind=config.kind.norms_behind,
         unturned=config.layers_without_rope,
         turned=config.rotary_dim,
+        short_factors=() if long is None else long.short_factor,
+        long_factors=() if long is None else long.long_factor,
+        short_positions=0 if long is None else long.original_max_position_embeddings,
+        angle_factor=1.0 if long is None else long.angle_factor(config.max_position_embeddings),
         activation=config.kind.activation,
         norms_in_front=config.kind.norms_in_front,
         norm_offset=config.kind.norm_offset,

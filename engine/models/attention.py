@@ -114,6 +114,15 @@ def positions(documents_BT: Tensor) -> Tensor:
     return place_T - first_BT
 
 
+def lengths(documents_BT: Tensor) -> Tensor:
+    """Return how many tokens the document of each token has, (B, T)."""
+    place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    ends_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    ends_BT[:, :-1] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    last_BT = torch.where(ends_BT, place_T, documents_BT.shape[1]).flip(1).cummin(1).values.flip(1)
+    return last_BT - place_T + positions(documents_BT) + 1
+
+
 def attend_packed(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, packing: Packing) -> Tensor:
     """Return causal attention within each document, (B, T, H, E)."""
     starts_S, longest = packing.starts_S, packing.longest_L.shape[0]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from engine import limits
 from engine.errors import WeightsError
@@ -39,10 +39,7 @@ from engine.model_families import (
     layer_tensors,
     titles,
 )
-from engine.models.rope import RopeScaling
-
-if TYPE_CHECKING:
-    pass
+from engine.models.rope import LongRope, RopeScaling
 
 CONFIG_FILE = "config.json"
 
@@ -60,6 +57,7 @@ SIZES: dict[str, Limit] = {
 _REALS = ("rms_norm_eps", "rope_theta")
 _SCALING: dict[str, dict[str, type]] = {
     "linear": {"factor": float},
+    "longrope": {},
     "llama3": {
         "factor": float,
         "low_freq_factor": float,
@@ -67,6 +65,8 @@ _SCALING: dict[str, dict[str, type]] = {
         "original_max_position_embeddings": int,
     },
 }
+LONG_FACTORS = ("short_factor", "long_factor")
+ORIGINAL = "original_max_position_embeddings"
 _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -92,6 +92,8 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None = None
     """RoPE scaling, in families that support it."""
+    long_rope: LongRope | None = None
+    """LongRoPE's factors, in families that support them."""
     sliding_window: int | None = None
     """How many tokens a token attends to, itself included, in families that have a window; None is all, and
     becomes max_position_embeddings where only some layers have it.
@@ -189,6 +191,8 @@ class ModelConfig:
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
             values["rope_scaling"] = RopeScaling(**scaling)
+        if isinstance(long := values.get("long_rope"), dict):
+            values["long_rope"] = LongRope(**long)
         return cls(**values)  # type: ignore[arg-type]  # each value was checked by `_take`
 
     def to_hf_dict(self) -> dict[str, object]:
@@ -201,6 +205,13 @@ class ModelConfig:
             scaling = {"rope_type": "llama3", **asdict(self.rope_scaling)}
         elif self.rope_factor != 1:
             scaling = {"rope_type": "linear", "factor": self.rope_factor}
+        elif self.long_rope is not None:
+            factors = {
+                key: each for key, each in asdict(self.long_rope).items() if each is not None
+            }
+            scaling = {"rope_type": "longrope", **factors}
+            for key in LONG_FACTORS:
+                scaling[key] = list(factors[key])
         partial: dict[str, object] = {}
         if self.partial_rotary_factor != 1:
             partial = {"partial_rotary_factor": self.partial_rotary_factor}
@@ -217,6 +228,8 @@ class ModelConfig:
             rope = {"full_attention": rope, "sliding_attention": of_local}
         if self.kind.query_scale:
             by_layer["query_pre_attn_scalar"] = self.query_pre_attn_scalar
+        if self.long_rope is not None:
+            by_layer[ORIGINAL] = self.long_rope.original_max_position_embeddings
         return {
             "architectures": [self.kind.hf_class],
             "model_type": self.family,
@@ -444,6 +457,8 @@ def _take_rope_scaling(
         wrong: list[str] = []
         for name, kind in _SCALING.get(str(_rope_type(rope)), {}).items():
             _take(rope, name, kind, scaling, wrong)
+        if _rope_type(rope) == "longrope":
+            scaling |= _long_rope(raw, rope, wrong)
         problems.extend(f"{key}.{problem}" for problem in wrong)
         found.append(scaling)
     if len(found) == 2 and found[0] != found[1]:
@@ -451,10 +466,41 @@ def _take_rope_scaling(
             f"rope_scaling: expected the scaling of rope_parameters, {found[1] or None}, "
             f"found {found[0] or None}"
         )
+    elif found and found[0].keys() & {*LONG_FACTORS}:
+        values["long_rope"] = found[0]
     elif found and found[0].keys() == {"factor"}:
         values["rope_factor"] = found[0]["factor"]
     elif found and found[0]:
         values["rope_scaling"] = found[0]
+
+
+def _long_rope(
+    raw: Mapping[str, object], rope: Mapping[str, object], problems: list[str]
+) -> dict[str, object]:
+    """Return the fields of `LongRope`. The original length is a key of the model and not of its RoPE, as
+    transformers has it.
+    """
+    found: dict[str, object] = {}
+    _take(raw, ORIGINAL, int, found, problems)
+    original, length = found.get(ORIGINAL), raw.get("max_position_embeddings")
+    if rope.get(ORIGINAL, original) != original:
+        problems.append(f"{ORIGINAL}: expected that of the model, found {rope[ORIGINAL]!r:.80}")
+    for key in LONG_FACTORS:
+        factors = rope.get(key)
+        if isinstance(factors, list) and all(type(each) in (int, float) for each in factors):
+            found[key] = tuple(map(float, factors))
+        else:
+            problems.append(f"{key}: expected a list of numbers, found {factors!r:.80}")
+    if rope.get("attention_factor") is not None:
+        _take(rope, "attention_factor", float, found, problems)
+    factor = rope.get("factor")
+    if isinstance(original, int) and isinstance(length, int) and original > 0:
+        wanted = length / original
+        if factor not in (None, wanted):
+            problems.append(
+                f"factor: expected max_position_embeddings / {ORIGINAL}, {wanted:g}, found {factor!r:.80}"
+            )
+    return found
 
 
 def unsupported(raw: Mapping[str, object]) -> list[str]:
@@ -590,6 +636,9 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
         problems.append(f"rope_scaling: expected None for {name}, found {dict(scaling)!r:.80}")
     elif isinstance(scaling, Mapping):
         problems.extend(_impossible_scaling(scaling))
+    long = values.get("long_rope")
+    if isinstance(long, Mapping):
+        problems.extend(_impossible_factors(long, family, good, share))
     bos = values.get("bos_token_id")
     ids = [bos] if isinstance(bos, int) else []
     eos = values.get("eos_token_ids", ())
@@ -598,6 +647,38 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
     if outside:
         problems.append(
             f"bos_token_id, eos_token_id: expected ids below vocab_size, found {outside!r:.80}"
+        )
+    return problems
+
+
+def _impossible_factors(
+    long: Mapping[str, Any], family: Family | None, good: Mapping[str, int], share: float
+) -> list[str]:
+    if family is None or "longrope" not in family.rope_types:
+        return [f"long_rope: expected None for {family and family.name}, found {dict(long)!r:.80}"]
+    problems = []
+    width = good.get("head_dim")
+    heads, hidden = good.get("num_attention_heads"), good.get("hidden_size")
+    if width and heads and hidden and width * heads != hidden:
+        # transformers counts the factors by this width, whatever head_dim is.
+        problems.append(f"head_dim: expected {hidden // heads} with longrope, found {width}")
+    for key in (key for key in LONG_FACTORS if key in long):
+        factors = long[key]
+        pairs = len(factors) if width is None else int(width * share) // 2
+        if len(factors) != pairs:
+            problems.append(
+                f"rope_scaling.{key}: expected a number for each of {pairs} pairs, found {len(factors)}"
+            )
+        elif not all(0 < each < math.inf for each in factors):
+            problems.append(f"rope_scaling.{key}: expected positive finite numbers")
+    if ORIGINAL in long and not 1 < long[ORIGINAL] <= limits.POSITIONS.most:
+        problems.append(
+            f"{ORIGINAL}: expected from 2 to {limits.POSITIONS.most:,}, found {long[ORIGINAL]!r:.80}"
+        )
+    factor = long.get("attention_factor")
+    if factor is not None and not 0 < factor < math.inf:
+        problems.append(
+            f"rope_scaling.attention_factor: expected a positive finite number, found {factor!r:.80}"
         )
     return problems
 

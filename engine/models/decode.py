@@ -132,6 +132,8 @@ def _why_not_heads(config: ModelConfig) -> str | None:
         return "its q and k are normalised as a whole"
     if config.layers_without_rope:
         return f"{len(config.layers_without_rope)} of its layers have no RoPE"
+    if config.long_rope is not None:
+        return "its RoPE has other factors in long sequences"
     if config.rotary_dim != config.head_dim:
         return f"RoPE rotates {config.rotary_dim} of the {config.head_dim} numbers of a head"
     if config.head_dim not in WIDTHS:

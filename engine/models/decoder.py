@@ -13,7 +13,7 @@
 
 These are all differences between the families: only Qwen2 has biases on q, k, v; Qwen3 normalises
 each head of q and k before RoPE, with one weight of length E for all heads; Llama may scale its low
-RoPE frequencies (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
+RoPE frequencies and Phi-3 all of them (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
 have no RoPE; OLMo 2 normalises what attention and mlp return instead of what they get, and q and k as a
 whole; Phi-3 may rotate only the first numbers of a head; Gemma 3 scales its embeddings, multiplies in norms
 with 1 + w, and has norms in front and behind, and a window and a RoPE base of their own in some layers. o
@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -50,8 +50,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.errors import InternalError
-from engine.models.attention import Packing, attend_packed, packing_of, positions
+from engine.models.attention import Packing, attend_packed, lengths, packing_of, positions
 from engine.models.config import ModelConfig
+from engine.models.rope import LongRope
 
 # Shapes: B rows, T tokens, D model width, V vocabulary, H query heads, K key/value heads,
 # E width of one head, R pairs of it that RoPE rotates (mostly E/2), X = B with documents and 1 without,
@@ -518,15 +519,20 @@ def masked_attention_inputs(
     if documents_BT is None and window < length:
         documents_BT = torch.zeros(1, length, dtype=torch.int64, device=device)
     mask_B1TT = None
+    length_XT: Tensor | int = length
     if documents_BT is None:
         position_XT = torch.arange(length, device=device)[None]
     else:
-        seen_XTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
+        seen_XTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        if config.long_rope is not None:
+            length_XT = seen_XTT.sum(-1)
+        seen_XTT = seen_XTT.tril()
         position_XT = seen_XTT.sum(-1) - 1
         if window < length:
             seen_XTT &= position_XT[:, :, None] - position_XT[:, None, :] < window
         mask_B1TT = _additive(seen_XTT, dtype).expand(len(tokens_BT), -1, -1, -1)
-    return AttentionInputs(*_cos_sin(config, position_XT, dtype, windowed), mask_B1TT)
+    angles = _cos_sin(config, position_XT, length_XT, dtype, windowed)
+    return AttentionInputs(*angles, mask_B1TT)
 
 
 def _additive(seen_XTS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -544,7 +550,9 @@ def cached_attention_inputs(
     seen_BTS = slot_S <= position_BT[..., None]
     if windowed and (window := config.sliding_window) is not None:
         seen_BTS &= slot_S > position_BT[..., None] - window
-    angles = _cos_sin(config, position_BT, dtype, windowed)
+    # Of a sequence that grows beyond a length, keys stay as they were stored.
+    length_B1 = position_BT.amax(-1, keepdim=True) + 1
+    angles = _cos_sin(config, position_BT, length_B1, dtype, windowed)
     return AttentionInputs(*angles, _additive(seen_BTS, dtype))
 
 
@@ -554,17 +562,44 @@ def packed_attention_inputs(
 ) -> AttentionInputs:
     """Return the `AttentionInputs` for packed attention."""
     packing = packing_of(documents_BT)
-    return AttentionInputs(*_cos_sin(config, positions(documents_BT), dtype), None, *packing)
+    length_BT = 0 if config.long_rope is None else lengths(documents_BT)
+    angles = _cos_sin(config, positions(documents_BT), length_BT, dtype)
+    return AttentionInputs(*angles, None, *packing)
 
 
 def _cos_sin(
-    config: ModelConfig, position_XT: Tensor, dtype: torch.dtype, windowed: bool = False
+    config: ModelConfig,
+    position_XT: Tensor,
+    length_XT: Tensor | int,
+    dtype: torch.dtype,
+    windowed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of each position, (X, T, 1, R)."""
+    """Return cosines and sines of each position, (X, T, 1, R), in documents of `length_XT` tokens."""
     # Recomputed each time: a buffer would have no values when a model is built on the meta device.
-    angle_XTR = position_XT[..., None].float() * frequencies(config, position_XT.device, windowed)
+    frequency_R = frequencies(config, position_XT.device, windowed)
+    long, factor = config.long_rope, 1.0
+    if long is not None:
+        short_R, long_R = _long_factors(long, position_XT.device)
+        most = long.original_max_position_embeddings
+        if isinstance(length_XT, int):
+            frequency_R = frequency_R / (long_R if length_XT > most else short_R)
+        else:
+            frequency_R = frequency_R / torch.where(length_XT[..., None] > most, long_R, short_R)
+        factor = long.angle_factor(config.max_position_embeddings)
+    angle_XTR = position_XT[..., None].float() * frequency_R
     cos_XTR, sin_XTR = angle_XTR.cos(), angle_XTR.sin()
+    if factor != 1:
+        cos_XTR, sin_XTR = cos_XTR * factor, sin_XTR * factor
     return cos_XTR[:, :, None].to(dtype), sin_XTR[:, :, None].to(dtype)
+
+
+@lru_cache(maxsize=16)
+def _long_factors(long: LongRope, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the factors of short and of long documents, (R,); kept, because copying them synchronises."""
+    short, far = (
+        torch.tensor(each, device=device) for each in (long.short_factor, long.long_factor)
+    )
+    return short, far
 
 
 def frequencies(config: ModelConfig, device: torch.device, windowed: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""RoPE frequencies, and Llama 3.1's scaling of them.
+"""RoPE frequencies, and what scales them: Llama 3.1's scaling, and LongRoPE's factors (`LongRope`).
 
 Pair i of a head of width E rotates by f_i per position. A model trained on `original` positions
 reaches `factor` times as many if its slow pairs rotate `factor` times slower. The fast pairs, which
@@ -41,6 +41,30 @@ class RopeScaling:
     high_freq_factor: float
     """Pairs with more turns than this are fast."""
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRope:
+    """`rope_scaling` of type longrope (Ding et al., 2024); `ModelConfig` checks the numbers."""
+
+    short_factor: tuple[float, ...]
+    """What the frequency of each rotated pair is divided by, in documents of up to
+    `original_max_position_embeddings` tokens.
+    """
+    long_factor: tuple[float, ...]
+    """The same in longer ones."""
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    """What cosines and sines are multiplied by; None follows from how far the positions were extended."""
+
+    def angle_factor(self, positions: int) -> float:
+        """Return what cosines and sines are multiplied by in a model of `positions` positions."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        ratio = positions / self.original_max_position_embeddings
+        if ratio <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(ratio) / math.log(self.original_max_position_embeddings))
 
 
 PUBLISHED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

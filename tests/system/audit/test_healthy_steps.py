@@ -93,6 +93,17 @@ FAMILIES: dict[str, dict[str, object]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_local_base_freq": 1e3,
     },
+    "phi3-long": {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "sliding_window": None,
+        "original_max_position_embeddings": 24,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+        },
+    },
     "phi3": {
         "model_type": "phi3",
         "architectures": ["Phi3ForCausalLM"],
@@ -102,6 +113,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
 }
 OF_OTHER_FAMILIES = [
+    Healthy(2, 3, 48, 0.3, 2.0, "jsd", "languages", 1, False, False, "fp32", "phi3-long"),
     Healthy(2, 3, 48, 0.3, 2.0, "forward_kl", "code", 1, True, False, "fp32", "gemma3_text"),
     Healthy(1, 3, 48, 0.3, 2.0, "reverse_kl", "languages", 1, False, True, "bf16", "gemma3_text"),
     Healthy(2, 3, 48, 0.3, 2.0, "forward_kl", "code", 1, True, False, "fp32", "phi3"),

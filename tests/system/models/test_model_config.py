@@ -184,6 +184,18 @@ PHI3_MINI: dict[str, object] = {
 }
 
 
+# Made up but for its form: the published ones have 48 numbers each too.
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + pair / 100 for pair in range(48)],
+    "long_factor": [1.0 + pair for pair in range(48)],
+}
+PHI3_128K: dict[str, object] = {
+    **PHI3_MINI,
+    "max_position_embeddings": 131072,
+    "rope_scaling": LONGROPE,
+    "sliding_window": 262144,
+}
 GEMMA3_1B: dict[str, object] = {
     "architectures": ["Gemma3ForCausalLM"],
     "attention_bias": False,
@@ -297,6 +309,20 @@ def test_parameter_counts_are_those_of_the_published_models() -> None:
         "phi-4",
     )
     assert count_parameters(phi4) == 14_659_507_200
+    mini = ModelConfig.from_dict(
+        without(
+            PHI3_128K,
+            num_attention_heads=24,
+            num_key_value_heads=8,
+            partial_rotary_factor=0.75,
+            tie_word_embeddings=True,
+            vocab_size=200064,
+            lm_head_bias=False,
+        ),
+        "Phi-4-mini",
+    )
+    assert count_parameters(mini) == 3_836_021_760
+    assert (mini.head_dim, mini.rotary_dim) == (128, 96) and mini.long_rope is not None
 
 
 @pytest.mark.parametrize(
@@ -389,8 +415,38 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (MISTRAL_7B, {"sliding_window": "4096"}, "sliding_window: expected an integer, found"),
         (
             PHI3_MINI,
-            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
-            "rope_scaling.rope_type: expected 'default' (all that is supported), found 'longrope'",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type: expected 'default' or 'longrope' (all that is supported), found",
+        ),
+        (
+            PHI3_128K,
+            {"rope_scaling": {**LONGROPE, "short_factor": [1.0]}},
+            "rope_scaling.short_factor: expected a number for each of 48 pairs, found 1",
+        ),
+        (
+            PHI3_128K,
+            {"rope_scaling": {**LONGROPE, "long_factor": [0.0] * 48}},
+            "rope_scaling.long_factor: expected positive finite numbers",
+        ),
+        (
+            PHI3_128K,
+            {"rope_scaling": {**LONGROPE, "long_factor": "1"}},
+            "rope_scaling.long_factor: expected a list of numbers, found '1'",
+        ),
+        (
+            PHI3_128K,
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 8192}},
+            "rope_scaling.original_max_position_embeddings: expected that of the model, found 8192",
+        ),
+        (
+            PHI3_128K,
+            {"rope_scaling": {**LONGROPE, "factor": 4.0}},
+            "rope_scaling.factor: expected max_position_embeddings / original_max_position_embedd",
+        ),
+        (
+            PHI3_128K,
+            {"original_max_position_embeddings": ...},
+            "rope_scaling.original_max_position_embeddings: expected a value, found none",
         ),
         (
             GEMMA3_1B,
@@ -564,6 +620,15 @@ def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
         replace(llama, sliding_window=16)
     with pytest.raises(WeightsError, match="partial_rotary_factor: expected 1 for llama"):
         replace(llama, partial_rotary_factor=0.5)
+    phi3 = ModelConfig.from_dict(PHI3_128K, "x")
+    older = {**without(LONGROPE, rope_type=...), "type": "longrope"}
+    assert ModelConfig.from_dict({**PHI3_128K, "rope_scaling": older}, "x") == phi3
+    long = phi3.long_rope
+    assert long is not None and abs(long.angle_factor(131072) - 1.1902) < 1e-4
+    with pytest.raises(WeightsError, match="head_dim: expected 96 with longrope, found 98"):
+        replace(phi3, head_dim=98)
+    with pytest.raises(WeightsError, match="long_rope: expected None for llama"):
+        replace(llama, long_rope=long)
     with pytest.raises(WeightsError, match="layers_without_window: expected none for llama"):
         replace(llama, layers_without_window=(1,))
     with pytest.raises(WeightsError, match="query_pre_attn_scalar: expected None for llama"):
@@ -582,6 +647,7 @@ def test_a_scaling_or_window_in_code_is_for_the_families_that_have_it() -> None:
         SMOLLM3_3B,
         PHI3_MINI,
         {**PHI3_MINI, "partial_rotary_factor": 0.75},
+        PHI3_128K,
         GEMMA3_1B,
         GEMMA3_NEWER,
         {**GEMMA3_1B, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},

@@ -13,6 +13,7 @@ from engine.checks.weights import shape_of, weights_of
 from engine.loss.chunks import SparseTargets
 from engine.loss.objective import distillation_loss
 from engine.model_families import FAMILIES
+from engine.models.rope import LongRope
 from engine.spec import TrainSection
 from engine.train.schedule import learning_rate
 from tests.support.families import CHANGES
@@ -90,12 +91,24 @@ def test_the_loss_against_stored_targets_is_the_engines(kind: str) -> None:
     torch.testing.assert_close(gradient_ND, hidden_ND.grad, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+# The documents are of 5, 32 and 37 tokens.
+LONG = LongRope(
+    short_factor=tuple(1 + 0.05 * pair for pair in range(24)),
+    long_factor=tuple(1 + 0.7 * pair for pair in range(24)),
+    original_max_position_embeddings=33,
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [*((family, {}) for family in FAMILIES), ("phi3", {"head_dim": 64, "long_rope": LONG})],
+    ids=[*FAMILIES, "phi3-long"],
+)
 def test_hidden_states_and_gradients_are_those_of_the_engines_decoder(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "QUERIES", 16)
-    decoder = lively(make_config(family, **CHANGES[family]))
+    decoder = lively(make_config(family, **{**CHANGES[family], **more}))
     tokens_BT = random_tokens(2, 37)
     documents_BT = torch.tensor([[0] * 5 + [1] * 32, [2] * 37])
     hidden_BTD = decoder.hidden(tokens_BT, documents_BT)

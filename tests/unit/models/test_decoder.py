@@ -25,7 +25,7 @@ from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, dense_linear
 from engine.models.load import new_decoder
 from engine.models.names import hf_names, joined, parts
-from engine.models.rope import RopeScaling, divisors
+from engine.models.rope import LongRope, RopeScaling, divisors
 from tests.support.families import CHANGES
 
 # Shapes: B rows, T tokens, D model width, V vocabulary, R pairs of a head
@@ -57,6 +57,15 @@ def of_family(family: str, **changes: object) -> dict[str, object]:
 OF_FAMILIES = [of_family(family) for family in FAMILIES]
 QWEN3, LLAMA31, MISTRAL, SMOLLM3, OLMO2, PHI3, GEMMA3 = map(
     of_family, ("qwen3", "llama", "mistral", "smollm3", "olmo2", "phi3", "gemma3_text")
+)
+# Eight pairs; of 128 positions, 20 were there at first.
+LONG = LongRope(
+    short_factor=tuple(1 + 0.05 * pair for pair in range(8)),
+    long_factor=tuple(1 + 0.7 * pair for pair in range(8)),
+    original_max_position_embeddings=20,
+)
+PHI3_LONG = of_family(
+    "phi3", head_dim=16, partial_rotary_factor=1.0, sliding_window=None, long_rope=LONG
 )
 LLAMA: dict[str, object] = {"family": "llama", "rms_norm_eps": 1e-5}
 
@@ -162,6 +171,9 @@ def test_logits_equal_transformers(changes: dict[str, object], length: int) -> N
         of_family("phi3", tie_word_embeddings=True, sliding_window=None),
         of_family("phi3", num_attention_heads=5, num_key_value_heads=5, head_dim=14),
         of_family("phi3", partial_rotary_factor=1.0, num_key_value_heads=1, intermediate_size=7),
+        PHI3_LONG,
+        {**PHI3_LONG, "long_rope": dataclasses.replace(LONG, original_max_position_embeddings=71)},
+        {**PHI3_LONG, "long_rope": dataclasses.replace(LONG, attention_factor=0.8)},
         of_family("smollm3"),
         of_family("smollm3", tie_word_embeddings=True, layers_without_rope=(0, 2)),
         of_family("smollm3", num_attention_heads=5, num_key_value_heads=5, head_dim=18),
@@ -259,6 +271,8 @@ OTHER_CONFIGS: dict[str, dict[str, Any]] = {
     "one RoPE base": {"rope_local_base_freq": 1e6},
     "RoPE bases exchanged": {"rope_local_base_freq": 1e6, "rope_theta": 1e4},
     "no linear scaling": {"rope_factor": 1.0},
+    "short factors": {"long_rope": dataclasses.replace(LONG, long_factor=LONG.short_factor)},
+    "angles of size 1": {"long_rope": dataclasses.replace(LONG, attention_factor=1.0)},
 }
 
 
@@ -288,6 +302,8 @@ OTHER_CONFIGS: dict[str, dict[str, Any]] = {
         (PHI3, "RoPE on all of a head"),
         (PHI3, "RoPE on the last numbers"),
         (PHI3, "gate and up exchanged"),
+        (PHI3_LONG, "short factors"),
+        (PHI3_LONG, "angles of size 1"),
         (SMOLLM3, "RoPE in every layer"),
         (OLMO2, "norm of each head"),
         (OLMO2, "no k norm"),
@@ -391,17 +407,43 @@ def test_frequencies_on_tensors_are_those_of_the_formula(theta: float, width: in
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", OF_FAMILIES, ids=list(FAMILIES))
+@pytest.mark.parametrize("changes", [*OF_FAMILIES, PHI3_LONG], ids=[*FAMILIES, "long"])
 def test_packed_documents_equal_separate_documents(changes: dict[str, object]) -> None:
     decoder = lively(make_config(**changes))
     tokens_BT = random_tokens(decoder.config, 2, 37)
-    documents_BT = torch.tensor([[5] * 1 + [2] * 20 + [9] * 12 + [PADDING] * 4, [7] * 37])
+    # Of 21 tokens and more, and fewer.
+    documents_BT = torch.tensor([[5] * 1 + [2] * 21 + [9] * 11 + [PADDING] * 4, [7] * 37])
     packed_BTV = decoder(tokens_BT, documents_BT)
     assert packed_BTV.isfinite().all()
     for row, document in ((0, 5), (0, 2), (0, 9), (1, 7)):
         own = documents_BT[row] == document
         alone_TV = decoder(tokens_BT[row][own][None])[0]
         torch.testing.assert_close(packed_BTV[row][own], alone_TV, rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_long_prompt_and_what_follows_have_the_long_factors() -> None:
+    decoder = lively(make_config(**PHI3_LONG))
+    tokens_BT = random_tokens(decoder.config, 1, 26)
+    wanted_TD = decoder.hidden(tokens_BT)[0]
+    caches = [torch.zeros(2, 1, 26, 2, 16) for _ in decoder.layers]
+    found = []
+    for first, last in ((0, 22), (22, 23), (23, 26)):
+        position_BT = torch.arange(first, last)[None]
+        pasts = [subject.Past(*both, position_BT) for both in caches]
+        found.append(decoder.hidden_with_past(tokens_BT[:, first:last], pasts)[0])
+    torch.testing.assert_close(torch.cat(found), wanted_TD, rtol=0, atol=TOLERANCE)
+
+
+def test_factors_that_inference_has_kept_serve_training() -> None:
+    decoder = lively(make_config(**PHI3_LONG)).train()
+    tokens_BT = random_tokens(decoder.config, 1, 26)
+    subject._long_factors.cache_clear()
+    with torch.inference_mode():
+        wanted_BTV = decoder(tokens_BT)
+    found_BTV = decoder(tokens_BT)
+    found_BTV.sum().backward()
+    assert torch.equal(found_BTV.detach(), wanted_BTV)
 
 
 @torch.no_grad()
@@ -442,7 +484,7 @@ def test_gradients_are_finite_with_padding_and_reach_every_weight(
             assert parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("changes", OF_FAMILIES, ids=list(FAMILIES))
+@pytest.mark.parametrize("changes", [*OF_FAMILIES, PHI3_LONG], ids=[*FAMILIES, "long"])
 def test_gradients_equal_transformers(changes: dict[str, object]) -> None:
     decoder = lively(make_config(**changes, tie_word_embeddings=True))
     theirs = reference(decoder)

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from engine.models import attention
 from engine.models.attention import packing_of, positions, remember, starts_of
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, masked_attention_inputs, packed_attention_inputs
 from engine.models.load import new_decoder
+from engine.models.rope import LongRope
 from tests.support.budgets import config
 
 ROWS = st.integers(1, 4)
@@ -65,9 +67,16 @@ def test_what_is_remembered_ends_with_the_tensor() -> None:
     assert len(attention._KNOWN) == before - 1
 
 
-@given(documents())
-def test_packed_positions_turn_as_masked_ones(ids_BT: NDArray[np.int64]) -> None:
-    shape = config()
+LONG = LongRope(
+    short_factor=(1.0,) * 8, long_factor=(1.0, 2.0) * 4, original_max_position_embeddings=3
+)
+
+
+@pytest.mark.parametrize("shape", [config(), config(family="phi3", long_rope=LONG)])
+@given(ids_BT=documents())
+def test_packed_positions_turn_as_masked_ones(
+    ids_BT: NDArray[np.int64], shape: ModelConfig
+) -> None:
     documents_BT = torch.from_numpy(ids_BT)
     masked = masked_attention_inputs(shape, documents_BT, documents_BT, torch.float32)
     packed = packed_attention_inputs(shape, documents_BT, torch.float32)
