@@ -38,6 +38,8 @@ from engine.bench.kd_shape import (
 from engine.models.decoder import Decoder
 
 NEEDS = {
+    "teacher-by-transformers": ("transformers",),
+    "both-by-transformers": ("transformers",),
     "transformers": ("transformers",),
     "liger": ("transformers", "liger_kernel"),
     "trl": ("transformers", "trl", "datasets", "accelerate"),
@@ -241,12 +243,12 @@ STEPS: dict[str, Callable[[KdShape, torch.device], Iterator[float]]] = {
 
 def models(shape: KdShape, device: torch.device) -> tuple[Any, Any]:
     """Teacher and student as transformers models with the tensors of ours."""
-    teacher = _model(dense_teacher(shape, device), device).eval().requires_grad_(False)
-    student = _model(fresh_student(shape, device), device).train()
+    teacher = model_of(dense_teacher(shape, device), device).eval().requires_grad_(False)
+    student = model_of(fresh_student(shape, device), device).train()
     return teacher, student
 
 
-def _model(decoder: Decoder, device: torch.device) -> Any:
+def model_of(decoder: Decoder, device: torch.device) -> Any:
     auto = importlib.import_module("transformers")
     fields = decoder.config.to_hf_dict()
     config = auto.AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -32,6 +32,7 @@ from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
 from engine.terminal import put, put_json, say
 
 RIVALS = "trl,liger,transformers"
+BY_TRANSFORMERS = "teacher-by-transformers,both-by-transformers"
 LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
 
 
@@ -60,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         default=RIVALS,
         metavar="NAMES",
-        help=f"rivals to run as well where they are installed ({RIVALS}); empty for none",
+        help=f"rivals to run as well where they are installed ({RIVALS}); empty for none; {BY_TRANSFORMERS}: this "
+        "trainer with models that transformers runs",
     )
     add_number(group, "--steps", limits.ROUNDS, "measured steps of each arm (10)", default=10)
     group.add_argument(
@@ -245,7 +247,7 @@ def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[
 
 def _check_kd(arguments: argparse.Namespace) -> list[str]:
     """Return the requested rivals. Raises BadInput for an unknown one, and for invalid numbers."""
-    known = RIVALS.split(",")
+    known = f"{RIVALS},{BY_TRANSFORMERS}".split(",")
     wanted = [name.strip() for name in arguments.against.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
         raise BadInput.expected(

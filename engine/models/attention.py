@@ -59,11 +59,17 @@ _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Boundaries recorded by `remember`, for document tensors that are still alive."""
 
 
+_ON_HOST: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The same boundaries in host memory."""
+
+
 def remember(documents_BT: Tensor, on_host_BT: NDArray[np.int64]) -> None:
     """Record the values of `documents_BT`, which may be on a GPU. It must not be written to
     afterwards.
     """
-    starts = torch.from_numpy(starts_of(on_host_BT))
+    on_host_S = starts_of(on_host_BT)
+    _ON_HOST[documents_BT] = on_host_S
+    starts = torch.from_numpy(on_host_S)
     if documents_BT.is_cuda:
         starts = starts.pin_memory()
     longest = int(starts.diff().max())
@@ -81,6 +87,18 @@ def packing_of(documents_BT: Tensor) -> Packing:
     end = torch.full((1,), begins_N.numel(), device=begins_N.device)
     starts_S = torch.cat([begins_N.nonzero().squeeze(1), end]).int()
     return _packing(starts_S, documents_BT.shape[1])
+
+
+def starts_on_host(documents_BT: Tensor) -> list[int]:
+    """Return the first token of each document in the flattened batch, and the end. Synchronises with a GPU unless
+    `remember` was called.
+    """
+    if documents_BT in _ON_HOST:
+        known: NDArray[np.int32] = _ON_HOST[documents_BT]
+    else:
+        known = starts_of(documents_BT.cpu().numpy())
+    starts: list[int] = known.tolist()
+    return starts
 
 
 def _packing(starts_S: Tensor, longest: int) -> Packing:

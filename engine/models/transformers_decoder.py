@@ -21,6 +21,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.decision import Decision
 from engine.errors import WeightsError
+from engine.models.attention import starts_on_host
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, RunLayer, product_dtype, run_layer
 from engine.models.names import LISTED_PROBLEMS
@@ -117,11 +119,15 @@ class TransformersDecoder(Decoder):
         embedded_BTD: Tensor | None = None,
     ) -> Tensor:
         """Return the last hidden states (B, T, D), or the logits (B, T, V) of a model that `gives_logits`."""
-        if documents_BT is None:
+        rows, length = tokens_BT.shape
+        starts = None if documents_BT is None else starts_on_host(documents_BT)
+        if documents_BT is None or starts == list(range(0, rows * length + 1, length)):
+            # Without a mask attention has kernels that need none.
             return self._run(tokens_BT)
         if self.masks_documents:
             return self._masked(tokens_BT, documents_BT)
-        return self._one_by_one(tokens_BT, documents_BT)
+        assert starts is not None
+        return self._one_by_one(tokens_BT, starts)
 
     def logits_of(self, hidden_BTD: Tensor) -> Tensor:
         weight = self.head_weight
@@ -153,15 +159,11 @@ class TransformersDecoder(Decoder):
             given["position_ids"] = seen_BTT.sum(-1) - 1
         return self._run(tokens_BT, **given)
 
-    def _one_by_one(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """Run each document of each row alone. On a GPU this waits for the device: it needs their lengths."""
+    def _one_by_one(self, tokens_BT: Tensor, starts: Sequence[int]) -> Tensor:
+        """Run each document of each row alone. `starts` are the first token of each, and the end."""
         rows, length = tokens_BT.shape
-        starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
-        starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-        begins = starts_BT.flatten().nonzero().flatten().tolist()
-        lengths = [
-            end - begin for begin, end in zip(begins, [*begins[1:], rows * length], strict=True)
-        ]
+        begins = starts[:-1]
+        lengths = [end - begin for begin, end in pairwise(starts)]
         flat_N = tokens_BT.flatten()
         found: list[Tensor | None] = [None] * len(begins)
         for group in _groups(lengths, rows * length):
