@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.bench.random_weights import random_blocks
 from engine.bench.rows import BenchRow, Timing
 from engine.bench.timing import captured, time_arms
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
-from engine.quant.blocks import BLOCK_TYPES, PACKED
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
 from engine.quant.planes import PackedMatrix, pack
-from engine.quant.quantize import quantize
-from engine.quant.tensor import QuantTensor
 
 # Shapes: M rows of activations, K columns, N rows of W
 
@@ -137,7 +136,7 @@ def dequantise_rows(device: torch.device, shape: StackShape, *, rounds: int = 15
     out_NK = torch.empty(count, columns, dtype=dtype, device=device)
     weights = {
         name: _random_packed(name, count, columns, device)
-        for name in PACKED
+        for name in LAYOUTS
         if columns % BLOCK_TYPES[name].block_size == 0
     }
     arms: dict[str, Callable[[], object]] = {
@@ -168,12 +167,8 @@ def _layer(shape: StackShape, device: torch.device, dtype: torch.dtype, better: 
 
 
 def _random_packed(type_: str, rows: int, columns: int, device: torch.device) -> PackedMatrix:
-    # Rows repeat, because their content does not affect the time and quantising takes long.
-    some = min(rows, 512)
-    values = torch.randn(some, columns, device=device) * 0.02
-    blocks = quantize(values, BLOCK_TYPES[type_]).blocks
-    repeated = blocks.repeat(-(-rows // some), 1)[:rows].contiguous()
-    return pack(QuantTensor(blocks=repeated, type=BLOCK_TYPES[type_], shape=(rows, columns)))
+    generator = torch.Generator(device=device).manual_seed(0)
+    return pack(random_blocks(BLOCK_TYPES[type_], (rows, columns), generator))
 
 
 def _joined(layer: Layer) -> list[_Part]:

@@ -189,7 +189,7 @@ class BlockType:
         """Whether a matrix of this type can stay in its blocks on a device (`planes.py`). One of
         another type becomes floats when it is loaded.
         """
-        return self.layout is not None and self.largest is not None
+        return self.layout is not None
 
     @property
     def bits_per_weight(self) -> float:
@@ -440,7 +440,6 @@ _ROWS = (
 )
 
 BLOCK_TYPES: dict[str, BlockType] = {row.name: row for row in _ROWS}
-PACKED: tuple[str, ...] = tuple(row.name for row in _ROWS if row.is_packed)
 LAYOUTS: dict[str, Layout] = {row.name: row.layout for row in _ROWS if row.layout is not None}
 WRITTEN: tuple[str, ...] = tuple(row.name for row in _ROWS if row.largest is not None)
 """The types that values are quantised or cast to; the others are only read."""

@@ -4,20 +4,26 @@ GPU threads load 16 bytes at a time, from addresses that are multiples of 16, an
 adjacent addresses fastest. So blocks are split into planes: the low bits of all rows, then the high
 bits of all rows, and so on. The fields keep their bytes and bit order.
 
-    type   planes, each with its bytes per block
-    Q4_K   low 128              header 16
-    Q5_K   low 128   high 32    header 16
-    Q6_K   low 128   high 64    scales 16   d 2
-    Q8_0   low 32                           d 2
-    Q4_0   low 16                           d 2
-    Q5_0   low 16    high 4                 d 2
-    Q5_1   low 16    high 4                 d 2   second 2
+    type     planes, each with its bytes per block
+    Q2_K     low 64               scales 16   d 2   second 2
+    Q3_K     low 64    high 32    scales 12   d 2
+    Q4_K     low 128              header 16
+    Q5_K     low 128   high 32    header 16
+    Q6_K     low 128   high 64    scales 16   d 2
+    IQ4_XS   low 128              header 8
+    Q8_0     low 32                           d 2
+    Q4_0     low 16                           d 2
+    Q4_1     low 16                           d 2   second 2
+    Q5_0     low 16    high 4                 d 2
+    Q5_1     low 16    high 4                 d 2   second 2
+    IQ4_NL   low 16                           d 2
+    MXFP4    low 16                           d 1
 
-The header is d, dmin and the 6-bit scales. Memory is fetched in sectors of 32 bytes: if the header
+The header is d, dmin if there is one, and the 6-bit scales. Memory is fetched in sectors of 32 bytes: if the header
 stayed beside the low bits, as in the blocks, reading either would also fetch half a sector of the
 other.
 
-In a K-quant, groups of 16 rows are interleaved: the first blocks of all 16 rows, then the second
+In types with blocks of 256 values, groups of 16 rows are interleaved: the first blocks of all 16 rows, then the second
 blocks, and so on.
 
     plane   [groups, blocks of a row, rows of a group, bytes of a block]
@@ -46,7 +52,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import PACKED, BlockType, QuantError, group_rows, row_bytes
+from engine.quant.blocks import LAYOUTS, BlockType, QuantError, group_rows, row_bytes
 from engine.quant.reference import chunk_rows
 from engine.quant.tensor import QuantTensor
 
@@ -70,11 +76,11 @@ class Field:
 @cache
 def _fields(type_: BlockType) -> tuple[Field, ...]:
     layout = type_.in_blocks
-    if type_.name in ("Q4_K", "Q5_K"):
+    if layout.scales is not None and layout.d == 0:
         parts = [Field("low", layout.low.start, layout.low.count)]
         if layout.high is not None:
             parts.append(Field("high", layout.high.start, layout.high.count))
-        return (*parts, Field("header", 0, 16, torch.int32))
+        return (*parts, Field("header", 0, min(part.start for part in parts), torch.int32))
     codes = torch.int8 if layout.low.width == 8 else torch.uint8
     found = [Field("low", layout.low.start, layout.low.count, codes)]
     if layout.high is not None:
@@ -82,17 +88,22 @@ def _fields(type_: BlockType) -> tuple[Field, ...]:
         high = torch.int32 if layout.high.count == 4 else torch.uint8
         found.append(Field("high", layout.high.start, layout.high.count, high))
     if layout.scales is not None:
-        found.append(Field("scales", layout.scales.start, layout.scales.count, torch.int8))
-    found.append(Field("d", layout.d, 2, torch.float16))
+        start, count = layout.scales.start, layout.scales.count
+        scales = torch.int8 if layout.scales.width == 8 else torch.uint8
+        if layout.scales_high is not None:  # which follows
+            count, scales = count + layout.scales_high.count, torch.int32
+        found.append(Field("scales", start, count, scales))
+    d_bytes = layout.d_bits // 8
+    found.append(Field("d", layout.d, d_bytes, torch.float16 if d_bytes == 2 else torch.uint8))
     if layout.second is not None:
         found.append(Field("second", layout.second, 2, torch.float16))
     return tuple(found)
 
 
 def fields(type_: BlockType) -> tuple[Field, ...]:
-    """Return the planes of a type, in order. Raises `QuantError` for a type that is not packed."""
+    """Return the planes of a type, in order. Raises `QuantError` for a type without a layout."""
     if not type_.is_packed:
-        known = ", ".join(PACKED)
+        known = ", ".join(LAYOUTS)
         raise QuantError.expected("packed matrix", "block type", f"one of {known}", type_.name)
     return _fields(type_)
 

@@ -8,7 +8,7 @@ import torch
 from engine.bench.linear import StackShape, dequantise_rows, stack_rows
 from engine.bench.rows import table
 from engine.bench.timing import measure_roofline
-from engine.quant.blocks import PACKED
+from engine.quant.blocks import LAYOUTS
 
 SMALL = StackShape(name="small", width=256, key_width=32, inner=512, layers=2, repeats=1)
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_every_arm_of_a_stack_is_measured_and_compared_with_the_faster_bf16_one(
 
 def test_dequantising_is_measured_for_each_type_that_fits() -> None:
     rows = dequantise_rows(CPU, SMALL, rounds=2)
-    assert [row.arm for row in rows] == [f"dequantise {name}" for name in PACKED]
+    assert [row.arm for row in rows] == [f"dequantise {name}" for name in LAYOUTS]
     by_type = {row.arm.split()[1]: row.bytes for row in rows}
     assert by_type["Q8_0"] - by_type["Q4_0"] == 1024 * 256 / 32 * (34 - 18)
     assert all(row.seconds > 0 for row in rows)

@@ -85,8 +85,8 @@ def test_a_description_counts_the_tensors_of_each_type(tmp_path: Path) -> None:
 
 
 def test_a_file_of_types_that_become_floats_alone_is_no_quantized_teacher(tmp_path: Path) -> None:
-    written(tmp_path / "m.gguf", ["IQ4_NL", "Q3_K"])
-    with pytest.raises(WeightsError, match="found IQ4_NL and Q3_K, which become floats"):
+    written(tmp_path / "m.gguf", ["IQ1_S", "TQ2_0"])
+    with pytest.raises(WeightsError, match="found IQ1_S and TQ2_0, which become floats"):
         load_packed_decoder(tmp_path / "m.gguf")
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.quant.blocks import BLOCK_TYPES, PACKED, QuantError
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, QuantError
 from engine.quant.planes import (
     ALIGNMENT_BYTES,
     PackedMatrix,
@@ -23,7 +23,7 @@ from engine.quant.reference import unpack as parts_of
 from engine.quant.tensor import QuantTensor
 
 matrices = given(
-    name=st.sampled_from(PACKED),
+    name=st.sampled_from(list(LAYOUTS)),
     rows=st.integers(1, 35),
     blocks=st.integers(1, 9),
     seed=st.integers(0, 2**31),
@@ -40,7 +40,7 @@ def random_matrix(name: str, rows: int, blocks: int, seed: int = 0) -> QuantTens
 
 def same(found: Tensor, expected: Tensor) -> bool:
     """Equal bits; NaN equals NaN."""
-    bits = {4: torch.int32, 2: torch.int16}[found.dtype.itemsize]
+    bits = {4: torch.int32, 2: torch.int16, 1: torch.int8}[found.dtype.itemsize]
     equal = found.view(bits) == expected.view(bits)
     return bool((equal | (found.isnan() & expected.isnan())).all())
 
@@ -73,7 +73,7 @@ def test_a_range_of_rows_unpacks_and_dequantises_alone(
     assert same(out, weight.dequantize()[chosen])
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("blocks", [1, 3, 14])
 def test_planes_start_at_multiples_of_16_bytes_and_have_whole_groups(
     name: str, blocks: int
@@ -96,7 +96,7 @@ def test_a_group_has_the_same_block_of_all_its_rows_side_by_side() -> None:
     assert not scales_SNGE[1, :, 4:].any()
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_planes_hold_the_fields_of_the_blocks(name: str) -> None:
     weight = random_matrix(name, rows=5, blocks=3)
     packed = pack(weight)
@@ -105,12 +105,24 @@ def test_planes_hold_the_fields_of_the_blocks(name: str) -> None:
         for name, plane in packed.planes().items()
     }
     parts = parts_of(weight.blocks.view(15, -1), weight.type)
+    blocks = weight.blocks.view(15, -1)
     if name in ("Q4_K", "Q5_K"):
-        blocks = weight.blocks.view(15, -1)
         assert torch.equal(planes["header"].view(torch.uint8).view(15, 16), blocks[:, :16])
         nibbles = planes["low"].view(15, 4, 1, 32)
         codes = torch.cat([nibbles & 15, nibbles >> 4], dim=2).flatten(1)
         assert torch.equal(codes, parts.code_NE & 15)
+        return
+    if name == "IQ4_XS":
+        assert torch.equal(planes["header"].view(torch.uint8).view(15, 8), blocks[:, :8])
+        assert torch.equal(planes["low"].view(15, 128), blocks[:, 8:])
+        return
+    if name == "Q3_K":
+        assert torch.equal(planes["scales"].view(torch.uint8).view(15, 12), blocks[:, 96:108])
+        assert same(planes["d"].flatten(), parts.d_N)
+        return
+    if name == "Q2_K":
+        assert torch.equal(planes["scales"].view(15, 16), blocks[:, :16])
+        assert same(planes["second"].flatten(), blocks[:, 82:].contiguous().view(torch.half)[:, 0])
         return
     assert same(planes["d"].flatten(), parts.d_N)
     if parts.second_N is not None:
@@ -124,7 +136,7 @@ def test_planes_hold_the_fields_of_the_blocks(name: str) -> None:
         assert torch.equal(bits.to(torch.uint8), parts.code_NE >> 4)
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_looked_up_rows_stay_packed(name: str) -> None:
     weight = random_matrix(name, rows=19, blocks=2)
     rows = torch.tensor([18, 0, 0, 7])
@@ -144,7 +156,7 @@ def test_a_view_at_an_odd_byte_of_a_file_is_packed(name: str) -> None:
     assert torch.equal(unpack(packed).blocks, weight.blocks)
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_planes_have_memory_of_their_own(name: str) -> None:
     weight = random_matrix(name, rows=6, blocks=2)
     packed = pack(weight)
