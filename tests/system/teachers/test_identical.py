@@ -11,7 +11,7 @@ from engine.errors import BadInput
 from engine.export.convert import convert
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, load_packed_decoder, new_decoder, save_decoder
-from engine.quant.blocks import PACKED, WRITTEN
+from engine.quant.blocks import LAYOUTS, WRITTEN
 from engine.teachers import identity
 from engine.teachers.frozen import FrozenDecoder
 from engine.teachers.identity import check_not_identical, same_values
@@ -23,7 +23,7 @@ def teacher_of(decoder: Decoder) -> Decoder:
     return FrozenDecoder(decoder).decoder
 
 
-MADE = [name for name in PACKED if name in WRITTEN]
+MADE = [name for name in LAYOUTS if name in WRITTEN]
 
 
 @pytest.mark.parametrize(
