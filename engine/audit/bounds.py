@@ -14,6 +14,10 @@ LOGITS = 1 << 23
 """Logits of one side that are in memory at a time, in float64."""
 
 
+WIDENED = 2 * 10**9
+"""Parameters of a teacher up to which its module is run again in fp32, with a copy of all its weights."""
+
+
 def group_tokens(intermediate_size: int) -> int:
     """Return the tokens of a plain forward pass at a time."""
     return GROUP_NUMBERS // intermediate_size

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from engine.audit.reference import AdamW, HeadRows, Objective, Runs, Shape, Targets, Weight
 
+NOT_IN_MEMORY = "the teacher's outputs are read from a store: it is not in memory"
+NOT_WIDENED = "not compared: a copy of the teacher in fp32 beside it would be too large"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedPass:
@@ -149,4 +152,4 @@ class ObservedStep:
     logged: Logged
     wanted: Wanted
     seed: int
-    no_teacher: str = "the teacher's outputs are read from a store: it is not in memory"
+    no_teacher: str = NOT_IN_MEMORY

@@ -31,7 +31,8 @@ from engine.model_families import FAMILIES, Family
 from engine.models.config import SIZES, ModelConfig
 from engine.spec.sections import ModelSection
 
-ABSENT = "transformers is not installed"
+LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Keys of config.json that change logits behind the head, where they are neither absent nor 1."""
 FEED_FORWARD_FACTOR = 4
 """Width of a feed-forward layer over the model's, where a config does not say: as in GPT-2 and BLOOM."""
 
@@ -51,6 +52,9 @@ class TransformersConfig(ModelConfig):
     """Of its parameters in transformers; the names in its files may differ."""
     why: str
     """Why our own decoder does not run it."""
+    scales_logits: bool = False
+    """Whether config.json or a bias of the head says that logits are not head(hidden). Whether they are is found out
+    on the loaded model; this is for the memory plan."""
 
     def __post_init__(self) -> None:
         """Accept what `read_transformers_config` has made."""
@@ -136,6 +140,8 @@ def read_transformers_config(
         parameters=sum(p.numel() for p in model.parameters()),
         names=tuple(name for name, _ in model.named_parameters()),
         why=why,
+        scales_logits=getattr(head, "bias", None) is not None
+        or any(getattr(text, key, None) not in (None, 1, 1.0) for key in LOGIT_KEYS),
     )
     for key, most in SIZES.items():
         if getattr(found, key) > most.most:

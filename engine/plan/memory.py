@@ -55,7 +55,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.audit.bounds import LOGITS, QUERIES, group_tokens
+from engine.audit.bounds import LOGITS, QUERIES, WIDENED, group_tokens
 from engine.errors import BadInput
 from engine.loss.chunks import (
     FUSED_HELD,
@@ -66,6 +66,7 @@ from engine.loss.chunks import (
 from engine.machine.reading import Reading
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
+from engine.models.transformers_config import TransformersConfig
 from engine.plan.activations import (
     Forward,
     linear_sizes,
@@ -359,6 +360,7 @@ class MemoryPlan:
             _loss_items,
             _evaluation_items,
             _audit_items,
+            _transformers_items,
         )
         return tuple(item for part in parts for item in part(self) if item.bytes)
 
@@ -683,6 +685,57 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "audit of a step",
         layer + 4 * wide + attention + hidden + logits + head,
         "a layer in fp32 with some tokens of it, logits in float64, gradients of the head",
+        phases=(_AUDIT,),
+    )
+
+
+def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
+    """Yield what a model that transformers runs needs beyond the native decoder of its shape: estimates."""
+    student, tokens = plan.student, plan.tokens
+    each, vocabulary = plan.each, student.vocab_size
+    if isinstance(student, TransformersConfig):
+        count = student.num_hidden_layers * tokens
+        yield BudgetItem(
+            "norms of transformers",
+            0 if plan.checkpointing else 8 * count * student.hidden_size,
+            f"{format_count(count)} tokens and layers x {student.hidden_size} x 8 bytes, not in one kernel",
+            phases=(_LOSS, _BACKWARD),
+        )
+        if student.scales_logits:
+            yield BudgetItem(
+                "logits of the student",
+                tokens * vocabulary * (5 * each + 4),
+                f"{format_count(tokens)} tokens x {vocabulary}, as the model gives them, and their gradients",
+                phases=(_LOSS, _BACKWARD),
+            )
+    taught = plan.teacher_in_loss if plan.stored is None else None
+    if isinstance(taught, TransformersConfig) and taught.scales_logits:
+        yield BudgetItem(
+            "logits of the teacher",
+            3 * tokens * taught.vocab_size * plan.teacher_each,
+            f"{format_count(tokens)} tokens x {taught.vocab_size}, as the model gives them",
+            phases=(_TEACHER, _LOSS),
+        )
+    if plan.spec.checks.enabled and plan.on_gpu:
+        yield from _same_module_items(plan, taught)
+
+
+def _same_module_items(plan: MemoryPlan, taught: ModelConfig | None) -> Iterator[BudgetItem]:
+    """Yield what the audit of a step needs to run such a module again in fp32 (`engine.train.same_module`)."""
+    student, tokens = plan.student, plan.tokens
+    need = 0
+    if isinstance(student, TransformersConfig):
+        at_once = max(1, group_tokens(student.intermediate_size) // plan.spec.data.seq_len)
+        forward = plan._pass(student, min(at_once, plan.spec.train.rows), 4, 4)
+        need = 8 * count_parameters(student) + sum(forward.kept().values())
+        if student.scales_logits:
+            need += tokens * student.vocab_size * (32 + 3 * plan.each)
+    if isinstance(taught, TransformersConfig) and count_parameters(taught) <= WIDENED:
+        need = max(need, 4 * count_parameters(taught))
+    yield BudgetItem(
+        "audit of a module of transformers",
+        need,
+        "its weights and their gradients in fp32, a forward pass kept, logits in float64",
         phases=(_AUDIT,),
     )
 

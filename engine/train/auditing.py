@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from engine.audit import reference
-from engine.audit.bounds import COMPARED_NUMBERS
+from engine.audit.bounds import COMPARED_NUMBERS, WIDENED
 from engine.audit.judge import judge, judge_record
 from engine.audit.observed import (
+    NOT_IN_MEMORY,
+    NOT_WIDENED,
     CorpusRows,
     Logged,
     Model,
@@ -327,6 +329,7 @@ class StepAudit(StepObserver):
             logged=_logged(step),
             wanted=self._wanted(seen.step),
             seed=spec.train.seed,
+            no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_MEMORY,
         )
 
     def _student_runs(self, seen: _Seen) -> reference.Runs:
@@ -412,7 +415,7 @@ class StepAudit(StepObserver):
     def _teacher(self, first: bool) -> Model | None:
         decoder = self.teacher_decoder
         # A layer that is spread over the ranks is gathered by all of them.
-        if decoder is None or decoder.shards is not None:
+        if decoder is None or decoder.shards is not None or self._too_wide:
             return None
         rounding = ROUNDING[decoder.dtype]
         precision = self.spec.teacher.precision
@@ -434,6 +437,12 @@ class StepAudit(StepObserver):
             proved=decoder.config.native,
             files=self.spec.teacher.path if first and decoder.config.native else "",
         )
+
+    @property
+    def _too_wide(self) -> bool:
+        """Whether a copy of the teacher in fp32 is too large for its module to be run again with it."""
+        decoder = self.teacher_decoder
+        return isinstance(decoder, TransformersDecoder) and decoder.config.counted > WIDENED
 
     def _parameter(self, seen: _Seen, name: str, p: Tensor) -> ObservedParameter:
         rows_R = seen.rows[name]

@@ -9,6 +9,7 @@ measure. It cannot find that the module computes another model than its files me
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from engine.audit.reference import Forward
-from engine.models.transformers_decoder import TransformersDecoder
+from engine.models.transformers_decoder import TransformersDecoder, moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +45,23 @@ class SameModule:
         self, decoder: TransformersDecoder, weights: Mapping[str, Tensor], device: torch.device
     ) -> None:
         """`weights` are its parameters and buffers by name; those of floats are widened."""
-        self._module = _Hidden(decoder)
+        self._decoder, self._module = decoder, _Hidden(decoder)
         self._weights, self._device = weights, device
 
-    def _widened(self, rounding: float = 0.0) -> dict[str, Tensor]:
+    def _widened(self) -> dict[str, Tensor]:
         found = {}
         for name, tensor in self._weights.items():
-            moved = tensor.to(self._device)
-            if moved.is_floating_point():
-                moved = moved.float()
-                if rounding:
-                    moved = _moved(moved, rounding)
-            found[f"decoder.{name}"] = moved
+            there = tensor.to(self._device)
+            found[f"decoder.{name}"] = there.float() if there.is_floating_point() else there
         return found
 
     @torch.no_grad()
     def forward(
         self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
     ) -> Forward:
-        """See `Runs.forward`. With `rounding` every weight is moved by that share of itself, up or down."""
-        hidden_BTD = self._run(self._widened(rounding), tokens_BT, documents_BT)
+        """See `Runs.forward`. With `rounding` the answer of every innermost module is moved by that share."""
+        with moved(self._decoder.model, rounding) if rounding else contextlib.nullcontext():
+            hidden_BTD = self._run(self._widened(), tokens_BT, documents_BT)
         return _Pass(
             tokens_N=tokens_BT.flatten(),
             turns={},
@@ -98,10 +96,3 @@ class SameModule:
                 self._module, weights, (tokens_BT, documents_BT), tie_weights=True
             )
         return hidden_BTD
-
-
-def _moved(tensor: Tensor, share: float) -> Tensor:
-    """Return the numbers moved by that share of themselves, every other one up and down."""
-    flat_N = tensor.flatten()
-    sign_N = 1 - 2 * (torch.arange(flat_N.numel(), device=tensor.device) % 2)
-    return (flat_N * (1 + share * sign_N)).view(tensor.shape)

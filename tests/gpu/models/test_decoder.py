@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from engine.errors import WeightsError
 from engine.export.convert import convert
+from engine.model_families import FAMILIES
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
-from engine.models.rope import RopeScaling
+from tests.support.families import CHANGES
 
 # Shapes: B rows, T tokens, D model width
 
@@ -22,16 +24,9 @@ PADDING = -1
 pytestmark = pytest.mark.gpu
 
 
-FAMILIES = ["qwen2", "qwen3", "llama"]
-SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)
-
-
 def make_config(heads: int = 8, shared: int = 2, family: str = "qwen2") -> ModelConfig:
-    return ModelConfig(
+    values: dict[str, Any] = dict(
         family=family,
-        rope_scaling=SCALING if family == "llama" else None,
         vocab_size=97,
         hidden_size=64 * heads,
         intermediate_size=88,
@@ -42,6 +37,7 @@ def make_config(heads: int = 8, shared: int = 2, family: str = "qwen2") -> Model
         rms_norm_eps=1e-6,
         rope_theta=1e4,
     )
+    return ModelConfig(**values | (CHANGES[family] if heads == 8 else {}))
 
 
 def run(decoder: Decoder, documents: list[list[int]] | None) -> dict[str, Tensor]:
@@ -64,7 +60,7 @@ def gap(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "shared", "family"),
-    [(8, 2, "qwen2"), (8, 8, "qwen2"), (14, 2, "qwen2"), (8, 2, "qwen3"), (8, 2, "llama")],
+    [(8, 8, "qwen2"), (14, 2, "qwen2"), *((8, 2, family) for family in FAMILIES)],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_cuda_equals_the_cpu(
@@ -132,7 +128,7 @@ def test_a_model_loads_onto_the_gpu_and_saves_from_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_blocks_become_the_same_floats_on_the_gpu(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

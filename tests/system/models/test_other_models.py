@@ -17,8 +17,11 @@ from engine.errors import BadInput
 from engine.evaluate.model import open_model
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from engine.models.config import count_parameters
 from engine.models.generate import generate
 from engine.models.load import load_decoder, save_decoder
+from engine.models.read_config import read_config
+from tests.support.budgets import budget_of, spec_of
 from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit, taught_on
 from tests.support.other_models import LIBRARY, save_other
@@ -169,3 +172,16 @@ def test_logits_that_are_not_of_a_head_are_not_stored_as_hidden_states(
     with pytest.raises(BadInput, match="top_k or sampled"):
         make_store(spec, tmp_path / "store")
     assert make_store(spec, tmp_path / "few", form="top_k", count=5).rows
+
+
+def test_the_memory_plan_counts_what_such_a_model_needs_beyond_ours(tmp_path: Path) -> None:
+    save_other(tmp_path / "model", "gemma2", vocab_size=VOCABULARY)
+    other = read_config(tmp_path / "model")
+    spec = spec_of(checks__enabled=True)
+    items = {item.name: item.bytes for item in budget_of(spec, other, other).items}
+    assert items["audit of a module of transformers"] > 8 * count_parameters(other)
+    tokens = spec.train.rows * spec.data.seq_len
+    assert items["logits of the student"] == tokens * VOCABULARY * (5 * 2 + 4)
+    assert items["logits of the teacher"] == tokens * VOCABULARY * 3 * 2
+    plain = {item.name for item in budget_of(spec).items}
+    assert not plain & {"logits of the student", "audit of a module of transformers"}
