@@ -72,8 +72,10 @@ def _mask(seen: Callable[[Tensor], Tensor]) -> Iterator[None]:
         mask_BTT.masked_fill_(~seen(documents_BT), -math.inf)
         return attention_inputs._replace(mask_B1TT=mask_BTT[:, None])
 
-    def spoilt_packed(config: Any, documents_BT: Tensor, dtype: torch.dtype) -> AttentionInputs:
-        return spoilt(config, documents_BT, documents_BT, dtype)
+    def spoilt_packed(
+        config: Any, documents_BT: Tensor, dtype: torch.dtype, windowed: bool = True
+    ) -> AttentionInputs:
+        return spoilt(config, documents_BT, documents_BT, dtype, windowed)
 
     with (
         replaced(decoder, "masked_attention_inputs", lambda _: spoilt),

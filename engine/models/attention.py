@@ -21,8 +21,8 @@ synchronise. So the code that makes a batch records them with `remember`. Withou
 from the GPU, which is slower and gives the same result. The reference is the masked path of
 `engine.models.decoder`.
 
-Covered: CUDA from capability 8.0 on, fp16 and bf16, head widths up to 256 in multiples of 8, GQA.
-Not covered: sliding windows, which are masked instead. The tokens of a document must be contiguous in
+Covered: CUDA from capability 8.0 on, fp16 and bf16, head widths up to 256 in multiples of 8, GQA, sliding windows.
+The tokens of a document must be contiguous in
 their row: a document that returns after another one counts as a new document.
 """
 
@@ -141,8 +141,19 @@ def lengths(documents_BT: Tensor) -> Tensor:
     return last_BT - place_T + positions(documents_BT) + 1
 
 
-def attend_packed(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, packing: Packing) -> Tensor:
-    """Return causal attention within each document, (B, T, H, E)."""
+def attend_packed(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    packing: Packing,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Return causal attention within each document, (B, T, H, E).
+
+    Scores are multiplied by `scale`, or 1/sqrt(E); a token attends to at most `window` tokens, itself included.
+    """
     starts_S, longest = packing.starts_S, packing.longest_L.shape[0]
     y_NHE: Tensor = torch.ops.aten._flash_attention_forward(
         q_BTHE.flatten(0, 1),
@@ -155,5 +166,9 @@ def attend_packed(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, packing: Packi
         0.0,
         True,
         False,
+        scale=scale,
+        # How many tokens before itself a token attends to.
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
     )[0]
     return y_NHE.view(q_BTHE.shape)

@@ -91,7 +91,7 @@ class AttentionInputs(NamedTuple):
     sin_XT1R: Tensor
     mask_B1TT: Tensor | None
     """0 where a token may attend, -inf elsewhere; None if attention is plain causal or packed. A sliding
-    window is part of it.
+    window is part of it; packed attention has its own (`Attention.window`).
     """
     starts_S: Tensor | None = None
     longest_L: Tensor | None = None
@@ -202,6 +202,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.rotates = index not in config.layers_without_rope
+        self.window = config.sliding_window if config.has_window(index) else None
         self.scale: float | None = None
         if config.query_pre_attn_scalar is not None:
             self.scale = config.query_pre_attn_scalar**-0.5
@@ -238,7 +239,9 @@ class Attention(nn.Module):
             k_BTKE, v_BTKE = attention_inputs.past.extended(k_BTKE, v_BTKE)
         if attention_inputs.starts_S is not None and attention_inputs.longest_L is not None:
             packing = Packing(attention_inputs.starts_S, attention_inputs.longest_L)
-            y_BTHE = attend_packed(q_BTHE, k_BTKE, v_BTKE, packing)
+            y_BTHE = attend_packed(
+                q_BTHE, k_BTKE, v_BTKE, packing, scale=self.scale, window=self.window
+            )
         else:
             y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, attention_inputs.mask_B1TT, self.scale)
         y_BTD: Tensor = self.o(y_BTHE.flatten(-2))
@@ -348,7 +351,7 @@ class Decoder(nn.Module):
         """
         self.packed = False
         """Whether attention over documents is packed (`engine.models.attention`) instead of masked.
-        In fp32, and with a sliding window, it is always masked.
+        In fp32 it is always masked.
         """
         self.shards: Shards | None = None
         """Set if this process holds only a part of each layer, as for a sharded frozen teacher."""
@@ -391,11 +394,8 @@ class Decoder(nn.Module):
         """
         x_BTD = self.scaled(self.embed(tokens_BT) if embedded_BTD is None else embedded_BTD)
         dtype = product_dtype(x_BTD)
-        packed = self.packed and self.config.sliding_window is None
-        if packed and documents_BT is not None and dtype != torch.float32:
-            of_layers = [packed_attention_inputs(self.config, documents_BT, dtype)] * len(
-                self.layers
-            )
+        if self.packed and documents_BT is not None and dtype != torch.float32:
+            of_layers = self.packed_inputs(documents_BT, dtype)
         else:
             of_layers = self.masked_inputs(tokens_BT, documents_BT, dtype)
         for index, layer in enumerate(self.layers):
@@ -420,6 +420,12 @@ class Decoder(nn.Module):
             lambda windowed: masked_attention_inputs(
                 self.config, tokens_BT, documents_BT, dtype, windowed
             )
+        )
+
+    def packed_inputs(self, documents_BT: Tensor, dtype: torch.dtype) -> list[AttentionInputs]:
+        """Return what `packed_attention_inputs` returns, for each layer."""
+        return self._of_layers(
+            lambda windowed: packed_attention_inputs(self.config, documents_BT, dtype, windowed)
         )
 
     def _of_layers(self, make: Callable[[bool], AttentionInputs]) -> list[AttentionInputs]:
@@ -558,12 +564,14 @@ def cached_attention_inputs(
 
 @torch.no_grad()
 def packed_attention_inputs(
-    config: ModelConfig, documents_BT: Tensor, dtype: torch.dtype
+    config: ModelConfig, documents_BT: Tensor, dtype: torch.dtype, windowed: bool = True
 ) -> AttentionInputs:
-    """Return the `AttentionInputs` for packed attention."""
+    """Return the `AttentionInputs` for packed attention. `windowed` is whether they are those of a layer with a
+    window, if the model has one: its kernel hides what is behind the window, and its RoPE may have another base.
+    """
     packing = packing_of(documents_BT)
     length_BT = 0 if config.long_rope is None else lengths(documents_BT)
-    angles = _cos_sin(config, positions(documents_BT), length_BT, dtype)
+    angles = _cos_sin(config, positions(documents_BT), length_BT, dtype, windowed)
     return AttentionInputs(*angles, None, *packing)
 
 

@@ -234,6 +234,7 @@ def _compile_sums(steps: int, tokens: int, saved_s: float, costs_s: float) -> st
 def choose_graphs(
     wanted: str,
     *,
+    config: ModelConfig,
     device: str,
     packed: bool,
     checkpointing: bool,
@@ -257,6 +258,9 @@ def choose_graphs(
             accumulation > 1
         ),
         "only packed attention is captured": not packed,
+        "layers with a window and layers without one are not captured together": (
+            len({config.has_window(layer) for layer in range(config.num_hidden_layers)}) > 1
+        ),
         "layers that make their activations again are not captured": checkpointing,
         f"a graph's memory is native, and this run's is {allocator}": allocator != "native",
     }
@@ -315,8 +319,6 @@ def choose_attention(
         why_not = f"needs compute capability {needed}, this GPU has {found}"
     elif precision not in ("bf16", "fp8"):
         why_not = f"its kernel takes bf16, and products are in {precision}"
-    elif config.sliding_window is not None:
-        why_not = f"it has no sliding window, and the model's is {config.sliding_window:,} tokens"
     elif heads > MOST_HEAD_DIM or heads % 8:
         why_not = f"its kernel takes heads of up to {MOST_HEAD_DIM} in multiples of 8, here they have {heads}"
     refused = {}
@@ -572,7 +574,7 @@ _KNOBS = (
     Knob("student.checkpointing", choose_checkpointing),
     Knob("loss.chunk_rows", choose_chunk_rows),
     Knob("student.reshard", choose_reshard),
-    Knob("student.graphs", choose_graphs),
+    Knob("student.graphs", choose_graphs, _OF_STUDENT),
     Knob("teacher.kernel", choose_kernel),
     Knob("train.update", choose_update),
     Knob("checkpoint.sharded", choose_sharded),

@@ -726,8 +726,11 @@ def _same_module_items(plan: MemoryPlan, taught: ModelConfig | None) -> Iterator
     need = 0
     if isinstance(student, TransformersConfig):
         at_once = max(1, group_tokens(student.intermediate_size) // plan.spec.data.seq_len)
-        forward = plan._pass(student, min(at_once, plan.spec.train.rows), 4, 4)
-        need = 8 * count_parameters(student) + sum(forward.kept().values())
+        forward = replace(
+            plan._pass(student, min(at_once, plan.spec.train.rows), 4, 4),
+            checkpointing=plan.checkpointing,
+        )
+        need = 8 * count_parameters(student) + sum(forward.kept().values()) + forward.again()
         if student.scales_logits:
             need += tokens * student.vocab_size * (32 + 3 * plan.each)
     if isinstance(taught, TransformersConfig) and count_parameters(taught) <= WIDENED:

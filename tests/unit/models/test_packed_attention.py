@@ -72,14 +72,27 @@ LONG = LongRope(
 )
 
 
-@pytest.mark.parametrize("shape", [config(), config(family="phi3", long_rope=LONG)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        config(),
+        config(family="phi3", long_rope=LONG),
+        config(
+            family="gemma3_text",
+            layers_without_window=(1,),
+            sliding_window=5,
+            rope_local_base_freq=100.0,
+        ),
+    ],
+)
+@pytest.mark.parametrize("windowed", [True, False])
 @given(ids_BT=documents())
 def test_packed_positions_turn_as_masked_ones(
-    ids_BT: NDArray[np.int64], shape: ModelConfig
+    ids_BT: NDArray[np.int64], shape: ModelConfig, windowed: bool
 ) -> None:
     documents_BT = torch.from_numpy(ids_BT)
-    masked = masked_attention_inputs(shape, documents_BT, documents_BT, torch.float32)
-    packed = packed_attention_inputs(shape, documents_BT, torch.float32)
+    masked = masked_attention_inputs(shape, documents_BT, documents_BT, torch.float32, windowed)
+    packed = packed_attention_inputs(shape, documents_BT, torch.float32, windowed)
     assert torch.equal(masked.cos_XT1R, packed.cos_XT1R)
     assert torch.equal(masked.sin_XT1R, packed.sin_XT1R)
     assert packed.mask_B1TT is None and packed.starts_S is not None
@@ -87,7 +100,20 @@ def test_packed_positions_turn_as_masked_ones(
 
 # On a GPU
 
-SHAPES = [config(), config(shared=4), config(family="qwen3", head_dim=32)]
+SHAPES = [
+    config(),
+    config(shared=4),
+    config(family="qwen3", head_dim=32),
+    config(family="mistral", sliding_window=7),
+    config(
+        family="gemma3_text",
+        layers=3,
+        layers_without_window=(2,),
+        sliding_window=5,
+        rope_local_base_freq=100.0,
+        query_pre_attn_scalar=40,
+    ),
+]
 
 
 def answers(

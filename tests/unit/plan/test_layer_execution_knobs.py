@@ -64,7 +64,6 @@ def attention(wanted: str = "auto", **changes: Any) -> Decision:
         (dict(precision="fp32"), "fp32"),
         (dict(config=config(head_dim=12)), "multiples of 8"),
         (dict(config=config(head_dim=264)), "up to 256"),
-        (dict(config=config(family="mistral", sliding_window=64)), "no sliding window"),
     ],
 )
 def test_documents_are_packed_wherever_a_kernel_is(changes: dict[str, Any], word: str) -> None:

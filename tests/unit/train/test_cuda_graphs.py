@@ -39,7 +39,7 @@ from tests.support.running import environment
 from tests.support.trainers import build, run_ahead, snapshot
 
 GPU: dict[str, Any] = dict(
-    device="cuda", packed=True, checkpointing=False, accumulation=1, ranks=1, allocator="native",
+    config=config(), device="cuda", packed=True, checkpointing=False, accumulation=1, ranks=1, allocator="native",
     layers=24, needed_bytes=3 << 30, given_bytes=1 << 30,
 )  # fmt: skip
 
@@ -51,6 +51,10 @@ GPU: dict[str, Any] = dict(
         ({"ranks": 2}, "several GPUs"),
         ({"accumulation": 2}, "accumulates"),
         ({"packed": False}, "packed"),
+        (
+            {"config": config(family="gemma3_text", layers_without_window=(1,), sliding_window=5)},
+            "without one",
+        ),
         ({"checkpointing": True}, "again"),
         ({"allocator": "managed"}, "managed"),
     ],

@@ -22,7 +22,8 @@ _PLACES, _NUMBERS = 64, 1 << 20
 """So many places are looked at, and so many numbers of them: some MiB in float64."""
 _SAME = 1e-5
 """Between the logarithms that two models which are one give of a likely token."""
-_LIKELY = 1e-3
+_LIKELY = 1e-2
+"""Of the most likely token of its place, so many are compared: of a large vocabulary none need be likely."""
 _APART = 1e-6
 """Nats between two models that are not."""
 _LOOK = 3
@@ -67,7 +68,7 @@ class Divergence:
         divergence = (torch.xlogy(p_RV, p_RV) - p_RV * log_q_RV).sum(1).mean()
         alike = (p_RV.argmax(1) == log_q_RV.argmax(1)).double().mean()
         apart = (p_RV.log() - log_q_RV).abs()
-        apart = torch.where(p_RV > _LIKELY, apart, 0.0).amax()
+        apart = torch.where(p_RV > _LIKELY * p_RV.amax(1, keepdim=True), apart, 0.0).amax()
         return torch.stack([off, divergence, alike, apart])
 
     def lines(self, counts: list[float], others: list[float], step: int) -> list[Line]:
