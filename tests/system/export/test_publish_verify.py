@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,18 +233,34 @@ def test_a_peer_that_is_absent_says_so_with_an_exit_status_of_its_own(tmp_path: 
     assert done.returncode == 3 and "transformers is not installed: not today" in done.stdout
 
 
+KNOWN_TO_LLAMA_CPP: dict[str, dict[str, object]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {},
+    # The last of every four layers has no RoPE.
+    "smollm3": {"num_hidden_layers": 4, "layers_without_rope": (3,)},
+    "olmo2": {},
+    "phi3": {"partial_rotary_factor": 0.5},
+    # The last of every six layers has no window; the row of the text is longer than that of the others.
+    "gemma3_text": {
+        "num_hidden_layers": 6,
+        "layers_without_window": (5,),
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 16,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+}
+
+
 @needs("llama.cpp", importlib.util.find_spec("llama_cpp"))
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", KNOWN_TO_LLAMA_CPP)
 def test_llama_cpp_gives_the_same_tokens_and_text(family: str, kit: Kit, tmp_path: Path) -> None:
-    names = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-    raw = tiny_config(
-        hidden_size=64,
-        head_dim=16,
-        model_type=family,
-        architectures=[names[family]],
-        eos_token_id=0,
-    )
-    decoder = new_decoder(ModelConfig.from_dict(raw, "test"), seed=3)
+    plain = ModelConfig.from_dict(tiny_config(hidden_size=64, head_dim=16, eos_token_id=0), "test")
+    changes: dict[str, Any] = {"family": family, **KNOWN_TO_LLAMA_CPP[family]}
+    config = replace(plain, **changes)
+    decoder = new_decoder(config, seed=3)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in decoder.parameters():

@@ -485,12 +485,19 @@ def test_gradients_are_finite_with_padding_and_reach_every_weight(
 
 
 @pytest.mark.parametrize("changes", [*OF_FAMILIES, PHI3_LONG], ids=[*FAMILIES, "long"])
-def test_gradients_equal_transformers(changes: dict[str, object]) -> None:
-    decoder = lively(make_config(**changes, tie_word_embeddings=True))
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("second", [37, 20], ids=["whole rows", "documents"])
+def test_gradients_equal_transformers(changes: dict[str, object], tied: bool, second: int) -> None:
+    """`second` is where a second document begins in a row of 37 tokens; transformers runs each by itself."""
+    decoder = lively(make_config(**changes, tie_word_embeddings=tied))
     theirs = reference(decoder)
     tokens_BT = random_tokens(decoder.config, 2, 37)
-    for model in (decoder(tokens_BT), theirs(tokens_BT).logits):
-        model.logsumexp(-1).mean().backward()
+    documents_BT = (torch.arange(37) >= second).long().expand(2, -1)
+    decoder(tokens_BT, documents_BT).logsumexp(-1).mean().backward()
+    alone = [
+        theirs(part).logits for part in tokens_BT.tensor_split((second,), dim=1) if part.numel()
+    ]
+    torch.cat(alone, dim=1).logsumexp(-1).mean().backward()
     names = hf_names(decoder.config)
     gradients = {ours: decoder.get_parameter(ours).grad for ours in names}
     expected = dict(theirs.named_parameters())
