@@ -1,5 +1,6 @@
 # make demo   a live distillation on screen (headless without a terminal); with ARGS=--chat on conversations
 # make demo-watch   somebody's script on the Trainer of transformers, watched, and its mistake named
+# make real   two models on the hub to a published student, with a report
 # make test   the whole suite               make check   format, lint, types, import layers
 # make contracts   run what the contracts promise, then plant each bug and see it caught
 # make ci     what .ci/run runs: check, current-docs, promises, a short run, test, a drill of each kind
@@ -14,7 +15,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo demo-watch ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises untested drills few-drills quick-run format soak attack notebooks fuzz gpu peers frameworks wheel clean
+.PHONY: demo demo-watch real ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises untested drills few-drills quick-run format soak attack notebooks fuzz gpu peers frameworks wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -22,6 +23,17 @@ demo: .venv/.installed
 # The script knows nothing of the engine.
 demo-watch: .venv/.watch-demo
 	@$(BIN)/engine watch -- $(BIN)/python notebooks/watch_demo.py $(ARGS)
+
+# From two models on the hub to a published student on one GPU; the same command goes on where it stopped. OUT keeps it.
+TEACHER ?= Qwen/Qwen2.5-1.5B
+STUDENT ?= Qwen/Qwen2.5-0.5B
+DATA ?= python-stdlib
+STEPS ?= 500
+OUT ?= runs/real
+# transformers and `hf` are installed together with it.
+real: .venv/.watch-demo
+	@$(BIN)/python evidence/real/real.py --teacher "$(TEACHER)" --student "$(STUDENT)" --data "$(DATA)" --steps $(STEPS) --out "$(OUT)" \
+		$(SET:%=--set %) $(if $(HUMANEVAL),--humaneval "$(HUMANEVAL)") $(if $(filter-out 0,$(OFFLINE)),--offline)
 
 # Files of tests lie in memory where 4 GiB of it are free for that: many wait for a disk at each line.
 IN_MEMORY = $(shell test "$$(df --output=avail -B 1M /dev/shm 2>/dev/null | tail -1)" -ge 4096 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
