@@ -51,18 +51,36 @@ def checkpointed(run: RunLayer) -> RunLayer:
     return run_checkpointed
 
 
+def _some(layers: nn.ModuleList, run: RunLayer, run_others: RunLayer) -> RunLayer:
+    """Return a function that runs `layers` by `run`, and others by `run_others`."""
+    chosen = {id(layer) for layer in layers}
+
+    def run_one(layer: nn.Module, x_BTD: Tensor, attention_inputs: AttentionInputs) -> Tensor:
+        return (run if id(layer) in chosen else run_others)(layer, x_BTD, attention_inputs)
+
+    return run_one
+
+
 def configure_layers(
-    decoder: Decoder, *, compiled: RunLayer | None, packed: bool, checkpointing: bool
+    decoder: Decoder,
+    *,
+    compiled: RunLayer | None,
+    packed: bool,
+    checkpointing: bool,
+    kept_layers: int = 0,
 ) -> None:
-    """Apply the chosen compilation, attention and checkpointing to the decoder."""
+    """Apply the chosen compilation, attention and checkpointing to the decoder. With checkpointing, the last
+    `kept_layers` keep their activations all the same: the backward pass frees theirs before it recomputes any.
+    """
     decoder.packed = packed
     if isinstance(decoder, TransformersDecoder):
-        decoder.checkpoint_layers(checkpointing)
+        decoder.checkpoint_layers(checkpointing, kept_layers)
         return
     sharded = any(is_fsdp(layer) for layer in decoder.layers)
     eager: RunLayer = without_hooks if sharded else run_layer
     run = eager if compiled is None else compiled
-    run = checkpointed(run) if checkpointing else run
+    if checkpointing:
+        run = _some(decoder.layers[: len(decoder.layers) - kept_layers], checkpointed(run), run)
     decoder.run_layer = run_layer if sharded else run
     if sharded:
         for layer in decoder.layers:

@@ -187,11 +187,11 @@ class TransformersDecoder(Decoder):
         assert isinstance(other, TransformersDecoder)
         self.gives_logits, self.masks_documents = other.gives_logits, other.masks_documents
 
-    def checkpoint_layers(self, on: bool) -> None:
-        """Keep only the input of each layer for the backward pass, or everything."""
-        for layer in self.layers:
+    def checkpoint_layers(self, on: bool, kept: int = 0) -> None:
+        """Keep only the input of each layer but the last `kept` for the backward pass, or everything."""
+        for index, layer in enumerate(self.layers):
             vars(layer).pop("forward", None)
-            if on:
+            if on and index < len(self.layers) - kept:
                 layer.forward = partial(_checkpointed, layer.forward)
 
     @torch.no_grad()

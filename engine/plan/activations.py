@@ -60,6 +60,8 @@ class Forward:
     packed: bool = False
     compiled: bool = False
     checkpointing: bool = False
+    kept_layers: int = 0
+    """With `checkpointing`: how many of the last layers keep all that they compute."""
 
     @property
     def tokens(self) -> int:
@@ -71,8 +73,10 @@ class Forward:
             return self._kept_whole()
         c, r = self.config, self.residual_bytes
         inputs = (c.num_hidden_layers + 1) * self.tokens * r * c.hidden_size
+        whole = sum(self._kept_whole().values())
         return {
             "inputs of the layers": inputs + 4 * self.tokens,
+            "all of the last layers": whole * self.kept_layers // c.num_hidden_layers,
             "positions": self.tokens * (self._kinds * self.product_bytes * c.rotary_dim + 8),
             "masks": self.mask(),
         }

@@ -2,7 +2,8 @@
 
     loss.chunk_rows         logits of fewer tokens at a time: 1 or 2 ms of a step of 8192 tokens
     teacher.backend         block-quantised weights: 3 to 5 % of a step
-    student.checkpointing   activations recomputed in the backward pass: a third more of its forward
+    student.checkpointing   activations recomputed in the backward pass, of as few layers as it takes: a third
+                            more of their forward
     teacher.shard           teacher layers gathered from the other ranks when they compute, if the first
                             three are not enough; those are then decided again
 
@@ -17,6 +18,7 @@ from dataclasses import replace
 from engine.decision import Decision
 from engine.plan.knobs import KNOBS
 from engine.plan.memory import MemoryPlan
+from engine.units import format_bytes
 
 FEWER_CHUNK_ROWS = (1024, 512)
 """Numbers of tokens whose logits are kept at a time when memory is short, largest first. Matmuls with
@@ -66,6 +68,12 @@ def fit(
         available_bytes=available_bytes,
     )
     found = fitted(backend.choice, again.choice == "on")
+    if again.choice == "on" and not forced and available_bytes is not None:
+        found = _fewest_layers(found, available_bytes)
+        count = plan.student.num_hidden_layers
+        if found.kept_layers:
+            of = f"; of the first {count - found.kept_layers} of {count} layers, with {format_bytes(found.total_bytes)}"
+            again = replace(again, reason=again.reason + of)
     decisions = [backend, again]
     if wanted_rows or fewer:
         rows = found.spec.loss.chunk_rows
@@ -81,3 +89,11 @@ def fit(
             )
         )
     return found, decisions
+
+
+def _fewest_layers(plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
+    """Return the plan with the fewest layers that recompute their activations and which fits; the same one if none
+    but all of them do."""
+    count = plan.student.num_hidden_layers
+    tried = (replace(plan, kept_layers=kept) for kept in range(count - 1, 0, -1))
+    return next((one for one in tried if one.total_bytes <= available_bytes), plan)

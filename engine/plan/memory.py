@@ -252,6 +252,8 @@ class MemoryPlan:
     teacher_packed: bool = False
     """Whether the teacher's attention is packed."""
     checkpointing: bool = False
+    kept_layers: int = 0
+    """With `checkpointing`: how many of the student's last layers keep their activations all the same."""
     graphs: bool = False
     """Whether the student's layers are captured as CUDA graphs, which own their activations and gradients."""
     store: Identity | None = None
@@ -313,6 +315,7 @@ class MemoryPlan:
             packed=self.packed and self.each == 2,
             compiled=self.compiled,
             checkpointing=self.checkpointing,
+            kept_layers=self.kept_layers,
         )
 
     def teacher_pass(self, config: ModelConfig, rows: int) -> Forward:
@@ -344,7 +347,7 @@ class MemoryPlan:
             key, _, value = setting.partition("=")
             if field := _CHOSEN.get(key):
                 chosen: Any = value == "on" if value in ("on", "off") else value
-                plan = replace(plan, **{field: chosen})
+                plan = replace(plan, **{field: chosen}, kept_layers=0)
                 continue
             section, _, name = key.partition(".")
             changed = replace(getattr(plan.spec, section), **{name: int(value)})
@@ -729,6 +732,7 @@ def _same_module_items(plan: MemoryPlan, taught: ModelConfig | None) -> Iterator
         forward = replace(
             plan._pass(student, min(at_once, plan.spec.train.rows), 4, 4),
             checkpointing=plan.checkpointing,
+            kept_layers=plan.kept_layers,
         )
         need = 8 * count_parameters(student) + sum(forward.kept().values()) + forward.again()
         if student.scales_logits:

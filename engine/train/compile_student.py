@@ -118,6 +118,7 @@ def configure_student(
         compiled=compiled,
         packed=plan.execution.packed,
         checkpointing=plan.memory.checkpointing,
+        kept_layers=plan.memory.kept_layers,
     )
     compiles.done(log)
     if agreement is not None:
@@ -146,6 +147,7 @@ def compile_student(
     compiled: bool,
     packed: bool,
     checkpointing: bool,
+    kept_layers: int = 0,
     backend: str = "inductor",
 ) -> Agreement | None:
     """Set how the student's layers run, compile them if configured, and return their distance from eager.
@@ -155,13 +157,25 @@ def compile_student(
     """
     student = trainer.student
     if not compiled:
-        configure_layers(student, compiled=None, packed=packed, checkpointing=checkpointing)
+        configure_layers(
+            student,
+            compiled=None,
+            packed=packed,
+            checkpointing=checkpointing,
+            kept_layers=kept_layers,
+        )
         return None
     # Eager layers keep more activations. With recomputation they need no more memory than the steps will.
     configure_layers(student, compiled=None, packed=packed, checkpointing=True)
     written = _answers(trainer)
     layers = CompiledLayers(trainer.train.rows, length, backend)
-    configure_layers(student, compiled=layers, packed=packed, checkpointing=checkpointing)
+    configure_layers(
+        student,
+        compiled=layers,
+        packed=packed,
+        checkpointing=checkpointing,
+        kept_layers=kept_layers,
+    )
     return _agreement(
         trainer,
         _answers(trainer),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.models.activation_checkpointing import checkpointed
+from engine.models.activation_checkpointing import checkpointed, configure_layers
 from engine.models.decoder import Decoder, run_layer
 from engine.models.load import new_decoder
 from tests.support.budgets import config
@@ -37,3 +37,18 @@ def test_checkpointed_layers_keep_less_and_give_the_same_bits() -> None:
     assert torch.equal(found, expected)
     assert all(torch.equal(again_gradients[n], g) for n, g in gradients.items())
     assert kept_bytes(decoder) < 0.5 * whole
+
+
+def test_the_last_layers_may_keep_what_they_compute() -> None:
+    decoder = new_decoder(config(layers=4), 0)
+    _, gradients = gradients_of(decoder)
+    kept = []
+    for layers in (0, 2, 4):
+        configure_layers(
+            decoder, compiled=None, packed=False, checkpointing=True, kept_layers=layers
+        )
+        _, again_gradients = gradients_of(decoder)
+        assert all(torch.equal(again_gradients[n], g) for n, g in gradients.items())
+        kept.append(kept_bytes(decoder))
+    none, half, whole = kept
+    assert abs(half - (none + whole) / 2) < 0.05 * whole and none < half < whole

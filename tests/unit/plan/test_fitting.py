@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,23 @@ def test_24_gib_hold_the_exact_path_with_the_teacher_in_its_blocks(
     chunks = said["loss.chunk_rows"]
     assert chunks.choice == str(rows) and f"with chunks of {USUAL} tokens" in chunks.reason
     assert "of 24.0 GiB available" in chunks.reason
+
+
+def test_only_as_many_layers_recompute_as_it_takes() -> None:
+    kept = {}
+    for gib in (20.0, 19.0, 18.0):
+        plan, said = fitted(gib)
+        assert plan.checkpointing and plan.total_bytes <= gib * GIB
+        kept[gib] = plan.kept_layers
+        # One layer more would not fit.
+        more = replace(plan, kept_layers=plan.kept_layers + 1)
+        assert more.total_bytes > gib * GIB
+        if plan.kept_layers:
+            count = plan.student.num_hidden_layers - plan.kept_layers
+            assert f"of the first {count} of 24 layers" in said["student.checkpointing"].reason
+    assert kept[20.0] > kept[19.0] > kept[18.0] > 0
+    asked, _ = fitted(20.0, student__checkpointing="on")
+    assert asked.checkpointing and asked.kept_layers == 0
 
 
 def test_what_the_settings_name_is_kept_whatever_it_needs() -> None:
