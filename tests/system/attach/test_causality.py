@@ -15,6 +15,7 @@ import pytest
 from engine.attach.identities import PASS, SUSPICION, UNKNOWN
 from tests.support.attached import watched_once
 from tests.support.paths import ROOT
+from tests.support.running import engine
 from tests.system.attach.test_identities import outcomes
 
 Found = dict[str, list[dict[str, Any]]]
@@ -137,6 +138,13 @@ def test_a_model_that_sees_what_it_is_to_predict_is_suspected(found: Found, name
 
 
 def test_it_is_asked_by_the_command(tmp_path: Path) -> None:
+    words = ("--runs", tmp_path, "--name", "run", "--ask", "causality")
+    done = engine("watch", *words, "--", "sh", "-c", 'echo "$APR_WATCH_ASK"')
+    assert (done.returncode, done.stdout) == (0, "causality\n")
+
+
+@pytest.mark.soak
+def test_what_the_command_asks_is_answered(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nnet = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"

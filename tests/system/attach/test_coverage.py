@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.attach.identities import PASS, SUSPICION
-from tests.support.attached import watched_once
+from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import degrees, outcomes
 
 Found = dict[str, list[dict[str, Any]]]
@@ -108,9 +109,14 @@ for function in (padding_is_labelled, padding_is_not_masked_by_hand, padding_by_
 """
 
 
+@pytest.mark.soak
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
+    run_twice(tmp_path, SCRIPT)
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "coverage", SCRIPT))
+    return outcomes(watched_once(tmp_path_factory, "coverage", SCRIPT, twice=False))
 
 
 IDS = ("padding_labels", "end_of_text")

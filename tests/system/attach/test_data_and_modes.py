@@ -257,26 +257,24 @@ WRONG_MODES = {
 
 
 @pytest.fixture(scope="module")
-def modes(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "modes", SETUP + MODES, twice=False))
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Of one process, as importing torch takes longer than the trainings."""
+    script = SETUP + MODES + DATA
+    return outcomes(watched_once(tmp_path_factory, "data_and_modes", script, twice=False))
 
 
 @pytest.mark.parametrize("name", MODE_OF)
-def test_nothing_is_said_against_modes_that_are_meant(modes: Found, name: str) -> None:
-    assert degrees(modes[name], "training_mode") == MODE_OF[name]
-    assert not degrees(modes[name], "evaluation_mode")
+def test_nothing_is_said_against_modes_that_are_meant(found: Found, name: str) -> None:
+    assert degrees(found[name], "training_mode") == MODE_OF[name]
+    assert not degrees(found[name], "evaluation_mode")
 
 
 @pytest.mark.parametrize("name", WRONG_MODES)
-def test_a_mode_that_does_not_fit_is_suspected(modes: Found, name: str) -> None:
+def test_a_mode_that_does_not_fit_is_suspected(found: Found, name: str) -> None:
     id, step, text = WRONG_MODES[name]
-    (line,) = _suspicions_of_data(modes, name)
+    (line,) = _suspicions_of_data(found, name)
     assert (line["id"], line["step"]) == (id, step)
     assert text in line["text"]
-
-
-def test_every_training_is_looked_at(modes: Found) -> None:
-    assert set(modes) == MODE_OF.keys() | WRONG_MODES.keys()
 
 
 DATA = """
@@ -539,30 +537,26 @@ WRONG_DATA = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "data", SETUP + DATA, twice=False))
-
-
 @pytest.mark.parametrize("name", HEALTHY_DATA)
-def test_nothing_is_said_against_data_that_is_read_as_it_is_meant(data: Found, name: str) -> None:
+def test_nothing_is_said_against_data_that_is_read_as_it_is_meant(found: Found, name: str) -> None:
     said: dict[str, list[str]] = {}
-    for line in data[name]:
+    for line in found[name]:
         if BY_ID[line["id"]].identity == "data":
             said.setdefault(line["id"], []).append(line["degree"])
     assert said == HEALTHY_DATA[name]
 
 
 @pytest.mark.parametrize("name", WRONG_DATA)
-def test_data_that_is_not_what_the_sampler_promised_is_suspected(data: Found, name: str) -> None:
+def test_data_that_is_not_what_the_sampler_promised_is_suspected(found: Found, name: str) -> None:
     id, text = WRONG_DATA[name]
-    (line,) = _suspicions_of_data(data, name)
+    (line,) = _suspicions_of_data(found, name)
     assert line["id"] == id
     assert text in str(line["text"])
 
 
-def test_all_data_is_looked_at(data: Found) -> None:
-    assert set(data) == HEALTHY_DATA.keys() | WRONG_DATA.keys()
+def test_every_training_is_looked_at(found: Found) -> None:
+    modes, data = MODE_OF.keys() | WRONG_MODES.keys(), HEALTHY_DATA.keys() | WRONG_DATA.keys()
+    assert set(found) == modes | data
 
 
 def _suspicions_of_data(found: Found, name: str) -> list[dict[str, object]]:
@@ -574,6 +568,5 @@ def _suspicions_of_data(found: Found, name: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("script", [MODES, DATA], ids=["modes", "data"])
-def test_none_of_them_is_changed_by_being_watched(tmp_path: Path, script: str) -> None:
-    run_twice(tmp_path, SETUP + script)
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
+    run_twice(tmp_path, SETUP + MODES + DATA)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.attach.identities import BY_ID, CONTRADICTION, DEGREES, FACT, PASS, SUSPICION, UNKNOWN
-from tests.support.attached import Ran, watched_once
+from tests.support.attached import Ran, run_twice, watched_once
 
 SETUP = """
 import copy
@@ -193,10 +194,13 @@ tell(without_the_correction_of_the_moments, a_row_that_is_written_elsewhere)
 """
 
 
-@pytest.fixture(scope="module")
-def updates(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    script = SETUP + HEALTHY_UPDATES + WRONG_UPDATES
-    return outcomes(watched_once(tmp_path_factory, "updates", script))
+def of_script(found: Found, script: str) -> Found:
+    return {name: lines for name, lines in found.items() if f"def {name}(" in script}
+
+
+@pytest.fixture
+def updates(plain_loops: Found) -> Found:
+    return of_script(plain_loops, HEALTHY_UPDATES + WRONG_UPDATES)
 
 
 def test_updates_of_adamw_adam_and_sgd_are_the_textbooks(
@@ -509,9 +513,9 @@ SUSPECT = {
 }
 
 
-@pytest.fixture(scope="module")
-def parameters(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "parameters", SETUP + PARAMETERS))
+@pytest.fixture
+def parameters(plain_loops: Found) -> Found:
+    return of_script(plain_loops, PARAMETERS)
 
 
 def of_degree(lines: list[dict[str, Any]], degree: str) -> list[dict[str, Any]]:
@@ -815,11 +819,18 @@ tell(gan, gan_whose_judge_learns_now_and_then, actor_and_critic, lbfgs, ema, lor
 """
 
 
+PLAIN_LOOPS = SETUP + HEALTHY_UPDATES + WRONG_UPDATES + PARAMETERS + HEALTHY
+
+
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    parts = PARAMETERS.split("# Updates that vanish.")[0]
-    ran = watched_once(tmp_path_factory, "healthy", SETUP + parts + HEALTHY)
-    return outcomes(ran)
+def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Of one process, as importing torch takes longer than the trainings."""
+    return outcomes(watched_once(tmp_path_factory, "plain_loops", PLAIN_LOOPS, twice=False))
+
+
+@pytest.fixture
+def healthy(plain_loops: Found) -> Found:
+    return of_script(plain_loops, HEALTHY)
 
 
 def test_no_healthy_program_has_a_contradiction(healthy: Found) -> None:
@@ -902,7 +913,13 @@ for function in (healthy, healthy_with_checkpointing, healthy_in_bf16, weights_i
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "trainer", TRAINER))
+    return outcomes(watched_once(tmp_path_factory, "trainer", TRAINER, twice=False))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", [PLAIN_LOOPS, TRAINER], ids=["plain loops", "trainer"])
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path, script: str) -> None:
+    run_twice(tmp_path, script)
 
 
 @pytest.mark.soak

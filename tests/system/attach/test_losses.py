@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.attach.identities import FACT, PASS, SUSPICION
-from tests.support.attached import watched_once
+from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import Found, degrees, outcomes
 
 SETUP = """
@@ -382,14 +384,23 @@ def _names(script: str) -> list[str]:
     return [name for name in names if name not in ("both", "ce", "fused_loss", "answers")]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def _text() -> str:
     scripts = HEALTHY + WRONG + DISTILLED
     # Teachers first: a process has so many searches for modules.
     script = SETUP + scripts
     script += TEACHERS + f"\ntell({', '.join(_names(TEACHERS))})\n" + INSIDE
     script += f"\nteacher = Small().eval()\ntell({', '.join(_names(scripts))})\n" + STORY
-    return outcomes(watched_once(tmp_path_factory, "losses", script))
+    return script
+
+
+@pytest.mark.soak
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
+    run_twice(tmp_path, _text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return outcomes(watched_once(tmp_path_factory, "losses", _text(), twice=False))
 
 
 def test_a_loss_of_the_next_tokens_is_known_in_every_style(found: Found) -> None:

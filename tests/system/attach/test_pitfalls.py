@@ -3,12 +3,13 @@ styles of code, and healthy programs that look alike."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.attach.identities import FACT, PASS, SUSPICION
-from tests.support.attached import watched_once
+from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import SETUP, degrees, outcomes
 
 Found = dict[str, list[dict[str, Any]]]
@@ -213,9 +214,14 @@ tell(evaluated_on_what_it_trains_on, split_after_it_was_repeated, evaluated_on_t
 """
 
 
+@pytest.mark.soak
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
+    run_twice(tmp_path, SETUP + SCRIPT)
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "pitfalls", SETUP + SCRIPT))
+    return outcomes(watched_once(tmp_path_factory, "pitfalls", SETUP + SCRIPT, twice=False))
 
 
 WRONG = {

@@ -124,13 +124,25 @@ def test_non_finite_numbers_are_named_beside_a_null(loops: Ran) -> None:
 
 def test_workers_of_a_loader_write_nothing(tmp_path: Path) -> None:
     """Those that are forked, and those that are spawned."""
-    watched, _ = run_twice(tmp_path, scripts.WORKERS)
+    watched = run_watched(tmp_path, scripts.WORKERS)
+    assert watched.returncode == 0, watched.stderr
     agree(watched, trainings=2)
     assert all(step["data_s"] > 0 for number in (0, 1) for step in steps_of(watched, number))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("script", [scripts.WORKERS, scripts.FORKS], ids=["workers", "forks"])
+def test_processes_of_a_loader_and_forked_ones_are_the_same_to_the_byte(
+    tmp_path: Path, script: str
+) -> None:
+    run_twice(tmp_path, script)
+
+
 def test_a_forked_child_leaves_the_log_to_its_parent_and_has_one_of_its_own(tmp_path: Path) -> None:
-    watched, _ = run_twice(tmp_path, scripts.FORKS)
+    watched = run_watched(tmp_path, scripts.FORKS)
+    assert watched.returncode == 0, watched.stderr
+    # The first child ends well, and the second keeps the files that it opened.
+    assert [line for line in watched.stdout.splitlines() if line[0] != "{"] == ["0", "True"]
     children = watched.trainings[1:]
     assert [len([line for line in log if line["kind"] == "step"]) for log in children] == [2, 1]
     for path in watched.folder.glob("run-*"):
@@ -138,21 +150,19 @@ def test_a_forked_child_leaves_the_log_to_its_parent_and_has_one_of_its_own(tmp_
     agree(watched)
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """A loop that recompiles late, and behind it a training of compiled functions of many forms."""
-    script = scripts.RECOMPILED + scripts.COMPILED
-    return watched_once(tmp_path_factory, "compiled", script)
-
-
 @pytest.mark.soak
-def test_compiling_makes_the_same_graphs_breaks_and_recompiles(compiled: Ran) -> None:
-    agree(compiled, trainings=2)
+def test_compiling_makes_the_same_graphs_breaks_and_recompiles(tmp_path: Path) -> None:
+    """A loop that recompiles late, and behind it a training of compiled functions of many forms."""
+    watched, _ = run_twice(tmp_path, scripts.RECOMPILED + scripts.COMPILED)
+    agree(watched, trainings=2)
 
 
 def test_a_compilation_after_the_first_steps_is_told_with_the_guard_that_failed(
-    compiled: Ran,
+    tmp_path: Path,
 ) -> None:
+    compiled = run_watched(tmp_path, scripts.RECOMPILED)
+    assert compiled.returncode == 0, compiled.stderr
+    agree(compiled)
     view = view_of(compiled)
     forward = [one for one in view.compiles if "backward" not in one.kernel]
     assert [one.after_warm_up for one in forward] == [False, False, True]

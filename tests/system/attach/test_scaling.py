@@ -3,12 +3,13 @@ of code, and healthy ones."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.attach.identities import PASS, SUSPICION
-from tests.support.attached import watched_once
+from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import SETUP, degrees, outcomes
 
 Found = dict[str, list[dict[str, Any]]]
@@ -324,9 +325,14 @@ tell(clipped_behind_the_step, a_trainer_that_clips_late, clipped_with_the_scale,
 """
 
 
+@pytest.mark.soak
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
+    run_twice(tmp_path, SETUP + SCRIPT)
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "scaling", SETUP + SCRIPT))
+    return outcomes(watched_once(tmp_path_factory, "scaling", SETUP + SCRIPT, twice=False))
 
 
 WRONG = {
