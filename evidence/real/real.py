@@ -30,6 +30,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -51,6 +52,7 @@ JUDGED = (0, 1, EXIT_UNKNOWN)
 HELD_OUT_BYTES = 4 << 20
 """Text that perplexities are measured on: some thousand rows, of which a GPU makes hundreds a second."""
 LAST_LINES = 15
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BEGUN = {"state": "begun", "why": ""}
 WARM_UP_STEPS = 3
 """Steps of a training whose pace is not its pace."""
@@ -177,7 +179,7 @@ class Work:
                 sys.stderr.write(line)
                 log.write(line)
                 log.flush()
-                last.append(line.rstrip())
+                last.append(_COLOURS.sub("", line.rstrip()))
             code = process.wait()
             for number, handler in zip(signals, before, strict=True):
                 signal.signal(number, handler)
@@ -342,9 +344,10 @@ def publish(work: Work) -> None:
 
 def published(work: Work) -> str:
     """The name of the published student."""
+    files = (".json", ".gguf", ".apr")
+    names = [Path(work.asked[role].split("@")[0]).name for role in ("student", "teacher")]
     student, teacher = (
-        Path(work.asked[role].split("@")[0]).name.removesuffix(".json")
-        for role in ("student", "teacher")
+        name[: name.rindex(".")] if name.endswith(files) else name for name in names
     )
     return f"{student}-from-{teacher}"
 
@@ -542,7 +545,9 @@ def as_markdown(found: dict[str, Any], out: Path) -> str:
                 (
                     name,
                     one["state"],
-                    format_seconds(one["seconds"]),
+                    # An attempt that was killed together with this script was not timed.
+                    "at least " * any(two["exit_code"] is None for two in one["attempts"])
+                    + format_seconds(one["seconds"]),
                     len(one["attempts"]),
                     one["why"],
                 )
@@ -567,7 +572,7 @@ def as_markdown(found: dict[str, Any], out: Path) -> str:
         "",
         "## Perplexity on held-out text",
         "",
-        *_perplexity_lines(found["perplexity"]),
+        *_perplexity_lines(found["perplexity"], found["stages"].get("held-out", {})),
         "",
         "HumanEval: " + _humaneval_line(found),
         "",
@@ -624,7 +629,7 @@ def as_markdown(found: dict[str, Any], out: Path) -> str:
         f"cd {shlex.quote(str(out))}",
         *(
             one["command"]
-            + (f"  # exit code {_known(one['exit_code'])}" if one["exit_code"] else "")
+            + (f"  # exit code {_known(one['exit_code'])}" if one["exit_code"] != 0 else "")
             for one in found["commands"]
         ),
         "```",
@@ -633,9 +638,9 @@ def as_markdown(found: dict[str, Any], out: Path) -> str:
     return "\n".join(lines)
 
 
-def _perplexity_lines(found: dict[str, Any]) -> Iterator[str]:
+def _perplexity_lines(found: dict[str, Any], held_out: dict[str, Any]) -> Iterator[str]:
     if not found:
-        yield "Not measured."
+        yield f"Not measured: {held_out.get('why') or 'not reached'}."
         return
     text = found["text"]
     yield f"{text['tokens']:,} tokens of {text['documents']:,} of the run's {text['of']:,} held-out documents."
