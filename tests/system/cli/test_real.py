@@ -60,7 +60,8 @@ def add_student(kit: Kit, hub: Path, folder: Path) -> None:
 def command(kit: Kit, out: Path, *more: str) -> list[str]:
     models = ["--teacher", TEACHER, "--student", STUDENT, "--data", str(kit.corpus)]
     script = str(ROOT / "evidence/real/real.py")
-    return [sys.executable, script, *models, "--steps", "6", "--out", str(out), *more]
+    asked = ["--steps", "6", "--set", "compute.device=cpu", "--out", str(out)]
+    return [sys.executable, script, *models, *asked, *more]
 
 
 def real(kit: Kit, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +78,59 @@ def report_of(out: Path) -> Any:
     return json.loads((out / "report.json").read_text())
 
 
-def test_a_student_is_published_with_a_report_after_an_interruption_and_nothing_is_done_twice(
+def test_a_student_is_published_with_a_report_and_nothing_is_done_twice(
+    kit: Kit, hub: Path, tmp_path: Path
+) -> None:
+    add_student(kit, hub, tmp_path / "student")
+    out = tmp_path / "out"
+    short = ("--set", "data.seq_len=32")
+    first = real(kit, out, *short)
+    assert first.returncode == 0, first.stderr
+
+    found = report_of(out)
+    receipt = json.loads((out / "run/receipt.json").read_text())
+    assert found["state"] == "complete"
+    assert found["heldout_loss_nats"] == receipt["heldout_loss_nats"]
+    assert found["pace"]["steps"] == receipt["steps"] == 6
+    for role, name in (("teacher", TEACHER), ("student", STUDENT)):
+        model = found["models"][role]
+        assert (model["asked"], model["revision"]) == (name, COMMIT)
+        assert model["sha256"] == receipt["weights"][role]["sha256"]
+    assert found["engine"]["choice"] == "native"
+    measured = json.loads((out / "stages/after.json").read_text())
+    assert found["perplexity"]["after"]["loss"] == measured["loss"]["value"]
+    assert found["perplexity"]["teacher"]["loss"] == measured["against_loss"]["value"]
+    assert found["perplexity"]["before"]["loss"] != measured["loss"]["value"]
+    folder = out / "Tiny-0.5B-from-Tiny-1.5B"
+    verification = json.loads((folder / "verification.json").read_text())
+    assert found["publication"] == {"folder": folder.name, "verification": verification}
+    assert (folder / "evaluation_ppl.json").read_bytes() == (out / "stages/after.json").read_bytes()
+    assert [one["id"] for one in found["not_passed"]] == ["memory_as_planned", "student_shift"]
+    assert found["memory"]["predicted_bytes"] > 0
+    page = (out / "report.md").read_text()
+    for value in receipt["heldout_loss_nats"].values():
+        assert f"{value:.4f}" in page
+    assert COMMIT in page
+
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    second = real(kit, out, *short)
+    assert second.returncode == 0, second.stderr
+    said = [line for line in second.stderr.splitlines() if line.startswith("==")]
+    assert [line for line in said if not line.endswith(": done before")] == [
+        "== humaneval: skipped: no file of problems: HUMANEVAL=HumanEval.jsonl.gz"
+    ]
+    again = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    changed = {path.name for path in files if again[path] != files[path]}
+    assert changed <= {"state.json", "report.json", "report.md"}
+    assert report_of(out)["commands"] == found["commands"]
+
+    other = real(kit, out, *short, "--steps", "7")
+    assert other.returncode == 65
+    assert "expected steps = 6, which it was begun with, found 7" in other.stderr
+
+
+@pytest.mark.soak
+def test_a_training_that_was_interrupted_is_reported_and_then_resumed(
     kit: Kit, hub: Path, tmp_path: Path
 ) -> None:
     add_student(kit, hub, tmp_path / "student")
@@ -106,48 +159,9 @@ def test_a_student_is_published_with_a_report_after_an_interruption_and_nothing_
     assert second.returncode == 0, second.stderr
     assert "== train: engine distill --resume run --json" in second.stderr
     assert "== look: done before" in second.stderr
-
     found = report_of(out)
-    receipt = json.loads((out / "run/receipt.json").read_text())
     assert found["state"] == "complete"
-    assert found["heldout_loss_nats"] == receipt["heldout_loss_nats"]
     assert [one["exit_code"] for one in found["stages"]["train"]["attempts"]] == [143, 0]
-    assert found["pace"]["steps"] == receipt["steps"] == 6
-    for role, name in (("teacher", TEACHER), ("student", STUDENT)):
-        model = found["models"][role]
-        assert (model["asked"], model["revision"]) == (name, COMMIT)
-        assert model["sha256"] == receipt["weights"][role]["sha256"]
-    assert found["engine"]["choice"] == "native"
-    measured = json.loads((out / "stages/after.json").read_text())
-    assert found["perplexity"]["after"]["loss"] == measured["loss"]["value"]
-    assert found["perplexity"]["teacher"]["loss"] == measured["against_loss"]["value"]
-    assert found["perplexity"]["before"]["loss"] != measured["loss"]["value"]
-    folder = out / "Tiny-0.5B-from-Tiny-1.5B"
-    verification = json.loads((folder / "verification.json").read_text())
-    assert found["publication"] == {"folder": folder.name, "verification": verification}
-    assert (folder / "evaluation_ppl.json").read_bytes() == (out / "stages/after.json").read_bytes()
-    assert [one["id"] for one in found["not_passed"]] == ["memory_as_planned", "student_shift"]
-    assert found["memory"]["predicted_bytes"] > 0
-    page = (out / "report.md").read_text()
-    for value in receipt["heldout_loss_nats"].values():
-        assert f"{value:.4f}" in page
-    assert COMMIT in page
-
-    files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    third = real(kit, out, *slow)
-    assert third.returncode == 0, third.stderr
-    said = [line for line in third.stderr.splitlines() if line.startswith("==")]
-    assert [line for line in said if not line.endswith(": done before")] == [
-        "== humaneval: skipped: no file of problems: HUMANEVAL=HumanEval.jsonl.gz"
-    ]
-    again = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    changed = {path.name for path in files if again[path] != files[path]}
-    assert changed <= {"state.json", "report.json", "report.md"}
-    assert report_of(out)["commands"] == found["commands"]
-
-    other = real(kit, out, *slow, "--steps", "7")
-    assert other.returncode == 65
-    assert "expected steps = 6, which it was begun with, found 7" in other.stderr
 
 
 def test_a_model_that_is_missing_offline_ends_with_the_command_that_fetches_it(
@@ -168,7 +182,8 @@ def test_a_stage_that_fails_is_reported_with_its_command_code_and_last_lines(
     assert done.returncode == 65
     found = report_of(tmp_path / "out")
     [attempt] = found["stages"]["look"]["attempts"]
-    asked = "engine distill kd.toml --set train.steps=6 --set train.rows=0 --check --json"
+    sets = "--set train.steps=6 --set compute.device=cpu --set train.rows=0"
+    asked = f"engine distill kd.toml {sets} --check --json"
     assert (attempt["command"], attempt["exit_code"]) == (asked, 65)
     page = (tmp_path / "out/report.md").read_text()
     assert f"**Stopped in the stage `look`.** `{asked}` ended with exit code 65" in page
