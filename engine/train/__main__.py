@@ -7,9 +7,20 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from engine.terminal import say
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def grow_segments(environment: MutableMapping[str, str]) -> None:
+    """Let torch's allocator grow its segments, unless the environment has settings of the user's: what one size leaves
+    free then serves another, where a run within a limit otherwise ends up out of memory with gigabytes free. Before
+    torch is imported."""
+    if not any(name in environment for name in ALLOCATOR_SETTINGS):
+        environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def main() -> int:
@@ -27,6 +38,7 @@ def main() -> int:
         from engine.train.ranks.torchrun import die_with_parent
 
         die_with_parent()
+    grow_segments(os.environ)
     # Default handling until the run installs its own handlers: nothing has started, and a traceback would not
     # help.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -127,7 +127,8 @@ _LEAK = _Owner(
 _FRAGMENTS = _Owner(
     meaning="no more is held by tensors: the allocator's blocks fit ever fewer requests, as rows or chunks of "
     "changing sizes make them",
-    no_flip="no setting has it: start the run with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment",
+    no_flip="no setting has it: start the run with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment, as "
+    "the trainer does where there is none",
 )
 _OTHERS = _Owner(
     meaning="it is not in torch's allocator: a library's workspace, or another process on this GPU",

@@ -23,6 +23,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train import run as trainer_module
+from engine.train.__main__ import ALLOCATOR_SETTINGS, grow_segments
 from engine.watch.start_and_stop import stop
 from tests.support.finished_runs import carried_out, finish, resumed_here
 from tests.support.kit import Kit
@@ -349,3 +350,13 @@ def test_a_run_killed_at_random_moments_always_comes_to_the_same_end(
     for name in ("student.safetensors", "optimizer.safetensors"):
         theirs = files_of(whole / "checkpoints" / LAST)[name]
         assert files_of(run / "checkpoints" / LAST)[name] == theirs
+
+
+@pytest.mark.parametrize("own", ALLOCATOR_SETTINGS)
+def test_the_allocator_grows_its_segments_unless_the_user_says_how_it_works(own: str) -> None:
+    none: dict[str, str] = {}
+    grow_segments(none)
+    assert none == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    theirs = {own: "max_split_size_mb:64"}
+    grow_segments(theirs)
+    assert theirs == {own: "max_split_size_mb:64"}
