@@ -4,15 +4,13 @@ styles of code, and healthy programs that look alike."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.attach.identities import FACT, PASS, SUSPICION
-from tests.support.attached import run_twice, watched_once
-from tests.system.attach.test_identities import SETUP, degrees, outcomes
+from tests.support.attached import run_twice
+from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
-Found = dict[str, list[dict[str, Any]]]
 SCRIPT = """
 import warnings
 # Some of it torch says too, with the path of the script.
@@ -219,9 +217,9 @@ def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
     run_twice(tmp_path, SETUP + SCRIPT)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "pitfalls", SETUP + SCRIPT, twice=False))
+@pytest.fixture
+def found(loop_programs: Found) -> Found:
+    return of_script(loop_programs, SCRIPT)
 
 
 WRONG = {

@@ -81,13 +81,13 @@ def view_of(ran: Ran) -> RunView:
 
 
 TRAININGS = 8
+LOOPS = scripts.ACCUMULATION + scripts.STREAM + scripts.NON_FINITE + scripts.OTHER_STEPS
 
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Loops of other forms, one training after the other: 1, 1, 1 and 5."""
-    script = scripts.ACCUMULATION + scripts.STREAM + scripts.NON_FINITE + scripts.OTHER_STEPS
-    return watched_once(tmp_path_factory, "loops", script)
+    return watched_once(tmp_path_factory, "loops", LOOPS, twice=False)
 
 
 def steps_of(ran: Ran, training: int) -> list[dict[str, Any]]:
@@ -131,10 +131,10 @@ def test_workers_of_a_loader_write_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("script", [scripts.WORKERS, scripts.FORKS], ids=["workers", "forks"])
-def test_processes_of_a_loader_and_forked_ones_are_the_same_to_the_byte(
-    tmp_path: Path, script: str
-) -> None:
+@pytest.mark.parametrize(
+    "script", [LOOPS, scripts.WORKERS, scripts.FORKS], ids=["loops", "workers", "forks"]
+)
+def test_none_of_them_is_changed_by_being_watched(tmp_path: Path, script: str) -> None:
     run_twice(tmp_path, script)
 
 

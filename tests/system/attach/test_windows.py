@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.attach.identities import PASS, SUSPICION
-from tests.support.attached import run_twice, watched_once
-from tests.system.attach.test_identities import SETUP, degrees, outcomes
+from tests.support.attached import run_twice
+from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
-Found = dict[str, list[dict[str, Any]]]
 SCRIPT = """
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -215,9 +213,9 @@ def test_none_of_them_is_changed_by_being_watched(tmp_path: Path) -> None:
     run_twice(tmp_path, SETUP + SCRIPT)
 
 
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return outcomes(watched_once(tmp_path_factory, "windows", SETUP + SCRIPT, twice=False))
+@pytest.fixture
+def windows(loop_programs: Found) -> Found:
+    return of_script(loop_programs, SCRIPT)
 
 
 WRONG = {

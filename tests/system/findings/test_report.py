@@ -20,7 +20,7 @@ from engine.flips.surroundings import Surroundings
 from tests.support.findings import blobs_of
 from tests.support.flip_pairs import plan, timed
 from tests.support.run_folders import completed, corrupt, killed, running
-from tests.support.running import engine
+from tests.support.running import engine_here
 
 
 class Page(HTMLParser):
@@ -123,15 +123,18 @@ def test_a_finding_shows_its_evidence_and_names_what_was_changed(tmp_path: Path)
     assert "Changed since it was taken" in report(bundle.path)
 
 
-def test_the_command_writes_the_file_and_keeps_one_that_exists(tmp_path: Path) -> None:
+def test_the_command_writes_the_file_and_keeps_one_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     run = completed(tmp_path / "run")
-    done = engine("report", run.path, cwd=tmp_path)
+    done = engine_here("report", run.path)
     assert (done.returncode, done.stdout) == (0, "report-run.html\n")
     whole((tmp_path / "report-run.html").read_text())
-    again = engine("report", run.path, cwd=tmp_path)
+    again = engine_here("report", run.path)
     assert again.returncode == 65 and "--force" in again.stderr
-    assert engine("report", run.path, "--force", cwd=tmp_path).returncode == 0
-    assert engine("report", tmp_path, cwd=tmp_path).returncode == 65
+    assert engine_here("report", run.path, "--force").returncode == 0
+    assert engine_here("report", tmp_path).returncode == 65
 
 
 def test_what_is_none_of_the_three_is_refused(tmp_path: Path) -> None:
