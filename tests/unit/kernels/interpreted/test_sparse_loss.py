@@ -28,7 +28,7 @@ pytestmark = [
 
 def answers(form: Any, job: Job, h_CD: Tensor, w_VD: Tensor) -> tuple[Tensor, Totals]:
     """dz of two chunks, and the totals."""
-    chunks: Chunks = form(job, 3, w_VD)
+    chunks: Chunks = form(job, (3, len(w_VD)), w_VD)
     parts = []
     for part in (slice(0, 3), slice(3, len(h_CD))):
         chunks.differentiate(h_CD[part], w_VD, part)
