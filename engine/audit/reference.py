@@ -157,6 +157,8 @@ class Forward:
     """The input of each layer, then of the last norm, (N, D), in host memory."""
     hidden_ND: Tensor
     """After the last norm."""
+    rounding: float = 0.0
+    """The share by which its numbers were moved; the backward pass moves its own alike."""
 
 
 class Runs(Protocol):
@@ -230,7 +232,8 @@ def forward(
         x_ND = _layer(shape, index, x_ND, turns, parts, rounding)
     if keep:
         inputs.append(x_ND.cpu())
-    return Forward(tokens_N, turns, inputs, _norm(shape, x_ND, weight("norm.weight")))
+    hidden_ND = _norm(shape, x_ND, weight("norm.weight"))
+    return Forward(tokens_N, turns, inputs, hidden_ND, rounding)
 
 
 def _moved(x: Tensor, share: float) -> Tensor:
@@ -275,7 +278,10 @@ def backward(
         yield from through(
             _names(shape, index),
             index,
-            lambda place, one, x_ND, parts: _layer(shape, place, x_ND, one.turns, parts),
+            # A factor on the way forward is one on the way back.
+            lambda place, one, x_ND, parts: _layer(
+                shape, place, x_ND, one.turns, parts, one.rounding
+            ),
         )
     embedding = torch.zeros_like(weight("embed.weight"))
     for one, flow_ND in zip(passes, flows, strict=True):

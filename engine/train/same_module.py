@@ -21,7 +21,7 @@ from engine.audit.reference import Forward
 from engine.models.transformers_decoder import TransformersDecoder, moved
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass(Forward):
     tokens_BT: Tensor
     documents_BT: Tensor
@@ -60,13 +60,13 @@ class SameModule:
         self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
     ) -> Forward:
         """See `Runs.forward`. With `rounding` the answer of every innermost module is moved by that share."""
-        with moved(self._decoder.model, rounding) if rounding else contextlib.nullcontext():
-            hidden_BTD = self._run(self._widened(), tokens_BT, documents_BT)
+        hidden_BTD = self._run(self._widened(), tokens_BT, documents_BT, rounding)
         return _Pass(
             tokens_N=tokens_BT.flatten(),
             turns={},
             inputs=[],
             hidden_ND=hidden_BTD.flatten(0, 1),
+            rounding=rounding,
             tokens_BT=tokens_BT,
             documents_BT=documents_BT,
         )
@@ -81,7 +81,7 @@ class SameModule:
         for one, flow_ND in zip(passes, upstream, strict=True):
             assert isinstance(one, _Pass)
             with torch.enable_grad():
-                hidden_BTD = self._run(weights, one.tokens_BT, one.documents_BT)
+                hidden_BTD = self._run(weights, one.tokens_BT, one.documents_BT, one.rounding)
                 along = (hidden_BTD.flatten(0, 1) * flow_ND).sum()
             found = torch.autograd.grad(along, list(inside.values()), allow_unused=True)
             for name, gradient in zip(inside, found, strict=True):
@@ -90,8 +90,15 @@ class SameModule:
         for name, total in sums.items():
             yield name.removeprefix("decoder."), total
 
-    def _run(self, weights: dict[str, Tensor], tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        with torch.autocast(self._device.type, enabled=False):
+    def _run(
+        self,
+        weights: dict[str, Tensor],
+        tokens_BT: Tensor,
+        documents_BT: Tensor,
+        rounding: float,
+    ) -> Tensor:
+        moving = moved(self._decoder.model, rounding) if rounding else contextlib.nullcontext()
+        with moving, torch.autocast(self._device.type, enabled=False):
             hidden_BTD: Tensor = functional_call(
                 self._module, weights, (tokens_BT, documents_BT), tie_weights=True
             )

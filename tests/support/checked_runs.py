@@ -157,6 +157,7 @@ def make_run(
     seed: int = 0,
     student: dict[str, object] | None = None,
     change: Callable[[Trainer], None] | None = None,
+    precision: str = "fp32",
     **changes: object,
 ) -> Run:
     spec = make_spec(world, train__seed=seed, **changes)
@@ -171,7 +172,7 @@ def make_run(
         train=spec.train,
         loss=spec.loss,
         device=torch.device("cpu"),
-        precision="fp32",
+        precision=precision,
     )
     if change is not None:
         change(trainer)

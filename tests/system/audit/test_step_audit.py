@@ -9,7 +9,10 @@ from engine.audit import judge
 from engine.audit.stages import STAGES
 from engine.drills.defects_training import BETWEEN_PARTS
 from engine.drills.planting import Defect
+from engine.models.load import load_decoder
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.auditing import StepAudit
+from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
 from tests.support.kit import Kit
@@ -110,3 +113,41 @@ def test_a_gradient_that_is_mostly_rounding_is_unknown_and_says_so(
     run.step(1)
     verdict = run.results["step_gradients"].verdict
     assert verdict.level is Level.UNKNOWN and "is rounding" in verdict.reason
+
+
+def with_sharp_attention(trainer: Trainer) -> None:
+    """Scores so large that their rounding chooses the tokens that are attended to."""
+    with torch.no_grad():
+        for name, parameter in trainer.student.named_parameters():
+            if name.endswith(("attention.q.weight", "attention.k.weight")):
+                parameter.mul_(128)
+
+
+def test_gradients_that_rounding_decides_are_set_aside(world: World) -> None:
+    run = make_run(world, precision="bf16", change=with_sharp_attention)
+    run.step(1)
+    verdict = run.results["step_gradients"].verdict
+    assert verdict.level is Level.PASS and "that rounding decides" in verdict.reason, verdict
+
+
+def test_a_wrong_gradient_is_named_among_those_that_rounding_decides(world: World) -> None:
+    run = make_run(world, precision="bf16", change=with_sharp_attention)
+    wrong = run.trainer.student.get_parameter("layers.1.attention.o.weight")
+    wrong.register_hook(lambda gradient: 4 * gradient)
+    run.step(1)
+    assert "layers.1.attention.o.weight" in run.failures()["step_gradients"]
+
+
+def test_a_student_in_32_bits_may_follow_the_rounding_of_its_teacher_in_16(world: World) -> None:
+    def near_its_teacher(trainer: Trainer) -> None:
+        there = load_decoder(world.teacher).state_dict()
+        with torch.no_grad():
+            for name, parameter in trainer.student.named_parameters():
+                parameter.lerp_(there[name].float(), 0.99)
+        assert isinstance(trainer.teacher, DequantizedTeacher)
+        trainer.teacher.decoder.to(torch.bfloat16)
+
+    run = make_run(world, student={"hidden_size": 48}, change=near_its_teacher, loss__alpha=0.0)
+    run.step(1)
+    assert run.failures() == {}
+    assert run.results["step_gradients"].verdict.level is Level.PASS, judged(run)
