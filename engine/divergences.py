@@ -134,6 +134,7 @@ DIVERGENCES = {
         reference=_jsd_reference,
         buffers=6,
         mixture=True,
+        fused=True,
     ),
 }
 

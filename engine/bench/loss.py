@@ -5,7 +5,10 @@
     fp32 products  the same with fp32 results, which a loss needs to keep its precision
     ce, kd         engine.loss.objective with alpha 1 and 0.5: cross entropy, and with a teacher
                    eager and fused: the two implementations of what is between the matmuls
+    reverse_kl,    kd with another divergence; jsd with the teacher's weight at 0.3
+    jsd
     kd packed      kd with a block-quantised teacher head (Q6_K), dequantised slice by slice
+    liger          Liger's chunked loss, compiled, of the same objective, where it is installed
     plain          full logits, log_softmax and autograd, as it is usually written
 
 Times are of the device alone, as within a step, where the host runs ahead of it. Also measured are the error
@@ -18,8 +21,11 @@ Shapes default to a Qwen2.5-7B teacher and a 0.5B student: 8192 tokens, widths 3
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +34,7 @@ from torch.nn import functional as F
 from engine.bench.random_weights import random_blocks
 from engine.bench.rows import BenchRow, Measured, Timing
 from engine.bench.timing import time_arms
+from engine.divergences import DIVERGENCES, fused_divergences
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
 from engine.loss.chunks import FUSED_HELD, LossKernel, default_chunk_rows
@@ -42,6 +49,11 @@ from engine.quant.planes import pack
 # D student width, E teacher width
 
 TEMPERATURE = 2.0
+BETA = 0.3
+LIGER_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": BETA}
+"""Of Liger's loss, by our divergence."""
+SHORT = {"forward_kl": "kd"}
+"""Names of arms that are not those of their divergence."""
 ORACLE_ROWS = 512
 """Tokens whose float64 logits are held at a time."""
 
@@ -94,7 +106,13 @@ class _Loss:
         reserve(scratch, weight, whole=True)
         return PackedHead(weight, scratch)
 
-    def ours(self, alpha: float, kernel: LossKernel, head: Head | None = None) -> None:
+    def ours(
+        self,
+        alpha: float,
+        kernel: LossKernel,
+        head: Head | None = None,
+        divergence: str = "forward_kl",
+    ) -> None:
         self.hidden_ND.grad = self.head_VD.grad = None
         terms = distillation_loss(
             self.hidden_ND,
@@ -105,6 +123,8 @@ class _Loss:
             alpha=alpha,
             temperature=self.temperature,
             denominator=float(self.shape.tokens),
+            divergence=divergence,
+            beta=BETA,
             kernel=kernel,
             undivided=True,
         )
@@ -119,6 +139,27 @@ class _Loss:
         kd = F.kl_div(log_q_NV, log_p_NV, reduction="batchmean", log_target=True)
         loss = 0.5 * F.cross_entropy(z_NV, self.on_device_N) + 0.5 * self.temperature**2 * kd
         torch.autograd.backward(loss)
+
+    def liger(self, divergence: str) -> Callable[[], None]:
+        """Liger's loss of half cross entropy and half T^2 times the divergence."""
+        loss = importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(
+            weight_hard_loss=0.5,
+            weight_soft_loss=0.5 * self.temperature**2,
+            beta=LIGER_BETA[divergence],
+            temperature=self.temperature,
+            compiled=self.device.type == "cuda",
+            chunk_size=1024,
+        )
+        teacher_VE = self.teacher_WE[: self.shape.vocabulary]
+
+        def run() -> None:
+            self.hidden_ND.grad = self.head_VD.grad = None
+            found = loss(
+                self.hidden_ND, self.head_VD, self.teacher_NE, teacher_VE, self.on_device_N
+            )
+            torch.autograd.backward(found)
+
+        return run
 
     def products(self, out: torch.dtype) -> Callable[[], None]:
         """The matmuls of the fused form, by its chunks and groups of chunks, into preallocated memory."""
@@ -150,7 +191,7 @@ class _Loss:
 
         return run
 
-    def oracle(self) -> tuple[Tensor, Tensor]:
+    def oracle(self, divergence: str) -> tuple[Tensor, Tensor]:
         """The gradients in float64."""
         hidden_ND = self.hidden_ND.detach().double().requires_grad_()
         head_VD = self.head_VD.detach().double().requires_grad_()
@@ -163,6 +204,8 @@ class _Loss:
             alpha=0.5,
             temperature=self.temperature,
             denominator=float(self.shape.tokens),
+            divergence=divergence,
+            beta=BETA,
             chunk_rows=ORACLE_ROWS,
         )
         dh_ND, dw_VD = torch.autograd.grad(terms.loss, (hidden_ND, head_VD))
@@ -182,30 +225,43 @@ def bench_loss(device: torch.device, shape: LossShape, *, rounds: int) -> Measur
     CPU.
     """
     work = _Loss(device, shape, TEMPERATURE)
-    calls: dict[str, Callable[[], None]] = {
-        "ce, eager": lambda: work.ours(1.0, "eager"),
-        "kd, eager": lambda: work.ours(0.5, "eager"),
+    calls: dict[str, Callable[[], None]] = {"ce, eager": lambda: work.ours(1.0, "eager")}
+    compared: dict[str, dict[str, Callable[[], None]]] = {
+        name: {f"{SHORT.get(name, name)}, eager": partial(work.ours, 0.5, "eager", None, name)}
+        for name in DIVERGENCES
     }
     if _runs_fused(device):
         calls["ce, fused"] = lambda: work.ours(1.0, "fused")
-        calls["kd, fused"] = lambda: work.ours(0.5, "fused")
+        for name in fused_divergences():
+            arm = f"{SHORT.get(name, name)}, fused"
+            compared[name][arm] = partial(work.ours, 0.5, "fused", None, name)
         if shape.teacher_width % 256 == 0:
             packed = work.packed_head()
             calls["kd packed, fused"] = lambda: work.ours(0.5, "fused", packed)
+    if importlib.util.find_spec("liger_kernel") is not None:
+        for name in LIGER_BETA:
+            compared[name][f"{SHORT.get(name, name)}, liger"] = work.liger(name)
     # Six full fp32 logits are alive at once in the plain form.
     if _free_bytes(device) > 8 * 4 * shape.tokens * shape.vocabulary:
-        calls["plain"] = work.plain
+        compared["forward_kl"]["plain"] = work.plain
     errors: dict[str, tuple[float, float]] = {}
     extra: dict[str, int] = {}
-    wanted = work.oracle()
-    for name, call in calls.items():
+
+    def call_once(name: str, call: Callable[[], None]) -> None:
         most = _extra_bytes(call, work, device)
         if most is not None:
             extra[name] = most
-        if name in ("kd, eager", "kd, fused", "plain"):
+
+    for name, call in calls.items():
+        call_once(name, call)
+    for divergence, forms in compared.items():
+        wanted = work.oracle(divergence)
+        for name, call in forms.items():
+            call_once(name, call)
             dh, dw = (_error(*pair) for pair in zip(work.gradients(), wanted, strict=True))
             errors[name] = (dh, dw)
-    del wanted
+        del wanted
+        calls |= forms
     work.hidden_ND.grad = work.head_VD.grad = None
     arms = {
         "products": work.products(work.dtype),
@@ -269,5 +325,5 @@ def _row(
         rows=shape.tokens,
         flop=flop,
         bytes=shape.bytes(dtype.itemsize),
-        base=base if arm.startswith(("kd", "plain")) else None,
+        base=None if arm.startswith(("ce", "products", "fp32")) else base,
     )

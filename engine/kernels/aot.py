@@ -114,6 +114,7 @@ def _loss_variants() -> tuple[Variant, ...]:
         *kd_loss.variants(LOSS_IDS, bf16, teacher=False),
         *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=1.5),
         *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=2, divergence="reverse_kl"),
+        *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=2, divergence="jsd"),
         *kd_loss.variants(LOSS_IDS, teacher=True, temperature=2),
         *sparse_loss.variants(bf16, temperature=1.5),
         *sparse_loss.variants(temperature=2),

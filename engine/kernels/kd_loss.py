@@ -4,14 +4,15 @@
     rows.differentiate(z_CV, t_CV, ...)      fills the rows' results, and dz
 
 A gradient needs the sums of its whole row, and a row of 152k logits does not fit in one
-multiprocessor. So each row is processed by two sets of programs, each program with a segment of its
-columns:
+multiprocessor. So each row is processed by several sets of programs, its passes, each program with a
+segment of its columns:
 
     sums        z, t of the segment -> maxima and sums of the segment, written into `parts`
+    mixture     parts of all segments -> sums of the row;  z, t again, with them -> the segment's divergences from
+                the mixture, written into `parts`; only for `jsd`, whose log m needs both normalisers
     gradients   parts of all segments -> sums of the row;  z, t again, with them -> dz
 
-One launch processes all rows, in this order, and the gradients of a row come LAG rows after its
-sums:
+One launch processes all rows, in this order, and each pass over a row comes LAG rows after the one before:
 
     sums of row 0, 1, ... LAG - 1 | gradients of row 0, sums of LAG | gradients of row 1, sums of LAG + 1 | ...
 
@@ -27,6 +28,10 @@ With k = log2(e) / T, m_z near the largest z, and sums over columns:
     forward   G = sum 2^((t - m_t) k) (t - z)    KL(p || q) =  G / (T S_t) + d
     reverse   G = sum 2^((z - m_z) k) (t - z)    KL(q || p) = -G / (T S_z) - d
     d = (m_z - m_t) / T + log(S_z / S_t)         the logarithms of both normalisers, subtracted
+
+and for m = (1 - b) q + b p, with x = log(p / q) and u = log(m / q) = log(1 - b + b e^x)
+
+    jsd       b KL(p || m) + (1 - b) KL(q || m) = b sum p (x - u) - (1 - b) sum q u
 
 Sums are accumulated in lanes, each relative to its own m, and rescaled to a common m by 2^((m_lane
 - m) k): first within a segment, then within a row. A lane's m is the largest of the first logits it
@@ -65,15 +70,18 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 FAR = 60.0
 """How far above its m a logit may be without a second sum, times min(T, 1)."""
-FIELDS = tl.constexpr(8)
-"""Number of fields of a segment in `parts`: m_z, m_t, S_z, S_1, S_t, G, the largest z and the
-largest t.
+FIELDS = tl.constexpr(10)
+"""Number of fields of a segment in `parts`: m_z, m_t, S_z, S_1, S_t, G, the largest z, the largest t, and of
+KL(q || m) and KL(p || m) in bits.
 """
 UNIT = tl.constexpr(16)
 """Strides are counted in units of this many columns, so that the compiler knows that rows are
 aligned.
 """
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LEAST_BITS = tl.constexpr(-126.0)
+"""2 to this power is the least float of full precision."""
 LEAST = tl.constexpr(-1e30)
 """Below every logit, but not -infinity, because a lane may have no column within the vocabulary."""
 
@@ -85,8 +93,8 @@ class Tuning:
     deep: int = 4
     """Vectors of four logits that a thread loads from each side at a time."""
     warps: int = 4
-    lag: int = 16
-    """Number of rows between computing a row's sums and its gradient."""
+    lag: int = 12
+    """Number of rows between two passes over a row."""
 
     @property
     def wide(self) -> int:
@@ -94,6 +102,12 @@ class Tuning:
 
 
 TUNING = Tuning()
+WITH_MIXTURE = Tuning(deep=2, warps=8, lag=10)
+"""Three passes must share the GPU's cache; measured on an H100 with 151,936 ids."""
+
+
+def tuning_of(divergence: str) -> Tuning:
+    return WITH_MIXTURE if DIVERGENCES[divergence].mixture else TUNING
 
 
 @cache
@@ -104,25 +118,27 @@ def variant(
     divergence: str,
     temperature: float,
     dtype: torch.dtype,
-    tuning: Tuning = TUNING,
+    tuning: Tuning | None = None,
 ) -> Variant:
     """Return the kernel for rows of `vocabulary` logits; `dtype` is the dtype of dz."""
     if not DIVERGENCES[divergence].fused:
         known = " or ".join(fused_divergences())
         raise InternalError(f"loss kernel: expected {known}, found {divergence}")
+    tuning = tuning or tuning_of(divergence)
     # Without a teacher T is always 1.
     power = 1 if not teacher else int(temperature) if temperature in (1, 2, 4) else 0
     segments = triton.cdiv(vocabulary, tuning.segment)
     return compiled_as(
         _kd_rows,
         *("*fp32", "*fp32", "*i64", dtype, *["*fp32"] * 5, "*i32", "*i32"),
-        *(*["i32"] * 7, *["fp32"] * 4),
+        *(*["i32"] * 7, *["fp32"] * 5),
         warps=tuning.warps,
         stages=1,
         # q - p is exactly 0 for equal rows only if both are rounded alike.
         fp_fusion=False,
         TEACHER=teacher,
         REVERSE=teacher and divergence == "reverse_kl",
+        MIXTURE=teacher and DIVERGENCES[divergence].mixture,
         POWER=power,
         SEGMENT=tuning.segment,
         PADDED=triton.next_power_of_2(segments),
@@ -196,6 +212,7 @@ class LossRows:
         alpha: float,
         temperature: float,
         divergence: str,
+        beta: float = 0.5,
     ) -> None:
         """Write dz and fill the results of rows `first` to `first + C`, each row once.
 
@@ -208,7 +225,8 @@ class LossRows:
         _check(z_CV, t_CV, dz_CV, labels_M)
         segments = self.dz_sums_MS.shape[1]
         parts = torch.empty(rows, int(FIELDS), segments, device=z_CV.device)
-        programs = (rows + self.tuning.lag) * 2 * segments
+        passes = 3 if t_CV is not None and DIVERGENCES[divergence].mixture else 2
+        programs = (rows + (passes - 1) * self.tuning.lag) * passes * segments
         launch(
             variant(
                 vocabulary=vocabulary,
@@ -240,6 +258,7 @@ class LossRows:
             alpha,
             (1 - alpha) * temperature,
             temperature,
+            beta,
             # e^60 times a million columns does not overflow, at T and at 1.
             FAR * min(temperature, 1.0),
         )
@@ -296,7 +315,7 @@ def _read(ptr, columns, units, vocabulary, WHOLE: tl.constexpr, KEEP: tl.constex
 @triton.jit
 def _sum_segment(
     z_ptr, t_ptr, m_z, m_t, begin, units, vocabulary, k,
-    TEACHER: tl.constexpr, REVERSE: tl.constexpr, POWER: tl.constexpr, WHOLE: tl.constexpr,
+    TEACHER: tl.constexpr, REVERSE: tl.constexpr, MIXTURE: tl.constexpr, POWER: tl.constexpr, WHOLE: tl.constexpr,
     AGAIN: tl.constexpr, SEGMENT: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of a segment by lanes, each relative to its lane's m, and the lanes' m and
@@ -324,16 +343,17 @@ def _sum_segment(
         e_z = tl.exp2(x * k)
         s_1 += tl.sum(_power(e_z, x, POWER), axis=0)
         if TEACHER:
-            gap = t - z
-            if not WHOLE:
-                gap = tl.where(columns < vocabulary, gap, 0.0)
             e_t = tl.exp2((t - m_t[None, :]) * k)
             s_z += tl.sum(e_z, axis=0)
             s_t += tl.sum(e_t, axis=0)
-            if REVERSE:
-                g += tl.sum(e_z * gap, axis=0)
-            else:
-                g += tl.sum(e_t * gap, axis=0)
+            if not MIXTURE:
+                gap = t - z
+                if not WHOLE:
+                    gap = tl.where(columns < vocabulary, gap, 0.0)
+                if REVERSE:
+                    g += tl.sum(e_z * gap, axis=0)
+                else:
+                    g += tl.sum(e_t * gap, axis=0)
     return m_z, m_t, s_z, s_1, s_t, g, top_z, top_t
 
 
@@ -345,15 +365,48 @@ def _field(parts, name: tl.constexpr, places, segments, other: tl.constexpr):
 
 
 @triton.jit
+def _against_mixture(x_z, x_t, beta):
+    """Return log2 q, log2(p / q), p / q and log2(m / q) from log2 q and log2 p; where p is q they are exactly 0, 1, 0.
+
+    Probabilities below 2^-126 count as that, and those of padding with them.
+    """
+    x_z = tl.maximum(x_z, LEAST_BITS, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.maximum(x_t, LEAST_BITS, propagate_nan=tl.PropagateNan.ALL) - x_z
+    ratio = tl.exp2(x)
+    # b + (1 - b) is 1 however 1 - b was rounded.
+    return x_z, x, ratio, tl.log2(tl.fma(ratio, beta, 1 - beta))
+
+
+@triton.jit
+def _sum_mixture(
+    z_ptr, t_ptr, begin, units, vocabulary, k, m_z, m_t, l_z, l_t, beta,
+    WHOLE: tl.constexpr, SEGMENT: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of q log2(q / m) and of p log2(p / m) over a segment."""
+    of_student = tl.zeros([WIDE], tl.float32)
+    of_teacher = tl.zeros([WIDE], tl.float32)
+    inside = tl.arange(0, DEEP)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    for start in range(0, SEGMENT, DEEP * WIDE):
+        columns = begin + start + inside
+        z = _read(z_ptr, columns, units, vocabulary, WHOLE, True)
+        t = _read(t_ptr, columns, units, vocabulary, WHOLE, True)
+        x_z, x_t = tl.fma(z - m_z, k, -l_z), tl.fma(t - m_t, k, -l_t)
+        x_z, x, ratio, u = _against_mixture(x_z, x_t, beta)
+        q = tl.exp2(x_z)
+        of_student -= tl.sum(q * u, axis=0)
+        of_teacher += tl.sum((q * ratio) * (x - u), axis=0)
+    return tl.sum(of_student, axis=0), tl.sum(of_teacher, axis=0)
+
+
+@triton.jit
 def _write_gradient(
-    z_ptr, t_ptr, dz_ptr, agree_ptr, begin, units, vocabulary, k, label, alpha, weight, mean,
-    m_z, m_t, a_1, a_z, a_t, top_z, top_t, temperature,
-    TEACHER: tl.constexpr, REVERSE: tl.constexpr, POWER: tl.constexpr, WHOLE: tl.constexpr,
+    z_ptr, t_ptr, dz_ptr, begin, units, vocabulary, k, label, alpha, weight, mean,
+    m_z, m_t, a_1, a_z, a_t, temperature, l_z, l_t, beta,
+    TEACHER: tl.constexpr, REVERSE: tl.constexpr, MIXTURE: tl.constexpr, POWER: tl.constexpr, WHOLE: tl.constexpr,
     SEGMENT: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write dz of a segment, and 1 if a column is the maximum on both sides; return the sum of dz."""
+    """Write dz of a segment; return its sum."""
     total = tl.zeros([2 * WIDE], tl.float32)
-    agreed = tl.zeros([2 * WIDE], tl.int32)
     inside = tl.arange(0, DEEP // 2)[:, None] * (2 * WIDE) + tl.arange(0, 2 * WIDE)[None, :]
     for start in range(0, SEGMENT, DEEP * WIDE):
         columns = begin + start + inside
@@ -363,13 +416,17 @@ def _write_gradient(
         dz = tl.where(columns == label, dz - alpha, dz)
         if TEACHER:
             t = _read(t_ptr, columns, units, vocabulary, WHOLE, False)
-            if REVERSE:
+            if MIXTURE:
+                x_z, x_t = tl.fma(z - m_z, k, -l_z), tl.fma(t - m_t, k, -l_t)
+                _q, _x, _ratio, u = _against_mixture(x_z, x_t, beta)
+                # T (1 - b) q (log q - log m - KL(q || m))
+                dz -= (weight * (1 - beta) * LN_2 * a_z) * (e_z * (u + mean))
+            elif REVERSE:
                 # T q (log q - log p - KL) = q (mean - (t - z))
                 dz += weight * ((e_z * a_z) * ((mean - (t - z)) / temperature))
             else:
                 e_t = tl.exp2((t - m_t) * k)
                 dz += weight * (e_z * a_z - e_t * a_t)
-            agreed |= tl.max(((z == top_z) & (t == top_t)).to(tl.int32), axis=0)
         if not WHOLE:
             dz = tl.where(columns < vocabulary, dz, 0.0)
         total += tl.sum(dz, axis=0)
@@ -378,10 +435,23 @@ def _write_gradient(
             tl.store(dz_ptr + columns, dz, cache_modifier=".cs")
         else:
             tl.store(dz_ptr + columns, dz, mask=columns < units * UNIT, cache_modifier=".cs")
-    if TEACHER:
-        if tl.max(agreed, axis=0) > 0:
-            tl.store(agree_ptr, 1.0)
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _agrees(
+    z_ptr, t_ptr, begin, units, vocabulary, top_z, top_t,
+    SEGMENT: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Say whether a column of the segment is the maximum on both sides."""
+    agreed = tl.zeros([WIDE], tl.int32)
+    inside = tl.arange(0, DEEP)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    for start in range(0, SEGMENT, DEEP * WIDE):
+        columns = begin + start + inside
+        z = _read(z_ptr, columns, units, vocabulary, False, True)
+        t = _read(t_ptr, columns, units, vocabulary, False, True)
+        agreed |= tl.max(((z == top_z) & (t == top_t)).to(tl.int32), axis=0)
+    return tl.max(agreed, axis=0) > 0
 
 
 @triton.jit
@@ -407,9 +477,11 @@ def _kd_rows(
     alpha,
     weight,
     temperature,
+    beta,
     far,
     TEACHER: tl.constexpr,
     REVERSE: tl.constexpr,
+    MIXTURE: tl.constexpr,
     POWER: tl.constexpr,
     SEGMENT: tl.constexpr,
     PADDED: tl.constexpr,
@@ -419,15 +491,16 @@ def _kd_rows(
     """Run one program of the loss kernel.
 
     `z_ptr`, `t_ptr`, `dz_ptr` and `parts_ptr` point to the chunk of `rows` rows; the others to the
-    first of all rows, of which the chunk's first is `first_row`. `weight` is (1 - alpha) T. `far`
-    is how far above its m the largest logit of a segment may be.
+    first of all rows, of which the chunk's first is `first_row`. `weight` is (1 - alpha) T, `beta` the b of a mixture.
+    `far` is how far above its m the largest logit of a segment may be.
     """
+    passes: tl.constexpr = 3 if MIXTURE else 2
     place = tl.atomic_add(ticket_ptr, 1, sem="relaxed") - tickets_before
-    step = place // (2 * segments)
-    within = place % (2 * segments)
-    is_gradient = within < segments
+    within = place % (passes * segments)
+    # The earlier passes over a row have the smaller tickets.
+    number = passes - 1 - within // segments
     segment = within % segments
-    local = (tl.where(is_gradient, step - lag, step)).to(tl.int64)
+    local = (place // (passes * segments) - number * lag).to(tl.int64)
     if (local < 0) | (local >= rows):
         return
     row = first_row + local
@@ -438,17 +511,17 @@ def _kd_rows(
     whole = begin + SEGMENT <= vocabulary
     k = LOG2_E / temperature
 
-    if not is_gradient:
+    if number == 0:
         none = tl.zeros([WIDE], tl.float32)
         if whole:
             m_z_L, m_t_L, s_z_L, s_1_L, s_t_L, g_L, top_z_L, top_t_L = _sum_segment(
                 z_ptr, t_ptr, none, none, begin, units, vocabulary, k,
-                TEACHER, REVERSE, POWER, True, False, SEGMENT, DEEP, WIDE,
+                TEACHER, REVERSE, MIXTURE, POWER, True, False, SEGMENT, DEEP, WIDE,
             )  # fmt: skip
         else:
             m_z_L, m_t_L, s_z_L, s_1_L, s_t_L, g_L, top_z_L, top_t_L = _sum_segment(
                 z_ptr, t_ptr, none, none, begin, units, vocabulary, k,
-                TEACHER, REVERSE, POWER, False, False, SEGMENT, DEEP, WIDE,
+                TEACHER, REVERSE, MIXTURE, POWER, False, False, SEGMENT, DEEP, WIDE,
             )  # fmt: skip
         above = top_z_L - m_z_L
         if TEACHER:
@@ -456,7 +529,7 @@ def _kd_rows(
         if tl.max(above, axis=0) > far:
             m_z_L, m_t_L, s_z_L, s_1_L, s_t_L, g_L, top_z_L, top_t_L = _sum_segment(
                 z_ptr, t_ptr, top_z_L, top_t_L, begin, units, vocabulary, k,
-                TEACHER, REVERSE, POWER, False, True, SEGMENT, DEEP, WIDE,
+                TEACHER, REVERSE, MIXTURE, POWER, False, True, SEGMENT, DEEP, WIDE,
             )  # fmt: skip
         # The lanes' sums, relative to one m.
         high_z = tl.max(m_z_L, axis=0)
@@ -472,14 +545,14 @@ def _kd_rows(
             tl.store(at + 4 * segments, tl.sum(s_t_L * up_t, axis=0))
             if REVERSE:
                 tl.store(at + 5 * segments, tl.sum(g_L * up_z, axis=0))
-            else:
+            elif not MIXTURE:
                 tl.store(at + 5 * segments, tl.sum(g_L * up_t, axis=0))
             tl.store(at + 7 * segments, tl.max(top_t_L, axis=0))
         # Signals once, after every thread has written.
         tl.debug_barrier()
         tl.atomic_add(arrived_ptr + row, 1, sem="release")
     else:
-        while tl.atomic_add(arrived_ptr + row, 0, sem="acquire") < segments:
+        while tl.atomic_add(arrived_ptr + row, 0, sem="acquire") < number * segments:
             pass
         tl.debug_barrier()
         places = tl.arange(0, PADDED)
@@ -487,43 +560,75 @@ def _kd_rows(
         s_1_S = _field(parts, 3, places, segments, 0.0)
         m_z = tl.max(m_z_S, axis=0)
         s_1 = tl.sum(s_1_S * tl.exp2((m_z_S - m_z) * LOG2_E), axis=0)
-        m_t, s_z, s_t, mean, top_z, top_t = m_z, s_1, s_1, s_1, m_z, m_z
-        label = tl.load(labels_ptr + row)
+        m_t, s_z, s_t, apart, mean = m_z, s_1, s_1, s_1, s_1
         if TEACHER:
-            top_z = tl.max(_field(parts, 6, places, segments, -float("inf")), axis=0)
-            top_t = tl.max(_field(parts, 7, places, segments, -float("inf")), axis=0)
             m_t_S = _field(parts, 1, places, segments, -float("inf"))
             m_t = tl.max(m_t_S, axis=0)
             up_z_S, up_t_S = tl.exp2((m_z_S - m_z) * k), tl.exp2((m_t_S - m_t) * k)
             s_z = tl.sum(_field(parts, 2, places, segments, 0.0) * up_z_S, axis=0)
             s_t = tl.sum(_field(parts, 4, places, segments, 0.0) * up_t_S, axis=0)
-            g_S = _field(parts, 5, places, segments, 0.0)
             # Correctly rounded: the GPU's default division of a number by itself may not give 1.
             apart = (m_z - m_t) / temperature + tl.log(tl.div_rn(s_z, s_t))
-            if REVERSE:
-                mean = tl.sum(g_S * up_z_S, axis=0) / s_z
-                kl = -mean / temperature - apart
-            else:
-                mean = tl.sum(g_S * up_t_S, axis=0) / s_t
-                kl = mean / temperature + apart
-            if segment == 0:
-                tl.store(kl_ptr + row, kl)
-        if segment == 0:
-            # A label outside the vocabulary becomes NaN in the loss.
-            known = (label >= 0) & (label < vocabulary)
-            z_label = tl.load(z_ptr + label, mask=known, other=float("nan"))
-            tl.store(ce_ptr + row, (m_z - z_label) + tl.log(s_1))
-        dz_ptr += local * (units * UNIT)
-        if whole:
-            total = _write_gradient(
-                z_ptr, t_ptr, dz_ptr, agree_ptr + row, begin, units, vocabulary, k, label, alpha,
-                weight, mean, m_z, m_t, alpha / s_1, 1 / s_z, 1 / s_t, top_z, top_t, temperature,
-                TEACHER, REVERSE, POWER, True, SEGMENT, DEEP, WIDE,
-            )  # fmt: skip
+        if number < passes - 1:
+            if MIXTURE:
+                if whole:
+                    of_student, of_teacher = _sum_mixture(
+                        z_ptr, t_ptr, begin, units, vocabulary, k, m_z, m_t, tl.log2(s_z),
+                        tl.log2(s_t), beta, True, SEGMENT, DEEP, WIDE,
+                    )  # fmt: skip
+                else:
+                    of_student, of_teacher = _sum_mixture(
+                        z_ptr, t_ptr, begin, units, vocabulary, k, m_z, m_t, tl.log2(s_z),
+                        tl.log2(s_t), beta, False, SEGMENT, DEEP, WIDE,
+                    )  # fmt: skip
+                tl.store(parts + 8 * segments + segment, of_student)
+                tl.store(parts + 9 * segments + segment, of_teacher)
+                tl.debug_barrier()
+                tl.atomic_add(arrived_ptr + row, 1, sem="release")
         else:
-            total = _write_gradient(
-                z_ptr, t_ptr, dz_ptr, agree_ptr + row, begin, units, vocabulary, k, label, alpha,
-                weight, mean, m_z, m_t, alpha / s_1, 1 / s_z, 1 / s_t, top_z, top_t, temperature,
-                TEACHER, REVERSE, POWER, False, SEGMENT, DEEP, WIDE,
-            )  # fmt: skip
-        tl.store(dz_sums_ptr + row * segments + segment, total)
+            label = tl.load(labels_ptr + row)
+            if TEACHER:
+                top_z_S = _field(parts, 6, places, segments, -float("inf"))
+                top_t_S = _field(parts, 7, places, segments, -float("inf"))
+                top_z, top_t = tl.max(top_z_S, axis=0), tl.max(top_t_S, axis=0)
+                has_both_S = (top_z_S == top_z) & (top_t_S == top_t) & (places == segment)
+                if tl.max(has_both_S.to(tl.int32), axis=0) > 0:
+                    if _agrees(
+                        z_ptr, t_ptr, begin, units, vocabulary, top_z, top_t, SEGMENT, DEEP, WIDE
+                    ):  # fmt: skip
+                        tl.store(agree_ptr + row, 1.0)
+                if MIXTURE:
+                    mean = tl.sum(_field(parts, 8, places, segments, 0.0), axis=0)
+                    of_teacher = tl.sum(_field(parts, 9, places, segments, 0.0), axis=0)
+                    kl = LN_2 * (beta * of_teacher + (1 - beta) * mean)
+                else:
+                    g_S = _field(parts, 5, places, segments, 0.0)
+                    if REVERSE:
+                        mean = tl.sum(g_S * up_z_S, axis=0) / s_z
+                        kl = -mean / temperature - apart
+                    else:
+                        mean = tl.sum(g_S * up_t_S, axis=0) / s_t
+                        kl = mean / temperature + apart
+                if segment == 0:
+                    tl.store(kl_ptr + row, kl)
+            if segment == 0:
+                # A label outside the vocabulary becomes NaN in the loss.
+                known = (label >= 0) & (label < vocabulary)
+                z_label = tl.load(z_ptr + label, mask=known, other=float("nan"))
+                tl.store(ce_ptr + row, (m_z - z_label) + tl.log(s_1))
+            dz_ptr += local * (units * UNIT)
+            if whole:
+                total = _write_gradient(
+                    z_ptr, t_ptr, dz_ptr, begin, units, vocabulary, k, label, alpha, weight, mean,
+                    m_z, m_t, alpha / s_1, 1 / s_z, 1 / s_t, temperature, tl.log2(s_z),
+                    tl.log2(s_t), beta,
+                    TEACHER, REVERSE, MIXTURE, POWER, True, SEGMENT, DEEP, WIDE,
+                )  # fmt: skip
+            else:
+                total = _write_gradient(
+                    z_ptr, t_ptr, dz_ptr, begin, units, vocabulary, k, label, alpha, weight, mean,
+                    m_z, m_t, alpha / s_1, 1 / s_z, 1 / s_t, temperature, tl.log2(s_z),
+                    tl.log2(s_t), beta,
+                    TEACHER, REVERSE, MIXTURE, POWER, False, SEGMENT, DEEP, WIDE,
+                )  # fmt: skip
+            tl.store(dz_sums_ptr + row * segments + segment, total)

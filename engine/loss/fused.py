@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.kd_loss import LossRows, row_buffer
+from engine.kernels.kd_loss import LossRows, row_buffer, tuning_of
 from engine.kernels.sparse_loss import differentiate_rest
 from engine.loss.chunks import FUSED_HELD, Job, SparseTargets, TeacherHidden, Totals
 from engine.models.head import multiply, project
@@ -61,11 +61,12 @@ class FusedForm:
 
 
 class FusedChunks(FusedForm):
-    """Cross entropy, and forward or reverse KL when there is a teacher."""
+    """Cross entropy, and a divergence when there is a teacher."""
 
     def __init__(self, job: Job, shape: tuple[int, int], like: Tensor) -> None:
         super().__init__(job, shape, like)
-        self._rows = LossRows.empty(len(job.labels_M), shape[1], like.device)
+        tuning = tuning_of(job.divergence)
+        self._rows = LossRows.empty(len(job.labels_M), shape[1], like.device, tuning)
 
     def differentiate(self, h_CD: Tensor, w_VD: Tensor | None, chunk: slice) -> None:
         z_CV, dz_CV = self._student_logits(h_CD, w_VD, chunk)
@@ -82,6 +83,7 @@ class FusedChunks(FusedForm):
             alpha=job.alpha,
             temperature=job.temperature,
             divergence=job.divergence,
+            beta=job.beta,
         )
 
     def totals(self) -> Totals:

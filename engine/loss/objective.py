@@ -137,7 +137,7 @@ def distillation_loss(
     chunks in fp32. float64 stays float64.
 
     `kernel="fused"` runs everything between the matmuls in one kernel of ours, on a GPU
-    (`engine.plan.knobs`); it does not support `jsd` or float64. `targets` replace the teacher's hidden
+    (`engine.plan.knobs`); it does not support float64. `targets` replace the teacher's hidden
     states and head, for `forward_kl`.
 
     With `undivided` the caller promises that backward starts at this call's `loss` itself, with a
@@ -391,10 +391,8 @@ def check_widths(student_vocabulary: int, teacher_vocabulary: int) -> None:
 
 def _check_fused(divergence: str, dtype: torch.dtype) -> None:
     if not DIVERGENCES[divergence].fused or dtype == torch.float64:
-        eager = ", ".join(name for name, row in DIVERGENCES.items() if not row.fused)
         raise ValueError(
-            f"kernel: expected eager for {eager} and for float64,"
-            f" found fused for {divergence} in {str(dtype).removeprefix('torch.')}"
+            f"kernel: expected eager, found fused for {divergence} in {str(dtype).removeprefix('torch.')}"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from engine.divergences import fused_divergences
 from engine.kernels import kd_loss
 from engine.kernels.compiler import Variant
 from engine.kernels.registry import pointer_type
@@ -76,6 +77,7 @@ class Case:
         alpha: float = 0.3,
         temperature: float = 2.0,
         divergence: str = "forward_kl",
+        beta: float = 0.2,
         wide: bool = False,
         head: Head | None = None,
         chunk_rows: int | None = 100,
@@ -95,6 +97,7 @@ class Case:
             denominator=float((self.labels_N >= 0).sum()),
             chunk_rows=chunk_rows,
             divergence=divergence,
+            beta=beta,
             kernel=kernel,
         )
         dh_ND, dw_VD = torch.autograd.grad(terms.loss, (hidden_ND, head_VD))
@@ -121,6 +124,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         (FP16, "forward_kl", 0.3, 2.0),
         (FP32, "forward_kl", 0.3, 2.5),
         (FP32, "reverse_kl", 0.0, 4.0),
+        (BF16, "jsd", 0.3, 2.0),
+        (FP32, "jsd", 0.0, 2.5),
     ],
 )
 def test_values_and_gradients_are_those_of_float64(
@@ -152,7 +157,13 @@ def test_values_and_gradients_are_those_of_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("temperature", "divergence"),
-    [(1.0, "forward_kl"), (2.0, "forward_kl"), (3.0, "forward_kl"), (2.0, "reverse_kl")],
+    [
+        (1.0, "forward_kl"),
+        (2.0, "forward_kl"),
+        (3.0, "forward_kl"),
+        (2.0, "reverse_kl"),
+        (2.0, "jsd"),
+    ],
 )
 def test_a_student_equal_to_its_teacher_has_divergence_and_gradient_exactly_zero(
     temperature: float, divergence: str
@@ -222,7 +233,7 @@ def test_a_head_in_blocks_teaches_what_its_values_teach() -> None:
     dtype=st.sampled_from(kd_loss.DTYPES),
     alpha=st.sampled_from([0.0, 0.4, 1.0]),
     temperature=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
-    divergence=st.sampled_from(["forward_kl", "reverse_kl"]),
+    divergence=st.sampled_from(fused_divergences()),
 )
 @settings(max_examples=25, deadline=None)
 def test_warm_up_knows_each_variant_that_is_launched(
@@ -244,7 +255,9 @@ def test_warm_up_knows_each_variant_that_is_launched(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kd_loss, "launch", note)
         # A CPU multiplies in fp32 whatever it is given; the kernel is told the dtype of a GPU.
-        rows_of = kd_loss.LossRows.empty(rows, vocabulary, torch.device("cpu"))
+        rows_of = kd_loss.LossRows.empty(
+            rows, vocabulary, torch.device("cpu"), kd_loss.tuning_of(divergence)
+        )
         z_CV, t_CV, dz_CV = (
             kd_loss.row_buffer(rows, vocabulary, kind, torch.device("cpu"))
             for kind in (torch.float32, torch.float32, dtype)
@@ -265,12 +278,10 @@ def test_warm_up_knows_each_variant_that_is_launched(
     assert launched <= set(warmed) and launched
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_what_the_kernel_does_not_know_is_refused(dtype: torch.dtype) -> None:
-    case = Case((4, 8, 8, 4, 4), dtype, device="cpu")
-    divergence: str = "forward_kl" if dtype == torch.float64 else "jsd"
-    with pytest.raises(ValueError, match="expected eager for jsd and for float64"):
-        case.run("fused", divergence=divergence)
+def test_what_the_kernel_does_not_know_is_refused() -> None:
+    case = Case((4, 8, 8, 4, 4), torch.float64, device="cpu")
+    with pytest.raises(ValueError, match="expected eager, found fused for jsd in float64"):
+        case.run("fused", divergence="jsd")
 
 
 # Its memory
@@ -295,6 +306,7 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
     for divergence, fused, each in (
         ("forward_kl", True, 4 * 2 + 2),
         ("forward_kl", False, 4 * 4 + 2),
+        ("jsd", True, 4 * 2 + 2),
         ("jsd", False, 4 * 6 + 2),
     ):
         spec = spec_of(train__rows=4, data__seq_len=64, loss__divergence=divergence)

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.divergences import fused_divergences
+from engine.divergences import DIVERGENCES, fused_divergences
 from engine.errors import InternalError
 
 pytest.importorskip("triton")
 
-from engine.kernels import kd_loss
 from engine.kernels.kd_loss import LossRows, Tuning, row_buffer
 
 # Columns beyond V are -infinity, and their difference is masked; sums that overflow are made again.
@@ -73,16 +72,23 @@ def differentiate(
 
 
 def wanted(
-    z_CV: Tensor, t_CV: Tensor, labels_C: Tensor, alpha: float, temperature: float, divergence: str
+    z_CV: Tensor,
+    t_CV: Tensor,
+    labels_C: Tensor,
+    alpha: float,
+    temperature: float,
+    divergence: str,
+    beta: float = 0.5,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cross entropy, divergence, agreement and dz, by float64 autograd."""
     z_CV = z_CV.double().requires_grad_()
     ce_C = torch.nn.functional.cross_entropy(z_CV, labels_C, reduction="none")
     log_p_CV = torch.log_softmax(t_CV.double() / temperature, 1)
     log_q_CV = torch.log_softmax(z_CV / temperature, 1)
-    sides = {"forward_kl": (log_p_CV, log_q_CV), "reverse_kl": (log_q_CV, log_p_CV)}
-    first, second = sides[divergence]
-    divergence_C = (first.exp() * (first - second)).sum(1)
+    reference = DIVERGENCES[divergence].reference
+    divergence_C = torch.stack(
+        [reference(p[None], q[None], beta) for p, q in zip(log_p_CV, log_q_CV, strict=True)]
+    )
     loss = (alpha * ce_C + (1 - alpha) * temperature**2 * divergence_C).sum()
     (dz_CV,) = torch.autograd.grad(loss, z_CV)
     agree_C = z_CV.argmax(1) == t_CV.argmax(1)
@@ -137,6 +143,18 @@ def test_rows_are_those_of_float64(
     assert found.agree_M.bool().tolist() == agree_C.tolist()
     assert float(found.dz_sums_MS.sum(1).abs().max()) < 1e-5
     assert float(found.divergence_M.min()) > -1e-5
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.9])
+def test_the_mixture_may_have_any_weight(beta: float) -> None:
+    z_CV, t_CV, labels_C = random(3, 1101)
+    # Probabilities that one side has, and the other not: beyond what e^x of their ratio can say.
+    z_CV[1, 7], t_CV[1, 9] = -300.0, -300.0
+    settings: dict[str, Any] = dict(alpha=0.3, temperature=1.0, divergence="jsd", beta=beta)
+    _, divergence_C, _, slope_CV = wanted(z_CV, t_CV, labels_C, **settings)
+    found, dz_CV = differentiate(z_CV, t_CV, labels_C, cut=1, **settings)
+    assert torch.allclose(found.divergence_M.double(), divergence_C, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(dz_CV.double(), slope_CV, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [7, 401, 512])
@@ -245,5 +263,3 @@ def test_what_is_no_row_buffer_is_refused() -> None:
     ):
         with pytest.raises(InternalError, match=message):
             rows.differentiate(z_CV, t_CV, dz_CV, labels, 0, **settings)
-    with pytest.raises(InternalError, match="found jsd"):
-        kd_loss.variants(401, teacher=True, divergence="jsd")
