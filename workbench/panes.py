@@ -8,7 +8,7 @@ The functions are pure; the sentences come from `engine.log.text`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -62,9 +62,21 @@ def ledger_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
     """Return the pace, the phases of the newest step as bars, and the share of the device's peak."""
     return [
         *_pace_lines(snapshot.view),
-        *_bars(snapshot.view, width, ascii_only),
+        *_step_bars(snapshot.view, width, ascii_only),
         *_bound(snapshot.view),
+        *start_words(snapshot.view, width, ascii_only),
     ]
+
+
+def start_words(view: RunView, width: int, ascii_only: bool) -> list[str]:
+    """Return the phases of the session's start as bars, in their order; nothing before its log is open."""
+    seconds = view.start_s()
+    total = sum(seconds.values())
+    shown = {name: s for name, s in seconds.items() if s >= 0.01 * total > 0}
+    if not shown:
+        return []
+    until = "to the first step" if view.first_step_unix_s is not None else "so far, no step yet"
+    return [f"start  {format_seconds(total)} {until}", *_bars(shown, width, ascii_only)]
 
 
 def _pace_lines(view: RunView) -> list[str]:
@@ -81,20 +93,25 @@ def _pace_lines(view: RunView) -> list[str]:
     return [f"{rate}{typical} (median; {around})"]
 
 
-def _bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
-    total = sum(view.phases.values())
-    if not 0 < total < math.inf:
+def _step_bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
+    if not 0 < sum(view.phases.values()) < math.inf:
         return ["no phases measured: the ledger is empty"]
     names = [name for name in (*STEP_PHASES, IDLE) if name in view.phases]
     if len(names) < len(view.phases):
         # The phases of a watched script are its own, and come in their order.
         names = list(view.phases)
+    return _bars({name: view.phases[name] for name in names}, width, ascii_only)
+
+
+def _bars(parts: Mapping[str, float], width: int, ascii_only: bool) -> list[str]:
+    """Return a bar for each part of a whole, by its seconds."""
+    names, total = list(parts), sum(parts.values())
     longest = max(len(name) for name in names)
     room = max(4, min(40, width - longest - 16))
     full, rest = ("#", ".") if ascii_only else ("█", "░")
     lines = []
     for name in names:
-        seconds = view.phases[name]
+        seconds = parts[name]
         share = seconds / total if math.isfinite(seconds) else 0.0
         cells = min(room, round(share * room))
         bar = full * cells + rest * (room - cells)

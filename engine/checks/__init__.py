@@ -8,7 +8,6 @@ the data are bit for bit what they would be without it.
       vocabulary_by_bytes        a token id that means one token to the teacher and another to the student
       batch_not_degenerate       one token repeated, the same row everywhere, a loader that is stuck
       padding_not_trained        padding with labels, which teaches the student to produce padding
-      split_disjoint             held-out text that is trained on
       effective_settings         rows, length, steps or AdamW settings that differ from the spec's
       resume_continues           a resume without the optimizer's state, or at another position in the data
     at the start
@@ -38,6 +37,7 @@ the data are bit for bit what they would be without it.
       step_moments               other betas, another clipping, gradients that the optimizer does not see
       step_weights               another rate or decay; a part of the student that is not trained
     in the first steps
+      split_disjoint             held-out text that is trained on
       memory_as_planned          a memory plan that differs from the measurement
       no_late_compile            a step that waited for a compiler
     at the first checkpoint

@@ -36,14 +36,6 @@ CATALOGUE: tuple[About, ...] = (
         stops=True,
     ),
     About(
-        id="split_disjoint",
-        question="Is held-out text absent from the text that is trained on?",
-        means="The held-out loss measures memory of the training text and says nothing about new text.",
-        remedy="Remove copies from the corpus, or split by document.",
-        when=When.BEFORE,
-        stops=False,
-    ),
-    About(
         id="effective_settings",
         question="Do loader and optimizer hold the rows, length, steps and AdamW settings that the spec asks for?",
         means="The run is another experiment than the one that was asked for and will be reported.",
@@ -148,6 +140,14 @@ CATALOGUE: tuple[About, ...] = (
         stops=True,
     ),
     *STAGES,
+    About(
+        id="split_disjoint",
+        question="Is held-out text absent from the text that is trained on?",
+        means="The held-out loss measures memory of the training text and says nothing about new text.",
+        remedy="Remove copies from the corpus, or split by document.",
+        when=When.FIRST_STEPS,
+        stops=False,
+    ),
     About(
         id="memory_as_planned",
         question="Is the measured peak of memory near the one that was planned?",

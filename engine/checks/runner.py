@@ -31,9 +31,9 @@ from engine.checks.check import About, Answer, Result, When, unknown
 from engine.checks.checkpoint import CheckpointReloads
 from engine.checks.context import Context
 from engine.checks.data import (
+    SplitDisjoint,
     batch_not_degenerate,
     padding_not_trained,
-    split_disjoint,
 )
 from engine.checks.forward import (
     causal_mask,
@@ -76,7 +76,6 @@ AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "vocabulary_by_bytes": vocabulary_by_bytes,
     "batch_not_degenerate": batch_not_degenerate,
     "padding_not_trained": padding_not_trained,
-    "split_disjoint": split_disjoint,
     "effective_settings": effective_settings,
     "resume_continues": resume_continues,
     "weights_alive": weights_alive,
@@ -92,6 +91,7 @@ AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "nan_not_masked": nan_not_masked,
 }
 WATCHES: dict[str, Callable[[Context], Watch]] = {
+    "split_disjoint": SplitDisjoint,
     "memory_as_planned": MemoryAsPlanned,
     "no_late_compile": NoLateCompile,
 }

@@ -251,6 +251,7 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
                 "tokens_per_second": view.tokens_per_second(),
                 "share_of_peak": share_of_peak(view),
                 "phases_s": dict(view.phases),
+                "start_s": view.start_s(),
                 "eta_s": view.eta_s(),
                 "started": view.started,
                 "phase": view.phase,

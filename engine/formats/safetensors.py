@@ -56,7 +56,7 @@ from engine.formats.weights import (
     parse_object,
     read_json_object,
 )
-from engine.formats.writing import fsync_folder, tensor_bytes, unwritable
+from engine.formats.writing import fsync_folder, tensor_bytes, tensor_parts, unwritable
 
 if TYPE_CHECKING:
     import torch
@@ -210,7 +210,8 @@ def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(
             json.dumps([name, dtype_code(tensor.dtype), list(tensor.shape)]).encode() + b"\n"
         )
-        digest.update(tensor_bytes(tensor, None))
+        for part in tensor_parts(tensor):
+            digest.update(part)
     return digest.hexdigest()
 
 

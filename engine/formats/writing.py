@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 COPY_BYTES = 1 << 22
+PART_BYTES = 1 << 25
+"""Of a tensor, that are in host memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,3 +129,40 @@ def tensor_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> memo
 
     flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def tensor_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order, part by part; each is valid until the next is asked for.
+
+    From a GPU the next part is copied while the caller works on one.
+    """
+    import torch
+
+    if tensor.device.type != "cuda" or not tensor.is_contiguous():
+        whole = tensor_bytes(tensor)
+        for start in range(0, len(whole), PART_BYTES):
+            yield whole[start : start + PART_BYTES]
+        return
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    size = min(PART_BYTES, len(flat))
+    stream: torch.cuda.Stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    rooms = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+
+    def copied(number: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        part = flat[number * size : (number + 1) * size]
+        room = rooms[number % 2][: len(part)]
+        done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            room.copy_(part, non_blocking=True)
+            done.record(stream)
+        return room, done
+
+    count = -(-len(flat) // size) if size else 0
+    ahead = copied(0) if count else None
+    for number in range(count):
+        assert ahead is not None
+        room, done = ahead
+        ahead = copied(number + 1) if number + 1 < count else None
+        done.synchronize()
+        yield room.numpy().data

@@ -87,6 +87,9 @@ _ALL: dict[type, str] = {
 }
 """View fields that hold all events of a kind."""
 
+START_PHASES_KEPT = 500
+"""Tokenizing a large corpus says how far it is in phases of its own."""
+
 Sample = TypeVar("Sample", HostSample, GpuSample)
 _READINGS = frozenset({HostSample, GpuSample})
 
@@ -216,6 +219,7 @@ class _Changes:
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
             self.lists["decisions"] = []
             self.lists["compiles"] = []
+            self.lists["start_phases"] = []
             self.lists["audited_steps"] = []
             self.changes |= {"checks": {}, "checked_again": (0, 0.0)}
             self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
@@ -274,6 +278,11 @@ class _Changes:
                 self.rewind(event.resumed_from or 0)
             case Phase():
                 self.changes |= {"phase": event, "phase_unix_s": unix_s}
+                if (
+                    self.source == "events"
+                    and len(self.list_of("start_phases")) < START_PHASES_KEPT
+                ):
+                    self.list_of("start_phases").append((event.name, unix_s))
             case ModelReady():
                 self.dict_of("models")[event.role] = event
             case Checked():

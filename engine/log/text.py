@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.decision import Decision
@@ -576,20 +576,31 @@ def _perplexity(done: Evaluated) -> str:
 
 def ledger_line(view: RunView) -> str:
     """Break down the time of the newest step by phase; empty when it was not measured."""
-    total = sum(view.phases.values())
+    return _shares("step ", view.phases, least=0.0)
+
+
+def start_line(view: RunView) -> str:
+    """Break down the time to the session's first step by phase; empty before its log is open."""
+    return _shares("start", view.start_s(), least=0.01)
+
+
+def _shares(title: str, seconds: Mapping[str, float], *, least: float) -> str:
+    """Render seconds by name, the largest first; those of a share up to `least` are left out."""
+    total = sum(seconds.values())
     if not total:
         return ""
-    shares = sorted(view.phases.items(), key=lambda item: -item[1])
+    shares = sorted(seconds.items(), key=lambda item: -item[1])
     words = ", ".join(
-        f"{name} {format_seconds(s)} ({s / total:.0%})" for name, s in shares if s > 0
+        f"{name} {format_seconds(s)} ({s / total:.0%})" for name, s in shares if s > least * total
     )
-    return f"step   {format_seconds(total)}: {words}"
+    return f"{title}  {format_seconds(total)}: {words}"
 
 
 def speed_lines(view: RunView) -> list[str]:
-    """Render the pace of the last steps as a share of the device's peak, and the phases of the newest step."""
+    """Render the pace of the last steps as a share of the device's peak, and the phases of the newest step and of the
+    start."""
     pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
-    return [*pace, *filter(None, [ledger_line(view)])]
+    return [*pace, *filter(None, [ledger_line(view), start_line(view)])]
 
 
 # Longer summaries of a view: checks and compiles.

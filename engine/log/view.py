@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from engine.log.events import (
+    TRAINING,
     AlertRaised,
     AnyEvent,
     Checked,
@@ -55,6 +57,10 @@ LONGEST_STATE = 32
 
 LineKey: TypeAlias = tuple[float, Source, int]
 """Time, log and number of a line: a total order that does not depend on who read the lines when."""
+
+
+IMPORTS, FIRST_STEP = "Python and torch", "the first step"
+"""Names of parts of a start that are no phase of the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +105,8 @@ class RunView:
     session_unix_s: float | None = None
     phase: Phase | None = None
     phase_unix_s: float | None = None
+    start_phases: tuple[tuple[str, float], ...] = ()
+    """The first phases of this session, with the time at which each began."""
     heartbeat_unix_s: float | None = None
     """When the trainer last made progress: the time of its newest line of this session, notes excluded."""
     decisions: tuple[DecisionMade, ...] = ()
@@ -243,6 +251,22 @@ class RunView:
         if self.session_row >= len(self.steps):
             return None
         return self._step_and_time(self.session_row)[1]
+
+    def start_s(self) -> dict[str, float]:
+        """Return the seconds from the trainer's start to its first step by phase, or to its newest line before that."""
+        opened, end = self.session_unix_s, self.first_step_unix_s or self.heartbeat_unix_s
+        if opened is None or end is None:
+            return {}
+        begun = [("setting up", opened), *self.start_phases]
+        if self.trainer_started_unix_s is not None and self.trainer_started_unix_s <= opened:
+            begun.insert(0, (IMPORTS, self.trainer_started_unix_s))
+        seconds: dict[str, float] = {}
+        for (name, from_s), (_, to_s) in pairwise([*begun, ("", end)]):
+            if from_s >= end:
+                break
+            name = FIRST_STEP if name == TRAINING else name
+            seconds[name] = seconds.get(name, 0.0) + max(0.0, min(to_s, end) - from_s)
+        return seconds
 
     def _step_and_time(self, row: int) -> tuple[float, float]:
         step, unix_s = self.steps.value("step", row), self.steps.value("unix_s", row)

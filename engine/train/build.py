@@ -16,8 +16,9 @@ stored.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +26,10 @@ import torch
 from engine.data.batches import Batch
 from engine.formats.safetensors import tensors_sha256
 from engine.log.beats import BeatWriter
-from engine.log.events import Evaluated, Note, Phase
+from engine.log.events import Evaluated, ModelReady, Note, Phase
 from engine.log.view import RunView
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, Tensors
+from engine.models.frozen import join
 from engine.models.head import Head
 from engine.models.load import load_decoder, new_decoder
 from engine.models.transformers_decoder import TransformersDecoder
@@ -43,6 +45,7 @@ from engine.teachers.store.keys import CacheError, contents_sha256
 from engine.teachers.store.teacher import CachedTeacher, load_head
 from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 from engine.train import record
+from engine.train.beside import Beside, ModelHash
 from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles
 from engine.train.data import Data
@@ -58,8 +61,8 @@ class LoadedTeacher:
     """None for a run without a teacher."""
     decoder: Decoder | None = None
     """The decoder inside the teacher; None when the teacher is read from stored outputs."""
-    sha256: str | None = None
-    """The sha256 of the teacher's tensors."""
+    sha256: Callable[[], str] | None = None
+    """Waits for the sha256 of the teacher's tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,8 @@ class Builder:
     beat: BeatWriter | None
     """The beats of this rank; None for a single process."""
     log: Log
+    hashes: list[ModelHash] = field(default_factory=list)
+    """Of the models, while threads compute them."""
 
     @property
     def facts(self) -> RunFacts:
@@ -91,13 +96,17 @@ class Builder:
             return LoadedTeacher()
         if (store := plan.facts.store) is not None:
             cached = self._stored_teacher(store)
-            return LoadedTeacher(teacher=cached, sha256=store.identity.teacher_sha256)
+            return LoadedTeacher(teacher=cached, sha256=lambda: store.identity.teacher_sha256)
         log(Phase(name="loading the teacher", detail=spec.path))
         teacher, decoder = self._build(backend, precision)
         self._warm_up_teacher(decoder)
-        model = record.model("teacher", spec.path, decoder.config, precision, decoder)
-        log(model)
-        check_same_teacher(before, model.sha256, spec.path, backend, precision)
+        if plan.execution.teacher_compiled:
+            # Later would be under the hands of the hash.
+            join(decoder)
+        ready = partial(record.model, "teacher", spec.path, decoder.config, precision)
+        sha256 = self._hashed(decoder, ready, beside=not plan.memory.teacher_shard)
+        if before is not None:
+            check_same_teacher(before, sha256(), spec.path, backend, precision)
         if isinstance(teacher, TruncatingTeacher):
             log(Phase(name="measuring what the cut of the vocabulary drops"))
             dropped = teacher.dropped_mass(
@@ -113,37 +122,61 @@ class Builder:
             )
         if plan.execution.prefetches:
             teacher = PrefetchingTeacher(teacher, self.facts.compute.device)
-        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
+        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=sha256)
 
-    def student(self, teacher_decoder: Decoder | None) -> tuple[Decoder, str]:
-        """Return the initial student and the sha256 of its tensors.
+    def fresh_student(self) -> Beside[Decoder] | None:
+        """Begin to draw the weights of a fresh student, on the CPU; None where that is not to be done beside other
+        work."""
+        config, seed = self.facts.inputs.student, self.facts.spec.train.seed
+        if self.facts.spec.student.path or not config.native:
+            return None
+        return Beside(partial(new_decoder, config, seed=seed), "fresh weights")
+
+    def student(
+        self, fresh: Beside[Decoder] | None, teacher_decoder: Decoder | None
+    ) -> tuple[Decoder, Callable[[], str]]:
+        """Return the initial student, and what waits for the sha256 of its tensors.
 
         Raises WeightsError when it is the same model as the teacher, unless teacher.allow_identical is
         set.
         """
-        spec, seed, device = (
-            self.facts.spec.student,
-            self.facts.spec.train.seed,
-            self.facts.compute.device,
-        )
+        spec = self.facts.spec.student
         if spec.path:
             self.log(Phase(name="loading the student", detail=spec.path))
-            how = self.facts.spec.model
-            student = load_decoder(Path(spec.path), torch.float32, device, how)
         else:
-            self.log(Phase(name="making the student", detail=f"fresh weights, seed {seed}"))
-            student = new_decoder(self.facts.inputs.student, seed=seed).to(device)
+            detail = f"fresh weights, seed {self.facts.spec.train.seed}"
+            self.log(Phase(name="making the student", detail=detail))
+        student = self.untrained(fresh)
         look_at(student, "student", self.facts.spec.data.seq_len, self.log)
         source = spec.path or f"fresh weights of {spec.config}"
         precision = self.facts.compute.precision
-        model = record.model("student", source, student.config, precision, student)
-        self.log(model)
+        ready = partial(record.model, "student", source, student.config, precision)
+        sha256 = self._hashed(student, ready, beside=True)
         if teacher_decoder is not None:
             allowed = self.facts.spec.teacher.allow_identical
             note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
             if note is not None:
                 self.log(Note(level="warning", text=note))
-        return student, model.sha256
+        return student, sha256
+
+    def untrained(self, fresh: Beside[Decoder] | None = None) -> Decoder:
+        """Return the student as it is before the first step, on its device; the same each time."""
+        spec, device = self.facts.spec, self.facts.compute.device
+        if spec.student.path:
+            return load_decoder(Path(spec.student.path), torch.float32, device, spec.model)
+        if fresh is not None:
+            return fresh.result().to(device)
+        return new_decoder(self.facts.inputs.student, seed=spec.train.seed).to(device)
+
+    def _hashed(
+        self, decoder: Decoder, ready: Callable[[str], ModelReady], *, beside: bool
+    ) -> Callable[[], str]:
+        if beside:
+            self.hashes.append(ModelHash(decoder, ready, self.log))
+            return self.hashes[-1].result
+        sha256 = tensors_sha256(Tensors(decoder))
+        self.log(ready(sha256))
+        return lambda: sha256
 
     def warm_up(self) -> str:
         """Compile the kernels of the loss and the update; return the chosen implementation of the update."""

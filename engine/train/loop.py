@@ -102,6 +102,8 @@ class TrainingLoop:
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
         self.heldout_losses: dict[str, float] = {}
         """Nats per token: `teacher`, `untrained`, `student`."""
+        self.after_first_step: Callable[[], None] | None = None
+        """What of the start may wait for the first step of this session."""
 
     def check(self, trainer: Trainer) -> None:
         """Run the first-minute checks: all of them, before a failure stops the run."""
@@ -136,7 +138,8 @@ class TrainingLoop:
         self.heldout_losses[subject] = loss
         self.log(
             Evaluated(
-                step=trainer.step,
+                # A teacher, and what is not yet trained, are as they were before the first step.
+                step=trainer.step if subject == "student" else 0,
                 subject=subject,
                 loss=loss,
                 labelled=labelled,
@@ -180,6 +183,9 @@ class TrainingLoop:
             self._answer(audit.after(step))
             self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
+                if self.after_first_step is not None:
+                    self.after_first_step()
+                    self.log(Phase(name=TRAINING))
                 # Whatever torch compiles lazily has been compiled by now.
                 self.compiles.seal(self.log)
             if spec.train.on_non_finite == "stop":

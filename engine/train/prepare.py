@@ -23,9 +23,11 @@ import torch
 from engine.data.batches import Batch
 from engine.decision import Decision
 from engine.errors import BadInput, TrainingFailed
+from engine.formats.safetensors import tensors_sha256
 from engine.log.events import Note
 from engine.log.write import LogWriter
 from engine.models.config import count_parameters
+from engine.models.decoder import Tensors
 from engine.models.head import LogitsHead
 from engine.models.packed import head_of
 from engine.plan.device import ComputeDevice, set_up_device
@@ -310,7 +312,8 @@ def _load_teacher(
             "top_k or sampled: the model's own logits are not a head's of its hidden states",
             HIDDEN,
         )
-    model = record.model("teacher", spec.teacher.path, decoder.config, precision, decoder)
+    sha256 = tensors_sha256(Tensors(decoder))
+    model = record.model("teacher", spec.teacher.path, decoder.config, precision, sha256)
     log(model)
     compiles = Compiles()
     rows = {spec.train.rows} | {len(batch.tokens_BT) for batch in job.heldout}
@@ -322,9 +325,7 @@ def _load_teacher(
         compiles.compile_teacher(
             built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision, log
         )
-    return built, dataclasses.replace(
-        job.plan.identity, backend=backend, teacher_sha256=model.sha256
-    )
+    return built, dataclasses.replace(job.plan.identity, backend=backend, teacher_sha256=sha256)
 
 
 def _manifest(job: Job, built: BuiltTeacher, identity: Identity, device: torch.device) -> Manifest:

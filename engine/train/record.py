@@ -19,7 +19,6 @@ from engine.checks.check import Result
 from engine.data.batches import labelled_rows
 from engine.data.token_cache import Tokens
 from engine.decision import Decision
-from engine.formats.safetensors import tensors_sha256
 from engine.log.events import (
     Checked,
     Compiled,
@@ -36,7 +35,6 @@ from engine.log.held import ALLOCATOR, PROCESS, Held
 from engine.log.write import LogWriter
 from engine.machine.host import Host
 from engine.models.config import ModelConfig, count_parameters
-from engine.models.decoder import Decoder, Tensors
 from engine.plan.memory import MemoryBudget
 from engine.runtime.c_library import CompiledLibrary
 from engine.spec import RunSpec
@@ -108,14 +106,8 @@ def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
     )
 
 
-def model(
-    role: str, source: str, config: ModelConfig, precision: str, tensors: Decoder | str
-) -> ModelReady:
-    """Describe a model, with the sha256 of its tensors as they are in memory.
-
-    For block-quantised weights this hashes the quantised blocks. `tensors` may also be the hash itself,
-    for a model that is not loaded.
-    """
+def model(role: str, source: str, config: ModelConfig, precision: str, sha256: str) -> ModelReady:
+    """Describe a model; `sha256` is that of its tensors in memory, of block-quantised ones of the blocks."""
     return ModelReady(
         role=role,
         source=source,
@@ -124,7 +116,7 @@ def model(
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         precision=precision,
-        sha256=tensors if isinstance(tensors, str) else tensors_sha256(Tensors(tensors)),
+        sha256=sha256,
     )
 
 

@@ -29,6 +29,7 @@ from engine.log.folder import RunFolder, open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
+from engine.models.decoder import Decoder
 from engine.models.packed import head_of
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
@@ -40,6 +41,7 @@ from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.store.teacher import CachedTeacher
 from engine.terminal import say
 from engine.train import record
+from engine.train.beside import ModelHash
 from engine.train.build import Builder, holds_heldout, recall_heldout
 from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.keeper import Keeper
@@ -105,6 +107,8 @@ def run(
         else:
             leave(ranks)
         stop.answered()
+        for one in job.hashes:
+            one.give_up()
         if ranks.first:
             folder.free_reserve()
         log.write(finished)
@@ -140,6 +144,8 @@ class _Job:
         self.beat = BeatWriter(folder, ranks.rank) if ranks.many else None
         self.compiles = Compiles()
         self.checks = Checks(spec)
+        self.hashes: list[ModelHash] = []
+        """Of the models, while threads compute them."""
         self.loop: TrainingLoop | None = None
         """None until there is something to train."""
 
@@ -192,8 +198,10 @@ class _Job:
                 beat=self.beat,
                 log=self.log,
             )
+            self.hashes = builder.hashes
+            fresh = builder.fresh_student()
             taught = builder.teacher(self.before)
-            student, student_sha256 = builder.student(taught.decoder)
+            student, student_sha256 = builder.student(fresh, taught.decoder)
             update = builder.warm_up()
             trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
         self.loop = loop = TrainingLoop(
@@ -206,6 +214,8 @@ class _Job:
             compiles=self.compiles,
             stop=self.stop,
         )
+        if self.before is not None:
+            student_sha256()  # of the weights that a resume replaces
         resumed_from = self._resume(trainer, loop, allow_fallback, allow_restart)
         # A compiler sees sharded layers as different ones, so those are compiled after sharding.
         self._put_to_run(trainer, plan, compiled=plan.execution.compiled and not ranks.many)
@@ -215,7 +225,8 @@ class _Job:
         if changed := versions_changed(self.before, begun):
             log(Note(level="warning", text=changed))
         if trainer.step == 0:
-            self._evaluate_untrained(trainer, loop, data)
+            self._evaluate_untrained(trainer, loop, data, builder)
+        student_sha256()  # of the weights before the first step
         loop.check(trainer)
         if ranks.many:
             trainer = self._shard(trainer, builder)
@@ -224,15 +235,17 @@ class _Job:
             self._put_to_run(trainer, plan, compiled=plan.execution.compiled)
         with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = loop.train(trainer)
+        if taught.sha256 is not None and self.stop.reason is None:
+            taught.sha256()
         self.compiles.counts(loop.step, self.log)
         if isinstance(taught.teacher, CachedTeacher):
             log(Note(level="info", text=taught.teacher.summary))
         if ended_early is not None:
             return ended_early
         if spec.checkpoint.at_end:
-            hashes = {"student_start": student_sha256}
+            hashes = {"student_start": student_sha256()}
             if taught.sha256 is not None:
-                hashes = {"teacher": taught.sha256, **hashes}
+                hashes = {"teacher": taught.sha256(), **hashes}
             self._leave_results(trainer, loop, inputs, data, hashes)
         return RunFinished(
             state="completed", reason="every step done", exit_code=0, step=trainer.step
@@ -299,9 +312,26 @@ class _Job:
             peak=peak_flops(name, self.ranks.world),
         )
 
-    def _evaluate_untrained(self, trainer: Trainer, loop: TrainingLoop, data: Data) -> None:
-        """Evaluate the teacher and the untrained student: the loss to approach, and the loss at the start."""
-        teacher, student = trainer.teacher, trainer.student
+    def _evaluate_untrained(
+        self, trainer: Trainer, loop: TrainingLoop, data: Data, builder: Builder
+    ) -> None:
+        """Evaluate the teacher and the untrained student: the loss to approach, and the loss at the start.
+
+        A GPU does so at once: it has more room before the optimizer has its moments. A CPU takes as long for that as
+        for some steps, and makes its first step before.
+        """
+
+        def evaluate(student: Decoder) -> None:
+            self._evaluate_teacher(trainer, loop, data)
+            loop.evaluate("untrained", student.hidden, head_of(student), trainer)
+
+        if trainer.device.type == "cuda" or self.ranks.many:
+            evaluate(trainer.student)
+        else:
+            loop.after_first_step = lambda: evaluate(builder.untrained())
+
+    def _evaluate_teacher(self, trainer: Trainer, loop: TrainingLoop, data: Data) -> None:
+        teacher = trainer.teacher
         if isinstance(teacher, CachedTeacher) and not holds_heldout(teacher, data.heldout):
             known = recall_heldout(teacher, data.heldout)
             self.log(known)
@@ -309,7 +339,6 @@ class _Job:
                 loop.heldout_losses["teacher"] = known.loss
         elif teacher is not None:
             loop.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
-        loop.evaluate("untrained", student.hidden, head_of(student), trainer)
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""

@@ -123,6 +123,7 @@ def figures(out: Path, wall_s: float) -> dict[str, object]:
         "steps": view.last_step,
         "wall_s": round(wall_s, 1),
         "first_step_after_s": round((first or 0) - (view.first_unix_s or 0), 1),
+        "start_s": {name: round(s, 2) for name, s in view.start_s().items() if s >= 0.05},
         "step_ms_median": round(statistics.median(times) * 1e3, 2),
         "step_ms_p95": round(sorted(times)[int(0.95 * (len(times) - 1))] * 1e3, 2),
         "tokens_per_s": round(tokens / statistics.median(times)),

@@ -181,6 +181,7 @@ def test_a_check_that_breaks_is_unknown_and_ends_nothing(
 
 def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> None:
     run = make_run(world).begin()
+    run.step(1)
     gradient, split = run.results["shift_proof"], run.results["split_disjoint"]
     bad = dataclasses.replace(gradient.verdict, level=Level.FAIL)
     unsure = dataclasses.replace(gradient.verdict, level=Level.UNKNOWN)

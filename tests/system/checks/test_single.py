@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.checks.catalogue import ABOUT
 from engine.checks.check import Answer
 from engine.checks.context import Context, Memory
-from engine.checks.data import shared_windows
+from engine.checks.data import shared_windows, split_disjoint
 from engine.checks.forward import ROUNDING, plain_logits
 from engine.checks.logits import few_rows
 from engine.checks.runner import AT_ONCE
@@ -71,13 +71,13 @@ def stream_of(documents: list[list[int]]) -> TokenStream:
 
 def test_a_held_out_document_that_is_trained_on_is_found(world: World) -> None:
     looked_at = make_run(world).context
-    assert level("split_disjoint", looked_at) is Level.PASS
+    assert split_disjoint(looked_at).verdict.level is Level.PASS
     held = world.heldout
     first = held.tokens[: held.starts[1]]
     tokens = np.concatenate([world.train.tokens, first])
     starts = np.append(world.train.starts, len(tokens))
     leaked = dataclasses.replace(looked_at, train_stream=make_stream(tokens, starts))
-    found = answer("split_disjoint", leaked)
+    found = split_disjoint(leaked)
     assert found.verdict.level is Level.FAIL and found.numbers["copied_documents"] == 1
 
 
@@ -86,7 +86,7 @@ def test_held_out_text_inside_another_document_is_found(world: World) -> None:
     tokens = np.concatenate([world.train.tokens, world.heldout.tokens[1:]])
     stream = make_stream(tokens, starts_of([len(tokens)]))
     leaked = dataclasses.replace(looked_at, train_stream=stream)
-    found = answer("split_disjoint", leaked)
+    found = split_disjoint(leaked)
     assert found.verdict.level is Level.FAIL and found.numbers["copied_documents"] == 0
     assert found.numbers["shared_windows"] >= found.numbers["windows"] - 4
 

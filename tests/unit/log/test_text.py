@@ -6,12 +6,14 @@ import math
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.decision import Decision
 from engine.log.events import (
+    TRAINING,
     AlertRaised,
     AnyEvent,
     CheckpointSaved,
@@ -48,6 +50,7 @@ from engine.log.text import (
     result_lines,
     sample_text,
     speed_lines,
+    start_line,
     status_text,
     step_text,
 )
@@ -509,6 +512,22 @@ def test_the_ledger_names_phases_longest_first_and_is_empty_where_nobody_measure
     assert "data" not in line
     assert speed_lines(RunView(phases=phases)) == [line]
     assert speed_lines(RunView()) == []
+
+
+def test_the_start_is_told_by_its_phases_but_for_the_smallest() -> None:
+    assert start_line(RunView()) == ""
+    names = (("loading", 1.0), ("looking", 10.99), (TRAINING, 11.0))
+    events: list[Any] = [opened(0.0), *(Phase(name=name) for name, _ in names), step(1)]
+    at = [0.0, *(t_s for _, t_s in names), 16.0]
+    timed = [
+        msgspec.structs.replace(event, seq=seq, t_s=t_s)
+        for seq, (event, t_s) in enumerate(zip(events, at, strict=True))
+    ]
+    line = start_line(fold_events(RunView(), "events", timed))
+    assert (
+        line
+        == "start  16.0 s: loading 10.0 s (62%), the first step 5.0 s (31%), setting up 1.0 s (6%)"
+    )
 
 
 def test_what_a_run_trains_on_is_told_with_what_was_left_out() -> None:

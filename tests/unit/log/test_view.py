@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.log.events import (
+    TRAINING,
     AlertCleared,
     AlertRaised,
     AnyEvent,
@@ -43,6 +44,8 @@ from engine.log.follow import Follower
 from engine.log.read import Liveness
 from engine.log.table import STEP_FIELDS, Table
 from engine.log.view import (
+    FIRST_STEP,
+    IMPORTS,
     SOURCES,
     RunView,
     Source,
@@ -415,6 +418,31 @@ def test_a_new_supervisor_is_not_the_one_whose_launcher_left() -> None:
     assert (view.launcher_gone, view.trainer_pid) == ("hangup", 5)
     view = fold_events(view, "watch", numbered([opened(9.0)]))
     assert view.launcher_gone is None and view.trainer_pid is None
+
+
+def test_a_start_is_broken_down_by_phase_up_to_the_first_step_of_the_session() -> None:
+    def begun(*names: str) -> list[Event]:
+        return [Phase(name=name) for name in names]
+
+    events = [opened(100.0), *begun("reading", "reading", "loading", TRAINING)]
+    assert RunView().start_s() == {}
+    # A second between lines.
+    so_far = {"setting up": 1.0, "reading": 2.0, "loading": 1.0}
+    assert view_of(*events).start_s() == so_far
+    whole = so_far | {FIRST_STEP: 1.0}
+    view = view_of(*events, step(1), *begun("evaluating", TRAINING), step(2))
+    assert view.start_s() == whole
+    supervised = fold_events(
+        RunView(),
+        "watch",
+        numbered([opened(97.5), TrainerStarted(trainer_pid=1, supervisor_pid=2)], 0.5),
+    )
+    view = fold_events(supervised, "events", numbered([*events, step(1)]))
+    assert view.start_s() == {IMPORTS: 2.0} | whole
+    again = [TrainerStarted(trainer_pid=3, supervisor_pid=2)]
+    view = fold_events(view, "watch", numbered([opened(199.0), *again], 0.5))
+    view = fold_events(view, "events", numbered([opened(200.0), *begun("loading")]))
+    assert view.start_s() == {IMPORTS: 0.5, "setting up": 1.0}, "the start of the newest session"
 
 
 # Pace.

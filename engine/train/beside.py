@@ -1,0 +1,90 @@
+"""What a run does by threads of its own while its start goes on: fresh weights, and the hashes of its models."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from engine.formats.safetensors import tensors_sha256
+from engine.log.events import ModelReady
+from engine.models.decoder import Decoder, Tensors
+from engine.train.record import Log
+
+T = TypeVar("T")
+
+
+class Beside(Generic[T]):
+    """A function that a thread carries out; a process that ends does not wait for it."""
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._answer: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._work()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def result(self) -> T:
+        """Wait for the function's answer and return it. Raises what it raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._answer  # type: ignore[return-value]
+
+
+class _GivenUp(Exception):
+    pass
+
+
+class _Watched(Mapping[str, Tensor]):
+    """Tensors of which no further one is given once `stop` is set."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], stop: threading.Event) -> None:
+        self._tensors, self._stop = tensors, stop
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._stop.is_set():
+            raise _GivenUp
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class ModelHash:
+    """The sha256 of a model's tensors, which must not change before `result`: 7B weights take a processor 12 s."""
+
+    def __init__(self, decoder: Decoder, ready: Callable[[str], ModelReady], log: Log) -> None:
+        """`ready` makes the line that is logged once the hash is known."""
+        self._stop = threading.Event()
+        tensors = _Watched(Tensors(decoder), self._stop)
+
+        def work() -> str:
+            sha256 = tensors_sha256(tensors)
+            log(ready(sha256))
+            return sha256
+
+        self._work = Beside(work, "hash of a model")
+
+    def result(self) -> str:
+        """Wait for the hash, which is logged then, and return it."""
+        return self._work.result()
+
+    def give_up(self) -> None:
+        """Compute and log it no further: the run ends."""
+        self._stop.set()
+        self._work.wait()
