@@ -29,6 +29,11 @@ from engine.units import format_bytes
 
 HOST_RESERVE_BYTES = 512 * 2**20
 """Host memory left to everything else when a run computes on the CPU."""
+CONTEXT_BYTES = 768 * 2**20
+"""Device memory of a process outside torch's allocator: CUDA's context and the code of kernels. On an H100 it was
+0.5 GiB before the first kernel, and up to 0.7 at the end of a run."""
+FRAGMENTS_SHARE = 0.03
+"""Share of what the allocator may reserve that a plan leaves for pieces between tensors; up to 0.025 was measured."""
 DEVICE_SHARE = 0.95
 """Share of a GPU's total memory; the rest is for fragmentation and for later allocations of the driver."""
 
@@ -82,7 +87,7 @@ def set_up_device(
         device=device,
         precision=precision.choice,
         memory=memory,
-        available=limited(_available(device, facts), limit_bytes),
+        available=limited(_available(device, facts), limit_bytes, on_gpu=device.type == "cuda"),
     )
 
 
@@ -109,14 +114,22 @@ def _available(device: torch.device, facts: DeviceFacts) -> Reading:
 
 
 def limit_allocator(limit_bytes: int) -> None:
-    """Limit torch's allocator on the current GPU to this many bytes, including what it caches."""
+    """Limit this process on the current GPU to this many bytes: what torch's allocator reserves, including what it
+    caches, and the context."""
     _, total = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, max(0, limit_bytes - CONTEXT_BYTES) / total)
+    )
 
 
-def limited(available: Reading, limit_bytes: int) -> Reading:
-    """Return the available memory, capped at memory.limit_gib; 0 means no limit."""
-    there = available.number
-    if not limit_bytes or (there is not None and there <= limit_bytes):
+def limited(available: Reading, limit_bytes: int, *, on_gpu: bool) -> Reading:
+    """Return the memory to plan with: at most memory.limit_gib, on a GPU less what a process needs beside its tensors;
+    0 means no limit."""
+    if not limit_bytes:
         return available
-    return measured(limit_bytes, "memory.limit_gib")
+    planned, source = limit_bytes, "memory.limit_gib"
+    if on_gpu:
+        planned = round((1 - FRAGMENTS_SHARE) * max(0, limit_bytes - CONTEXT_BYTES))
+        source += f" less {format_bytes(limit_bytes - planned)} for CUDA's context and fragments"
+    there = available.number
+    return available if there is not None and there <= planned else measured(planned, source)

@@ -469,8 +469,9 @@ class MemorySection:
     )
     limit_gib: float = setting(
         0.0,
-        "Limit in GiB of the device memory the run may use; 0 is all that is free. Where it is short, the loss "
-        "takes smaller chunks, then the teacher stays quantized, then activations are recomputed.",
+        "Limit in GiB of the device memory the process may use, CUDA's context included; 0 is all that is free. "
+        "Where it is short, the loss takes smaller chunks, then the teacher stays quantized, then activations are "
+        "recomputed.",
         low=0.0,
         most=1 << 20,
     )

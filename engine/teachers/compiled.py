@@ -42,6 +42,7 @@ from engine.models.attention import remember
 from engine.models.decoder import AttentionInputs, Decoder, run_layer
 from engine.models.frozen import join
 from engine.models.packed import PackedLinear
+from engine.models.transformers_decoder import moved
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix
 from engine.teachers.protocol import Teacher
@@ -139,13 +140,18 @@ def warm_up(
     run.enabled = False
     try:
         wanted_BTD = teacher.hidden(tokens_BT, documents_BT).float()
+        error = _apart(found_BTD, wanted_BTD)
+        # Each layer adds two rounded branches to the residual, and roundings accumulate like a
+        # random walk.
+        layers = decoder.config.num_hidden_layers
+        allowed = max(2e-4, 4 * ROUNDING[precision] * math.sqrt(2 * layers))
+        if error > allowed:
+            # Some models, of random weights above all, carry a rounding further than that.
+            with moved(decoder, ROUNDING[precision]):
+                moved_BTD = teacher.hidden(tokens_BT, documents_BT).float()
+            allowed = max(allowed, _apart(moved_BTD, wanted_BTD))
     finally:
         run.enabled = True
-    error = float((found_BTD - wanted_BTD).norm() / wanted_BTD.norm())
-    # Each layer adds two rounded branches to the residual, and roundings accumulate like a random
-    # walk.
-    layers = decoder.config.num_hidden_layers
-    allowed = max(2e-4, 4 * ROUNDING[precision] * math.sqrt(2 * layers))
     if not error <= allowed:
         raise TrainingFailed(
             f"teacher.compile: compiled layers answer otherwise than the layers as written: hidden states "
@@ -153,6 +159,10 @@ def warm_up(
             hint="--set teacher.compile=off asks the layers as written",
         )
     return Compared(relative_rms=error, allowed=allowed)
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
 
 
 @torch.library.custom_op("apr::packed_products", mutates_args=())

@@ -20,6 +20,7 @@ from engine.models.frozen import JoinedLinear, freeze, join
 from engine.models.load import load_packed_decoder
 from engine.plan.knobs import choose_teacher_compile
 from engine.teachers.compiled import (
+    ROUNDING,
     CompiledForward,
     OpaqueLinear,
     compile_layers,
@@ -118,6 +119,26 @@ def test_the_warm_up_compares_and_refuses_another_answer(tmp_path: Path) -> None
     teacher.decoder.run_layer = Wrong(LENGTH, backend="eager")
     with pytest.raises(TrainingFailed, match="otherwise than the layers as written"):
         warm_up(teacher, teacher.decoder, make_batch(2, LENGTH), 4, "fp32")
+
+
+def test_a_teacher_that_carries_a_rounding_far_is_compared_by_how_far() -> None:
+    """Its scores are so large that their rounding chooses the tokens that are attended to."""
+    decoder = lively(CONFIG)
+    with torch.no_grad():
+        for layer in decoder.layers:
+            layer.attention.q.weight.mul_(300)
+    teacher = FrozenDecoder(freeze(decoder))
+    fast(teacher.decoder)
+    right: Any = teacher.decoder.run_layer
+
+    class Rounded(CompiledForward):
+        def __call__(self, layer: Any, x_BTD: Tensor, attention_inputs: Any) -> Tensor:
+            share_D = 2e-4 * (1 - 2 * (torch.arange(x_BTD.shape[2]) % 2))
+            return right(layer, x_BTD * (1 + self.enabled * share_D), attention_inputs)
+
+    teacher.decoder.run_layer = Rounded(LENGTH, backend="eager")
+    found = warm_up(teacher, teacher.decoder, make_batch(2, LENGTH), 4, "tf32")
+    assert 4 * ROUNDING["tf32"] * 6**0.5 < found.relative_rms <= found.allowed
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -12,7 +12,7 @@ from engine.bench.teacher import config_named
 from engine.decision import Decision
 from engine.errors import BadInput
 from engine.machine.reading import absent, measured
-from engine.plan.device import limit_allocator, limited
+from engine.plan.device import CONTEXT_BYTES, limit_allocator, limited
 from engine.plan.fit_in_memory import FEWER_CHUNK_ROWS, fit
 from engine.plan.memory import MemoryPlan
 from engine.spec import spec_from_dict
@@ -151,21 +151,31 @@ def test_chunks_that_are_small_already_are_no_decision() -> None:
 
 def test_a_limit_is_the_least_of_itself_and_of_what_is_there() -> None:
     there = measured(30 * GIB, "cuMemGetInfo")
-    assert limited(there, 0) is there
-    assert limited(there, 40 * GIB) is there
-    less = limited(there, 24 * GIB)
+    assert limited(there, 0, on_gpu=False) is there
+    assert limited(there, 40 * GIB, on_gpu=False) is there
+    less = limited(there, 24 * GIB, on_gpu=False)
     assert (less.number, less.source) == (24 * GIB, "memory.limit_gib")
     unknown = absent("Not Supported", "cuMemGetInfo")
-    assert limited(unknown, 24 * GIB).number == 24 * GIB
-    assert limited(unknown, 0) is unknown
+    assert limited(unknown, 24 * GIB, on_gpu=False).number == 24 * GIB
+    assert limited(unknown, 0, on_gpu=True) is unknown
+
+
+def test_a_limit_on_a_gpu_is_of_the_whole_process_and_leaves_room_for_fragments() -> None:
+    there = measured(30 * GIB, "cuMemGetInfo")
+    less = limited(there, 24 * GIB, on_gpu=True)
+    assert less.number == round(0.97 * (24 * GIB - CONTEXT_BYTES))
+    assert less.source == "memory.limit_gib less 1.4 GiB for CUDA's context and fragments"
+    assert limited(there, GIB // 2, on_gpu=True).number == 0
+    # What is free is already without the context.
+    assert limited(there, 32 * GIB, on_gpu=True) is there
 
 
 @pytest.mark.alone
 @pytest.mark.gpu
-def test_a_limit_is_what_torch_gives_at_most() -> None:
+def test_a_limit_less_the_context_is_what_torch_gives_at_most() -> None:
     torch.cuda.empty_cache()
     try:
-        limit_allocator(torch.cuda.memory_reserved() + GIB)
+        limit_allocator(torch.cuda.memory_reserved() + CONTEXT_BYTES + GIB)
         torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
