@@ -21,6 +21,7 @@ import pynvml
 
 from engine.log.folder import open_run
 from engine.log.follow import Follower
+
 from runs import figures, make_inputs
 
 STUDENTS = {
