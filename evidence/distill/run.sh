@@ -4,6 +4,8 @@ set -e
 OUT=${1:?usage: run.sh OUT}
 mkdir -p "$OUT"
 python3 -m engine bench loss --rounds 7 --out "$OUT/loss.json"
+python3 -m engine bench loss --rounds 15 --out "$OUT/divergences.json"
+python3 evidence/distill/plans.py "$OUT/work" > "$OUT/plans.jsonl"
 python3 -m engine bench teacher --rounds 7 --out "$OUT/teacher.json"
 python3 -m engine bench kd --against trl,liger,transformers --steps 8 --out "$OUT/kd.json"
 python3 evidence/distill/products.py > "$OUT/products.json"
