@@ -20,6 +20,7 @@ from engine.log.text import (
     result_lines,
     share_of_peak,
     speed_lines,
+    start_parts,
     status_text,
 )
 from engine.log.view import RunView
@@ -123,7 +124,7 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
             "tokens_per_second": view.tokens_per_second(),
             "share_of_peak": share_of_peak(view),
             "phases_s": dict(view.phases),
-            "start_s": view.start_s(),
+            "start": start_parts(view),
         }
         ending = {"state": state, "exit_code": code, "run": str(launched.run.path)}
         put_json({**receipt, **pace, **ending})

@@ -232,7 +232,7 @@ def line_as_json(line: Any) -> dict[str, Any]:
 
 def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
     """Return a run as one JSON value; `fault` is what kept its logs from being read to their ends."""
-    from engine.log.text import share_of_peak
+    from engine.log.text import share_of_peak, start_parts
 
     view = follower.view
     last = len(view.steps) - 1
@@ -251,7 +251,7 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
                 "tokens_per_second": view.tokens_per_second(),
                 "share_of_peak": share_of_peak(view),
                 "phases_s": dict(view.phases),
-                "start_s": view.start_s(),
+                "start": start_parts(view),
                 "eta_s": view.eta_s(),
                 "started": view.started,
                 "phase": view.phase,

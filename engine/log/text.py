@@ -584,6 +584,11 @@ def start_line(view: RunView) -> str:
     return _shares("start", view.start_s(), least=0.01)
 
 
+def start_parts(view: RunView) -> list[dict[str, Any]]:
+    """Return the phases of the session's start in their order, with the seconds of each, as JSON has them."""
+    return [{"phase": name, "seconds": s} for name, s in view.start_s().items()]
+
+
 def _shares(title: str, seconds: Mapping[str, float], *, least: float) -> str:
     """Render seconds by name, the largest first; those of a share up to `least` are left out."""
     total = sum(seconds.values())

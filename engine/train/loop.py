@@ -183,7 +183,8 @@ class TrainingLoop:
             self._answer(audit.after(step))
             self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
-                if self.after_first_step is not None:
+                # A resume does it where a stop came before.
+                if self.after_first_step is not None and self.stop.reason is None:
                     self.after_first_step()
                     self.log(Phase(name=TRAINING))
                 # Whatever torch compiles lazily has been compiled by now.

@@ -224,8 +224,7 @@ class _Job:
         log(begun)
         if changed := versions_changed(self.before, begun):
             log(Note(level="warning", text=changed))
-        if trainer.step == 0:
-            self._evaluate_untrained(trainer, loop, data, builder)
+        self._evaluate_untrained(trainer, loop, data, builder)
         student_sha256()  # of the weights before the first step
         loop.check(trainer)
         if ranks.many:
@@ -326,8 +325,10 @@ class _Job:
             loop.evaluate("untrained", student.hidden, head_of(student), trainer)
 
         if trainer.device.type == "cuda" or self.ranks.many:
-            evaluate(trainer.student)
-        else:
+            if trainer.step == 0:
+                evaluate(trainer.student)
+        # A stop may have come before.
+        elif trainer.step == 0 or self.before is None or self.before.eval_of("untrained") is None:
             loop.after_first_step = lambda: evaluate(builder.untrained())
 
     def _evaluate_teacher(self, trainer: Trainer, loop: TrainingLoop, data: Data) -> None:

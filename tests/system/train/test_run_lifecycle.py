@@ -17,13 +17,15 @@ import pytest
 
 from engine.checkpoint_folders import published
 from engine.errors import RunLogError
-from engine.log.events import LauncherGone, LogOpened, Note
+from engine.log.events import LauncherGone, LogOpened, Note, RunFinished
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train import run as trainer_module
 from engine.train.__main__ import ALLOCATOR_SETTINGS, grow_segments
+from engine.train.loop import TrainingLoop
+from engine.train.trainer import Trainer
 from engine.watch.start_and_stop import stop
 from tests.support.finished_runs import carried_out, finish, resumed_here
 from tests.support.kit import Kit
@@ -360,3 +362,28 @@ def test_the_allocator_grows_its_segments_unless_the_user_says_how_it_works(own:
     theirs = {own: "max_split_size_mb:64"}
     grow_segments(theirs)
     assert theirs == {own: "max_split_size_mb:64"}
+
+
+def test_evaluations_of_the_start_that_a_stop_left_out_are_made_by_the_resume(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"train__steps": 3, "checkpoint__every": 0, "eval__every": 0}
+    whole = finish(kit, tmp_path / "whole", **settings)
+    train = TrainingLoop.train
+
+    def stopped_before(loop: TrainingLoop, trainer: Trainer) -> RunFinished | None:
+        loop.after_first_step = None
+        return train(loop, trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "train", stopped_before)
+        run, code = carried_out(kit, tmp_path / "cut", **settings, train__stop_after=1)
+    assert code == 0 and Follower(run).read_all().eval_of("untrained") is None
+    for _ in range(2):
+        assert resumed_here(run.path).returncode == 0
+    found, wanted = Follower(run).read_all(), Follower(whole).read_all()
+    for subject in ("teacher", "untrained"):
+        one, other = found.eval_of(subject), wanted.eval_of(subject)
+        assert one is not None and other is not None
+        assert (one.loss, one.step) == (other.loss, 0)
+    assert sum(one.subject == "untrained" for one in found.evals) == 1
