@@ -110,9 +110,9 @@ MEMORY_PHASES = (
     "evaluation",
     "step audit",
 )
-"""In the order of a run. The first is before the first step, the last two after any step. The student's
-forward pass is left out because it needs the least, and the optimizer step because the evaluation after
-it needs more.
+"""In the order of a run on a GPU. The first is before the first step, on a CPU right after it; the last two are
+after any step. The student's forward pass is left out because it needs the least, and the optimizer step
+because the evaluation after it needs more.
 """
 _TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION, _AUDIT = MEMORY_PHASES
 _STEP = (_TEACHER, _LOSS, _BACKWARD)
@@ -294,6 +294,11 @@ class MemoryPlan:
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def evaluates_late(self) -> bool:
+        """Whether the evaluations of the start come behind the first step (`engine.train.run`)."""
+        return not self.on_gpu and self.ranks == 1
 
     @property
     def teacher_in_loss(self) -> ModelConfig | None:
@@ -500,7 +505,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "AdamW moments",
         plan.share(8 * parameters),
         f"{count} x 2 x 4 bytes{of_all}, from the first step on",
-        phases=MEMORY_PHASES[1:],
+        phases=MEMORY_PHASES if plan.evaluates_late else MEMORY_PHASES[1:],
         lasting=True,
     )
     accumulated = plan.spec.train.accumulation > 1
@@ -509,6 +514,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         plan.share(4 * parameters),
         f"{count} x 4 bytes{of_all}, "
         + ("kept between passes" if accumulated else "from the backward pass on"),
+        # Where the untrained student is evaluated late, it takes the place of the gradients.
         phases=(*_STEP, _LAST, _EVALUATION, _AUDIT)
         if accumulated
         else (_LAST, _EVALUATION, _AUDIT),

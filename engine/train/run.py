@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -320,16 +321,23 @@ class _Job:
         for some steps, and makes its first step before.
         """
 
-        def evaluate(student: Decoder) -> None:
+        def evaluate(untrained: Callable[[], Decoder]) -> None:
             self._evaluate_teacher(trainer, loop, data)
+            student = untrained()
             loop.evaluate("untrained", student.hidden, head_of(student), trainer)
 
         if trainer.device.type == "cuda" or self.ranks.many:
             if trainer.step == 0:
-                evaluate(trainer.student)
+                evaluate(lambda: trainer.student)
         # A stop may have come before.
         elif trainer.step == 0 or self.before is None or self.before.eval_of("untrained") is None:
-            loop.after_first_step = lambda: evaluate(builder.untrained())
+
+            def evaluate_late() -> None:
+                # The untrained student takes the memory of gradients that the next step would clear.
+                trainer.optimizer.zero_grad(set_to_none=True)
+                evaluate(builder.untrained)
+
+            loop.after_first_step = evaluate_late
 
     def _evaluate_teacher(self, trainer: Trainer, loop: TrainingLoop, data: Data) -> None:
         teacher = trainer.teacher

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -26,7 +28,8 @@ def drive(
     device: str,
     precision: str,
 ) -> None:
-    """Drive a run as `run.py` does: an evaluation before, between and after two steps."""
+    """Drive a run as `run.py` does: two steps with evaluations around them; those of the start come behind the first
+    step on a CPU."""
     on = torch.device(device)
     seq_len = spec.data.seq_len
     rows = max(2 * spec.train.rows * spec.train.accumulation, spec.eval.rows) + 2
@@ -42,7 +45,20 @@ def drive(
         device=on,
         precision=precision,
     )
-    if frozen is not None:
-        heldout_loss(frozen.hidden, frozen.head(), held, on, trainer.autocast)
-    for _ in trainer.steps():
-        heldout_loss(student.hidden, DenseHead(student.head_weight), held, on, trainer.autocast)
+
+    def evaluate(student: Decoder) -> None:
+        head = DenseHead(student.head_weight)
+        heldout_loss(student.hidden, head, held, on, trainer.autocast)
+
+    def evaluate_start(untrained: Callable[[], Decoder]) -> None:
+        if frozen is not None:
+            heldout_loss(frozen.hidden, frozen.head(), held, on, trainer.autocast)
+        evaluate(untrained())
+
+    if device == "cuda":
+        evaluate_start(lambda: student)
+    for step in trainer.steps():
+        if step.step == 1 and device != "cuda":
+            student.zero_grad(set_to_none=True)
+            evaluate_start(lambda: copy.deepcopy(student))
+        evaluate(student)
