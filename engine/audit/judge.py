@@ -755,7 +755,6 @@ def _weight_gradients(
 ) -> Answer:
     """Compare the gradients of the weights with those of the plain decoder."""
     seen, model = step.seen, step.seen.student
-    observed = {one.name: one for one in seen.parameters}
     total = max(sum(one.numbers for one in seen.parameters), 1)
     rounding = model.rounding
     if prefix and seen.teacher is not None:
@@ -768,12 +767,11 @@ def _weight_gradients(
         relative, floor = 4 * relative, 4 * floor
     worst, compared = 0.0, 0
     beyond: dict[str, _Beyond] = {}
-    for name, wanted in _wanted_gradients(step, step.student_forwards, upstream, head_gradient_VD):
-        one = observed[name]
+    for one, wanted in _wanted_gradients(step, step.student_forwards, upstream, head_gradient_VD):
         if one.gradient is None:
             if float(wanted.norm()) > floor:
                 return Numbers(wanted=float(wanted.norm())).failed(
-                    f"{name} has no gradient: it is frozen, or cut off from the loss"
+                    f"{one.name} has no gradient: it is frozen, or cut off from the loss"
                 )
             continue
         found = one.gradient.double()
@@ -784,20 +782,20 @@ def _weight_gradients(
         if error <= allowed:
             worst = max(worst, error / allowed)
         else:
-            beyond[name] = _Beyond(found, wanted, error, allowed)
+            beyond[one.name] = _Beyond(found, wanted, error, allowed)
     numbers = Numbers(**{f"{prefix}tensors": compared, f"{prefix}of_allowed": worst})
     decided = ""
     if beyond:
         # Where gradients of many tokens cancel, what is left may be rounding.
         forwards = step.forwards(model, keep=True, rounding=model.rounding)
-        for name, moved in _wanted_gradients(step, forwards, upstream, head_gradient_VD):
-            one_beyond = beyond.get(name)
-            if one_beyond is not None and not one_beyond.by_rounding(moved):
-                length = float(one_beyond.wanted.norm())
-                numbers[f"{prefix}of_allowed"] = one_beyond.error / one_beyond.allowed
+        for one, moved in _wanted_gradients(step, forwards, upstream, head_gradient_VD):
+            far = beyond.get(one.name)
+            if far is not None and not far.by_rounding(moved):
+                length = float(far.wanted.norm())
+                numbers[f"{prefix}of_allowed"] = far.error / far.allowed
                 return numbers.failed(
-                    f"the gradient of {name} is {one_beyond.error / max(length, 1e-300):.2g} (relative) from the "
-                    f"plain decoder's: length {float(one_beyond.found.norm()):.3g}, expected {length:.3g}"
+                    f"the gradient of {one.name} is {far.error / max(length, 1e-300):.2g} (relative) from the plain "
+                    f"decoder's: length {float(far.found.norm()):.3g}, expected {length:.3g}"
                 )
         numbers[f"{prefix}decided_by_rounding"] = len(beyond)
         if 2 * len(beyond) > compared:
@@ -816,8 +814,8 @@ def _wanted_gradients(
     forwards: Sequence[Sequence[Forward]],
     upstream: Sequence[Tensor],
     head_gradient_VD: Tensor | None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the reference's gradient, on the CPU, of the observed rows of each observed parameter.
+) -> Iterator[tuple[ObservedParameter, Tensor]]:
+    """Yield each observed parameter with the reference's gradient of its observed rows, on the CPU.
 
     `upstream` is the gradient of each pass's hidden states, (N, D).
     """
@@ -832,15 +830,12 @@ def _wanted_gradients(
     for name, gradients in _with_head(
         student.runs.backward(passes, flows), head_gradient_VD, student.head_name
     ):
-        if name not in observed:
+        one = observed.get(name)
+        if one is None:
             continue
-        places_R = observed[name].rows_R.to(step.device)
-        yield (
-            name,
-            sum(
-                (g[places_R].double() for g in gradients), torch.zeros((), device=step.device)
-            ).cpu(),
-        )
+        places_R = one.rows_R.to(step.device)
+        zero = torch.zeros((), device=step.device)
+        yield one, sum((g[places_R].double() for g in gradients), zero).cpu()
 
 
 def _with_head(

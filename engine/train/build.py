@@ -171,6 +171,7 @@ class Builder:
     def _hashed(
         self, decoder: Decoder, ready: Callable[[str], ModelReady], *, beside: bool
     ) -> Callable[[], str]:
+        """Return what waits for the sha256 of a model's tensors, which is computed at once unless `beside`."""
         if beside:
             self.hashes.append(ModelHash(decoder, ready, self.log))
             return self.hashes[-1].result

@@ -326,7 +326,7 @@ class _Job:
             student = untrained()
             loop.evaluate("untrained", student.hidden, head_of(student), trainer)
 
-        if trainer.device.type == "cuda" or self.ranks.many:
+        if not builder.plan.memory.evaluates_late:
             if trainer.step == 0:
                 evaluate(lambda: trainer.student)
         # A stop may have come before.
