@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from engine.bytecode import keep_bytecode
 from engine.crash import run_command
 from engine.errors import EXIT_TERMINATED, InternalError, UsageError
 from engine.log.folder import RunFolder, is_run, open_run
@@ -119,6 +120,8 @@ def _demo_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
+    if argv is None:
+        keep_bytecode()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
         options, show = _demo_parser().parse_args(arguments[1:]), _demo

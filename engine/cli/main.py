@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+from engine.bytecode import keep_bytecode
 from engine.cli import (
     bench,
     checks,
@@ -187,8 +188,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    arguments = build_parser().parse_args(argv)
     is_process = argv is None
+    if is_process:
+        keep_bytecode()
+    arguments = build_parser().parse_args(argv)
     if is_process:
         guard_command()
     code = run_command(

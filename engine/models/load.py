@@ -48,6 +48,7 @@ from engine.formats.open import opened
 from engine.formats.safetensors import SINGLE_FILE, write_safetensors
 from engine.formats.weights import WeightFile
 from engine.formats.writing import fsync_folder, unwritable
+from engine.kernels.dequantize import dequantize_rows, has_triton
 from engine.kernels.linear import Kernel, Scratch
 from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder
@@ -376,7 +377,19 @@ def as_floats(
     """Return a copy of a tensor as floats of `dtype` on `device`."""
     if isinstance(source, Tensor):
         return source.to(device=device, dtype=dtype, copy=True)
-    return source.to(device).dequantize(dtype)
+    blocks = source.to(device)
+    if (
+        blocks.device.type == "cpu"
+        or len(blocks.shape) != 2
+        or not blocks.type.is_packed
+        or not has_triton()
+    ):
+        return blocks.dequantize(dtype)
+    # In plain torch a processor launches some 40 kernels for each matrix, and the GPU waits for it.
+    packed = pack(blocks)
+    values = torch.empty(packed.shape, dtype=dtype, device=blocks.device)
+    dequantize_rows(packed, values, 0, packed.rows)
+    return values
 
 
 def check_tied(config: ModelConfig, weights: WeightFile) -> None:

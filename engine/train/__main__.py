@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import MutableMapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from engine.terminal import say
@@ -21,6 +22,19 @@ def grow_segments(environment: MutableMapping[str, str]) -> None:
     torch is imported."""
     if not any(name in environment for name in ALLOCATOR_SETTINGS):
         environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+
+
+def name_triton(environment: MutableMapping[str, str]) -> None:
+    """Name Triton's folder for compiled kernels and its assembler, Triton's own by default. Torch's compiler names
+    others for the rest of the process, but only where it compiles and finds nothing kept: the same kernels would have
+    other keys in the next start, and be compiled again."""
+    home = Path(environment.get("TRITON_HOME") or Path.home())
+    environment.setdefault("TRITON_CACHE_DIR", str(home / ".triton" / "cache"))
+    triton = find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        assembler = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        if assembler.exists():
+            environment.setdefault("TRITON_PTXAS_PATH", str(assembler))
 
 
 def main() -> int:
@@ -39,6 +53,7 @@ def main() -> int:
 
         die_with_parent()
     grow_segments(os.environ)
+    name_triton(os.environ)
     # Default handling until the run installs its own handlers: nothing has started, and a traceback would not
     # help.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -52,6 +53,7 @@ from engine.train.trainer import Trainer
 
 SAMPLED_NUMBERS = 1024
 """Of each tensor, that are looked at before and after what must not change it."""
+COPYING_THREADS = 8
 RARELY = 500
 """Steps between two audits at least, where checks.every chooses; later as many as were done so far."""
 
@@ -146,7 +148,7 @@ class StepAudit(StepObserver):
         share = min(1.0, COMPARED_NUMBERS / total)
         self._seen = _Seen(
             step=step,
-            weights={name: _whole_copy(p) for name, p in parameters.items()},
+            weights=_whole_copies(parameters),
             teacher=self._teacher_samples(),
             rows={name: _some_rows(p, share, step) for name, p in parameters.items()},
             moments={},
@@ -491,6 +493,16 @@ def _weight(weights: dict[str, Tensor], device: torch.device) -> reference.Weigh
 
 def _size(decoder: Decoder) -> int:
     return sum(math.prod(held(decoder, name).shape) for name in tensor_names(decoder))
+
+
+def _whole_copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if any(is_shared(p) or not p.is_cuda for p in parameters.values()):
+        return {name: _whole_copy(p) for name, p in parameters.items()}
+    # New pages of host memory are slower to get than a GPU is to fill them: several threads get them. Each thread has
+    # a stream of its own.
+    torch.cuda.current_stream().synchronize()
+    with ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="copy") as pool:
+        return dict(zip(parameters, pool.map(_whole_copy, parameters.values()), strict=True))
 
 
 def _whole_copy(parameter: Tensor) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from engine.formats.safetensors import tensors_sha256
 from engine.log.events import ModelReady
-from engine.models.decoder import Decoder, Tensors
 from engine.train.record import Log
 
 T = TypeVar("T")
@@ -68,13 +68,25 @@ class _Watched(Mapping[str, Tensor]):
 class ModelHash:
     """The sha256 of a model's tensors, which must not change before `result`: 7B weights take a processor 12 s."""
 
-    def __init__(self, decoder: Decoder, ready: Callable[[str], ModelReady], log: Log) -> None:
-        """`ready` makes the line that is logged once the hash is known."""
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | Beside[str],
+        ready: Callable[[str], ModelReady],
+        log: Log,
+    ) -> None:
+        """`tensors` may be what already computes their hash. `ready` makes the line that is logged once it is known."""
         self._stop = threading.Event()
-        tensors = _Watched(Tensors(decoder), self._stop)
+
+        computed = (
+            tensors.result
+            if isinstance(tensors, Beside)
+            else partial(tensors_sha256, _Watched(tensors, self._stop))
+        )
 
         def work() -> str:
-            sha256 = tensors_sha256(tensors)
+            sha256 = computed()
+            if self._stop.is_set():
+                raise _GivenUp
             log(ready(sha256))
             return sha256
 

@@ -124,16 +124,23 @@ class Builder:
             teacher = PrefetchingTeacher(teacher, self.facts.compute.device)
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=sha256)
 
-    def fresh_student(self) -> Beside[Decoder] | None:
-        """Begin to draw the weights of a fresh student, on the CPU; None where that is not to be done beside other
-        work."""
+    def fresh_student(self) -> Beside[tuple[Decoder, Beside[str]]] | None:
+        """Begin to draw the weights of a fresh student, on the CPU, and to hash them; None where that is not to be done
+        beside other work."""
         config, seed = self.facts.inputs.student, self.facts.spec.train.seed
         if self.facts.spec.student.path or not config.native:
             return None
-        return Beside(partial(new_decoder, config, seed=seed), "fresh weights")
+
+        def draw() -> tuple[Decoder, Beside[str]]:
+            decoder = new_decoder(config, seed=seed)
+            # These stay where they are when the decoder moves to its device.
+            tensors = {name: tensor.detach() for name, tensor in Tensors(decoder).items()}
+            return decoder, Beside(partial(tensors_sha256, tensors), "hash of fresh weights")
+
+        return Beside(draw, "fresh weights")
 
     def student(
-        self, fresh: Beside[Decoder] | None, teacher_decoder: Decoder | None
+        self, fresh: Beside[tuple[Decoder, Beside[str]]] | None, teacher_decoder: Decoder | None
     ) -> tuple[Decoder, Callable[[], str]]:
         """Return the initial student, and what waits for the sha256 of its tensors.
 
@@ -146,26 +153,28 @@ class Builder:
         else:
             detail = f"fresh weights, seed {self.facts.spec.train.seed}"
             self.log(Phase(name="making the student", detail=detail))
-        student = self.untrained(fresh)
+        drawn, sha256 = (None, None) if fresh is None else fresh.result()
+        student = self.untrained() if drawn is None else drawn.to(self.facts.compute.device)
         look_at(student, "student", self.facts.spec.data.seq_len, self.log)
-        source = spec.path or f"fresh weights of {spec.config}"
-        precision = self.facts.compute.precision
+        source, precision = (
+            spec.path or f"fresh weights of {spec.config}",
+            self.facts.compute.precision,
+        )
         ready = partial(record.model, "student", source, student.config, precision)
-        sha256 = self._hashed(student, ready, beside=True)
+        self.hashes.append(ModelHash(sha256 or Tensors(student), ready, self.log))
+        student_sha256 = self.hashes[-1].result
         if teacher_decoder is not None:
             allowed = self.facts.spec.teacher.allow_identical
             note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
             if note is not None:
                 self.log(Note(level="warning", text=note))
-        return student, sha256
+        return student, student_sha256
 
-    def untrained(self, fresh: Beside[Decoder] | None = None) -> Decoder:
+    def untrained(self) -> Decoder:
         """Return the student as it is before the first step, on its device; the same each time."""
         spec, device = self.facts.spec, self.facts.compute.device
         if spec.student.path:
             return load_decoder(Path(spec.student.path), torch.float32, device, spec.model)
-        if fresh is not None:
-            return fresh.result().to(device)
         return new_decoder(self.facts.inputs.student, seed=spec.train.seed).to(device)
 
     def _hashed(
@@ -173,7 +182,7 @@ class Builder:
     ) -> Callable[[], str]:
         """Return what waits for the sha256 of a model's tensors, which is computed at once unless `beside`."""
         if beside:
-            self.hashes.append(ModelHash(decoder, ready, self.log))
+            self.hashes.append(ModelHash(Tensors(decoder), ready, self.log))
             return self.hashes[-1].result
         sha256 = tensors_sha256(Tensors(decoder))
         self.log(ready(sha256))

@@ -112,6 +112,7 @@ def configure_student(
     """
     if compiled:
         log(Phase(name="compiling the student's layers"))
+        compiles.compiler_imported()
     agreement = compile_student(
         trainer,
         length=length,

@@ -19,12 +19,13 @@ import torch
 
 from engine.data.batches import Batch
 from engine.kernels.compile_record import CompileRecord
-from engine.kernels.inductor import CompileWatch
+from engine.kernels.inductor import CompileWatch, import_compiler
 from engine.log.events import Compiled, KernelCounts, Note, Phase
 from engine.models.decoder import Decoder
 from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
 from engine.teachers.protocol import Teacher
+from engine.train.beside import Beside
 from engine.train.record import Log
 
 
@@ -35,6 +36,16 @@ class Compiles:
         self.watch = CompileWatch()
         self.late: list[str] = []
         """Keys of the compilations after warm-up, each of which kept a step waiting."""
+        self._importing: Beside[None] | None = None
+
+    def import_compiler(self) -> None:
+        """Import torch's compiler beside what the start does until the first compilation."""
+        self._importing = Beside(import_compiler, "import of torch's compiler")
+
+    def compiler_imported(self) -> None:
+        """Wait for the import, where one was begun: two threads that import the same modules can get halves of them."""
+        if self._importing is not None:
+            self._importing.result()
 
     def warm_up(
         self, decoder: Decoder, row_counts: Iterable[int], device: torch.device, log: Log
@@ -100,6 +111,7 @@ class Compiles:
         """
         from engine.teachers.compiled import compile_layers, warm_up
 
+        self.compiler_imported()
         compile_layers(decoder, batch.tokens_BT.shape[1], single=rows == 1)
         for count in sorted({rows, max(rows, 2)}):
             found = warm_up(teacher, decoder, batch, count, precision)

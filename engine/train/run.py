@@ -190,6 +190,8 @@ class _Job:
         data = prepare_data(spec, inputs, seen, self.log)
         with compute.memory.use():
             plan = plan_run(spec, inputs, compute, data.stream, self.log)
+            if plan.execution.compiled or plan.execution.teacher_compiled:
+                self.compiles.import_compiler()
             builder = Builder(
                 plan=plan,
                 data=data,

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from engine.bytecode import with_bytecode
 from engine.errors import BadInput, InternalError, RunLogError, write_error
 from engine.log.folder import RunFolder, read_command
 from engine.log.follow import Follower
@@ -73,6 +74,7 @@ def launch(
             stdout=output,
             stderr=output,
             start_new_session=True,
+            env=with_bytecode(os.environ),
         )
     try:
         _wait_for_supervisor(run, process)

@@ -13,7 +13,7 @@ from engine.formats import writing
 from engine.formats.safetensors import tensors_sha256
 from engine.log.events import ModelReady
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, Tensors
 from engine.models.load import new_decoder
 from engine.train import beside
 from engine.train.beside import Beside, ModelHash
@@ -44,7 +44,7 @@ def test_an_answer_and_an_error_arrive_where_they_are_asked_for() -> None:
 
 def test_the_hash_of_a_model_is_logged_once_it_is_known() -> None:
     student, lines = decoder(), list[object]()
-    found = ModelHash(student, ready, lines.append).result()
+    found = ModelHash(Tensors(student), ready, lines.append).result()
     assert found == tensors_sha256(dict(student.named_parameters()))
     assert [line.sha256 for line in lines if isinstance(line, ModelReady)] == [found]
 
@@ -59,7 +59,7 @@ def test_a_run_that_ends_waits_for_no_further_tensor(monkeypatch: pytest.MonkeyP
         return tensors(found)
 
     monkeypatch.setattr(beside, "tensors_sha256", slow)
-    found = ModelHash(decoder(), ready, lines.append)
+    found = ModelHash(Tensors(decoder()), ready, lines.append)
     assert begun.wait(60)
     stopping = threading.Thread(target=found.give_up)
     stopping.start()
@@ -90,3 +90,9 @@ def test_a_hash_of_tensors_on_a_gpu_is_that_on_the_host(
     there = {name: move(x.cuda()) for name, x in on_host.items() if x.dim() == 2}
     wanted = tensors_sha256({name: move(on_host[name]) for name in there})
     assert tensors_sha256(there) == wanted
+
+
+def test_a_hash_that_is_computed_already_is_logged_when_its_model_is_there() -> None:
+    lines = list[object]()
+    assert ModelHash(Beside(lambda: "af", "hash"), ready, lines.append).result() == "af"
+    assert [line.sha256 for line in lines if isinstance(line, ModelReady)] == ["af"]
