@@ -69,6 +69,41 @@ OTHERS: tuple[Defect, ...] = tuple(
             "gradients are four times those of the loss, from step 24 on",
             "Soup #720: a gradient four times too large; here not from the start",
         ),
+        *(
+            (id, "defects_rows", "step_rows", what, happened)
+            for id, what, happened in (
+                (
+                    "batch_met_again",
+                    "the loader hands out a batch of three steps before, from step 24 on",
+                    "prefetching buffers that are read before they are filled again",
+                ),
+                (
+                    "row_left_out",
+                    "the sampler leaves out one row in the middle of an epoch",
+                    "aprender #2252: one row of each batch was trained on; here one is missing",
+                ),
+                (
+                    "row_altered",
+                    "one token of one row is another one, from step 24 on",
+                    "augmentation and masking that is left on; arrays that are changed in place",
+                ),
+                (
+                    "labels_swapped",
+                    "a row's labels stand in the reverse order; their number is right",
+                    "collators that flip or pad labels on the other side than tokens",
+                ),
+                (
+                    "heldout_row_trained",
+                    "a held-out row is trained on, from step 24 on",
+                    "splits by index that are made anew in a worker with another seed",
+                ),
+                (
+                    "epochs_alike",
+                    "every epoch has the order of the first one",
+                    "DistributedSampler without set_epoch",
+                ),
+            )
+        ),
         (
             "load_hangs",
             _PROCESS,
@@ -180,6 +215,26 @@ DRILLS: tuple[Drill, ...] = (
             from_step=24,
         )
         for id in ("rows_dropped_later", "gradient_scaled_later")
+    ),
+    *(
+        _other(
+            id,
+            Expected(kind=CHECK, id="step_rows"),
+            sets={"train.steps": 100, "checkpoint.every": 0},
+            from_step=24,
+        )
+        for id in (
+            "batch_met_again",
+            "row_left_out",
+            "row_altered",
+            "labels_swapped",
+            "heldout_row_trained",
+        )
+    ),
+    _other(
+        "epochs_alike",
+        Expected(kind=CHECK, id="step_rows"),
+        sets={"train.steps": 200, "checkpoint.every": 0, "data.max_bytes": 40_000},
     ),
     _other(
         # Uses the default limits and no setting, because a load may take minutes.

@@ -321,6 +321,8 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     """Host seconds in the teacher's forward; on a GPU this is the time to launch it, not to run it."""
     position: Count | None = None
     """Rows consumed since the start of training: where the data loader would resume."""
+    rows_digest: str | None = None
+    """Running digest of the rows that were trained on, by content (`engine.log.rows`); of the first rank's."""
     lowest_kl: Number | None = None
     """The smallest divergence of a row from its teacher, in nats; below 0 only by rounding."""
     largest_dz_sum: Number | None = None

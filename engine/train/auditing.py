@@ -25,7 +25,6 @@ from engine.audit.judge import judge, judge_record
 from engine.audit.observed import (
     NOT_IN_MEMORY,
     NOT_WIDENED,
-    CorpusRows,
     Logged,
     Model,
     ObservedParameter,
@@ -38,7 +37,6 @@ from engine.checks.catalogue import skipped_ids
 from engine.checks.check import About, Answer, Result, unknown
 from engine.checks.forward import FP8_ROUNDING, ROUNDING, TF32_ROUNDING
 from engine.checks.weights import held, shape_of, weights_of
-from engine.data.batches import IGNORED, labelled_rows
 from engine.data.tokens import TokenStream
 from engine.log.events import StepDone, nan_if_absent
 from engine.models.decoder import Decoder
@@ -47,6 +45,7 @@ from engine.models.packed import tensor_names
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.runtime.ranks import is_shared, own_part, whole
 from engine.spec import RunSpec
+from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
@@ -113,7 +112,8 @@ class StepAudit(StepObserver):
     def __init__(
         self, trainer: Trainer, spec: RunSpec, stream: TokenStream, teacher_decoder: Decoder | None
     ) -> None:
-        self.trainer, self.spec, self.stream = trainer, spec, stream
+        self.trainer, self.spec = trainer, spec
+        self._prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
         self._began_at, self._began_position = trainer.step, trainer.position
         self._first = trainer.step + 1
@@ -129,8 +129,6 @@ class StepAudit(StepObserver):
         """Some numbers of the student as a step left them, where the next one is observed."""
         self._not_cleared: dict[int, str] = {}
         """A parameter that had a gradient when a step's first backward pass began, by step."""
-        self._rows = labelled_rows(stream, spec.data.seq_len, "train")
-        self._order: tuple[int, np.ndarray] | None = None
         trainer.observers = (*trainer.observers, self)
 
     def due(self, step: int) -> bool:
@@ -343,7 +341,8 @@ class StepAudit(StepObserver):
 
     def _wanted(self, step: int) -> Wanted:
         spec, trainer, train = self.spec, self.trainer, self.spec.train
-        begun, ended, per_epoch = self._position(step - 1), self._position(step), len(self._rows)
+        begun, ended = self._position(step - 1), self._position(step)
+        prescribed = self._prescribed
         length = spec.data.seq_len
         return Wanted(
             objective=reference.Objective(
@@ -363,12 +362,12 @@ class StepAudit(StepObserver):
             ),
             decay=train.weight_decay,
             clip_norm=train.clip_norm,
-            labelled=_labels_in(self.stream, self._row_ids_at(begun, ended - begun), length),
+            labelled=prescribed.labels_in(prescribed.ids_at(begun, ended - begun)),
             tokens=(ended - begun) * length,
             position=ended,
             passes=train.accumulation * trainer.ranks.world,
             updates=self._updates,
-            rows_distinct=begun // per_epoch == (ended - 1) // per_epoch,
+            rows_distinct=begun // prescribed.per_epoch == (ended - 1) // prescribed.per_epoch,
         )
 
     def _pass(self, begun: int, one: _SeenPass, place: int) -> ObservedPass:
@@ -388,11 +387,7 @@ class StepAudit(StepObserver):
             else None,
             teacher_hidden_NE=None if one.teacher_NE is None else one.teacher_NE.to(device),
             targets=targets,
-            corpus=_corpus_rows(
-                self.stream,
-                self._row_ids_at(begun + place * rows, rows),
-                self.spec.data.seq_len,
-            ),
+            corpus=self._prescribed.rows(self._prescribed.ids_at(begun + place * rows, rows)),
         )
 
     def _position(self, step: int) -> int:
@@ -400,19 +395,6 @@ class StepAudit(StepObserver):
         train = self.spec.train
         each = train.rows * train.accumulation * self.trainer.ranks.world
         return self._began_position + (step - self._began_at) * each
-
-    def _row_ids_at(self, position: int, rows: int) -> np.ndarray:
-        """Return the rows of the corpus whose turn it is: every one with a label once in an epoch, in the order of
-        random words of Philox(seed, epoch)."""
-        found = []
-        for place in range(position, position + rows):
-            epoch, index = divmod(place, len(self._rows))
-            if self._order is None or self._order[0] != epoch:
-                random = np.random.Philox(key=np.array([self.spec.train.seed, epoch], np.uint64))
-                words = random.random_raw(len(self._rows))
-                self._order = epoch, self._rows[np.argsort(words, kind="stable")]
-            found.append(self._order[1][index])
-        return np.array(found)
 
     def _teacher(self, first: bool) -> Model | None:
         decoder = self.teacher_decoder
@@ -589,40 +571,4 @@ def _logged(step: StepDone) -> Logged:
         tokens=step.tokens or 0,
         position=step.position or 0,
         applied=step.updated,
-    )
-
-
-def _labels_in(stream: TokenStream, row_ids: np.ndarray, length: int) -> int:
-    """Return how many tokens of some rows have a label: their next token is of the same document, and may be
-    predicted."""
-    found = 0
-    for row in row_ids.tolist():
-        # Of the next tokens; the first of a document follows nothing.
-        begin, end = row * length + 1, min((row + 1) * length + 1, len(stream))
-        low, high = np.searchsorted(stream.starts, (begin, end))
-        if stream.labelled is None:
-            found += end - begin - int(high - low)
-        else:
-            firsts = stream.labelled[stream.starts[low:high]]
-            found += int(np.count_nonzero(stream.labelled[begin:end])) - int(firsts.sum())
-    return found
-
-
-def _corpus_rows(stream: TokenStream, row_ids: np.ndarray, length: int) -> CorpusRows:
-    """Return what the corpus holds in some rows: row r is the tokens r*T to (r+1)*T of its stream."""
-    places_BT = row_ids[:, None] * length + np.arange(length)
-    exists_BT = places_BT + 1 < len(stream)
-    next_BT = np.where(exists_BT, places_BT + 1, 0)
-    documents_BT = np.searchsorted(stream.starts, places_BT, side="right") - 1
-    following_BT = np.searchsorted(stream.starts, next_BT, side="right") - 1
-    predicted_BT = exists_BT & (following_BT == documents_BT)
-    if stream.labelled is not None:
-        predicted_BT &= stream.labelled[next_BT]
-    after_B = np.where(predicted_BT[:, -1], stream.tokens[next_BT[:, -1]].astype(np.int64), IGNORED)
-    return CorpusRows(
-        row_ids=row_ids.tolist(),
-        tokens_BT=torch.from_numpy(stream.tokens[places_BT].astype(np.int64)),
-        documents_BT=torch.from_numpy(documents_BT.astype(np.int64)),
-        predicted_BT=torch.from_numpy(predicted_BT),
-        after_B=torch.from_numpy(after_B),
     )

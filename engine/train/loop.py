@@ -50,6 +50,7 @@ from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, broken_invariants
 from engine.train.stop_request import StopRequest
+from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
 
 MEMORY_SETTLED_AFTER = 3
@@ -159,6 +160,8 @@ class TrainingLoop:
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         trainer.student.train()
         audit = StepAudit(trainer, spec, self.data.stream, self.teacher_decoder)
+        rows = TrainedRows(self.keeper.folder, trainer, spec, self.data.stream, self.data.heldout)
+        self.keeper.sync_rows = rows.sync
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
@@ -170,7 +173,7 @@ class TrainingLoop:
             settled = not (any(due) or audit.due(launched.step))
             if settled and self._may_run_ahead(trainer) and not rank_stops:
                 ahead = trainer.launch(launched)
-            step = trainer.finish(launched)
+            step = rows.record(trainer.finish(launched))
 
             # Log.
             self.step = step.step
@@ -181,6 +184,7 @@ class TrainingLoop:
 
             # Check.
             self._answer(audit.after(step))
+            self._answer(rows.after(step))
             self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
                 # A resume does it where a stop came before.

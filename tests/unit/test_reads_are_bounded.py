@@ -65,6 +65,7 @@ ALLOWED: dict[str, str] = {
         (
             "engine/log/columns.py",
             "engine/log/read.py",
+            "engine/log/rows.py",
             "engine/watch/supervisor.py",
             "workbench/jobs.py",
             "workbench/log.py",

@@ -129,6 +129,8 @@ class Keeper:
         self.ranks = ranks or Ranks()
         self.sharded = False
         """Whether every rank writes its own part of a checkpoint."""
+        self.sync_rows: Callable[[], None] = lambda: None
+        """Returns when the rows of every step are on disk."""
         self.saved_step = -1
         self.best_loss: float | None = None
         self.best_step: int | None = None
@@ -162,6 +164,7 @@ class Keeper:
             return next(published(self.folder.checkpoints))
         # A run resumes from a checkpoint, so the log must hold all steps that led to it.
         self.sync_log()
+        self.sync_rows()
         try:
             saved = checkpoint.save(self.folder.checkpoints, trainer.step, files, parts=parts)
         finally:

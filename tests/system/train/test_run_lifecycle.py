@@ -160,6 +160,7 @@ def test_twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit(
     assert view.steps.values("step") == [float(i) for i in range(1, 21)]
     theirs = files_of(whole / "checkpoints" / LAST)
     assert files_of(run / "checkpoints" / LAST) == theirs
+    assert files_of(run / "rows") == files_of(whole / "rows")
     undisturbed = Follower(RunFolder(whole)).read_all()
     for name in ("loss", "ce", "kd", "lr", "grad_norm"):
         assert view.steps.values(name) == undisturbed.steps.values(name), name

@@ -1,0 +1,136 @@
+"""What each step trained on, by content: one small record for each row, in a file for each rank.
+
+    <run>/rows/RANK.bin    "aprrows1", the number of ranks, 0 (u32 each); then for each row the step (u64) and the row's
+                           hash (8 bytes), little-endian, in the order in which the rank trained on them
+
+A resume at a step cuts off the records of later steps, so that a file has the rows that led to the weights. What a
+killed writer leaves of a record is cut off too, and readers ignore it.
+
+A running digest goes over the records of this rank, from step to step; the log has it with each step. Two runs whose
+digests agree at a step have trained on the same rows in the same order until then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import struct
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from engine.errors import RunLogError, write_error
+from engine.log.folder import RunFolder
+from engine.log.write import write_fully
+
+MAGIC = b"aprrows1"
+HASH_BYTES = 8
+_HEADER = struct.Struct("<8sII")
+_RECORD = struct.Struct(f"<Q{HASH_BYTES}s")
+_AT_ONCE = 1 << 16
+"""Records that are read at a time."""
+NO_ROWS = bytes(HASH_BYTES)
+"""The running digest before the first step."""
+
+
+class TrainedRow(NamedTuple):
+    step: int
+    hash: bytes
+
+
+def row_hash(tokens: bytes, labels: bytes) -> bytes:
+    """Return the hash of a row: blake2b of 8 bytes over its tokens and labels, int64 and little-endian each."""
+    digest = hashlib.blake2b(tokens, digest_size=HASH_BYTES)
+    digest.update(labels)
+    return digest.digest()
+
+
+def extended(digest: bytes, hashes: Sequence[bytes]) -> bytes:
+    """Return the running digest behind one more step, whose rows have these hashes."""
+    return hashlib.blake2b(digest + b"".join(hashes), digest_size=HASH_BYTES).digest()
+
+
+def path_of(run: RunFolder, rank: int) -> Path:
+    return run.path / "rows" / f"{rank}.bin"
+
+
+def read_rows(path: Path) -> Iterator[TrainedRow]:
+    """Yield the records of a file in order. Raises RunLogError for one that is not of this form."""
+    try:
+        with path.open("rb") as file:
+            _read_header(file, path)
+            while block := file.read(_RECORD.size * _AT_ONCE):
+                whole = len(block) - len(block) % _RECORD.size
+                for step, found in _RECORD.iter_unpack(block[:whole]):
+                    yield TrainedRow(step, found)
+    except OSError as error:
+        raise RunLogError.expected(
+            "rows", path, "a file that can be read", error.strerror or str(error)
+        ) from error
+
+
+def _read_header(file: BinaryIO, path: Path) -> int:
+    """Return the number of ranks."""
+    header = file.read(_HEADER.size)
+    magic, ranks, _ = _HEADER.unpack(header) if len(header) == _HEADER.size else (header, 0, 0)
+    if magic != MAGIC:
+        raise RunLogError.expected("rows", path, f"a file that begins with {MAGIC!r}", repr(magic))
+    return int(ranks)
+
+
+class RowsWriter:
+    """Appends the rows of a session that goes on behind `step`."""
+
+    def __init__(self, run: RunFolder, rank: int, ranks: int, step: int) -> None:
+        """Keep the records up to `step`. Raises RunLogError and DiskFull."""
+        self.path = path_of(run, rank)
+        self.digest, self._kept = NO_ROWS, 0
+        """The running digest, and the number of records that stay."""
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            self._set_aside(ranks, step)
+            if self.path.exists():
+                self._read(step)
+            self._file = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
+            weakref.finalize(self, os.close, self._file)
+            if self._kept:
+                os.ftruncate(self._file, _HEADER.size + self._kept * _RECORD.size)
+            else:
+                os.ftruncate(self._file, 0)
+                write_fully(self._file, _HEADER.pack(MAGIC, ranks, 0))
+        except OSError as error:
+            raise write_error("rows", self.path, "to write the rows of steps to", error) from error
+
+    def append(self, step: int, hashes: Sequence[bytes]) -> None:
+        """Raises RunLogError and DiskFull."""
+        try:
+            write_fully(self._file, b"".join(_RECORD.pack(step, one) for one in hashes))
+        except OSError as error:
+            raise write_error("rows", self.path, "to hold one more step", error) from error
+        self.digest = extended(self.digest, hashes)
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise write_error("rows", self.path, "to be written to disk", error) from error
+
+    def _set_aside(self, ranks: int, step: int) -> None:
+        """Rename a file of another number of ranks: its rows are other parts of the steps."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            if _read_header(file, self.path) == ranks:
+                return
+        self.path.rename(self.path.with_name(f"{self.path.stem}-until-{step}.bin"))
+
+    def _read(self, until: int) -> None:
+        rows = itertools.takewhile(lambda row: row.step <= until, read_rows(self.path))
+        for _, of_step in itertools.groupby(rows, key=lambda row: row.step):
+            hashes = [row.hash for row in of_step]
+            self.digest = extended(self.digest, hashes)
+            self._kept += len(hashes)

@@ -1,0 +1,75 @@
+"""Which rows of the corpus a step is to train on, from the spec and the corpus alone: other code than the loader's
+(`engine.data.batches`), for those who judge it."""
+
+# Shapes: B rows, T tokens of a row
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.audit.observed import CorpusRows
+from engine.data.batches import IGNORED, Int64Array, labelled_rows
+from engine.data.tokens import TokenStream
+
+
+class PrescribedRows:
+    def __init__(self, stream: TokenStream, length: int, seed: int) -> None:
+        """`length` is the number of tokens of a row."""
+        self._stream, self._length, self._seed = stream, length, seed
+        self._rows = labelled_rows(stream, length, "train")
+        self._order: tuple[int, Int64Array] | None = None
+
+    @property
+    def per_epoch(self) -> int:
+        return len(self._rows)
+
+    def ids_at(self, position: int, rows: int) -> Int64Array:
+        """Return the rows of the corpus whose turn it is: every one with a label once in an epoch, in the order of
+        random words of Philox(seed, epoch)."""
+        found = []
+        for place in range(position, position + rows):
+            epoch, index = divmod(place, len(self._rows))
+            if self._order is None or self._order[0] != epoch:
+                random = np.random.Philox(key=np.array([self._seed, epoch], np.uint64))
+                words = random.random_raw(len(self._rows))
+                self._order = epoch, self._rows[np.argsort(words, kind="stable")]
+            found.append(self._order[1][index])
+        return np.array(found)
+
+    def labels_in(self, row_ids: Int64Array) -> int:
+        """Return how many tokens of some rows have a label: their next token is of the same document, and may be
+        predicted."""
+        stream, length, found = self._stream, self._length, 0
+        for row in row_ids.tolist():
+            # Of the next tokens; the first of a document follows nothing.
+            begin, end = row * length + 1, min((row + 1) * length + 1, len(stream))
+            low, high = np.searchsorted(stream.starts, (begin, end))
+            if stream.labelled is None:
+                found += end - begin - int(high - low)
+            else:
+                firsts = stream.labelled[stream.starts[low:high]]
+                found += int(np.count_nonzero(stream.labelled[begin:end])) - int(firsts.sum())
+        return found
+
+    def rows(self, row_ids: Int64Array) -> CorpusRows:
+        """Return what the corpus holds in some rows: row r is the tokens r*T to (r+1)*T of its stream."""
+        stream, length = self._stream, self._length
+        places_BT = row_ids[:, None] * length + np.arange(length)
+        exists_BT = places_BT + 1 < len(stream)
+        next_BT = np.where(exists_BT, places_BT + 1, 0)
+        documents_BT = np.searchsorted(stream.starts, places_BT, side="right") - 1
+        following_BT = np.searchsorted(stream.starts, next_BT, side="right") - 1
+        predicted_BT = exists_BT & (following_BT == documents_BT)
+        if stream.labelled is not None:
+            predicted_BT &= stream.labelled[next_BT]
+        after_B = np.where(
+            predicted_BT[:, -1], stream.tokens[next_BT[:, -1]].astype(np.int64), IGNORED
+        )
+        return CorpusRows(
+            row_ids=row_ids.tolist(),
+            tokens_BT=torch.from_numpy(stream.tokens[places_BT].astype(np.int64)),
+            documents_BT=torch.from_numpy(documents_BT.astype(np.int64)),
+            predicted_BT=torch.from_numpy(predicted_BT),
+            after_B=torch.from_numpy(after_B),
+        )

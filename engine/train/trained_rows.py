@@ -1,0 +1,138 @@
+"""What every step trains on, by content: recorded (`engine.log.rows`), and held against the rows whose turn it is.
+
+The audit of a step sees what is on the device, but only of some steps. Here the rows of all steps are hashed as the
+trainer hands them to the models. Whatever goes wrong between the corpus and the trainer (a row met twice, left out,
+altered, of the wrong split, of another rank, replayed or skipped by a resume) is another hash than that of the row
+that spec, seed and position prescribe.
+"""
+
+# Shapes: B rows, T tokens of a row
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.audit import reference
+from engine.audit.stages import STAGES
+from engine.checks.catalogue import skipped_ids
+from engine.checks.check import Answer, Numbers, Result, passed
+from engine.data.batches import IGNORED, Batch, Int64Array
+from engine.data.tokens import TokenStream
+from engine.log.events import StepDone
+from engine.log.folder import RunFolder
+from engine.log.rows import RowsWriter, path_of, read_rows, row_hash
+from engine.spec import RunSpec
+from engine.train.prescribed_rows import PrescribedRows
+from engine.train.step import MicroBatch, StepObserver, TeacherOutput
+from engine.train.trainer import Trainer
+from engine.verdict import Level
+
+
+class TrainedRows(StepObserver):
+    """Records the rows of this rank."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        trainer: Trainer,
+        spec: RunSpec,
+        stream: TokenStream,
+        heldout: list[Batch],
+    ) -> None:
+        """Of the steps of `trainer` from the next one on. Raises RunLogError and DiskFull."""
+        ranks, step = trainer.ranks, trainer.step
+        self._run, self._ranks, self._heldout, self._train = run, ranks, heldout, spec.train
+        self._prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
+        self._skipped = "step_rows" in skipped_ids(spec.checks.skip)
+        self._writer = RowsWriter(run, ranks.rank, ranks.world, step)
+        self._hashes: dict[int, list[list[bytes]]] = {}
+        """Of each step that is not recorded yet: those of each of its micro-batches."""
+        self._step = step
+        trainer.observers = (*trainer.observers, self)
+
+    def begun(self, step: int) -> None:
+        self._step = step
+        self._hashes[step] = []
+
+    def forwarded(
+        self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
+    ) -> None:
+        self._hashes[self._step].append(hashes_of(micro.batch.tokens_BT, micro.batch.labels_BT))
+
+    def record(self, step: StepDone) -> StepDone:
+        """Write the rows of a step that is done, and return its record with the running digest."""
+        self._writer.append(step.step, [one for part in self._hashes[step.step] for one in part])
+        return msgspec.structs.replace(step, rows_digest=self._writer.digest.hex())
+
+    def sync(self) -> None:
+        """Return when the records are on disk. Raises RunLogError and DiskFull."""
+        self._writer.sync()
+
+    def after(self, step: StepDone) -> Iterator[Result]:
+        """Hold the rows of a step that was recorded against those whose turn it was; only a failure is yielded."""
+        begun_s = time.perf_counter()
+        answer = self._judge(step.step)
+        if answer.verdict.level is Level.FAIL and not self._skipped:
+            yield Result(
+                about=STAGES[0],
+                verdict=answer.verdict,
+                numbers=answer.numbers,
+                cost_s=time.perf_counter() - begun_s,
+                step=step.step,
+            )
+
+    def _judge(self, step: int) -> Answer:
+        found = self._hashes.pop(step)
+        world, rows = self._ranks.world, self._train.rows
+        for index, part in enumerate(found):
+            passes = ((step - 1) * self._train.accumulation + index) * world + self._ranks.rank
+            row_ids = self._prescribed.ids_at(passes * rows, rows)
+            wanted = prescribed_hashes(self._prescribed, row_ids)
+            if len(part) != len(wanted):
+                return Numbers(rows=len(part), wanted=len(wanted)).failed(
+                    f"pass {index + 1} has {len(part)} rows, the spec has {len(wanted)}"
+                )
+            for row, (one, other) in enumerate(zip(part, wanted, strict=True)):
+                if one != other:
+                    return Numbers(row=int(row_ids[row])).failed(
+                        f"pass {index + 1}, row {row + 1}: what was trained on is not row {row_ids[row]:,} of the "
+                        f"corpus, whose turn it was, but {self._known(one, step, wanted)}"
+                    )
+        return passed("every row is the one whose turn it was")
+
+    def _known(self, found: bytes, step: int, wanted: list[bytes]) -> str:
+        """Say what a row is that was trained on out of turn."""
+        for batch in self._heldout:
+            if found in hashes_of(batch.tokens_BT, batch.labels_BT):
+                return "a held-out row"
+        if found in wanted:
+            return "another row of the same micro-batch"
+        for rank in range(self._ranks.world):
+            for row in read_rows(path_of(self._run, rank)):
+                if row.hash == found and (row.step, rank) < (step, self._ranks.rank):
+                    whose = "" if rank == self._ranks.rank else f" by rank {rank}"
+                    return f"one that was trained on in step {row.step:,}{whose}"
+        return "one that was not trained on before: another row, or one that was altered"
+
+
+def hashes_of(tokens_BT: Int64Array, labels_BT: Int64Array) -> list[bytes]:
+    """Return the hash of each row."""
+    return [
+        row_hash(tokens_T.tobytes(), labels_T.tobytes())
+        for tokens_T, labels_T in zip(
+            tokens_BT.astype("<i8", copy=False), labels_BT.astype("<i8", copy=False), strict=True
+        )
+    ]
+
+
+def prescribed_hashes(prescribed: PrescribedRows, row_ids: Int64Array) -> list[bytes]:
+    """Return the hashes of rows of the corpus, with the labels that the audit's reference gives them."""
+    rows = prescribed.rows(row_ids)
+    labels_BT = reference.next_tokens(rows.tokens_BT, rows.documents_BT, rows.after_B)
+    labels_BT = torch.where(rows.predicted_BT, labels_BT, IGNORED)
+    return hashes_of(rows.tokens_BT.numpy(), labels_BT.numpy())
