@@ -23,6 +23,7 @@ the data are bit for bit what they would be without it.
       shift_proof                teacher logits and labels that are off by one
       teacher_fp8_within_noise_floor
                                  a teacher whose outputs fp8 changes more than 4-bit weights would
+      stored_outputs             stored teacher outputs of another model or of other rows
       teacher_not_student        the same model on both sides
       nan_not_masked             NaN logits that give a finite loss
     of a real step: the first of a session, some later ones, the last (engine/audit)

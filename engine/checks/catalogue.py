@@ -124,6 +124,14 @@ CATALOGUE: tuple[About, ...] = (
         stops=True,
     ),
     About(
+        id="stored_outputs",
+        question="Are the stored teacher outputs of some rows of the run those that the teacher computes?",
+        means="The student learns from outputs of another model, of other rows, or altered ones.",
+        remedy="Make the store again with `engine prepare`, from the teacher that the spec names.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
         id="teacher_not_student",
         question="Are teacher and student different models, with a KL above zero at the start?",
         means="The student has nothing to learn: the KL is zero from the first step on and stays there.",

@@ -48,6 +48,7 @@ from engine.checks.teacher import (
     StudentShift,
     eval_baseline,
     shift_proof,
+    stored_outputs,
     teacher_fp8_within_noise_floor,
     teacher_knows_text,
     teacher_not_student,
@@ -87,6 +88,7 @@ AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "eval_baseline": eval_baseline,
     "shift_proof": shift_proof,
     "teacher_fp8_within_noise_floor": teacher_fp8_within_noise_floor,
+    "stored_outputs": stored_outputs,
     "teacher_not_student": teacher_not_student,
     "nan_not_masked": nan_not_masked,
 }

@@ -32,6 +32,7 @@ from engine.data.batches import IGNORED
 from engine.models.head import mean_kl
 from engine.teachers.fp8 import NOISE_FLOOR_KL, rounding_of
 from engine.teachers.identity import same_values
+from engine.teachers.store.teacher import CachedTeacher
 
 SMALLEST_KL = 1e-5
 """Nats at the start. Two roundings of one model differ by more, which is why values are compared too; the
@@ -205,6 +206,26 @@ def teacher_not_student(context: Context) -> Answer:
     if not math.isfinite(kl):
         return numbers.unknown(f"the KL is {kl}")
     return numbers.passed(f"other values, KL {kl:.3g} nats, {agreement:.0%} agreement")
+
+
+def stored_outputs(context: Context) -> Answer:
+    """Report what comparing stored rows with the teacher has shown, before it was used."""
+    teacher = context.teacher
+    if not isinstance(teacher, CachedTeacher):
+        return passed("the teacher's outputs are computed, not read")
+    if isinstance(teacher.proof, str):
+        return unknown(teacher.proof)
+    found, limit = teacher.proof, context.spec.gate.cache_cosine
+    numbers = Numbers(
+        least=found.least_cosine,
+        limit=limit,
+        distance=found.largest_distance,
+        rows=found.rows,
+        tokens=found.tokens,
+    )
+    if found.within(limit):
+        return numbers.passed(found.text(limit))
+    return numbers.failed(f"stored outputs are not the teacher's: {found.text(limit)}")
 
 
 def teacher_fp8_within_noise_floor(context: Context) -> Answer:

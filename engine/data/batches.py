@@ -121,7 +121,11 @@ class Batches:
 
     def take(self, position: int, rows: int) -> Batch:
         """Return the next `rows` rows of a walk that has taken `position` rows."""
-        return gather_rows(self._stream, self._seq_len, self.row_ids_at(position, rows))
+        return self.rows(self.row_ids_at(position, rows))
+
+    def rows(self, row_ids: Int64Array) -> Batch:
+        """Return the given rows of the stream."""
+        return gather_rows(self._stream, self._seq_len, row_ids)
 
     def row_ids_at(self, position: int, rows: int) -> Int64Array:
         assert position >= 0 and rows >= 1

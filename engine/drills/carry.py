@@ -19,7 +19,15 @@ from typing import Any
 
 from engine.drills.catalogue import Drill, Need
 from engine.drills.naming import ALERT, EXIT, Naming, named_as, names_of
-from engine.drills.runs import DEMO, Attended, memory_group, start, why_no_memory_group, write_spec
+from engine.drills.runs import (
+    DEMO,
+    Attended,
+    memory_group,
+    start,
+    store_outputs,
+    why_no_memory_group,
+    write_spec,
+)
 from engine.errors import EngineError
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
@@ -59,8 +67,13 @@ def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
     begun_s = time.monotonic()
     run = Attended(RunFolder(folder / drill.id))
     device = "cuda" if "gpu" in drill.needs else device
-    spec = write_spec(folder / f"{drill.id}.toml", {"compute.device": device, **drill.sets})
+    sets = {"compute.device": device, **drill.sets}
+    if drill.stored:
+        sets["teacher.cache"] = str(folder / f"{drill.id}-store")
+    spec = write_spec(folder / f"{drill.id}.toml", sets)
     try:
+        if drill.stored:
+            store_outputs(spec)
         with memory_group(drill.memory_limit_bytes) as group:
             try:
                 effect_unix_s = _run(drill, run, spec, group)

@@ -38,6 +38,8 @@ class Drill:
     needs: tuple[Need, ...] = ()
     memory_limit_bytes: int = 0
     """Memory limit of a control group around the whole run; 0 for none."""
+    stored: bool = False
+    """Whether the teacher's outputs are stored first, by `engine prepare`, and read in the run."""
     from_step: int = 1
     """The first step that has the defect."""
     limit_s: float = 90.0
@@ -103,6 +105,20 @@ OTHERS: tuple[Defect, ...] = tuple(
                     "DistributedSampler without set_epoch",
                 ),
             )
+        ),
+        (
+            "stored_rows_turned",
+            "defects_store",
+            "stored_outputs",
+            "each row of a batch gets the stored outputs of the row before it",
+            "caches that are filled in another order than they are read",
+        ),
+        (
+            "stored_outputs_scaled",
+            "defects_store",
+            "stored_outputs",
+            "stored hidden states are read half as large, at a cosine of 1",
+            "a norm that was applied when outputs were stored, and not when they are read",
         ),
         (
             "load_hangs",
@@ -235,6 +251,10 @@ DRILLS: tuple[Drill, ...] = (
         "epochs_alike",
         Expected(kind=CHECK, id="step_rows"),
         sets={"train.steps": 200, "checkpoint.every": 0, "data.max_bytes": 40_000},
+    ),
+    *(
+        _other(id, Expected(kind=CHECK, id="stored_outputs"), stored=True)
+        for id in ("stored_rows_turned", "stored_outputs_scaled")
     ),
     _other(
         # Uses the default limits and no setting, because a load may take minutes.

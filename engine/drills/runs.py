@@ -66,6 +66,16 @@ def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
     return path
 
 
+def store_outputs(spec: Path) -> None:
+    """Run `engine prepare` for the steps of `spec`, without a defect. Raises InternalError when it fails."""
+    command = [sys.executable, "-m", "engine", "prepare", str(spec)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise InternalError(
+            f"drill: {spec} — expected teacher outputs that can be stored, found {done.stderr.strip()[-800:]}"
+        )
+
+
 def start(
     arguments: list[str], run: RunFolder, *, plant: str = "", group: Path | None = None
 ) -> None:

@@ -23,11 +23,14 @@ from pathlib import Path
 
 import torch
 
+from engine.checks.catalogue import skipped_ids
 from engine.data.batches import Batch
+from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.log.beats import BeatWriter
 from engine.log.events import Evaluated, ModelReady, Note, Phase
 from engine.log.view import RunView
+from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder, Tensors
 from engine.models.frozen import join
 from engine.models.head import Head
@@ -41,6 +44,7 @@ from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.sharded import ShardedLayers
+from engine.teachers.store.fidelity import Fidelity, compare, stored_rows
 from engine.teachers.store.keys import CacheError, contents_sha256
 from engine.teachers.store.teacher import CachedTeacher, load_head
 from engine.teachers.truncating import DroppedMass, TruncatingTeacher
@@ -53,6 +57,12 @@ from engine.train.record import Log
 from engine.train.step import BeatObserver
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
+from engine.units import format_bytes
+
+COMPARED_ROWS = 4
+"""Stored rows of a run that its teacher is asked for again before they are used."""
+ROOM = 1.2
+"""Free memory that loading the teacher for that takes, in sizes of its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +106,7 @@ class Builder:
             return LoadedTeacher()
         if (store := plan.facts.store) is not None:
             cached = self._stored_teacher(store)
+            cached.proof = self._proof(cached, store.config)
             return LoadedTeacher(teacher=cached, sha256=lambda: store.identity.teacher_sha256)
         log(Phase(name="loading the teacher", detail=spec.path))
         teacher, decoder = self._build(backend, precision)
@@ -288,6 +299,32 @@ class Builder:
             else:
                 _measured_cut(stored, ids, log)
         return teacher(cut.head(), ids)
+
+    def _proof(self, stored: CachedTeacher, config: ModelConfig) -> Fidelity | str:
+        """Compare some stored rows of the run with the teacher, which is loaded for that, or return why not."""
+        spec, identity, device = self.facts.spec, stored.store.identity, self.facts.compute.device
+        if not spec.checks.enabled or "stored_outputs" in skipped_ids(spec.checks.skip):
+            return "it was to be skipped"
+        with open_weights(spec.teacher.path) as weights:
+            # Of weights that stay in their blocks; dense ones have a size of their own.
+            size = sum(info.bytes for info in weights.tensors.values())
+        if identity.backend != "quantized":
+            size = count_parameters(config) * DTYPES[identity.precision].itemsize
+        room = self.facts.compute.available.number
+        if room is not None and room < ROOM * size:
+            return f"the teacher takes {format_bytes(size)}, {format_bytes(int(room))} are free: not compared"
+        rows = stored_rows(batches_of(spec, self.data.stream), stored.store, COMPARED_ROWS)
+        if not rows:
+            return "none of the run's rows is stored"
+        self.log(Phase(name="comparing stored outputs with the teacher", detail=spec.teacher.path))
+        built = self._build(identity.backend, identity.precision)
+        found = compare(stored, built.teacher, rows, device)
+        del built
+        if device.type == "cuda":
+            # The plan is of a run without a loaded teacher.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        return found
 
     def _build(self, backend: str, precision: str) -> BuiltTeacher:
         shards = None

@@ -9,13 +9,8 @@ reference is the model in gate.teacher_reference, from which the blocks were qua
 it is the dequantised blocks in fp32; then the gate judges the arithmetic and not the quantization. For a
 dense teacher in a float type there is nothing to compare.
 
-Cache fidelity compares the outputs of a row in teacher.cache with what the teacher computes now.
-
-    cosine(stored, online)  >=  0.999        for each token; the smallest one counts
-
-The cosine is of hidden states if those are stored, otherwise of the probabilities: one component for each
-token that either side kept, and one for the rest. Sampled targets are drawn again with their own random
-numbers, so they are equal or nearly so. The rows are spread evenly over those of the run. The teacher runs
+Cache fidelity compares the outputs of rows in teacher.cache with what the teacher computes now
+(`engine.teachers.store.fidelity`). The rows are spread evenly over those of the run. The teacher runs
 with the backend and precision that the store was made with; one with other weights fails by its hash before
 it runs.
 """
@@ -24,27 +19,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from engine.data.batches import Batch
 from engine.evaluate.perplexity import log_probabilities
 from engine.export.gate.gate import Subject, does_not_apply
 from engine.export.outcome import Outcome, answered, unknown
 from engine.formats.safetensors import tensors_sha256
-from engine.loss.chunks import SparseTargets
 from engine.models.frozen import freeze
 from engine.models.head import Head
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
 from engine.quant.blocks import NOISE_FLOORS
-from engine.teachers.build import BuiltTeacher
-from engine.teachers.store.folder import Store, open_store
+from engine.teachers.store.fidelity import compare, stored_rows
+from engine.teachers.store.folder import open_store
 from engine.teachers.store.keys import HIDDEN
 from engine.teachers.store.manifest import MANIFEST, uses_cache
-from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.verdict import Level
 
@@ -118,18 +107,10 @@ def cache_fidelity(subject: Subject) -> Outcome:
         return unknown(CACHE, f"{folder} is empty: fill it with `engine prepare`")
     store = open_store(folder)
     identity = store.identity
-    batches = subject.rows.batches
-    rows = batches.rows_per_epoch
-    places = np.unique(np.linspace(0, rows - 1, min(rows, 1024)).astype(np.int64))
-    found = [batch for at in places if _held(batch := batches.take(int(at), 1), store)]
-    if not found:
-        text = (
-            f"none of {len(places):,} rows of the run is in {folder}: fill it with `engine prepare`"
-        )
+    chosen = stored_rows(subject.rows.batches, store, spec.gate.cache_rows)
+    if not chosen:
+        text = f"no row of the run is in {folder}: fill it with `engine prepare`"
         return unknown(CACHE, text)
-    chosen = np.unique(
-        np.linspace(0, len(found) - 1, min(len(found), spec.gate.cache_rows)).astype(np.int64)
-    )
     built = subject.teacher_of(identity.backend, identity.precision)
     decoder = built.decoder
     sha256 = tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
@@ -146,60 +127,18 @@ def cache_fidelity(subject: Subject) -> Outcome:
         say=subject.say,
     )
     subject.say(f"{len(chosen)} stored rows, asked of the teacher again")
-    least, total, tokens = 1.0, 0.0, 0
     try:
-        for index in chosen:
-            cosine_N = _cosines(stored, built, found[index], subject.device)
-            least = min(least, float(cosine_N.min()))
-            total += float(cosine_N.double().sum())
-            tokens += len(cosine_N)
-            if not bool(cosine_N.isfinite().all()):
-                return answered(CACHE, Level.FAIL, "stored outputs that are not finite")
+        found = compare(stored, built.teacher, chosen, subject.device)
     finally:
         stored.close()
     limit = spec.gate.cache_cosine
-    text = (
-        f"{identity.words}: least cosine {least:.6f}, mean {total / tokens:.6f}, at least {limit:g} "
-        f"({len(chosen)} rows, {tokens:,} tokens)"
-    )
-    level = Level.PASS if least >= limit else Level.FAIL
     return answered(
-        CACHE, level, text, least=least, mean=total / tokens, limit=limit, rows=len(chosen)
+        CACHE,
+        Level.PASS if found.within(limit) else Level.FAIL,
+        f"{identity.words}: {found.text(limit)}",
+        least=found.least_cosine,
+        mean=found.mean_cosine,
+        distance=found.largest_distance,
+        limit=limit,
+        rows=found.rows,
     )
-
-
-def _held(batch: Batch, store: Store) -> bool:
-    return all(key in store for key in store.identity.keys(batch))
-
-
-def _cosines(
-    stored: CachedTeacher, built: BuiltTeacher, batch: Batch, device: torch.device
-) -> Tensor:
-    """Cosine of each token (N,)."""
-    tokens_BT, documents_BT, _ = batch.to_torch(device)
-    hidden_NE = built.teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
-    if stored.gives_hidden:
-        kept_NE = stored.hidden(tokens_BT, documents_BT).flatten(0, 1)
-        return F.cosine_similarity(kept_NE.double(), hidden_NE.double(), dim=-1)
-    identity = stored.store.identity
-    kept = stored.targets(tokens_BT, documents_BT)
-    assert kept is not None
-    parts = sparse_parts(identity, hidden_NE, built.teacher.head(), identity.keys(batch))
-    online = as_targets(identity, parts)
-    spread = [_spread(one, stored.vocab_size) for one in (kept, online)]
-    return F.cosine_similarity(spread[0], spread[1], dim=-1)
-
-
-def _spread(outputs: SparseTargets, vocabulary: int) -> Tensor:
-    """Probabilities over the vocabulary, with one more column for the rest (N, V + 1)."""
-    ids_NK = outputs.ids_NK.long()
-    if outputs.log_probs_NK is None:
-        p_NK = torch.full(
-            ids_NK.shape, 1 / ids_NK.shape[1], dtype=torch.float64, device=ids_NK.device
-        )
-    else:
-        p_NK = outputs.log_probs_NK.double().exp()
-    out_NV = p_NK.new_zeros(len(ids_NK), vocabulary + 1)
-    out_NV.scatter_add_(1, ids_NK, p_NK)
-    out_NV[:, -1] = 1 - p_NK.sum(1)
-    return out_NV

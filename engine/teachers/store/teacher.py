@@ -42,7 +42,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -66,6 +66,9 @@ from engine.teachers.protocol import NoHiddenStates, Teacher
 from engine.teachers.store.folder import ShardDamaged, Store
 from engine.teachers.store.keys import HIDDEN
 from engine.teachers.store.outputs import TORCH_DTYPES, as_targets, sparse_parts
+
+if TYPE_CHECKING:
+    from engine.teachers.store.fidelity import Fidelity
 
 # Shapes: B rows, T tokens, N = B*T, E teacher width, K ids of a token
 
@@ -188,6 +191,8 @@ class CachedTeacher:
         """Number of rows that came from the store."""
         self.misses = 0
         """Number of rows in batches that were misses."""
+        self.proof: Fidelity | str = "it was not compared with the teacher"
+        """What comparing some of its rows with the teacher has shown, or why they were not compared."""
         self._device, self._vocab_size = device, vocab_size
         self._head, self._load, self._say = head, online, say
         self._online: Teacher | None = None

@@ -31,6 +31,7 @@ from engine.teachers.store.folder import open_store, shard_path
 from engine.teachers.store.keys import CacheError, Identity
 from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
+from engine.train import build
 from engine.train.trainer import Trainer
 from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit
@@ -464,3 +465,29 @@ def test_a_store_that_does_not_fit_the_run_is_refused_before_it_starts(
     with pytest.raises(CacheError, match="nothing there"):
         check(hidden_store / "none")
     check(hidden_store / "none", "teacher.backend=dequantized")  # not to be read
+
+
+@pytest.mark.parametrize("form", ["hidden", "top_k", "sampled"])
+def test_a_run_compares_its_stored_outputs_with_the_teacher_before_it_uses_them(
+    form: str, kit: Kit, tmp_path: Path
+) -> None:
+    spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=2)
+    counts = {"hidden": 0, "top_k": 16, "sampled": 8}
+    make_store(spec, tmp_path / "store", form=form, count=counts[form])
+    run, code = carry_out(spec, tmp_path / "run", "checkpoint.at_end=false")
+    check = Follower(run).read_all().checks["stored_outputs"]
+    assert code == 0 and check.level == "pass", check
+    assert "4 rows" in check.reason
+
+
+def test_a_teacher_that_does_not_fit_is_not_loaded_to_be_compared(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "ROOM", 1e12)
+    spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=2)
+    make_store(spec, tmp_path / "store", form="hidden")
+    run, code = carry_out(spec, tmp_path / "run", "checkpoint.at_end=false")
+    view = Follower(run).read_all()
+    assert code == 0 and view.checks["stored_outputs"].level == "unknown"
+    assert "not compared" in view.checks["stored_outputs"].reason
+    assert "comparing stored outputs" not in run.events.read_text()

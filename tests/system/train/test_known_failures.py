@@ -242,7 +242,9 @@ GAPS = (
     Failure(
         "G10",
         "stored answers of another teacher or row, blocks that may not teach",
+        checks=("stored_outputs",),
         gates=("cache", "teacher"),
+        drills=("stored_rows_turned", "stored_outputs_scaled"),
         tests=(
             "teachers/store::one_changed_byte_anywhere_is_found_and_named",
             "teachers/store_teacher::a_miss_asks_the_teacher_is_counted_and_said_once",
