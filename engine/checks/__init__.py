@@ -45,6 +45,9 @@ the data are bit for bit what they would be without it.
       checkpoint_reloads         a checkpoint of 200 bytes, of other weights, of the initial ones, or without the
                                  moments and the data position that the next step needs
       student_shift              a student that learnt to copy its input, or to skip a token
+    at the end, of the saved student
+      artefact                   files that hold other tensors than the trained ones: of the start, of another
+                                 type, with another head, fewer or more
 
 What they are, what a failure means and what to do is in `catalogue.py`, which needs no torch.
 
@@ -52,6 +55,7 @@ What they are, what a failure means and what to do is in `catalogue.py`, which n
     context.py                 what a check may look at
     runner.py                  when each check runs, and the guarantee that it changes nothing
     data.py settings.py vocabulary.py weights.py forward.py teacher.py objective.py checkpoint.py
+    artefact.py
     resources.py               the checks
     logits.py                  cross entropies that several of them use
 

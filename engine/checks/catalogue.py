@@ -188,6 +188,14 @@ CATALOGUE: tuple[About, ...] = (
         when=When.AT_CHECKPOINT,
         stops=True,
     ),
+    About(
+        id="artefact",
+        question="Is the saved student, read back from its files, the trained one in student.save_as, bit for bit?",
+        means="What is evaluated, published and used is another model than the one that was trained.",
+        remedy="The last checkpoint has the trained weights: mend the writer and resume, to save it again.",
+        when=When.AT_END,
+        stops=True,
+    ),
 )
 
 ABOUT = {about.id: about for about in CATALOGUE}

@@ -25,6 +25,8 @@ class When(Enum):
     """Of a step that is audited: the first of a session, some later ones, the last."""
     AT_CHECKPOINT = "at_checkpoint"
     """After the first checkpoint of a session."""
+    AT_END = "at_end"
+    """After the last step, once the student is saved."""
     ALWAYS = "always"
     """After the first steps, and again whenever the result changes."""
 

@@ -4,6 +4,7 @@
     for result in checks.before_training(context): ...     before the first step of a session
     for result in checks.after_step(step): ...             after each step: checks that wait for one
     for result in checks.at_checkpoint(path, step): ...    after each save; the first one is checked
+    for result in checks.at_end(saved, step, student): ... once the student is saved
     checks.ends_run(result)                                whether to stop
 
 A check that was skipped, or that raised, is UNKNOWN with the reason: an exception in a check must not end
@@ -26,6 +27,7 @@ from typing import Protocol
 
 import torch
 
+from engine.checks.artefact import Artefact, artefact
 from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
 from engine.checks.check import About, Answer, Result, When, unknown
 from engine.checks.checkpoint import CheckpointReloads
@@ -101,6 +103,7 @@ REREADS: dict[str, Callable[[Context], Reread]] = {
     "checkpoint_reloads": CheckpointReloads,
     "student_shift": StudentShift,
 }
+AT_END: dict[str, Callable[[Artefact, Context], Answer]] = {"artefact": artefact}
 
 
 class Checks:
@@ -122,7 +125,7 @@ class Checks:
                 yield _result(about, unknown(f"skipped by {why}"), 0.0, context.step)
             elif about.id in AT_ONCE:
                 yield from self._ask(about, context.step, AT_ONCE[about.id])
-            elif about.when is not When.AT_STEP:
+            elif about.when not in (When.AT_STEP, When.AT_END):
                 yield from self._prepare(about, context)
 
     def look_at(self, context: Context) -> None:
@@ -157,6 +160,14 @@ class Checks:
         for name in list(self._rereads):
             reread = self._rereads.pop(name)
             yield from self._ask(ABOUT[name], step, partial(_at_checkpoint, reread, path), context)
+
+    def at_end(self, saved: Artefact, step: int, student: Decoder) -> Iterator[Result]:
+        """Check the saved student; `student` is the trained one, whole."""
+        assert self._context is not None, "before_training comes first"
+        context = dataclasses.replace(self._context, step=step, student=student)
+        for name, question in AT_END.items():
+            if self.spec.enabled and name not in self._skipped:
+                yield from self._ask(ABOUT[name], step, partial(question, saved), context)
 
     def ends_run(self, result: Result) -> bool:
         """Return whether this failure makes the run worthless and the spec says to stop."""

@@ -46,7 +46,7 @@ class Drill:
     """Seconds within which it must be named."""
 
 
-_PROCESS, _LATE = "defects_process", "defects_late"
+_PROCESS, _LATE, _SAVING = "defects_process", "defects_late", "defects_saving"
 OTHERS: tuple[Defect, ...] = tuple(
     Defect(id=id, module=module, what=what, happened=happened, named_by=named_by)
     for id, module, named_by, what, happened in (
@@ -119,6 +119,34 @@ OTHERS: tuple[Defect, ...] = tuple(
             "stored_outputs",
             "stored hidden states are read half as large, at a cosine of 1",
             "a norm that was applied when outputs were stored, and not when they are read",
+        ),
+        (
+            "saved_untrained",
+            _SAVING,
+            "artefact",
+            "the saved student is the one before the first step",
+            "files that are written from another object than the one that was trained",
+        ),
+        (
+            "saved_one_of_start",
+            _SAVING,
+            "artefact",
+            "one tensor of the saved student is that of the start",
+            "a name that was missed when the state to save was gathered",
+        ),
+        (
+            "saved_through_fp8",
+            _SAVING,
+            "artefact",
+            "the student is saved as floats of 8 bits that were widened again",
+            "casts on the way to a file, in which the header has the right type",
+        ),
+        (
+            "saved_head_untied",
+            _SAVING,
+            "artefact",
+            "a tied student is saved with a head of its own, and a config.json that says so",
+            "exports that untie the head: whoever trains on has another model",
         ),
         (
             "load_hangs",
@@ -255,6 +283,15 @@ DRILLS: tuple[Drill, ...] = (
     *(
         _other(id, Expected(kind=CHECK, id="stored_outputs"), stored=True)
         for id in ("stored_rows_turned", "stored_outputs_scaled")
+    ),
+    *(
+        _other(
+            one.id,
+            Expected(kind=CHECK, id=one.named_by),
+            sets={"train.steps": 3, "checkpoint.every": 0, "checkpoint.at_end": True},
+        )
+        for one in OTHERS
+        if one.module == _SAVING
     ),
     _other(
         # Uses the default limits and no setting, because a load may take minutes.

@@ -5,7 +5,7 @@
     the student   its files have the receipt's hashes, and its tensors the hash that the run logged
     evaluated     a held-out loss of the student, from the run or from an evaluation beside it:
 
-        the run                        heldout_loss_nats of its receipt
+        the run                        heldout_loss_nats of its receipt, of the student read back from its files
         engine eval ppl                the JSON value of --json, kept in a file
         engine eval humaneval, mbpp    the file of results, counted again here
 
@@ -35,10 +35,13 @@ from engine.formats.safetensors import tensors_sha256
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.models.load import load_decoder
+from engine.runtime.device import torch_dtype
 from engine.spec.sections import ModelSection
 from engine.verdict import Level, Verdict
 
 _LISTED = 5
+ARTEFACT = "artefact"
+"""The check of the saved student."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +112,8 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
     if receipt is None:
         missing.append(Missing(what="a receipt of the run", command=again))
     else:
-        verdicts = check_receipt(run, receipt, view) | {"student": _is_the_runs(run, receipt, view)}
+        verdicts = check_receipt(run, receipt, view)
+        verdicts |= {"student": _is_the_runs(run, receipt, view), ARTEFACT: _was_read_back(view)}
         _refuse_contradictions(run, verdicts)
     weights = weights_sha256(run.student)
     evaluations = [read_evaluation(path, weights) for path in evaluation_files]
@@ -162,11 +166,7 @@ def _refuse_contradictions(run: RunFolder, verdicts: dict[str, Verdict]) -> None
 
 
 def _is_the_runs(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Verdict:
-    """Check the student's tensors against the hash that the run took before it saved them.
-
-    This works only for a student that is saved in fp32, as it was trained; rounded tensors cannot be
-    compared.
-    """
+    """Check the student's tensors against the hash that the run took of them, in the type that it saved them in."""
     files = receipt.get("student_files")
     if not files:
         return Verdict(Level.UNKNOWN, "files of the student: the receipt has no hashes")
@@ -175,16 +175,27 @@ def _is_the_runs(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Verd
         return Verdict(Level.FAIL, f"student: {unknown[0]} is not in the receipt")
     expected = (receipt.get("model_sha256") or {}).get("student")
     save_as = ((receipt.get("spec") or {}).get("student") or {}).get("save_as")
-    if expected is None or save_as != "fp32":
-        text = f"tensors of the student: saved as {save_as}, so their fp32 hash cannot be taken"
+    of_files = any(e.saved for e in view.evals)
+    if expected is None or save_as not in (("fp32", "bf16") if of_files else ("fp32",)):
+        text = f"tensors of the student: saved as {save_as} by a version that has no hash of them"
         return Verdict(Level.UNKNOWN, text)
     # Names are those of the engine that trained it.
     how = ModelSection(**((receipt.get("spec") or {}).get("model") or {}))
-    found = tensors_sha256(dict(load_decoder(run.student, how=how).named_parameters()))
+    decoder = load_decoder(run.student, torch_dtype(str(save_as)), how=how)
+    found = tensors_sha256(dict(decoder.named_parameters()))
     if found != expected:
         text = f"tensors of the student: expected sha256 {expected[:16]}, found {found[:16]}"
         return Verdict(Level.FAIL, text)
     return Verdict(Level.PASS, f"tensors of the student: sha256 {found[:16]}")
+
+
+def _was_read_back(view: RunView) -> Verdict:
+    """Return what the run found when it read its saved student back."""
+    found = view.checks.get(ARTEFACT)
+    if found is None:
+        return Verdict(Level.UNKNOWN, "the run did not read its saved student back")
+    level = next((one for one in Level if one.name.lower() == found.level), Level.UNKNOWN)
+    return Verdict(level, f"saved student, as the run read it back: {found.reason}")
 
 
 def file_sha256(path: Path) -> str:
@@ -194,7 +205,11 @@ def file_sha256(path: Path) -> str:
 
 def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluation | None:
     """The held-out losses from the receipt, or from the log of a run without a receipt."""
-    losses = {e.subject: e.loss for e in view.evals if e.loss is not None}
+    losses = {
+        e.subject: e.loss
+        for e in view.evals
+        if e.loss is not None and (e.subject != "student" or e.saved)
+    }
     labelled = max((e.labelled or 0 for e in view.evals), default=0)
     if receipt is not None:
         losses = receipt.get("heldout_loss_nats") or {}

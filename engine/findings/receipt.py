@@ -301,11 +301,7 @@ def rows_of(view: RunView) -> dict[str, Any]:
     non-finite value is not applied."""
     steps = view.steps.values("step")
     rows = view.steps.values("rows")
-    bad = {
-        event.step
-        for event in view.non_finite
-        if event.field not in ("heldout_loss", "weight_norm")
-    }
+    bad = _not_applied(view)
     seen = sum(n or 0 for n in rows)
     trained = sum(n or 0 for step, n in zip(steps, rows, strict=True) if step not in bad)
     return {
@@ -314,6 +310,19 @@ def rows_of(view: RunView) -> dict[str, Any]:
         "steps_not_applied": len(bad),
         "labelled_tokens": int(sum(n or 0 for n in view.steps.values("labelled"))),
     }
+
+
+def largest_rate(view: RunView) -> float:
+    """Return the largest logged learning rate of an update that was applied; 0 when there was none."""
+    bad = _not_applied(view)
+    rates = zip(view.steps.values("step"), view.steps.values("lr"), strict=True)
+    return max((rate or 0.0 for step, rate in rates if step not in bad), default=0.0)
+
+
+def _not_applied(view: RunView) -> set[int]:
+    """Return the steps with a number that was not finite, whose update was left out."""
+    of_weights = ("heldout_loss", "weight_norm")
+    return {event.step for event in view.non_finite if event.field not in of_weights}
 
 
 # A receipt against the files beside it
@@ -338,12 +347,19 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
             found = _sha256(logs[name], LOG_FILE, recorded["bytes"])
             text = f"first {recorded['bytes']} bytes of {name}"
             out[name] = _equal(text, recorded["sha256"], found)
+    out |= check_student_files(run, receipt)
+    return out | _agreement(run, receipt, view) | _checkpoints(run, receipt)
+
+
+def check_student_files(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
+    """Compare the files of the student with the hashes in a receipt."""
+    out = {}
     for name, recorded in (receipt.get("student_files") or {}).items():
         # A name that leads out of the folder is no file of the student.
         inside = name not in ("", ".", "..") and "/" not in name
         found = _sha256(run.student / name, STUDENT_FILE) if inside else None
         out[f"student/{name}"] = _equal(f"sha256 of {name}", recorded["sha256"], found)
-    return out | _agreement(run, receipt, view) | _checkpoints(run, receipt)
+    return out
 
 
 def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:

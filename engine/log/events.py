@@ -361,6 +361,8 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
     labelled: Count | None
     eval_s: Number | None
     """Both None where a script that is not ours says its loss by `apr_watch.log(held_out=...)`."""
+    saved: bool = False
+    """Whether it is of the saved student, read back from its files at the end of the run."""
 
 
 class Logged(Event, frozen=True, kw_only=True, tag="logged"):

@@ -185,8 +185,9 @@ def _event_text(event: AnyEvent) -> str:
         case Evaluated(labelled=None):
             return f"held-out loss at step {event.step}: {format_value(event.loss)}"
         case Evaluated():
+            whose = f"{'saved ' if event.saved else ''}{event.subject}"
             return (
-                f"held-out loss of the {event.subject} at step {event.step}: {nats_text(event.loss)} "
+                f"held-out loss of the {whose} at step {event.step}: {nats_text(event.loss)} "
                 f"({event.labelled} tokens, {format_seconds(event.eval_s)})"
             )
         case NonFinite():
@@ -559,12 +560,26 @@ def result_lines(view: RunView) -> list[str]:
             lines.append(_event_text(done))
         elif done is not None:
             at = f" at step {done.step}" if subject == "student" else ""
+            whose = f"{'saved ' if done.saved else ''}{words}{at}"
             lines.append(
-                f"held-out loss of the {words}{at}: {nats_text(done.loss)}{_perplexity(done)}"
+                f"held-out loss of the {whose}: {nats_text(done.loss)}{_perplexity(done)}"
+                f"{_before_saving(view, done)}"
             )
     if view.student is not None:
         lines.append(f"student saved in {view.student.path}")
     return [one_line(line) for line in lines]
+
+
+def _before_saving(view: RunView, done: Evaluated) -> str:
+    """Say what the loss was before the student was rounded to the type of its files; empty when it is the same."""
+    at_once = [
+        e.loss
+        for e in view.evals
+        if e.subject == done.subject and e.step == done.step and not e.saved
+    ]
+    if not done.saved or not at_once or at_once[-1] == done.loss:
+        return ""
+    return f" ({format_value(at_once[-1])} before it was saved)"
 
 
 def _perplexity(done: Evaluated) -> str:

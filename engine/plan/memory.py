@@ -26,6 +26,7 @@ Trainer: weights fp32, 4 P; AdamW's moments, 8 P, from the first step on; gradie
 the backward pass to the start of the next step, so they are alive during an evaluation, and during the
 activations only if gradients are accumulated. A tied embedding has two gradients, of the head and of the
 lookup, which are summed last: 8 V D more at that point. The fused AdamW step and clipping work in place.
+At the end the saved student is loaded, 4 P, and evaluated in the place of the gradients and the moments.
 
 Loss: two buffers (C, V) in fp32, four with a teacher, and one in bf16 for the matmuls. The fused form has
 one, two with a teacher, and one in the dtype of the matmuls for each of several chunks. The gradients of

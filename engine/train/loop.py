@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint_folders import published
+from engine.checks.artefact import Artefact
 from engine.checks.check import Result
 from engine.checks.context import Context, Memory
 from engine.checks.runner import Checks
@@ -121,16 +122,20 @@ class TrainingLoop:
         hidden: Callable[[Tensor, Tensor], Tensor],
         head: Head,
         trainer: Trainer,
+        *,
+        saved: bool = False,
     ) -> None:
-        """Evaluate `subject` and log its held-out loss. Raises TrainingFailed when it is not finite."""
+        """Evaluate `subject` and log its held-out loss; `saved` says that it was read back from its files. Raises
+        TrainingFailed when the loss is not finite."""
         begun_s = said_s = time.perf_counter()
-        self.log(Phase(name="evaluating", detail=OF[subject]))
+        of = "the saved student" if saved else OF[subject]
+        self.log(Phase(name="evaluating", detail=of))
 
         def say(number: int) -> None:
             nonlocal said_s
             if time.perf_counter() - said_s > SAID_EVERY_S:
                 said_s = time.perf_counter()
-                done = f"{OF[subject]}, {number} of {len(self.data.heldout)} batches"
+                done = f"{of}, {number} of {len(self.data.heldout)} batches"
                 self.log(Phase(name="evaluating", detail=done))
 
         loss, labelled = heldout_loss(
@@ -145,10 +150,15 @@ class TrainingLoop:
                 loss=loss,
                 labelled=labelled,
                 eval_s=time.perf_counter() - begun_s,
+                saved=saved,
             )
         )
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
+
+    def check_saved(self, saved: Artefact, student: Decoder) -> None:
+        """Compare the saved student with the trained one, `student`. Raises TrainingFailed when it is another."""
+        self._answer(self.checks.at_end(saved, self.step, student))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, else how the session ended before that."""

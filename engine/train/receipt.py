@@ -6,11 +6,13 @@ import hashlib
 import json
 import shutil
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.data.batches import epoch_order
 from engine.data.chat_template import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, ChatTemplate
@@ -35,9 +37,10 @@ from engine.version import VERSION
 def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: str) -> StudentSaved:
     """Save the student with its tokenizer, atomically, and return the event to log.
 
-    The event's sha256 is that of the tensors before they are converted to `save_as`.
+    The event's sha256 is that of the tensors in `save_as`.
     """
-    sha256 = tensors_sha256(dict(student.named_parameters()))
+    dtype = torch_dtype(save_as)
+    sha256 = tensors_sha256(_Rounded(student, dtype))
     if folder.student.is_dir():
         # An earlier session was killed after it saved the student and before it logged that. This session
         # made the same steps.
@@ -51,9 +54,25 @@ def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: s
     files = [tokenizer]
     if inputs.template is not None:
         files += _template_files(folder, inputs.template)
-    save_decoder(student, folder.student, torch_dtype(save_as), extra_files=files)
+    save_decoder(student, folder.student, dtype, extra_files=files)
     size = sum(file.stat().st_size for file in folder.student.iterdir())
     return StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256)
+
+
+class _Rounded(Mapping[str, Tensor]):
+    """The parameters of a student, each rounded when it is asked for."""
+
+    def __init__(self, student: Decoder, dtype: torch.dtype) -> None:
+        self._live, self._dtype = dict(student.named_parameters()), dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._live[name].detach().to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live)
+
+    def __len__(self) -> int:
+        return len(self._live)
 
 
 def _template_files(folder: RunFolder, template: ChatTemplate) -> list[Path]:
@@ -80,7 +99,7 @@ class Outcome:
     model_sha256: dict[str, str]
     """Tensor hashes: `teacher`, `student_start`, `student`."""
     heldout_losses: dict[str, float]
-    """Nats per token: `teacher`, `untrained`, `student`."""
+    """Nats per token: `teacher`, `untrained`, and `student`, which is the saved one, read back."""
     best_step: int | None
     steps: int
     rows: int

@@ -1,7 +1,7 @@
 """The composition root: puts a run together, top to bottom.
 
     settings -> device -> data -> plan -> teacher -> student -> (resume) -> steps, each logged ->
-    held-out losses -> student, receipt
+    held-out losses -> student, saved, read back and evaluated -> receipt
 
 Everything below this module returns values, and is given a function to log with while it works
 (`engine.train.record.Log`). The training loop, `engine.train.loop`, is part of it. Logged values are read
@@ -14,16 +14,20 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from engine.checks.artefact import Artefact, samples_of
+from engine.checks.checkpoint import Sample
 from engine.checks.runner import Checks
 from engine.crash import trace_of
 from engine.errors import EXIT_FAIL, DiskFull, EngineError
+from engine.findings.context import view_of
+from engine.findings.receipt import largest_rate
 from engine.log.beats import BeatWriter, log_of
 from engine.log.events import Evaluated, Note, Phase, RunFinished
 from engine.log.folder import RunFolder, open_run
@@ -31,11 +35,13 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.models.decoder import Decoder
+from engine.models.load import load_decoder
 from engine.models.packed import head_of
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import choose_sharded
 from engine.plan.run_plan import Plan, plan_run
+from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
 from engine.signals import Stopped
 from engine.spec import RunSpec, spec_from_dict
@@ -205,6 +211,7 @@ class _Job:
             fresh = builder.fresh_student()
             taught = builder.teacher(self.before)
             student, student_sha256 = builder.student(fresh, taught.decoder)
+            untrained = samples_of(student)  # before a resume replaces the weights
             update = builder.warm_up()
             trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
         self.loop = loop = TrainingLoop(
@@ -248,7 +255,7 @@ class _Job:
             hashes = {"student_start": student_sha256()}
             if taught.sha256 is not None:
                 hashes = {"teacher": taught.sha256(), **hashes}
-            self._leave_results(trainer, loop, inputs, data, hashes)
+            self._leave_results(trainer, loop, inputs, data, hashes, untrained)
         return RunFinished(
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
@@ -351,6 +358,17 @@ class _Job:
         elif teacher is not None:
             loop.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
 
+    def _evaluate_saved(self, trainer: Trainer, loop: TrainingLoop) -> None:
+        """Evaluate the student in the run's folder with the trainer's arithmetic: the loss that the run reports.
+
+        Nothing trains any more, so it takes the memory of the gradients and of the optimizer's moments.
+        """
+        trainer.optimizer.zero_grad(set_to_none=True)
+        trainer.optimizer.state.clear()
+        saved = load_decoder(self.folder.student, torch.float32, trainer.device, self.spec.model)
+        saved.run_like(trainer.student)
+        loop.evaluate("student", saved.hidden, head_of(saved), trainer, saved=True)
+
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""
         over = f"over {self.ranks.world} ranks"
@@ -379,14 +397,29 @@ class _Job:
         inputs: Inputs,
         data: Data,
         hashes: dict[str, str],
+        untrained: Mapping[str, Sample],
     ) -> None:
-        """Save the student and the receipt; `hashes` are those of the models that the run began with."""
+        """Save the student, prove and evaluate what was saved, and write the receipt.
+
+        `hashes` are those of the models that the run began with; `untrained` are samples of that student.
+        """
         self.log(Phase(name="saving the student", detail=str(self.folder.student)))
         student = whole_student(trainer.student)
         if not self.ranks.first:
             return
         saved = save_student(self.folder, student, inputs, self.spec.student.save_as)
+        self.log(Phase(name="reading the saved student back", detail=str(self.folder.student)))
+        proof = Artefact(
+            folder=self.folder.student,
+            dtype=torch_dtype(self.spec.student.save_as),
+            how=self.spec.model,
+            start=untrained,
+            rate=largest_rate(view_of(self.folder)),
+        )
+        loop.check_saved(proof, student)
         self.log(saved)
+        del student  # the full copy of a sharded one
+        self._evaluate_saved(trainer, loop)
         outcome = Outcome(
             spec=self.spec,
             data=data.ready,

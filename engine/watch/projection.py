@@ -89,9 +89,9 @@ def project(view: RunView, spec: RunSpec) -> Projection:
         tokens_per_s=tokens / step_s if tokens is not None and step_s else None,
         start_s=start_s,
         compile_s=compile_s,
-        # The last step always evaluates; the teacher's and the untrained student's evaluations are part of
-        # the start.
-        evaluations=_points(spec.train.steps, every_eval, every_save),
+        # The last step always evaluates, and the saved student is evaluated after it; the teacher's and the
+        # untrained student's evaluations are part of the start.
+        evaluations=_points(spec.train.steps, every_eval, every_save) + spec.checkpoint.at_end,
         evaluation_s=statistics.median(evaluated) if evaluated else None,
         checkpoints=_points(spec.train.steps, every_save) if spec.checkpoint.at_end else 0,
         checkpoint_s=statistics.median(saved) if saved else None,

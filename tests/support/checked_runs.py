@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from engine.checks.artefact import Artefact, samples_of
 from engine.checks.check import Result
+from engine.checks.checkpoint import Sample
 from engine.checks.context import Context
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
@@ -113,6 +115,7 @@ class Run:
     checks: Checks
     results: dict[str, Result]
     stream: TokenStream
+    untrained: dict[str, Sample]
     audit: StepAudit | None = None
     """From the first step on."""
 
@@ -141,6 +144,17 @@ class Run:
         saved = checkpoint.save(folder, self.trainer.step, state.pack(captured))
         self.answer(self.checks.at_checkpoint(saved.path, self.trainer.step))
         return saved.path
+
+    def end(self, folder: Path, dtype: torch.dtype = torch.float32, rate: float = 1e-3) -> Artefact:
+        """Save the student in `folder`, and have it read back."""
+        save_decoder(self.trainer.student, folder, dtype)
+        how = self.spec.model
+        saved = Artefact(folder=folder, dtype=dtype, how=how, start=self.untrained, rate=rate)
+        self.read_back(saved)
+        return saved
+
+    def read_back(self, saved: Artefact) -> None:
+        self.answer(self.checks.at_end(saved, self.trainer.step, self.trainer.student))
 
     def failures(self) -> dict[str, str]:
         return {n: str(r.verdict) for n, r in self.results.items() if r.failed}
@@ -176,7 +190,8 @@ def make_run(
     )
     if change is not None:
         change(trainer)
-    return Run(spec, trainer, context(world, spec, trainer), Checks(spec), {}, world.train)
+    samples = samples_of(trainer.student)
+    return Run(spec, trainer, context(world, spec, trainer), Checks(spec), {}, world.train, samples)
 
 
 def context(world: World, spec: RunSpec, trainer: Trainer, **changes: Any) -> Context:

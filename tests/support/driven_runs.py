@@ -29,7 +29,7 @@ def drive(
     precision: str,
 ) -> None:
     """Drive a run as `run.py` does: two steps with evaluations around them; those of the start come behind the first
-    step on a CPU."""
+    step on a CPU, and at the end a second student takes the memory of gradients and moments."""
     on = torch.device(device)
     seq_len = spec.data.seq_len
     rows = max(2 * spec.train.rows * spec.train.accumulation, spec.eval.rows) + 2
@@ -62,3 +62,6 @@ def drive(
             student.zero_grad(set_to_none=True)
             evaluate_start(lambda: copy.deepcopy(student))
         evaluate(student)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.optimizer.state.clear()
+    evaluate(copy.deepcopy(student))

@@ -4,9 +4,10 @@
               (loss(untrained) - loss(student)) / (loss(untrained) - loss(teacher)) >= gate.heldout_share
     eval      the lower end of Wilson's 95 % interval of pass@1 >= gate.pass_at_1
 
-The held-out losses are those that the run logged on the same rows: of the student after its last step, of the
-same student before its first step, and of the teacher. A run that did not complete has no loss of the first
-kind. An evaluation counts if it is of the run's own weights and every program of it was judged.
+The held-out losses are those that the run logged on the same rows: of the saved student, read back from its
+files, of the same student before its first step, and of the teacher. A run that did not complete, or saves no
+student, has no loss of the first kind; nor has one whose files have changed since. An evaluation counts if it is
+of the run's own weights and every program of it was judged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
 from engine.export.gate.gate import Subject, does_not_apply
 from engine.export.outcome import Outcome, answered, unknown
+from engine.findings.receipt import check_student_files
+from engine.log.folder import RunFolder
 from engine.verdict import Level
 
 HELDOUT, EVAL = "heldout", "eval"
@@ -36,7 +39,7 @@ def heldout_target(subject: Subject) -> Outcome:
     losses = {
         event.subject: event.loss
         for event in view.evals
-        if event.subject != "student" or event.step == view.last_step
+        if event.subject != "student" or event.saved
     }
     loss, before, teacher = (losses.get(name) for name in ("student", "untrained", "teacher"))
     numbers = {
@@ -45,8 +48,10 @@ def heldout_target(subject: Subject) -> Outcome:
         if value is not None
     }
     if loss is None or before is None:
-        whose = "the student after its last step" if loss is None else "the untrained student"
+        whose = "the saved student" if loss is None else "the untrained student"
         return unknown(HELDOUT, f"no held-out loss of {whose} in the log", **numbers)
+    if changed := changed_since(run):
+        return unknown(HELDOUT, f"its held-out loss is of other files: {changed}", **numbers)
     said = [f"loss {loss:.4f}, untrained {before:.4f}"]
     levels = []
     if wanted.heldout_loss:
@@ -64,6 +69,14 @@ def heldout_target(subject: Subject) -> Outcome:
         )
         levels.append(Level.PASS if share >= wanted.heldout_share else Level.FAIL)
     return answered(HELDOUT, min(levels), ", ".join(said), **numbers)
+
+
+def changed_since(run: RunFolder) -> str:
+    """Name a file of the student that is not as its receipt says; empty when all are."""
+    found = check_student_files(run, run.read_receipt() or {})
+    return next((v.reason for v in found.values() if v.level is not Level.PASS), "") or (
+        "" if found else "the run has no receipt of them"
+    )
 
 
 # contract: phase-gates-v1

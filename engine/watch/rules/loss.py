@@ -214,7 +214,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
     evals = [
         e
         for e in case.view.evals
-        if e.subject == "student" and e.loss is not None and math.isfinite(e.loss)
+        if e.subject == "student" and not e.saved and e.loss is not None and math.isfinite(e.loss)
     ]
     if len(evals) < HELDOUT_LEAST:
         raise CannotJudge(f"needs {HELDOUT_LEAST} held-out losses, {len(evals)} were measured")

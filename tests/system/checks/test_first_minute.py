@@ -43,6 +43,7 @@ def healthy(world: World, seed: int, folder: Path) -> Run:
     run = make_run(world, seed=seed).begin()
     run.step(12)
     run.save(folder / "checkpoints")
+    run.end(folder / "student")
     return run
 
 
@@ -107,6 +108,7 @@ def test_a_run_with_checks_is_bit_for_bit_the_run_without(world: World, tmp_path
         run.trainer.student.eval()
         steps = run.step(STEPS)
         run.save(tmp_path / str(checked))
+        run.end(tmp_path / f"student-{checked}")
         numbers = [(s.loss, s.ce, s.kd or 0.0, s.grad_norm, s.lr, s.position) for s in steps]
         return numbers, run, torch.rand(4)
 
@@ -193,7 +195,7 @@ def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> N
 
 
 def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
-    made = [*runner.AT_ONCE, *runner.WATCHES, *runner.REREADS, *JUDGES]
+    made = [*runner.AT_ONCE, *runner.WATCHES, *runner.REREADS, *runner.AT_END, *JUDGES]
     assert sorted(made) == sorted(ABOUT) and len(made) == len(set(made)) == len(CATALOGUE)
     table = (engine.checks.__doc__ or "").split("What they are,")[0]
     listed = [
@@ -204,7 +206,11 @@ def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
     assert sorted(listed) == sorted(ABOUT)
     for about in CATALOGUE:
         assert about.question.endswith("?") and about.means and about.remedy
-        others = {When.AT_CHECKPOINT: runner.REREADS, When.AT_STEP: JUDGES}
+        others: dict[When, object] = {
+            When.AT_CHECKPOINT: runner.REREADS,
+            When.AT_STEP: JUDGES,
+            When.AT_END: runner.AT_END,
+        }
         kind: object = others.get(about.when, runner.AT_ONCE)
         if about.when in (When.FIRST_STEPS, When.ALWAYS):
             kind = runner.WATCHES

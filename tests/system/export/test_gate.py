@@ -224,6 +224,25 @@ def test_without_a_completed_run_the_held_out_gate_is_unknown(
     assert gate.level == "unknown" and f"engine distill --resume {run.path}" in gate.reason
 
 
+def test_the_held_out_gate_is_of_the_saved_student_as_its_files_are_now(
+    whole: RunFolder, tmp_path: Path
+) -> None:
+    run = RunFolder(Path(shutil.copytree(whole.path, tmp_path / "run")))
+    lines = run.events.read_text()
+    run.events.write_text(lines.replace('"saved":true', '"saved":false'))
+    gate = heldout_target(of_run(run))
+    assert gate.level == "unknown" and "no held-out loss of the saved student" in gate.reason
+    run.events.write_text(lines)
+    assert heldout_target(of_run(run)).level == "pass"
+    with (run.student / "model.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\x01")
+    gate = heldout_target(of_run(run))
+    assert gate.level == "unknown" and "sha256 of model.safetensors" in gate.reason
+    run.receipt.unlink()
+    assert "no receipt" in heldout_target(of_run(run)).reason
+
+
 # Evaluation
 
 

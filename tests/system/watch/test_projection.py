@@ -47,8 +47,8 @@ def test_warm_up_steps_are_not_the_pace_and_what_was_not_seen_is_named(tmp_path:
     found = project(view, _spec())
     assert found.measured_steps == 5 and found.step_s == view.steps.value("step_s", 4)
     assert found.steps == 100
-    # Steps 30, 50, 60, 90, 100 are looked at, 50 and 100 are saved.
-    assert (found.evaluations, found.checkpoints) == (5, 2)
+    # Steps 30, 50, 60, 90, 100 and the saved student are evaluated, 50 and 100 are saved.
+    assert (found.evaluations, found.checkpoints) == (6, 2)
     assert "checkpoints" in found.missing
     assert "at least, without" in projection_lines(found)[0]
 
@@ -83,7 +83,7 @@ def test_smoke_stops_after_its_steps_and_projects_the_whole(
     assert view.last_step == 6 and view.finished is not None and view.finished.state == "stopped"
     assert [c.step for c in view.checkpoints] == [6]
     assert found["steps"] == 30 and found["measured_steps"] == 3 and found["failed"] == []
-    assert found["missing"] == [] and found["evaluations"] == 3 and found["checkpoints"] == 3
+    assert found["missing"] == [] and found["evaluations"] == 4 and found["checkpoints"] == 3
     total, step_s = found["total_s"], found["step_s"]
     assert isinstance(total, float) and isinstance(step_s, float) and total > 30 * step_s
 

@@ -1,0 +1,182 @@
+"""The check that the saved student is the trained one: its files are read back by code other than the writer's.
+
+    configuration    config.json reads as the student's
+    tensors          none missing, none left over, each in the type that was asked for and bit for bit the
+                     student's, rounded to that type
+    start            not the student as it was before the first step, where the updates exceed that rounding
+
+One tensor at a time is compared, on the host. A model that transformers runs is loaded there whole, by
+transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.checks.check import Answer, Numbers
+from engine.checks.checkpoint import Sample
+from engine.checks.context import Context
+from engine.errors import EngineError, WeightsError
+from engine.formats.open import open_weights
+from engine.formats.safetensors import dtype_code
+from engine.formats.weights import WeightFile
+from engine.models.config import ModelConfig
+from engine.models.load import load_decoder, sources
+from engine.models.read_config import config_of
+from engine.spec.sections import ModelSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artefact:
+    """The saved student, and what the run should have made of it."""
+
+    folder: Path
+    dtype: torch.dtype
+    """The type that it is to be saved in."""
+    how: ModelSection
+    start: Mapping[str, Sample]
+    """Of each parameter before the first step of the run; a resumed run's too."""
+    rate: float
+    """The largest logged learning rate of an update that was applied; 0 when there was none."""
+
+
+def samples_of(student: nn.Module) -> dict[str, Sample]:
+    return {name: Sample(parameter) for name, parameter in student.named_parameters()}
+
+
+@torch.no_grad()
+def artefact(saved: Artefact, context: Context) -> Answer:
+    student = context.student
+    live: dict[str, Tensor] = student.state_dict()
+    numbers = Numbers(tensors=len(live))
+    differing, other_type, found = [], [], set()
+    moved = 0
+    try:
+        with open_weights(saved.folder) as weights:
+            config = config_of(weights, saved.how)
+            if other := _other_config(config, student.config):
+                return numbers.failed(f"config.json is not the student's: {other}")
+            for name, stored in _tensors(weights, config, saved):
+                found.add(name)
+                if name not in live:
+                    continue
+                if stored.is_floating_point() and stored.dtype != saved.dtype:
+                    other_type.append(f"{name} in {stored.dtype}")
+                elif not same_bits(stored, _rounded(live[name], saved.dtype)):
+                    differing.append(name)
+                if name in saved.start:
+                    sample = saved.start[name]
+                    before = sample.before.to("cpu", stored.dtype)
+                    moved += int((sample.of(stored) != before).sum())
+    except EngineError as error:
+        return numbers.failed(f"{saved.folder.name} cannot be read: {error}")
+    differing += sorted(live.keys() - found)
+    left_over = sorted(found - live.keys())
+    sampled = sum(sample.before.numel() for sample in saved.start.values())
+    numbers |= dict(
+        differing=len(differing),
+        left_over=len(left_over),
+        other_type=len(other_type),
+        moved=moved,
+        sampled=sampled,
+        rate=saved.rate,
+    )
+    wanted = str(saved.dtype).removeprefix("torch.")
+    if other_type:
+        return numbers.failed(
+            f"{len(other_type)} of {len(live)} tensors are not in {wanted}, first {other_type[0]}"
+        )
+    if differing:
+        return numbers.failed(
+            f"{len(differing)} of {len(live)} tensors are not the student's in {wanted}, bit for bit, "
+            f"first {differing[0]}"
+        )
+    if left_over:
+        return numbers.failed(f"{len(left_over)} tensors are not the student's: {left_over[0]}")
+    if not moved:
+        return _at_start(saved, wanted, numbers)
+    return numbers.passed(
+        f"read back, the same {len(live)} tensors in {wanted}, bit for bit; {moved:,} of {sampled:,} sampled "
+        "numbers are not those of the start"
+    )
+
+
+def _at_start(saved: Artefact, wanted: str, numbers: Numbers) -> Answer:
+    """Answer for files that hold what the run began with, rounded."""
+    if saved.rate == 0:
+        return numbers.unknown(
+            "the saved student is the untrained one: no update was applied with a learning rate above 0"
+        )
+    larger = sum(
+        int((saved.rate > half_spacing(sample.before, saved.dtype)).sum())
+        for sample in saved.start.values()
+    )
+    numbers["larger_than_rounding"] = larger
+    if larger:
+        return numbers.failed(
+            f"it holds the weights that the run began with, and updates of up to {saved.rate:g} exceed the "
+            f"rounding to {wanted} of {larger:,} of {numbers['sampled']:,.0f} sampled numbers"
+        )
+    keeps = "" if saved.dtype == torch.float32 else "; student.save_as=fp32 would keep them"
+    return numbers.unknown(
+        f"the saved student is the untrained one: updates of at most {saved.rate:g} vanish in the rounding "
+        f"to {wanted}{keeps}"
+    )
+
+
+def half_spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return half the distance from each value to the next larger one in `dtype`: less than that may vanish."""
+    info = torch.finfo(dtype)
+    # |value| lies in [2^(e - 1), 2^e), where numbers are eps 2^(e - 1) apart.
+    exponents = torch.frexp(values.double()).exponent
+    apart = torch.ldexp(torch.full_like(values.double(), info.eps), exponents - 1)
+    return torch.where(values == 0, 0.0, apart.clamp(min=info.smallest_normal * info.eps)) / 2
+
+
+def same_bits(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether two tensors on the host are the same in type, shape and every bit."""
+    if found.dtype != wanted.dtype or found.shape != wanted.shape:
+        return False
+    first, second = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found, wanted))
+    return torch.equal(first, second)
+
+
+def _rounded(live: Tensor, dtype: torch.dtype) -> Tensor:
+    return live.to(dtype if live.is_floating_point() else live.dtype).cpu()
+
+
+def _other_config(found: ModelConfig, wanted: ModelConfig) -> str:
+    """Name a difference between two configurations; empty when there is none."""
+    # What transformers saves has keys of its own; these decide which tensors there are.
+    every = ("family", "tie_word_embeddings", "names", "vocab_size")
+    keys = every if not wanted.native else tuple(wanted.__dataclass_fields__)
+    for key in keys:
+        here, there = getattr(found, key, None), getattr(wanted, key)
+        if here != there:
+            return f"{key} is {here}, expected {there}"
+    return ""
+
+
+def _tensors(
+    weights: WeightFile, config: ModelConfig, saved: Artefact
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the saved tensors by the student's names, as they are in the file, on the CPU."""
+    if config.native:
+        for name, _, tensor in sources(weights, config):
+            assert isinstance(tensor, Tensor), "safetensors files hold plain tensors"
+            yield name, tensor
+        return
+    # transformers converts while it loads, so the file's own header says the type.
+    code = dtype_code(saved.dtype)
+    for name, about in weights.tensors.items():
+        if "F" in about.dtype and about.dtype != code:
+            raise WeightsError.expected("weights", saved.folder, code, f"{name} in {about.dtype}")
+    for name, tensor in (
+        load_decoder(saved.folder, saved.dtype, "cpu", saved.how).state_dict().items()
+    ):
+        yield name, _rounded(tensor, saved.dtype)

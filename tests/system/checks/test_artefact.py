@@ -1,0 +1,242 @@
+"""The check of the saved student, on real runs and on files that were changed after they were written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.checkpoint_folders import published
+from engine.checks.artefact import half_spacing, same_bits, samples_of
+from engine.data.batches import heldout_rows
+from engine.drills.catalogue import planted
+from engine.errors import BadInput
+from engine.export.proof import examine
+from engine.export.publish import Wanted, publish
+from engine.formats.safetensors import tensors_sha256
+from engine.log.follow import Follower
+from engine.models.load import load_decoder, new_decoder, save_decoder
+from engine.models.packed import head_of
+from engine.plan.inputs import check_inputs
+from engine.spec import spec_from_dict
+from engine.train.heldout import heldout_loss
+from engine.verdict import Level
+from tests.support.checked_runs import Run, World, make_run, make_world
+from tests.support.finished_runs import carried_out, finish, resumed_here
+from tests.support.kit import Kit
+from tests.support.other_models import save_other
+
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def trained(world: World) -> Run:
+    run = make_run(world).begin()
+    run.step(2)
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_student_saved_in_either_type_is_the_trained_one(
+    dtype: torch.dtype, trained: Run, tmp_path: Path
+) -> None:
+    trained.end(tmp_path / "student", dtype)
+    result = trained.results["artefact"]
+    assert result.verdict.level is Level.PASS, result.verdict
+    assert result.numbers["differing"] == result.numbers["left_over"] == 0
+    assert result.numbers["moved"] > result.numbers["sampled"] / 2
+
+
+def one_bit(tensors: Tensors) -> Tensors:
+    tensors["model.norm.weight"].view(torch.int32)[-1] ^= 1
+    return tensors
+
+
+def less(tensors: Tensors) -> Tensors:
+    del tensors["model.norm.weight"]
+    return tensors
+
+
+def more(tensors: Tensors) -> Tensors:
+    return tensors | {"model.layers.0.extra.weight": torch.zeros(3)}
+
+
+def other_head(tensors: Tensors) -> Tensors:
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+
+
+def halved(tensors: Tensors) -> Tensors:
+    return {name: tensor.half() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            one_bit,
+            "1 of 26 tensors are not the student's in float32, bit for bit, first norm.weight",
+        ),
+        (less, "missing model.norm.weight"),
+        (more, "unexpected model.layers.0.extra.weight"),
+        (other_head, "lm_head.weight equal to model.embed_tokens.weight"),
+        (halved, "26 of 26 tensors are not in float32"),
+    ],
+)
+def test_files_with_other_tensors_are_named(
+    change: Callable[[Tensors], Tensors], words: str, trained: Run, tmp_path: Path
+) -> None:
+    saved = trained.end(tmp_path / "student")
+    file = saved.folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    trained.read_back(saved)
+    assert words in trained.failures()["artefact"]
+
+
+def test_a_config_of_another_model_is_named(trained: Run, tmp_path: Path) -> None:
+    saved = trained.end(tmp_path / "student")
+    file = saved.folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
+    trained.read_back(saved)
+    assert "rms_norm_eps is 0.001, expected 1e-06" in trained.failures()["artefact"]
+
+
+def test_a_folder_without_weights_is_a_failure(trained: Run, tmp_path: Path) -> None:
+    saved = trained.end(tmp_path / "student")
+    (saved.folder / "model.safetensors").unlink()
+    trained.read_back(saved)
+    assert "student cannot be read" in trained.failures()["artefact"]
+
+
+def test_the_untrained_student_is_another_one(trained: Run, tmp_path: Path) -> None:
+    saved = trained.end(tmp_path / "student")
+    (saved.folder / "config.json").rename(tmp_path / "kept")
+    (saved.folder / "model.safetensors").unlink()
+    saved.folder.rmdir()
+    save_decoder(new_decoder(trained.trainer.student.config, seed=0), saved.folder, torch.float32)
+    trained.read_back(saved)
+    assert "are not the student's in float32" in trained.failures()["artefact"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "level", "words"),
+    [
+        (
+            1e-3,
+            Level.FAIL,
+            "it holds the weights that the run began with, and updates of up to 0.001",
+        ),
+        (
+            1e-45,
+            Level.UNKNOWN,
+            "updates of at most 1e-45 vanish in the rounding to bfloat16; student.save_as",
+        ),
+        (0.0, Level.UNKNOWN, "no update was applied with a learning rate above 0"),
+    ],
+)
+def test_a_student_that_is_still_the_untrained_one_fails_where_its_updates_exceed_rounding(
+    rate: float, level: Level, words: str, world: World, tmp_path: Path
+) -> None:
+    run = make_run(world).begin()
+    with torch.no_grad():
+        for parameter in run.trainer.student.parameters():
+            # No zero among them, which any update would move.
+            parameter.copy_(torch.where(parameter == 0, 0.5, parameter))
+    run.untrained = samples_of(run.trainer.student)
+    run.end(tmp_path / "student", torch.bfloat16, rate)
+    verdict = run.results["artefact"].verdict
+    assert verdict.level is level and words in verdict.reason, verdict
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_less_than_half_the_spacing_vanishes_and_more_does_not(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, -1.0, 1.5, 3.0, 0.0199, 1e-20, 4096.0]).to(dtype).double()
+    half = half_spacing(values, dtype)
+    away = values.sign()
+    assert torch.equal((values + 0.99 * half * away).to(dtype).double(), values)
+    assert not bool(((values + 1.01 * half * away).to(dtype).double() == values).any())
+    assert float(half_spacing(torch.zeros(1), dtype)) == 0
+
+
+def test_equal_numbers_of_other_bits_are_not_the_same() -> None:
+    zero = torch.zeros(2)
+    assert same_bits(zero, torch.zeros(2)) and not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.double()) and not same_bits(zero, torch.zeros(1, 2))
+    nan = torch.tensor([float("nan")])
+    assert same_bits(nan, nan.clone())
+
+
+# Whole runs
+
+
+def test_the_reported_loss_is_that_of_the_saved_student(kit: Kit, tmp_path: Path) -> None:
+    run = finish(kit, tmp_path, student__save_as="bf16")
+    view = Follower(run).read_all()
+    live, saved = [e for e in view.evals if e.subject == "student"]
+    assert (live.saved, saved.saved) == (False, True) and live.step == saved.step == 6
+    assert live.loss != saved.loss and live.loss == pytest.approx(saved.loss, rel=1e-3)
+    receipt = run.read_receipt()
+    assert receipt is not None and receipt["heldout_loss_nats"]["student"] == saved.loss
+    assert view.checks["artefact"].level == "pass"
+    spec = spec_from_dict(run.read_effective()["spec"])
+    heldout = check_inputs(spec).load_tokens(spec.data).heldout
+    held = heldout_rows(heldout, spec.data.seq_len, spec.eval.rows)
+    decoder = load_decoder(run.student)
+    loss, _ = heldout_loss(decoder.hidden, head_of(decoder), [held], torch.device("cpu"))
+    assert saved.loss == pytest.approx(loss, rel=1e-6)
+    assert receipt["model_sha256"]["student"] == tensors_sha256(
+        dict(load_decoder(run.student, torch.bfloat16).named_parameters())
+    )
+    assert examine(run).verdicts["student"].level is Level.PASS
+
+
+def test_in_fp32_the_saved_student_has_the_live_ones_loss(kit: Kit, tmp_path: Path) -> None:
+    run = finish(kit, tmp_path)
+    losses = [e.loss for e in Follower(run).read_all().evals if e.subject == "student"]
+    assert len(losses) == 2 and losses[0] == losses[1]
+
+
+def test_a_run_whose_saved_student_is_another_fails_keeps_its_checkpoint_and_can_be_mended(
+    kit: Kit, tmp_path: Path
+) -> None:
+    with planted("saved_one_of_start").plant():
+        run, code = carried_out(kit, tmp_path)
+    view = Follower(run).read_all()
+    assert code == 1 and view.finished is not None and view.finished.state == "failed"
+    assert "check artefact: fail: 1 of" in view.finished.reason
+    assert view.student is None and not run.receipt.exists()
+    assert [path.name for path in published(run.checkpoints)] == ["step-00000006"]
+    with pytest.raises(BadInput, match="a completed run"):
+        publish(run, Wanted(folder=tmp_path / "out", name="tiny"), lambda text: None)
+    assert resumed_here(run.path).returncode == 0
+    view = Follower(run).read_all()
+    assert view.checks["artefact"].level == "pass" and view.student is not None
+
+
+def test_a_student_that_was_reported_as_another_is_not_published(kit: Kit, tmp_path: Path) -> None:
+    with planted("saved_through_fp8").plant():
+        run = finish(kit, tmp_path, checks__on_fail="report")
+    with pytest.raises(BadInput, match="saved student, as the run read it back"):
+        examine(run)
+
+
+def test_a_student_that_transformers_runs_is_read_back_too(kit: Kit, tmp_path: Path) -> None:
+    save_other(tmp_path / "other", "gpt_neox", vocab_size=300)
+    changes = {
+        "student__config": str(tmp_path / "other" / "config.json"),
+        "student__save_as": "bf16",
+    }
+    run = finish(kit, tmp_path / "sound", **changes)
+    assert Follower(run).read_all().checks["artefact"].level == "pass"
+    with planted("saved_through_fp8").plant():
+        run, code = carried_out(kit, tmp_path / "spoilt", **changes)
+    assert code == 1 and Follower(run).read_all().checks["artefact"].level == "fail"
