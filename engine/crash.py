@@ -25,7 +25,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.errors import EXIT_INTERRUPTED, BadInput, EngineError, InternalError
+from engine.errors import (
+    EXIT_INTERRUPTED,
+    NO_ROOM,
+    BadInput,
+    DiskFull,
+    EngineError,
+    InternalError,
+)
 from engine.signals import Stopped
 from engine.terminal import clipped, printable, say
 from engine.version import VERSION
@@ -79,16 +86,20 @@ def explain(name: str, error: Exception) -> int:
     return InternalError.exit_code
 
 
-def as_engine_error(error: Exception) -> EngineError | None:
+def as_engine_error(error: BaseException) -> EngineError | None:
     """Convert an error to the EngineError the user should see; None where it is a bug of ours."""
     if isinstance(error, EngineError):
         return error
-    if isinstance(error, MemoryError) or _is_torchs_memory_error(error):
+    if is_memory_error(error):
         return BadInput.expected(
             "memory", "of this process", "enough for its input", "none left", hint=None
         )
     if not isinstance(error, OSError) or error.errno not in _OF_A_FILE:
         return None
+    if error.errno in NO_ROOM:
+        where = "one that was being written" if error.filename is None else error.filename
+        found = error.strerror or str(error)
+        return DiskFull.expected("disk", where, "room for what is written", found)
     # A failed read has no file name in its error, but only a file or its disk gives EIO.
     if error.filename is not None or error.errno == errno.EIO:
         where = "one that was being read" if error.filename is None else error.filename
@@ -97,9 +108,9 @@ def as_engine_error(error: Exception) -> EngineError | None:
     return None
 
 
-def _is_torchs_memory_error(error: Exception) -> bool:
-    """Whether it is torch's out-of-memory error: a class of its own on a GPU, a RuntimeError's text on the host."""
-    if type(error).__name__ == "OutOfMemoryError":
+def is_memory_error(error: BaseException) -> bool:
+    """Whether an allocation failed. Torch has a class of its own for a GPU, and a RuntimeError's text for the host."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
 

@@ -18,7 +18,7 @@ the data are bit for bit what they would be without it.
       forward_is_the_model       a forward pass that computes another model: interleaved rotary pairs, no bias
                                  in q, k, v, another norm eps, a broken kernel
       teacher_knows_text         a teacher whose cross entropy is no better than guessing: random weights, wrong
-                                 tokenizer, wrong forward pass
+                                 tokenizer, wrong forward pass; of text that it does not know it is unknown
       eval_baseline              an evaluation that gives a good score to a model that knows nothing
       shift_proof                teacher logits and labels that are off by one
       teacher_fp8_within_noise_floor

@@ -94,7 +94,7 @@ CATALOGUE: tuple[About, ...] = (
     About(
         id="teacher_knows_text",
         question="Does the teacher predict held-out text better than token frequencies do?",
-        means="Its weights are random or its tokenizer or forward pass is wrong: it teaches noise.",
+        means="It guesses: its weights are random, or its tokenizer or forward pass is wrong. It teaches noise.",
         remedy="Check the file, the tokenizer and the family; a good teacher is far below ln V.",
         when=When.AT_START,
         stops=True,

@@ -170,14 +170,15 @@ def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def diagnose(arguments: argparse.Namespace) -> int:
-    """Diagnose a run from its logs: the alerts that the supervisor would have raised while it went on.
+    """Diagnose a run from its logs: the alerts that the supervisor would have raised while it went on, those that it
+    did raise, the checks that failed, and how the run ended.
 
-    engine diagnose RUN           alerts, each with its numbers and the flip that would test it
+    engine diagnose RUN           alerts, each with its numbers and the flip that would test it; failed checks
     engine diagnose RUN --all     also the rules that saw nothing, and those that could not judge, with reasons
     engine diagnose RUN --json    one JSON value
     engine diagnose --list        every rule: its question, what it reads, when it raises an alert
 
-    Exit codes: 0 nothing found, 1 alerts, 2 no rule could judge.
+    Exit codes: 0 nothing found, 1 alerts or failed checks, 2 no rule could judge.
     """
     if arguments.list == (arguments.run is not None):
         raise UsageError("expected either RUN or --list", hint="engine diagnose --help")
@@ -186,7 +187,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
         return EXIT_PASS
     from engine.errors import RunLogError
     from engine.log.folder import open_run
-    from engine.log.text import has_ended, status_text
+    from engine.log.text import has_ended, one_line, status_text
     from engine.watch.replay import diagnose as replay
     from engine.watch.rules.rule import read_settings
 
@@ -197,14 +198,17 @@ def diagnose(arguments: argparse.Namespace) -> int:
     else:
         head, *rest = _diagnosis_lines(folder.name, found, everything=arguments.all)
         alive = folder.liveness()
-        state = found.view.state(alive)
+        state, exit_ = found.view.state(alive), found.view.exit
         if has_ended(state) and state != "completed":
-            rest = [f"ended: {status_text(found.view, alive)}", *rest]
+            ended = [f"ended: {status_text(found.view, alive)}"]
+            if exit_ is not None and found.view.finished is not None:
+                ended.append(f"exit: {exit_.state}: {one_line(exit_.sentence)}")
+            rest = [*ended, *rest]
         for line in [head, *rest]:
             put(line)
     if found.fault is not None:
         raise RunLogError(found.fault)
-    if found.raised:
+    if found.raised or found.failed:
         return EXIT_FAIL
     return EXIT_PASS if found.judged else EXIT_UNKNOWN
 
@@ -223,18 +227,28 @@ def _list_rules(*, as_json: bool) -> None:
 
 
 def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
+    from engine.checks.catalogue import ABOUT
     from engine.log.text import alert_lines, clock_text, one_line
     from engine.units import format_seconds
 
     count, judged = len(found.raised), len(found.judged)
     rules = judged + len(found.unjudged)
-    lines = [
+    head = (
         f"{name}: {count} alert{'' if count == 1 else 's'}; {judged} of {rules} rules could judge"
-    ]
+    )
+    if found.failed:
+        head += f"; {len(found.failed)} check{'' if len(found.failed) == 1 else 's'} failed"
+    lines = [head]
+    for check in found.failed:
+        lines += ["", f"check {check.id}: {one_line(check.reason)}", f"  at step {check.step}"]
+        if check.id in ABOUT:
+            lines += [f"  {ABOUT[check.id].means}", f"  do: {ABOUT[check.id].remedy}"]
     for entry in found.raised:
         end = "active at the end of the log"
         if entry.cleared_unix_s is not None:
             end = f"over after {format_seconds(entry.cleared_unix_s - entry.unix_s)}"
+        if not entry.replayed:
+            end += "; said while the run went on, and not found again in its logs"
         head, *rest = alert_lines(entry.alert)
         lines += ["", head, f"  raised at {clock_text(entry.unix_s)}, {end}", *rest]
     if everything:
@@ -250,13 +264,20 @@ def as_json(path: str, found: Any) -> dict[str, Any]:
     """Return a diagnosis as one JSON value."""
     envelope = ("v", "seq", "t_s", "nf")
 
+    def event(found: Any) -> dict[str, Any] | None:
+        fields = {} if found is None else plain(found)
+        return {n: v for n, v in fields.items() if n not in envelope} or None
+
     def alert(entry: Any) -> dict[str, Any]:
-        fields = {n: v for n, v in plain(entry.alert).items() if n not in envelope}
-        return fields | {"raised_unix_s": entry.unix_s, "cleared_unix_s": entry.cleared_unix_s}
+        times = {"raised_unix_s": entry.unix_s, "cleared_unix_s": entry.cleared_unix_s}
+        return {**(event(entry.alert) or {}), **times, "replayed": entry.replayed}
 
     return {
         "run": path,
         "alerts": [alert(entry) for entry in found.raised],
+        "checks": [event(check) for check in found.failed],
+        "finished": event(found.view.finished),
+        "exit": event(found.view.exit),
         "judged": list(found.judged),
         "unjudged": found.unjudged,
         "fault": found.fault,

@@ -12,6 +12,7 @@ the tensors.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,8 +25,8 @@ import torch
 from engine.checks.artefact import Artefact, samples_of
 from engine.checks.checkpoint import Sample
 from engine.checks.runner import Checks
-from engine.crash import trace_of
-from engine.errors import EXIT_FAIL, DiskFull, EngineError
+from engine.crash import as_engine_error, is_memory_error, trace_of
+from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError
 from engine.findings.context import view_of
 from engine.findings.receipt import largest_rate
 from engine.log.beats import BeatWriter, log_of
@@ -62,6 +63,7 @@ from engine.train.roofline import Bound, flops_per_token, peak_flops
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 
+_OF_DEVICE = re.compile(r"CUDA error: |CUDNN_STATUS_|CUBLAS_STATUS_|CUSOLVER_STATUS_|NCCL error")
 LAST_LINE_S = 0.2
 """Seconds that the log's last line may take in a process that is about to exit."""
 
@@ -99,18 +101,13 @@ def run(
             finished = job.carry_out(allow_fallback=allow_fallback, allow_restart=allow_restart)
         except Stopped:
             finished = job.stopped()
-        except EngineError as error:
-            if isinstance(error, DiskFull) and ranks.first:
+        except BaseException as error:  # noqa: BLE001 - the last place that can say how the run ended
+            reason, code = why_failed(error)
+            known = as_engine_error(error)
+            if isinstance(known, DiskFull) and ranks.first:
                 folder.free_reserve()
-            say(error)
-            finished = job.failed(str(error), error.exit_code)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            say(trace_of(error))
-            where = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
-            finished = job.failed(f"the {where} allocator refused: {error}", EXIT_FAIL)
-        except Exception as error:  # noqa: BLE001 - the last place that can say how the run ended
-            say(trace_of(error))
-            finished = job.failed(f"{type(error).__name__}: {error}", EngineError.exit_code)
+            say(error if error is known else trace_of(error))
+            finished = job.failed(reason, code)
         else:
             leave(ranks)
         stop.answered()
@@ -127,6 +124,26 @@ def run(
                 log.write(job.failed(str(error), error.exit_code))
             raise
         return finished.exit_code
+
+
+def why_failed(error: BaseException) -> tuple[str, int]:
+    """Return what ended a run, for its log, and its exit code."""
+    if is_memory_error(error):
+        where = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
+        return f"the {where} allocator refused: {error}", EXIT_FAIL
+    # A failed kernel, library or collective is raised by whatever call is next, and says nothing of that.
+    if isinstance(error, (torch.AcceleratorError, torch.distributed.DistBackendError)) or (
+        isinstance(error, RuntimeError) and _OF_DEVICE.search(str(error))
+    ):
+        return f"the device failed: {error}", EXIT_FAIL
+    if (known := as_engine_error(error)) is not None:
+        return str(known), known.exit_code
+    text = ": ".join(filter(None, (type(error).__name__, str(error))))
+    if isinstance(error, KeyboardInterrupt):
+        return f"{text}: code raised it, no signal did", EXIT_INTERRUPTED
+    if isinstance(error, SystemExit):
+        text += ": code in the trainer asked it to exit, which no code of the engine does"
+    return text, EngineError.exit_code
 
 
 class _Job:

@@ -15,7 +15,9 @@ rows.
     -15 / 143                                     TERMINATED
     -2 / 130                                      INTERRUPTED
     1 and a MemoryError or OutOfMemoryError       ALLOC_FAILED, of the host or of the device
-    -11 / -7 / -6 ...                             CRASHED
+    1 and a CUDA or NCCL error                    DEVICE_FAILED
+    65 and a full disk                            DISK_FULL
+    -11 / -7 / -6 ...                             CRASHED; of -6 with what the library that aborted said
     0, 1, 2, 64, 65, 70                           the meaning that `engine.errors` gives them
     any, and another boot id                      HOST_LOST
     not known                                     UNKNOWN
@@ -55,6 +57,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from engine.errors import NO_ROOM
+from engine.log.text import one_line
 from engine.log.view import RunView
 from engine.machine.kill_counters import KillCounters
 from engine.machine.reading import Reading, absent, measured
@@ -63,6 +67,8 @@ from engine.verdict import Level, Verdict
 
 _DMESG_LIMIT_S = 5.0
 _MEMORY_WINDOW_S = 60.0
+_WORDS_MOST = 300
+"""Characters of a process's own words that are kept."""
 
 
 class ExitState(StrEnum):
@@ -73,6 +79,8 @@ class ExitState(StrEnum):
     BAD_INPUT = "BAD_INPUT"
     INTERNAL_ERROR = "INTERNAL_ERROR"
     ALLOC_FAILED = "ALLOC_FAILED"
+    DEVICE_FAILED = "DEVICE_FAILED"
+    DISK_FULL = "DISK_FULL"
     CRASHED = "CRASHED"
     TERMINATED = "TERMINATED"
     INTERRUPTED = "INTERRUPTED"
@@ -118,6 +126,27 @@ _EXIT_STATES = {
     65: (ExitState.BAD_INPUT, "a file or a setting was refused"),
     70: (ExitState.INTERNAL_ERROR, "the engine broke one of its own promises"),
 }
+_HOST, _DEVICE, _DISK = "host memory", "device", "disk"
+_LAST_WORDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (what, re.compile(rf"(?m)^.*(?:{pattern}).*$"))
+    for what, pattern in (
+        (_HOST, r"DefaultCPUAllocator: can't allocate|std::bad_alloc"),
+        (_DISK, "|".join([*map(os.strerror, sorted(NO_ROOM)), r"expected \d+ bytes free"])),
+        (
+            _DEVICE,
+            r"CUDA error: |CUDNN_STATUS_\w+|CUBLAS_STATUS_\w+|NCCL error|ncclUnhandledCudaError|"
+            r"Watchdog caught collective operation timeout",
+        ),
+        (
+            "native code",
+            r"double free or corruption|free\(\): |malloc\(\): |malloc_\w+\(\): |realloc\(\): |"
+            r"munmap_chunk\(\): |corrupted |stack smashing detected|buffer overflow detected|"
+            r"terminate called |Assertion .* failed",
+        ),
+    )
+)
+"""What the last lines of a process are about, by what they hold; the first of these that is found counts."""
+_STATES = {_DEVICE: ExitState.DEVICE_FAILED, _DISK: ExitState.DISK_FULL}
 _CRASH_SIGNALS = frozenset(
     {
         *(signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT),
@@ -144,6 +173,8 @@ def attribute_exit(
     kernel_line: str | None,
     finished: bool,
     exception: str | None = None,
+    stderr: str = "",
+    reason: str = "",
     integrated_gpu: bool = False,
     memory: str | None = None,
     is_ours: bool = True,
@@ -153,7 +184,8 @@ def attribute_exit(
     `returncode` is as in `subprocess`, None when nobody saw the end. `stop_requested` names who asked the
     process to stop, if anyone did. `kernel_line` is the result of `find_kernel_line`. `finished` means that
     the run recorded its own end. `exception` is the name of the exception that ended it, from its log or
-    `exception_name(stderr)`. `memory` describes the machine's memory before the end, as the sampler saw it.
+    `exception_name(stderr)`; `stderr` is the end of its standard error, `reason` the end that the
+    run recorded, where it failed. `memory` describes the machine's memory before the end, as the sampler saw it.
     `is_ours` is False for a command that is not ours, whose exit codes mean what it likes.
     """
     boots = (before.boot_id.value, after.boot_id.value)
@@ -165,14 +197,15 @@ def attribute_exit(
         )
     number = _signal_number(returncode)
     if number is None:
-        return _exited(returncode, stop_requested, finished, exception, is_ours)
+        last = reason or _last_error(stderr)
+        return _exited(returncode, stop_requested, finished, exception, last, is_ours)
     if number == signal.SIGKILL:
         found = _killed(before, after, stop_requested, kernel_line, integrated_gpu)
         unexplained = found.state in (ExitState.KILLED_EXTERNAL, ExitState.UNKNOWN)
         if memory is not None and unexplained:
             found = replace(found, sentence=f"{found.sentence} {memory}")
     else:
-        found = _signalled(number, returncode, stop_requested)
+        found = _signalled(number, returncode, stop_requested, stderr)
     if not finished:
         return found
     recorded = "The run had recorded its end before this; its own record says how it ended."
@@ -207,7 +240,12 @@ def _host_lost(finished: bool, integrated_gpu: bool) -> ExitAttribution:
 
 
 def _exited(
-    code: int, stop_requested: str | None, finished: bool, exception: str | None, is_ours: bool
+    code: int,
+    stop_requested: str | None,
+    finished: bool,
+    exception: str | None,
+    last_error: str,
+    is_ours: bool,
 ) -> ExitAttribution:
     if code == 0 and finished:
         return _said(
@@ -222,14 +260,20 @@ def _exited(
             "The process ended with exit 0 but the run did not record its end: it is not complete"
         )
         return _said(ExitState.UNKNOWN, "exit 0 without an end", Certainty.NONE, text)
-    kind = _allocation_kind(exception)
+    about, words = last_words(last_error)
+    kind = _allocation_kind(exception) or ("host" if about == _HOST else None)
     if kind is not None:
         text = f"An allocation of {kind} memory failed inside the process, which ended itself"
         text += f" ({exception}, exit {code})"
         return _said(ExitState.ALLOC_FAILED, f"{kind} allocation failed", Certainty.PROVED, text)
     cause = f"exit {code}" if exception is None else f"exit {code}, {exception}"
     text = f"The {'process' if is_ours else 'command'} ended itself with {cause}"
+    if about in _STATES:
+        return _said(_STATES[about], cause, Certainty.PROVED, f"{text}: {words}")
     if not is_ours:
+        return _said(ExitState.FAILED, cause, Certainty.PROVED, text)
+    if code == 1 and exception is not None and not finished:
+        text = f"{text}: nothing caught the exception, and the run did not record its end"
         return _said(ExitState.FAILED, cause, Certainty.PROVED, text)
     state, meaning = _EXIT_STATES.get(code, (ExitState.FAILED, "it gave a code without a meaning"))
     return _said(state, cause, Certainty.PROVED, f"{text}: {meaning}")
@@ -242,13 +286,22 @@ def _allocation_kind(exception: str | None) -> str | None:
     return "host" if name.endswith("MemoryError") else None
 
 
-def _signalled(number: int, returncode: int, stop_requested: str | None) -> ExitAttribution:
+def _signalled(
+    number: int, returncode: int, stop_requested: str | None, stderr: str
+) -> ExitAttribution:
     known = {member.value: member.name for member in signal.Signals}
     name = known.get(number, f"signal {number}")
     how = f"{name} (exit status {returncode})"
     if number in _CRASH_SIGNALS:
-        text = f"The process crashed with {how}"
-        return _said(ExitState.CRASHED, f"crash, {name}", Certainty.PROVED, text, name)
+        text, cause = f"The process crashed with {how}", f"crash, {name}"
+        # Only an abort is a library's own decision, which it explains first.
+        about, words = last_words(stderr) if number == signal.SIGABRT else (None, "")
+        if about == _HOST:
+            text, cause = f"{text} after an allocation of host memory failed: {words}", words
+            return _said(ExitState.ALLOC_FAILED, cause, Certainty.STRONG, text, name)
+        if about is not None:
+            text, cause = f"{text}, after it had said: {words}", f"{cause}: {words}"
+        return _said(ExitState.CRASHED, cause, Certainty.PROVED, text, name)
     state = ExitState.INTERRUPTED if number == signal.SIGINT else ExitState.TERMINATED
     if stop_requested is not None:
         cause = f"stop requested: {stop_requested}"
@@ -365,9 +418,23 @@ def _names_group(kernel_line: str | None) -> bool | None:
 def exception_name(stderr: str) -> str | None:
     """Return the name of the exception of the last traceback in a process's stderr: `MemoryError`,
     `torch.OutOfMemoryError`."""
+    match = re.match(r"[A-Za-z_][\w.]*", _last_error(stderr))
+    return match[0] if match else None
+
+
+def _last_error(stderr: str) -> str:
+    """Return what stderr says from the exception of its last traceback on; empty without one."""
     _, header, tail = stderr.rpartition("Traceback (most recent call last):\n")
-    match = re.search(r"(?m)^([A-Za-z_][\w.]*)(?::|$)", tail) if header else None
-    return match[1] if match else None
+    match = re.search(r"(?m)^[A-Za-z_][\w.]*(?::|$)", tail) if header else None
+    return tail[match.start() :] if match else ""
+
+
+def last_words(stderr: str) -> tuple[str | None, str]:
+    """Return what the last explanation in a process's stderr is about, and its line; (None, "") without one."""
+    for what, pattern in _LAST_WORDS:
+        if found := pattern.findall(stderr):
+            return what, one_line(found[-1].strip())[:_WORDS_MOST]
+    return None, ""
 
 
 def find_kernel_line(

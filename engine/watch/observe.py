@@ -111,6 +111,8 @@ class RunObserver:
         stop_requested: str | None,
         finished: bool,
         exception: str | None = None,
+        stderr: str = "",
+        reason: str = "",
         lost_rank: str | None = None,
         is_ours: bool = True,
     ) -> None:
@@ -131,6 +133,8 @@ class RunObserver:
             kernel_line=line,
             finished=finished,
             exception=exception,
+            stderr=stderr,
+            reason=reason,
             integrated_gpu=self._integrated_gpu,
             memory=memory_words(self.watcher.view),
             is_ours=is_ours,

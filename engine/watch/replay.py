@@ -2,7 +2,9 @@
 
 A view of the end of a run cannot show that the GPU was idle for an hour in the middle. So the log is folded
 again from its start, the rules are evaluated as the supervisor would have, and the result is what was raised
-and cleared. This also works for a run that was never watched, or was watched with an older set of rules.
+and cleared. This also works for a run that was never watched, or was watched with an older set of rules. What the
+run's own watcher raised and the replay does not find again is in the result too, and so are the checks that failed:
+nothing that was said of a run while it lived is left out once it is dead.
 
 Evaluations are one second apart, more for runs of hours (at most MOST_LOOKS in total), and never more than
 STEPS_PER_LOOK steps apart, so that no rule's window of steps is skipped. A symptom that exists only between
@@ -12,11 +14,11 @@ two evaluations is missed.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
 
-from engine.log.events import AlertCleared, AlertRaised, LogOpened, StepDone
+from engine.log.events import AlertCleared, AlertRaised, Checked, LogOpened, StepDone
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
@@ -39,6 +41,8 @@ class Raised:
     alert: Alert
     unix_s: float
     cleared_unix_s: float | None
+    replayed: bool = True
+    """False of one that only the run's own watcher raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,8 @@ class Diagnosis:
     view: RunView
     raised: tuple[Raised, ...]
     """Ordered by time."""
+    failed: tuple[Checked, ...]
+    """The first failure of each check, ordered by time."""
     unjudged: dict[str, str]
     """Rules that could not judge at any moment, each with its last reason."""
     judged: tuple[str, ...]
@@ -86,12 +92,22 @@ class _Replay:
         self.next_look_s: float | None = None
         self.now_s = 0.0
         self.raised: list[Raised] = []
+        self.said: list[Raised] = []
+        """Raised by the watcher of the run."""
+        self.session_s = 0.0
+        """When the session began that is being replayed."""
+        self.failed: dict[str, Checked] = {}
         self.judged: set[str] = set()
 
     def take(self, line: Line) -> None:
         event, unix_s = line.event, line.unix_s
         # Alerts that were logged at the time are not evidence: the rules are evaluated again.
-        if isinstance(event, AlertRaised | AlertCleared):
+        if isinstance(event, AlertRaised):
+            said = Raised(alert=event, unix_s=unix_s, cleared_unix_s=None, replayed=False)
+            self.said.append(said)
+            return
+        if isinstance(event, AlertCleared):
+            clear(self.said, event.id, unix_s)
             return
         if self.next_look_s is not None and unix_s >= self.next_look_s:
             # Evaluated before this line is folded, because the line that breaks a silence also ends it.
@@ -101,6 +117,10 @@ class _Replay:
             self.next_look_s = None
         if self.next_look_s is None:
             self.next_look_s = unix_s + self.interval_s
+        if isinstance(event, LogOpened) and line.source == "events":
+            self.end_session(unix_s)
+        elif isinstance(event, Checked) and event.level == "fail":
+            self.failed.setdefault(event.id, event)
         self.now_s = unix_s
         self.waiting.append(line)
         self.steps += isinstance(event, StepDone)
@@ -114,18 +134,16 @@ class _Replay:
             if isinstance(event, AlertRaised):
                 self.raised.append(Raised(alert=event, unix_s=now_s, cleared_unix_s=None))
             elif isinstance(event, AlertCleared):
-                self.clear(event.id, now_s)
+                clear(self.raised, event.id, now_s)
         answers = self.alerts.answers.items()
         self.judged |= {id for id, answer in answers if not isinstance(answer, Unknown)}
 
-    def clear(self, id: str, now_s: float) -> None:
-        for index in reversed(range(len(self.raised))):
-            entry = self.raised[index]
-            if entry.alert.id == id:
-                self.raised[index] = Raised(
-                    alert=entry.alert, unix_s=entry.unix_s, cleared_unix_s=now_s
-                )
-                return
+    def end_session(self, unix_s: float) -> None:
+        """Add what only the watcher of the session that ends here has raised."""
+        new = [one.alert.id for one in self.raised if one.replayed and one.unix_s >= self.session_s]
+        self.raised += [one for one in self.said if one.alert.id not in new]
+        self.raised.sort(key=attrgetter("unix_s"))
+        self.said, self.session_s = [], unix_s
 
     def fold_waiting(self) -> None:
         for source, lines in groupby(self.waiting, attrgetter("source")):
@@ -134,6 +152,7 @@ class _Replay:
 
     def end(self, fault: BrokenLog | None) -> Diagnosis:
         self.look(self.now_s)
+        self.end_session(self.now_s)
         answers = self.alerts.answers
         unjudged = {
             id: answer.reason
@@ -143,7 +162,16 @@ class _Replay:
         return Diagnosis(
             view=self.view,
             raised=tuple(self.raised),
+            failed=tuple(self.failed.values()),
             unjudged=unjudged,
             judged=tuple(rule.id for rule in self.alerts.rules if rule.id in self.judged),
             fault=None if fault is None else str(fault),
         )
+
+
+def clear(raised: list[Raised], id: str, now_s: float) -> None:
+    """Say of the newest alert `id` when it was cleared."""
+    for index in reversed(range(len(raised))):
+        if raised[index].alert.id == id:
+            raised[index] = replace(raised[index], cleared_unix_s=now_s)
+            return

@@ -119,12 +119,16 @@ class _Supervisor:
         returncode = trainer.wait()
         end(self.started.values())
         os.close(keep_alive)
-        lost = read_lost_rank(self.run)
+        # What the trainer's own log says of its end.
+        finished = Follower(self.run).read_all().finished
+        lost, stderr = read_lost_rank(self.run), _tail(self.run.stderr)
         self.observer.record_exit(
             returncode,
             stop_requested=self.stop_signal,
-            finished=self._wrote_its_end(),
-            exception=exception_name(_tail(self.run.stderr)),
+            finished=finished is not None,
+            exception=exception_name(stderr),
+            stderr=stderr,
+            reason=finished.reason if finished is not None and finished.state == "failed" else "",
             lost_rank=None if lost is None else lost.sentence,
         )
         if self.ended_early is not None:
@@ -205,10 +209,6 @@ class _Supervisor:
             Note(level="warning", text=f"{number.name} to the trainer: {why}")
         )
         trainer.send_signal(number)
-
-    def _wrote_its_end(self) -> bool:
-        """Whether the trainer's own log says how the run ended."""
-        return Follower(self.run).read_all().finished is not None
 
 
 def training_has_begun(run: RunFolder) -> bool:

@@ -99,6 +99,34 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
 
 
 @rule(
+    WARNING,
+    asks="Does the teacher know the text that it is asked about?",
+    reads=("check teacher_knows_text",),
+    threshold="cross entropy on held-out text at that of token frequencies or above, and below ln V",
+)
+def teacher_off_text(case: Case) -> Symptom | None:
+    check = case.view.checks.get("teacher_knows_text")
+    names = ("ce", "frequencies", "ln_vocabulary")
+    found = [] if check is None else [check.numbers[n] for n in names if n in check.numbers]
+    if check is None or len(found) < len(names):
+        raise CannotJudge("teacher_knows_text has no numbers in this session")
+    ce, frequencies, ln_v = found
+    # Where it is a failure the check says so itself.
+    if check.level != "unknown" or not ce >= frequencies:
+        return None
+    return Symptom(
+        f"the text is outside what the teacher knows: its cross entropy is {ce:.2f} nats",
+        [
+            ("cross entropy, nats", ce, f"token frequencies alone have {frequencies:.4f}"),
+            ("cross entropy, nats", ce, f"ln V = {ln_v:.4f}"),
+        ],
+        case.recent(0.0),
+        meaning="it predicts this text worse than counting tokens does: what it teaches is of other text",
+        flip="--set loss.alpha=1",
+    )
+
+
+@rule(
     ERROR,
     asks="Is the loss that of a uniform student?",
     reads=("loss", "ce", "vocabulary", "alpha"),

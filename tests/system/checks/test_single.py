@@ -313,6 +313,26 @@ def test_identical_models_that_are_allowed_are_unknown_and_not_failed(world: Wor
     assert found.verdict.level is Level.UNKNOWN and "allow_identical" in found.verdict.reason
 
 
+def test_text_that_a_teacher_does_not_know_ends_no_run_and_a_teacher_that_guesses_does(
+    world: World,
+) -> None:
+    run = make_run(world)
+    decoder = run.context.teacher_decoder
+    assert decoder is not None
+    scale_D = decoder.norm.weight
+    with torch.no_grad():
+        scale_D *= 0.1
+    found = answer("teacher_knows_text", run.context)
+    assert found.numbers["frequencies"] < found.numbers["ce"] < found.numbers["ln_vocabulary"] - 0.1
+    assert (
+        found.verdict.level is Level.UNKNOWN and "outside what the teacher" in found.verdict.reason
+    )
+    with torch.no_grad():
+        scale_D *= 0.0
+    found = answer("teacher_knows_text", run.context)
+    assert found.verdict.level is Level.FAIL and "guessing at random" in found.verdict.reason
+
+
 def test_a_run_without_a_teacher_asks_none(world: World) -> None:
     looked_at = make_run(world, loss__alpha=1.0).context
     for name in ("teacher_knows_text", "shift_proof", "teacher_not_student"):

@@ -83,6 +83,8 @@ def attribute(
     stop: str | None = None,
     finished: bool = False,
     exception: str | None = None,
+    stderr: str = "",
+    reason: str = "",
     integrated: bool = False,
 ) -> ExitAttribution:
     """The exit during which the counters rose by `vmstat` and `memcg`; None is unreadable."""
@@ -98,6 +100,8 @@ def attribute(
         kernel_line=line,
         finished=finished,
         exception=exception,
+        stderr=stderr,
+        reason=reason,
         integrated_gpu=integrated,
     )
 
@@ -274,6 +278,61 @@ def test_another_exception_is_a_failure_that_names_it() -> None:
     found = attribute(1, exception="ValueError")
     assert found.state is S.FAILED
     assert "ValueError" in found.sentence
+
+
+TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "state", "said"),
+    [
+        (1, "the device failed: CUDA error: unspecified launch failure", S.DEVICE_FAILED, "launch"),
+        (1, "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED", S.DEVICE_FAILED, "CUBLAS"),
+        (1, "NCCL error in: a.cpp:1, unhandled cuda error", S.DEVICE_FAILED, "NCCL error"),
+        (65, "checkpoint: c — found [Errno 28] No space left on device", S.DISK_FULL, "No space"),
+        (65, "checkpoint: c — expected 12 bytes free, found 3", S.DISK_FULL, "12 bytes free"),
+        (65, "train.lr — expected a number, found 'x'", S.BAD_INPUT, "was refused"),
+        (
+            1,
+            "the host allocator refused: DefaultCPUAllocator: can't allocate",
+            S.ALLOC_FAILED,
+            "host",
+        ),
+        (1, "check causal_mask: fail: a token sees the next", S.FAILED, "reported failure"),
+    ],
+)
+def test_the_end_that_a_run_recorded_gives_its_exit_code_a_class(
+    code: int, reason: str, state: ExitState, said: str
+) -> None:
+    found = attribute(code, finished=True, reason=reason)
+    assert found.state is state and said in found.sentence, found
+    if state is S.DEVICE_FAILED:
+        name = "torch.AcceleratorError"
+        stderr = f"{TRACE}{name}: {reason}\nCompile with TORCH_USE_CUDA_DSA\n"
+        assert attribute(1, exception=name, stderr=stderr).state is state
+
+
+@pytest.mark.parametrize(
+    ("stderr", "state", "said"),
+    [
+        ("terminate called after throwing an instance of 'std::bad_alloc'", S.ALLOC_FAILED, "bad_"),
+        ("[rank0]: Watchdog caught collective operation timeout: x", S.CRASHED, "collective"),
+        ("terminate called\n  what():  CUDA error: an illegal address\n", S.CRASHED, "illegal"),
+        (
+            "python: a.c:3: f: Assertion `x' failed.\nFatal Python error: Aborted",
+            S.CRASHED,
+            "a.c:3",
+        ),
+        ("Fatal Python error: Aborted", S.CRASHED, "SIGABRT"),
+    ],
+)
+def test_an_abort_says_what_the_library_that_aborted_had_said(
+    stderr: str, state: ExitState, said: str
+) -> None:
+    found = attribute(-6, stderr=stderr)
+    assert found.state is state and said in found.cause, found
+    # Other signals are nobody's decision, so that no words explain them.
+    assert attribute(-11, stderr=stderr).cause == "crash, SIGSEGV"
 
 
 def test_exit_zero_completes_only_with_the_runs_own_record() -> None:
@@ -459,6 +518,7 @@ def end_of(program: str) -> tuple[int, str, ExitAttribution]:
         kernel_line=line,
         finished=False,
         exception=exception_name(stderr),
+        stderr=stderr,
     )
     return child.returncode, stderr, found
 
@@ -498,6 +558,29 @@ def test_a_child_beyond_its_address_space_failed_to_allocate_and_was_not_killed(
     assert returncode == 1 and "MemoryError" in stderr
     assert (found.state, found.certainty) == (S.ALLOC_FAILED, C.PROVED)
     assert found.cause == "host allocation failed"
+
+
+def test_a_child_that_frees_twice_crashed_with_the_words_of_the_c_library() -> None:
+    found = end_of(
+        "import ctypes; c = ctypes.CDLL(None); c.malloc.restype = ctypes.c_void_p; "
+        "p = ctypes.c_void_p(c.malloc(4096)); c.free(p); c.free(p); c.free(p)"
+    )[2]
+    assert (found.state, found.signal_name) == (S.CRASHED, "SIGABRT")
+    assert "free" in found.cause
+
+
+def test_a_child_whose_tensor_does_not_fit_failed_to_allocate_host_memory() -> None:
+    _, stderr, found = end_of("import torch; torch.empty(1 << 50)")
+    assert "RuntimeError" in stderr
+    assert (found.state, found.cause) == (S.ALLOC_FAILED, "host allocation failed")
+
+
+@pytest.mark.parametrize("program", ["import no_such_module", "exit(3)", "raise KeyboardInterrupt"])
+def test_a_child_that_ends_itself_is_told_how(program: str) -> None:
+    found = end_of(program)[2]
+    said = {"i": "nothing caught the exception", "e": "exit 3", "r": "SIGINT"}[program[0]]
+    assert said in found.sentence
+    assert found.state is (S.INTERRUPTED if program[0] == "r" else S.FAILED)
 
 
 def test_a_child_ended_by_sigterm_was_terminated() -> None:

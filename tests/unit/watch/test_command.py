@@ -7,9 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from engine.checks.catalogue import CATALOGUE
 from engine.cli.main import main
-from engine.log.events import AlertRaised, NonFinite, Phase
+from engine.drills import naming
+from engine.log.events import (
+    AlertCleared,
+    AlertRaised,
+    Checked,
+    NonFinite,
+    Phase,
+    RunFinished,
+    TrainerExited,
+)
+from engine.log.follow import Follower
 from engine.watch.rules import RULES
+from tests.support.run_events import example_of
 from tests.support.run_folders import Scene, completed, corrupt, empty, running
 from tests.support.screens import texts_of
 
@@ -35,6 +47,38 @@ def test_a_run_with_an_alert_exits_1_and_tells_it(
     assert "error: non_finite: loss was nan at step 30" in out
     assert "active at the end of the log" in out and "test it: --set train.lr=" in out
     assert "could not judge" not in out
+
+
+def test_whatever_was_named_while_a_run_lived_is_named_when_it_is_dead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = sick(tmp_path / "run")
+    for rule in RULES:
+        scene.watch(example_of(AlertRaised, id=rule.id))
+    for about in CATALOGUE:
+        scene.events(example_of(Checked, id=about.id, level="fail", reason=f"{about.id} is off"))
+    scene.watch(AlertCleared(id="non_finite", stood_s=1.0), AlertCleared(id="stalled", stood_s=1.0))
+    scene.events(RunFinished(state="failed", reason="disk: full", exit_code=65, step=30))
+    scene.watch(example_of(TrainerExited, state="CRASHED", sentence="It crashed with SIGSEGV."))
+    folder = scene.close().run
+    live = naming.names_of(Follower(folder).read_all())
+    assert run("diagnose", folder.path, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    named = [(naming.CHECK, one["id"]) for one in found["checks"]]
+    named += [(naming.ALERT, one["id"]) for one in found["alerts"]]
+    assert found["finished"]["reason"] == "disk: full" and found["exit"]["state"] == "CRASHED"
+    named += [(naming.REFUSAL, "disk"), (naming.EXIT, found["exit"]["state"])]
+    assert set(named) == {(one.kind, one.id) for one in live} and len(named) == len(set(named))
+    replayed = {one["id"] for one in found["alerts"] if one["replayed"]}
+    assert "non_finite" in replayed and "stalled" not in replayed
+    (stalled,) = (one for one in found["alerts"] if one["id"] == "stalled")
+    assert stalled["cleared_unix_s"] is not None
+    run("diagnose", folder.path)
+    out = capsys.readouterr().out
+    assert all(f": {each.id}: " in out for each in RULES)
+    assert all(f"check {about.id}: {about.id} is off" in out for about in CATALOGUE)
+    assert "disk: full" in out and "exit: CRASHED: It crashed with SIGSEGV." in out
+    assert out.count("said while the run went on") == len(RULES) - len(replayed)
 
 
 def test_json_is_one_value_with_the_numbers(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.log.events import Evaluated, ModelReady, NonFinite
+from engine.log.events import Checked, Evaluated, ModelReady, NonFinite
 from engine.train.schedule import learning_rate
 from engine.watch.rules import loss, settings, update
 from engine.watch.rules.settings import expected_rate
@@ -49,6 +49,19 @@ def test_the_loss_of_a_uniform_student_is_named() -> None:
     alone = steady(ce=LN_V, loss=LN_V)
     alone.start_changes = {"alpha": 1.0}
     unknown("loss_at_alpha_ln_v", alone.case(), "not a mixture")
+
+
+def test_text_that_a_teacher_does_not_know_is_a_warning_where_the_check_leaves_it_open() -> None:
+    def asked(level: str, ce: float) -> Log:
+        numbers = {"ce": ce, "frequencies": 4.0, "ln_vocabulary": LN_V}
+        check = example_of(Checked, id="teacher_knows_text", level=level, numbers=numbers)
+        return Log(count=1, extra=[(9.5, check)])
+
+    alert = raised("teacher_off_text", asked("unknown", 4.0).case())
+    assert alert.severity == "warning" and "outside what the teacher knows" in alert.title
+    quiet("teacher_off_text", asked("pass", 3.99).case())
+    quiet("teacher_off_text", asked("fail", LN_V).case())
+    unknown("teacher_off_text", Log(count=1).case(), "no numbers")
 
 
 def test_no_kl_from_the_start_is_named() -> None:
