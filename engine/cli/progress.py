@@ -124,6 +124,7 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
             "tokens_per_second": view.tokens_per_second(),
             "share_of_peak": share_of_peak(view),
             "phases_s": dict(view.phases),
+            "host_s": dict(view.host_s),
             "start": start_parts(view),
         }
         ending = {"state": state, "exit_code": code, "run": str(launched.run.path)}

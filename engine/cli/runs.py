@@ -251,6 +251,7 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
                 "tokens_per_second": view.tokens_per_second(),
                 "share_of_peak": share_of_peak(view),
                 "phases_s": dict(view.phases),
+                "host_s": dict(view.host_s),
                 "start": start_parts(view),
                 "eta_s": view.eta_s(),
                 "started": view.started,

@@ -47,6 +47,7 @@ class Drill:
 
 
 _PROCESS, _LATE, _SAVING = "defects_process", "defects_late", "defects_saving"
+_PACE = "defects_pace"
 OTHERS: tuple[Defect, ...] = tuple(
     Defect(id=id, module=module, what=what, happened=happened, named_by=named_by)
     for id, module, named_by, what, happened in (
@@ -154,6 +155,27 @@ OTHERS: tuple[Defect, ...] = tuple(
             "stalled_at_start",
             "the read of the teacher's weights does not come back",
             "runs that hang in a load from a network file system that went away",
+        ),
+        (
+            "rows_slow_ahead",
+            _PACE,
+            "data_wait",
+            "the rows of the next step are gathered slowly, while its batch is fetched ahead",
+            "loaders that keep up only as long as nobody looks: the wait was in no step's time",
+        ),
+        (
+            "observer_slow",
+            _PACE,
+            "unaccounted",
+            "something that is called after every step takes longer than the step",
+            "callbacks that sync, plot or upload after each step",
+        ),
+        (
+            "log_slow",
+            _PACE,
+            "unaccounted",
+            "every line of the log takes longer to write than its step",
+            "run folders on a network file system",
         ),
         (
             "loader_stalls",
@@ -298,6 +320,18 @@ DRILLS: tuple[Drill, ...] = (
         "load_hangs",
         Expected(kind=ALERT, id="stalled_at_start", text="waiting to read"),
         limit_s=180.0,
+    ),
+    *(
+        _other(
+            id,
+            Expected(kind=ALERT, id=_DEFECTS[id].named_by, text=text),
+            sets={"train.steps": 80, "checkpoint.every": 0},
+        )
+        for id, text in (
+            ("rows_slow_ahead", "waiting for data"),
+            ("observer_slow", "most in: observers"),
+            ("log_slow", "most in: log"),
+        )
     ),
     _other(
         "loader_stalls",

@@ -317,6 +317,11 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     labelled: Count | None = None
     step_s: Number | None = None
     data_s: Number | None = None
+    """Seconds that the step waited for its rows, those of the next step included: `phases` has them as `data`."""
+    wall_s: Number | None = None
+    """Seconds from the record of the step before to this one, or from the begin of the training."""
+    outside_s: Number | None = None
+    """Of these, the seconds in the parts of `host` that are OUTSIDE: in no work that a run is there for."""
     teacher_s: Number | None = None
     """Host seconds in the teacher's forward; on a GPU this is the time to launch it, not to run it."""
     position: Count | None = None
@@ -334,6 +339,8 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     phases: dict[str, Number] = {}
     """Seconds of each of STEP_PHASES by the device's clock; empty when not measured. IDLE is added where it is
     known: the time without work before a step that was launched while the previous one was in flight."""
+    host: dict[str, Number] = {}
+    """Seconds of `wall_s` by what the host's main thread did, of HOST_PARTS; they add up to it."""
     total_steps: Count | None = None
     """The steps of the whole training, where the framework of a watched script knows them."""
     batch: Count | None = None
@@ -349,6 +356,13 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
 STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
 """In the order of a step."""
 IDLE = "idle"
+LAUNCH, DATA, DEVICE = "launch", "data", "device"
+CHECKS, EVALUATING, SAVING = "checks", "evaluate", "save"
+OBSERVERS, LOGGING, REST = "observers", "log", "rest"
+OUTSIDE = (OBSERVERS, LOGGING, REST)
+HOST_PARTS = (LAUNCH, DATA, DEVICE, CHECKS, EVALUATING, SAVING, *OUTSIDE)
+"""What the host does between two records of steps: it launches work (on a CPU the work itself), reads rows, waits for
+the device, checks, evaluates, saves; calls what observes the steps, writes the log, or does none of these."""
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):

@@ -169,7 +169,7 @@ class _Changes:
                 both = (
                     None if step.batch is None or not step.batches else (step.batch, step.batches)
                 )
-                self.changes |= {"phases": step.phases, "batch": both}
+                self.changes |= {"phases": step.phases, "host_s": step.host, "batch": both}
                 self.changes["planned_steps"] = step.total_steps
             elif name == "host":
                 self.changes["host"] = self.newest(self.get("host"), rows, "")

@@ -46,6 +46,8 @@ STEP_FIELDS = (
     "step_s",
     "data_s",
     "teacher_s",
+    "wall_s",
+    "outside_s",
     "position",
     "unix_s",
     "tokens_per_s",

@@ -617,10 +617,11 @@ def _shares(title: str, seconds: Mapping[str, float], *, least: float) -> str:
 
 
 def speed_lines(view: RunView) -> list[str]:
-    """Render the pace of the last steps as a share of the device's peak, and the phases of the newest step and of the
-    start."""
+    """Render the pace of the last steps as a share of the device's peak, and the phases of the newest step, of the
+    host's time to it, and of the start."""
     pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
-    return [*pace, *filter(None, [ledger_line(view), start_line(view)])]
+    host = _shares("host ", view.host_s, least=0.01)
+    return [*pace, *filter(None, [ledger_line(view), host, start_line(view)])]
 
 
 # Longer summaries of a view: checks and compiles.

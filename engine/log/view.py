@@ -115,6 +115,8 @@ class RunView:
     steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase of the newest step, by the device's clock."""
+    host_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each of HOST_PARTS before the newest step's record."""
     planned_steps: int | None = None
     """The steps of a watched script in all, as its framework said at the newest step."""
     batch: tuple[int, int] | None = None

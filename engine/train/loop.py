@@ -25,6 +25,10 @@ from engine.checks.context import Context, Memory
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
 from engine.log.events import (
+    CHECKS,
+    EVALUATING,
+    LOGGING,
+    SAVING,
     TRAINING,
     Evaluated,
     Note,
@@ -175,6 +179,8 @@ class TrainingLoop:
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
+        host = trainer.host
+        host.take()
         while launched is not None or trainer.step < spec.train.steps:
             # Fetch, forward, loss, backward, update.
             launched = launched or trainer.launch()
@@ -187,19 +193,22 @@ class TrainingLoop:
 
             # Log.
             self.step = step.step
-            log_step(self.log, step, spec.loss.temperature)
-            if trainer.ranks.first:
-                held.look(step.step)
-            self.compiles.done(self.log)
+            with host.of(LOGGING):
+                log_step(self.log, step, spec.loss.temperature)
+                if trainer.ranks.first:
+                    held.look(step.step)
+                self.compiles.done(self.log)
 
             # Check.
-            self._answer(audit.after(step))
-            self._answer(rows.after(step))
-            self._answer(self.checks.after_step(step))
+            with host.of(CHECKS):
+                self._answer(audit.after(step))
+                self._answer(rows.after(step))
+                self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
                 # A resume does it where a stop came before.
                 if self.after_first_step is not None and self.stop.reason is None:
-                    self.after_first_step()
+                    with host.of(EVALUATING):
+                        self.after_first_step()
                     self.log(Phase(name=TRAINING))
                 # Whatever torch compiles lazily has been compiled by now.
                 self.compiles.seal(self.log)
@@ -210,11 +219,13 @@ class TrainingLoop:
 
             # Evaluate, save.
             if due.evaluate:
-                student = whole_student(trainer.student)
-                self.evaluate("student", student.hidden, head_of(student), trainer)
+                with host.of(EVALUATING):
+                    student = whole_student(trainer.student)
+                    self.evaluate("student", student.hidden, head_of(student), trainer)
             if due.save:
                 self.log(Phase(name="saving a checkpoint"))
-                self._save(trainer, student)
+                with host.of(SAVING):
+                    self._save(trainer, student)
             if due.evaluate and not due.last:
                 self.log(Phase(name=TRAINING))
 

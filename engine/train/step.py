@@ -10,12 +10,16 @@ from the first mark to the last. The time between the previous step's end and th
 `idle`: the device had no work. It is known only when this step was launched while the previous one was in
 flight; otherwise it would measure the pause between the two.
 
+`HostTime` divides the host's time from one record of a step to the next, without a gap, so that nothing a run waits for
+is in no number: the phases are of the device, and know nothing of what the host does between two steps.
+
 Work of the teacher on a stream of its own is no phase: `teacher` is how long the step's stream waited for
 it. On a CPU, marks are times of the host's clock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +32,7 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.log.beats import BeatWriter
-from engine.log.events import IDLE, StepDone
+from engine.log.events import IDLE, REST, StepDone
 from engine.loss.chunks import SparseTargets
 from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE, LossTerms
 from engine.models.head import Head
@@ -196,6 +200,36 @@ class PhaseTimer:
         return float(ended - begun)
 
 
+class HostTime:
+    """Divides the time of the host's main thread among what it does, without a gap: what is in no part is REST. A part
+    begun within another ends when it does, and the outer one goes on."""
+
+    def __init__(self) -> None:
+        self._now, self._since_s = REST, time.perf_counter()
+        self._spent: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """Count what is done within as `part`."""
+        outer = self._now
+        self._switch(part)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part since the last call; they add up to the time between the two."""
+        self._switch(self._now)
+        spent, self._spent = self._spent, {}
+        return spent
+
+    def _switch(self, part: str) -> None:
+        now_s = time.perf_counter()
+        self._spent[self._now] = self._spent.get(self._now, 0.0) + now_s - self._since_s
+        self._now, self._since_s = part, now_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
     """A step that was launched and may still be running on the device."""
@@ -207,7 +241,6 @@ class LaunchedStep:
     tokens: int
     labelled: int
     position: int
-    data_s: float
     teacher_s: float | None
     has_teacher: bool
     """Whether a teacher is part of the objective."""

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from engine.data.batches import Batch, Batches
-from engine.log.events import StepDone
+from engine.log.events import DATA, DEVICE, LAUNCH, OBSERVERS, OUTSIDE, StepDone
 from engine.loss.objective import LossTerms, distillation_loss
 from engine.models.attention import remember
 from engine.models.decoder import Decoder
@@ -48,6 +48,7 @@ from engine.train.cuda_graphs import Graphs
 from engine.train.optimizer import EmbeddingRows, build_optimizer, total_norm, update_if_finite
 from engine.train.schedule import learning_rate
 from engine.train.step import (
+    HostTime,
     LaunchedStep,
     MicroBatch,
     PhaseTimer,
@@ -95,6 +96,7 @@ class Trainer:
         self.position = 0
         # With alpha = 1 the teacher is not part of the objective, so it is not run.
         self.has_teacher = teacher is not None and loss.alpha < 1.0
+        self.host = HostTime()
         self._fetches_ahead = True
         self._ahead: MicroBatch | None = None
 
@@ -113,35 +115,44 @@ class Trainer:
         # The clock starts here: what the caller does between two steps (evaluate, save) is not part of a
         # step.
         begun_s, number = time.perf_counter(), self.step + 1
-        for observer in self.observers:
-            observer.begun(number)
+        with self.host.of(LAUNCH):
+            return self._launch(number, begun_s, before)
+
+    def _launch(self, number: int, begun_s: float, before: LaunchedStep | None) -> LaunchedStep:
+        with self.host.of(OBSERVERS):
+            for observer in self.observers:
+                observer.begun(number)
         timer = PhaseTimer(self.device, None if before is None else before.timer)
-        timer.mark("data")
-        fetched, labelled = self._fetch()
-        micro = self._on_device(*fetched[0])
-        data_s, teacher_s = time.perf_counter() - begun_s, 0.0
+        timer.mark(DATA)
+        with self.host.of(DATA):
+            fetched, labelled = self._fetch()
+            micro = self._on_device(*fetched[0])
+        teacher_s = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         done: list[LossTerms] = []
         for following in (*fetched[1:], None):
             terms, seconds = self._forward_backward(micro, float(max(labelled, 1)), timer)
             done.append(terms)
             teacher_s += seconds
-            timer.mark("data")
-            if following is not None:
-                micro = self._on_device(*following)
-                self._prefetch(micro)
-            elif self._fetches_ahead and number < self.train.steps:
-                self._ahead = self._on_device(*self._part_at(self.position, self.ranks.rank))
-                self._prefetch(self._ahead)
+            timer.mark(DATA)
+            with self.host.of(DATA):
+                if following is not None:
+                    micro = self._on_device(*following)
+                    self._prefetch(micro)
+                elif self._fetches_ahead and number < self.train.steps:
+                    self._ahead = self._on_device(*self._part_at(self.position, self.ranks.rank))
+                    self._prefetch(self._ahead)
         timer.mark("optimizer")
-        for observer in self.observers:
-            observer.gradients(number)
+        with self.host.of(OBSERVERS):
+            for observer in self.observers:
+                observer.gradients(number)
         numbers = self._update(done)
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
         timer.end()
         self.step = number
-        for observer in self.observers:
-            observer.updated(number)
+        with self.host.of(OBSERVERS):
+            for observer in self.observers:
+                observer.updated(number)
         shapes = [batch.tokens_BT.shape for batch, _ in fetched]
         return LaunchedStep(
             step=number,
@@ -150,7 +161,6 @@ class Trainer:
             tokens=self.ranks.world * sum(rows * length for rows, length in shapes),
             labelled=labelled,
             position=self.position,
-            data_s=data_s,
             teacher_s=teacher_s if self.has_teacher else None,
             has_teacher=self.has_teacher,
             # Sampled targets do not tell the teacher's most probable token.
@@ -162,14 +172,17 @@ class Trainer:
 
     def finish(self, launched: LaunchedStep) -> StepDone:
         """Return the record of a launched step: the only place where the host waits."""
-        launched.timer.wait()
+        with self.host.of(DEVICE):
+            launched.timer.wait()
         numbers, phases = launched.numbers, launched.timer.seconds()
         # Device time, from the timer: later work may have been launched before this is read, and the
         # host's clock would include it.
         step_s = sum(phases.values())
         if self.slow_by:
-            self._wait(step_s * self.slow_by)
+            with self.host.of(LAUNCH):
+                self._wait(step_s * self.slow_by)
             step_s = time.perf_counter() - launched.begun_s
+        host = self.host.take()
         return StepDone(
             step=launched.step,
             loss=numbers.loss,
@@ -182,12 +195,15 @@ class Trainer:
             tokens=launched.tokens,
             labelled=launched.labelled,
             step_s=step_s,
-            data_s=launched.data_s,
+            data_s=phases[DATA],
+            wall_s=sum(host.values()),
+            outside_s=sum(host.get(part, 0.0) for part in OUTSIDE),
             teacher_s=launched.teacher_s,
             position=launched.position,
             lowest_kl=None if numbers.lowest_kl == math.inf else numbers.lowest_kl,
             largest_dz_sum=numbers.largest_dz_sum,
             phases=phases,
+            host=host,
         )
 
     def _wait(self, seconds: float) -> None:
@@ -263,8 +279,9 @@ class Trainer:
         with self.autocast():
             embedded = None if rows is None else rows.rows_BTD
             hidden_BTD = self.hidden(micro.tokens_BT, micro.documents_BT, embedded)
-        for observer in self.observers:
-            observer.forwarded(micro, hidden_BTD, teacher)
+        with self.host.of(OBSERVERS):
+            for observer in self.observers:
+                observer.forwarded(micro, hidden_BTD, teacher)
         timer.mark("loss")
         terms = distillation_loss(
             hidden_BTD.flatten(0, 1).to(self.dtype),

@@ -1,10 +1,12 @@
 """The step time: what a step waits for, and whether its time stays the same.
 
-`step_s` covers the optimizer step alone, without evaluations and checkpoints between two steps.
+`step_s` covers the optimizer step alone, without evaluations and checkpoints between two steps; `wall_s` covers all
+from the record of one step to that of the next.
 """
 
 from __future__ import annotations
 
+from engine.log.events import OUTSIDE
 from engine.units import format_seconds
 from engine.watch.rules.rule import WARNING, CannotJudge, Case, Symptom, median, rule
 
@@ -14,6 +16,7 @@ DATA_LEAST_S = 0.5
 """Total wait in seconds: a fifth of a 1 ms step is not worth fixing."""
 DATA_BURST_S = 5.0
 """Total wait in seconds when most steps do not wait: a single hiccup of the disk is no pattern."""
+OUTSIDE_SHARE = 1 / 3
 BIMODAL_STEPS, BIMODAL_LEAST = 200, 60
 BIMODAL_RATIO = 1.8
 BIMODAL_SHARE = 0.15
@@ -51,6 +54,41 @@ def data_wait(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="the next batch is not ready when the step begins: reading, tokenizing or packing is too slow",
         no_flip="nothing to flip: look at what reads and prepares the data, and what else reads from that disk",
+    )
+
+
+@rule(
+    WARNING,
+    asks="Is the time between two steps spent on training?",
+    reads=("outside_s", "wall_s"),
+    threshold=f"more than {OUTSIDE_SHARE:.0%} of the time of {DATA_STEPS} steps in observers, the log or nothing, "
+    f"and {DATA_LEAST_S:g} s; {DATA_BURST_S:g} s where it is not so of most steps",
+)
+def unaccounted(case: Case) -> Symptom | None:
+    rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
+    times = case.pairs("outside_s", "wall_s", rows)
+    outside, whole = sum(o for o, _ in times), sum(w for _, w in times)
+    share = outside / whole if whole > 0 else 0.0
+    usual = median([o / w for o, w in times if w > 0] or [0.0])
+    if share <= OUTSIDE_SHARE:
+        return None
+    if outside < (DATA_LEAST_S if usual > OUTSIDE_SHARE else DATA_BURST_S):
+        return None
+    parts = {part: case.view.host_s.get(part) or 0.0 for part in OUTSIDE}
+    most = max(parts, key=lambda part: parts[part])
+    return Symptom(
+        f"{100 * share:.0f} % of the time between steps is in no phase of training, lately most in: {most}",
+        [
+            ("outside_s / wall_s", share, f"at most {OUTSIDE_SHARE:.2g}"),
+            ("seconds outside", outside, f"at least {DATA_LEAST_S:g} in {len(times)} steps"),
+            *(
+                (f"seconds in: {part}", spent, "of the newest step")
+                for part, spent in parts.items()
+            ),
+        ],
+        case.span(rows),
+        meaning="training waits for what watches it: something is done at each step, or the log's disk is slow",
+        no_flip="nothing to flip: look at what is called after a step, and at the disk of the run folder",
     )
 
 

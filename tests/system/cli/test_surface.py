@@ -26,7 +26,18 @@ from tests.support.running import engine_here
 RECORD = Path(__file__).with_name("surface.json")
 PROBES = ("x", "", "-1", "0", "1", "1.5", "nan", "1000000000000000000000000")
 """What each option that reads a number is tried with."""
-VARYING = {"facts", "absent", "gpus", "host", "phases_s", "config", "spec", "numbers", "unjudged"}
+VARYING = {
+    "facts",
+    "absent",
+    "gpus",
+    "host",
+    "phases_s",
+    "host_s",
+    "config",
+    "spec",
+    "numbers",
+    "unjudged",
+}
 VARYING |= {"dtypes", "tensors"}
 """Keys whose contents are those of a machine, a model, a spec, a check or a rule, each with tests of its own."""
 

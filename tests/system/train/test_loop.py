@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.log.events import RunFinished, StepDone
+from engine.log.events import HOST_PARTS, RunFinished, StepDone
 from engine.log.folder import create_run
 from engine.log.read import LogReader
 from engine.spec import load_spec
@@ -22,6 +22,7 @@ from engine.train import run as trainer_module
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
+from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
 from tests.support.trainers import TRAIN, build, run_ahead
 
@@ -168,3 +169,20 @@ def test_an_observer_sees_the_step_that_trains_and_changes_nothing(kit: Kit, ahe
     assert len(teacher_NE) == micro.tokens_BT.numel()
     again = build(kit, train).student.hidden(micro.tokens_BT, micro.documents_BT)
     assert torch.equal(again, hidden_BTD)
+
+
+def test_the_time_between_two_step_lines_is_divided_among_what_the_host_did(
+    kit: Kit, tmp_path: Path
+) -> None:
+    run, code = carried_out(kit, tmp_path, eval__every=2, checkpoint__every=3, train__steps=8)
+    assert code == 0
+    steps = [e for e in LogReader(run.events).poll(1 << 30) if isinstance(e, StepDone)]
+    for step in steps:
+        assert set(step.host) <= set(HOST_PARTS) and min(step.host.values()) >= 0
+        assert step.wall_s == pytest.approx(sum(step.host.values()))
+        assert ("evaluate" in step.host) == (step.step in (2, 3, 4, 5, 7))
+        assert ("save" in step.host) == (step.step in (4, 7))
+    first, *others = steps
+    lasted = sum(step.wall_s or 0.0 for step in others)
+    # Threads of others may come between the two clocks of a line, once or twice.
+    assert lasted == pytest.approx(others[-1].t_s - first.t_s, abs=0.5)

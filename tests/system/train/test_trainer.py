@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.data.batches import Batch
+from engine.log.events import HOST_PARTS
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.non_finite import non_finite
+from engine.train.step import StepObserver
 from tests.support.kit import Kit
 from tests.support.trainers import LOSS, TRAIN, build, snapshot
 
@@ -45,6 +48,36 @@ def test_time_between_steps_is_not_counted_as_a_step(
     for step in build(kit).steps():
         assert step.step_s < 500 and step.data_s < 500
         pause[0] += 1000.0  # an evaluation that takes a quarter of an hour
+
+
+def test_rows_that_come_late_are_waited_for_in_the_step_and_observers_outside_of_it(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, pause = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + pause[0])
+    trainer = build(kit)
+    take = trainer.batches.take
+
+    def late(position: int, rows: int) -> Batch:
+        pause[0] += 1000.0
+        return take(position, rows)
+
+    class Slow(StepObserver):
+        def updated(self, step: int) -> None:
+            pause[0] += 300.0
+
+    monkeypatch.setattr(trainer.batches, "take", late)
+    trainer.observers = (Slow(),)
+    for step in trainer.steps():
+        # The first step fetches its own batch and the next one, the last step none.
+        batches = 2 if step.step == 1 else int(step.step < TRAIN.steps)
+        assert step.data_s == pytest.approx(1000.0 * batches, abs=100)
+        assert step.host["data"] == pytest.approx(1000.0 * batches, abs=100)
+        assert step.outside_s == pytest.approx(300.0, abs=100)
+        assert step.host["observers"] == pytest.approx(300.0, abs=100)
+        assert step.wall_s == pytest.approx(sum(step.host.values()))
+        pause[0] += 50.0  # what nobody gave a name
+        assert set(step.host) <= set(HOST_PARTS)
 
 
 def test_alpha_one_does_not_ask_the_teacher(kit: Kit) -> None:

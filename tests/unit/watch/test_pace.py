@@ -42,6 +42,32 @@ def test_without_times_or_steps_waiting_cannot_be_judged() -> None:
     unknown("data_wait", Log(count=30, change=lambda n: {"data_s": None}).case(), "not logged")
 
 
+# Time outside.
+
+
+def outside(outside_s: float, wall_s: float = 0.6) -> Log:
+    host = {"launch": wall_s - outside_s, "observers": 0.25 * outside_s, "log": 0.75 * outside_s}
+    values = {"outside_s": outside_s, "wall_s": wall_s, "host": host}
+    return Log(count=30, change=lambda n: values)
+
+
+def test_steps_of_which_a_third_is_in_no_phase_are_named_with_what_takes_it() -> None:
+    alert = raised("unaccounted", outside(0.21).case())
+    assert alert.title.startswith("35 %") and alert.title.endswith("most in: log")
+    quiet("unaccounted", outside(0.19).case())
+    quiet("unaccounted", outside(0.02, 0.03).case())
+    unknown("unaccounted", Log(count=30).case(), "not logged")
+
+
+def test_one_long_pause_outside_is_no_pattern_and_a_longer_one_is() -> None:
+    for once, check in ((4.0, quiet), (8.0, raised)):
+        log = Log(
+            count=30,
+            change=lambda n, s=once: {"outside_s": s * (n == 25), "wall_s": 0.1 + s * (n == 25)},  # type: ignore[misc]
+        )
+        check("unaccounted", log.case())
+
+
 # Two kinds of step.
 
 
