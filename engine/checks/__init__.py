@@ -9,7 +9,8 @@ the data are bit for bit what they would be without it.
       batch_not_degenerate       one token repeated, the same row everywhere, a loader that is stuck
       padding_not_trained        padding with labels, which teaches the student to produce padding
       effective_settings         rows, length, steps or AdamW settings that differ from the spec's
-      resume_continues           a resume without the optimizer's state, or at another position in the data
+      resume_continues           a resume of which a tensor, moment, counter, random generator, the step or the row
+                                 is not as in the checkpoint's files
     at the start
       weights_alive              zero, constant or non-finite matrices; a teacher that was never trained
       causal_mask                a token that attends to later ones

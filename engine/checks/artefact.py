@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checks.check import Answer, Numbers
-from engine.checks.checkpoint import Sample
+from engine.checks.checkpoint import Sample, same_bits
 from engine.checks.context import Context
 from engine.errors import EngineError, WeightsError
 from engine.formats.open import open_weights
@@ -136,14 +136,6 @@ def half_spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
     exponents = torch.frexp(values.double()).exponent
     apart = torch.ldexp(torch.full_like(values.double(), info.eps), exponents - 1)
     return torch.where(values == 0, 0.0, apart.clamp(min=info.smallest_normal * info.eps)) / 2
-
-
-def same_bits(found: Tensor, wanted: Tensor) -> bool:
-    """Return whether two tensors on the host are the same in type, shape and every bit."""
-    if found.dtype != wanted.dtype or found.shape != wanted.shape:
-        return False
-    first, second = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found, wanted))
-    return torch.equal(first, second)
 
 
 def _rounded(live: Tensor, dtype: torch.dtype) -> Tensor:

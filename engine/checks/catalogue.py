@@ -45,9 +45,10 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="resume_continues",
-        question="Does a resumed run have its optimizer's moments and its place in the data?",
-        means="AdamW starts cold, or rows are met twice: the curve breaks where the run was resumed.",
-        remedy="Resume from a checkpoint that holds both, or start a new run.",
+        question="Is all that a resumed run goes on from, bit for bit, what its checkpoint's files hold?",
+        means="It goes on as another run: old weights, cold or mixed moments, rows that are met twice. Each rank "
+        "compares tensors, moments, counters, generators, step and row, before its student is sharded.",
+        remedy="The reason names what differs. The checkpoint stays as it is: mend what restores, and resume again.",
         when=When.BEFORE,
         stops=True,
     ),

@@ -1,4 +1,6 @@
-"""The check that a checkpoint is usable: it is read back by code other than the writer's, and run.
+"""A checkpoint read back by code other than its writer's and its restorer's.
+
+`CheckpointReloads` checks that the first one of a session is usable, and runs it:
 
     weights      every tensor, and the logits of held-out rows with the reloaded tensors, bit for bit
     moments      every AdamW moment, bit for bit: without them a resumed run is a different run
@@ -8,7 +10,10 @@ Apart from these, the next step depends only on values that are computed anew. S
 bytes takes the same step as this run. Moments of a student that is sharded over several GPUs are not
 compared.
 
-This check exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run
+`differences` compares a trainer that was restored with the files that it was restored from, and the random
+number generators too. With several GPUs, each rank compares the whole state, before its student is sharded.
+
+The first check exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run
 was over.
 """
 
@@ -25,17 +30,17 @@ from torch import Tensor
 
 from engine import limits
 from engine.checks.check import Answer, Numbers
-from engine.checks.context import Context
+from engine.checks.context import Context, Resumed
 from engine.errors import BadInput, EngineError
 from engine.files import read_json
 from engine.formats.open import open_weights
-from engine.models.decoder import Decoder
 from engine.models.load import empty_decoder
 from engine.runtime.parts import read_parts
 from engine.runtime.ranks import own_part
 from engine.units import format_bytes
 
 ROWS = 2
+ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
 SAMPLED = 1024
 
 
@@ -70,7 +75,7 @@ class CheckpointReloads:
         copy = empty_decoder(student.config, device=context.device)
         copy.run_like(student)
         try:
-            differing = _read_into(copy, path, live)
+            differing = _differing_tensors(path, live, dict(copy.named_parameters()))
         except EngineError as error:
             return numbers.failed(f"{path.name} cannot be read: {error}")
         numbers["differing"] = len(differing)
@@ -122,7 +127,7 @@ class CheckpointReloads:
         if not all(parameter in held for parameter in live.values()):
             return ""  # the student is sharded, so the optimizer holds only parts
         try:
-            differing = _differing_moments(path, {name: held[p] for name, p in live.items()})
+            differing = _differing_moments(path, live, held)
         except EngineError as error:
             return f"moments cannot be read: {error}"
         numbers["moments_differing"] = len(differing)
@@ -131,37 +136,110 @@ class CheckpointReloads:
         return ""
 
 
-def _read_into(copy: Decoder, path: Path, live: Mapping[str, Tensor]) -> list[str]:
-    """Fill `copy` from the checkpoint; return the names of tensors that are missing or not bit-identical."""
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the random number generators of a trainer on `device`, by their names in a checkpoint."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda/0"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+@torch.no_grad()
+def differences(context: Context, resumed: Resumed, numbers: dict[str, float]) -> str:
+    """Describe how the trainer differs from the files of its checkpoint, bit for bit; empty when it does not.
+
+    `numbers` gets how much was compared and differs. Raises EngineError for files that cannot be read.
+    """
+    path, student = resumed.checkpoint, context.student
+    # A tied tensor is stored once, under its first name.
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in student.state_dict(keep_vars=True).items():
+        if not any(tensor is one for one in tensors.values()):
+            tensors[name] = tensor
+    state = read_json(path / "state.json", "checkpoint", limits.CHECKPOINT_STATE)
+    try:
+        stored = {"step": state["step"], "row": state["position"]["rows"]}
+    except (LookupError, TypeError) as error:
+        return f"state.json cannot be read: {error!r}"
+    places = [
+        f"{name} {found}, expected {stored[name]}"
+        for name, found in (("step", context.step), ("row", context.position))
+        if found != stored[name]
+    ]
+    with open_weights(path / "rng.safetensors") as file:
+        random = [
+            name
+            for name in sorted({*file.tensors, *resumed.random})
+            if name not in file.tensors
+            or name not in resumed.random
+            or not same_bits(file.get(name), resumed.random[name])
+        ]
+    parameters = dict(student.named_parameters())
+    moments = _differing_moments(path, parameters, context.optimizer.state)
+    counters = [name for name in moments if name.startswith("step/")]
+    found = {
+        "tensors": (len(tensors), _differing_tensors(path, tensors)),
+        "moments": (2 * len(parameters), [name for name in moments if name not in counters]),
+        "update counters": (len(parameters), counters),
+        "random generators": (len(resumed.random), random),
+    }
+    for what, (count, differing) in found.items():
+        numbers |= {what: count, f"{what} differing": len(differing)}
+    wrong = [
+        f"{len(differing)} of {count} {what}, first {differing[0]}"
+        for what, (count, differing) in found.items()
+        if differing
+    ]
+    return "; ".join([*wrong, *places])
+
+
+def same_bits(found: object, wanted: Tensor) -> bool:
+    """Return whether two tensors on one device are the same in type, shape and every bit."""
+    if not isinstance(found, Tensor) or found.dtype != wanted.dtype or found.shape != wanted.shape:
+        return False
+    first, second = (t.detach().reshape(-1).view(torch.uint8) for t in (found, wanted))
+    return torch.equal(first, second)
+
+
+def _differing_tensors(
+    path: Path, live: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None
+) -> list[str]:
+    """Return the names of tensors that the checkpoint does not have, or not bit for bit; those it has are copied
+    `into` tensors of the same names."""
     differing = []
     in_parts = "student/"
     with _stored(
         path, "student.safetensors", lambda name: name.startswith(in_parts), in_parts
     ) as stored_student:
-        for name, target in copy.named_parameters():
+        for name, tensor in live.items():
             stored = stored_student(name)
-            if stored is None:
+            stored = None if stored is None else stored.to(tensor.device)
+            if not same_bits(stored, tensor):
                 differing.append(name)
-                continue
-            if stored.shape != target.shape or stored.dtype != target.dtype:
-                differing.append(name)
-                continue
-            target.copy_(stored)
-            if not torch.equal(target, live[name]):
-                differing.append(name)
+            if into is not None and stored is not None and stored.shape == tensor.shape:
+                into[name].copy_(stored)
     return differing
 
 
-def _differing_moments(path: Path, held: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return the names of moments that are missing from the checkpoint or differ."""
+def _differing_moments(
+    path: Path, live: Mapping[str, Tensor], held: Mapping[Tensor, Mapping[str, Tensor]]
+) -> list[str]:
+    """Return the names of AdamW's values, of the checkpoint or of `held`, that the other does not have bit for bit."""
     differing = []
     with _stored(
         path, "optimizer.safetensors", lambda name: not name.startswith("student/")
     ) as stored_moment:
-        for name, moments in held.items():
-            for key, moment in moments.items():
-                stored = stored_moment(f"{key}/{name}")
-                if stored is None or not torch.equal(stored.to(moment.device), moment):
+        for name, parameter in live.items():
+            moments = held.get(parameter, {})
+            for key in dict.fromkeys((*ADAMW_KEYS, *moments)):
+                stored, moment = stored_moment(f"{key}/{name}"), moments.get(key)
+                if stored is None and moment is None:
+                    continue  # not moved yet, or frozen
+                if (
+                    stored is None
+                    or moment is None
+                    or not same_bits(stored.to(moment.device), moment)
+                ):
                     differing.append(f"{key}/{name}")
     return differing
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -54,6 +55,15 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What a session continued from."""
+
+    checkpoint: Path
+    random: Mapping[str, Tensor]
+    """The states of the random number generators right after they were restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """A run that is about to train, or is training. Checks restore whatever they change in it."""
 
@@ -87,6 +97,8 @@ class Context:
     """The autocast context of the student's training steps."""
     memory: Callable[[], Memory | None]
     """Returns None when no memory was planned."""
+    resumed: Resumed | None
+    """What this session was restored from; None for one that begins at step 0."""
     late_compiles: Callable[[], Sequence[str]]
     """Returns descriptions of the kernels whose compilation a step had to wait for."""
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from engine.checks.check import Answer, Numbers, passed
+from engine.checks.checkpoint import differences
 from engine.checks.context import Context
+from engine.errors import EngineError
 
 LISTED = 4
 
@@ -79,6 +81,15 @@ def resume_continues(context: Context) -> Answer:
     train = context.spec.train
     rows = train.rows * train.accumulation * context.spec.compute.gpus
     numbers = Numbers(step=context.step, position=context.position, expected=context.step * rows)
+    resumed = context.resumed
+    if resumed is None:
+        return numbers.unknown(f"step {context.step}, and nothing says which checkpoint it is from")
+    try:
+        wrong = differences(context, resumed, numbers)
+    except EngineError as error:
+        return numbers.failed(f"{resumed.checkpoint.name} cannot be read again: {error}")
+    if wrong:
+        return numbers.failed(f"not as {resumed.checkpoint.name} has them: {wrong}")
     if context.position != context.step * rows:
         return numbers.failed(
             f"{context.step} steps of {rows} rows are {context.step * rows} rows, the data stands at "
@@ -108,5 +119,6 @@ def resume_continues(context: Context) -> Answer:
             return numbers.failed(f"{text}, and the spec lets no update be skipped")
         return numbers.unknown(f"{text}: updates were skipped, or moments are older")
     return numbers.passed(
-        f"step {context.step}, row {context.position} and {max(updates)} updates belong together"
+        f"step {context.step}, row {context.position}, {max(updates)} updates, every tensor, moment and random "
+        f"generator are those of {resumed.checkpoint.name}, bit for bit"
     )

@@ -46,7 +46,8 @@ class Drill:
     """Seconds within which it must be named."""
 
 
-_PROCESS, _LATE, _SAVING = "defects_process", "defects_late", "defects_saving"
+_PROCESS, _LATE = "defects_process", "defects_late"
+_SAVING, _RESUMING = "defects_saving", "defects_resuming"
 _PACE = "defects_pace"
 OTHERS: tuple[Defect, ...] = tuple(
     Defect(id=id, module=module, what=what, happened=happened, named_by=named_by)
@@ -148,6 +149,36 @@ OTHERS: tuple[Defect, ...] = tuple(
             "artefact",
             "a tied student is saved with a head of its own, and a config.json that says so",
             "exports that untie the head: whoever trains on has another model",
+        ),
+        *(
+            (id, _RESUMING, "resume_continues", what, happened)
+            for id, what, happened in (
+                (
+                    "layer_not_restored",
+                    "a resumed run has one layer's weights of the start",
+                    "load_state_dict(strict=False) with names that did not fit",
+                ),
+                (
+                    "moment_zeroed",
+                    "a resumed run has one second moment of AdamW at zero",
+                    "states that are keyed by position, after a parameter was added",
+                ),
+                (
+                    "counters_reset",
+                    "a resumed run counts AdamW's updates from the first one",
+                    "step counters that were kept outside of the optimizer's state",
+                ),
+                (
+                    "random_not_restored",
+                    "a resumed run has drawn a random number that the run had not",
+                    "generators that are seeded anew by every start",
+                ),
+                (
+                    "position_off",
+                    "a resumed run goes on one step further in the data",
+                    "loaders that count what was fetched and not what was trained on",
+                ),
+            )
         ),
         (
             "load_hangs",
@@ -314,6 +345,13 @@ DRILLS: tuple[Drill, ...] = (
         )
         for one in OTHERS
         if one.module == _SAVING
+    ),
+    *(
+        _other(
+            one.id, Expected(kind=CHECK, id=one.named_by), act="resume", sets=_ENDLESS
+        )
+        for one in OTHERS
+        if one.module == _RESUMING
     ),
     _other(
         # Uses the default limits and no setting, because a load may take minutes.

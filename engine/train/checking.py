@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.checks.context import Context, Memory
+from engine.checks.context import Context, Memory, Resumed
 from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ def context_of(
     heldout: Sequence[Batch],
     tokenizers: Mapping[str, Tokenizer | None],
     memory: Callable[[], Memory | None] = lambda: None,
+    resumed: Resumed | None = None,
     late_compiles: Callable[[], Sequence[str]] = tuple,
 ) -> Context:
     """Return the context of the trainer's current state, before the first step of its session."""
@@ -84,5 +85,6 @@ def context_of(
         learning_rate=lambda step: learning_rate(step, spec.train),
         autocast=trainer.autocast,
         memory=memory,
+        resumed=resumed,
         late_compiles=late_compiles,
     )

@@ -272,6 +272,7 @@ class TrainingLoop:
             heldout=self.data.heldout,
             tokenizers=self.inputs.tokenizers,
             memory=lambda: self._memory(device),
+            resumed=self.keeper.resumed,
             late_compiles=lambda: self.compiles.late,
         )
 

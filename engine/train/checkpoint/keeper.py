@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint_folders import published
+from engine.checks.checkpoint import random_states
+from engine.checks.context import Resumed
 from engine.errors import CheckpointError
 from engine.log.events import CheckpointSaved, Note
 from engine.log.folder import RunFolder
@@ -134,6 +136,8 @@ class Keeper:
         self.saved_step = -1
         self.best_loss: float | None = None
         self.best_step: int | None = None
+        self.resumed: Resumed | None = None
+        """What this session was restored from."""
 
     def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
         """Publish a checkpoint, log it once it is safe, then delete what is no longer kept; returns its
@@ -234,6 +238,7 @@ class Keeper:
                 "--allow-change KEY` changes one",
             )
         state.restore_trainer(found, trainer)
+        self.resumed = Resumed(checkpoint=last.path, random=random_states(trainer.device))
         self.best_loss = found.best_held_out_loss
         done = [c for c in before.checkpoints if c.best and c.step <= found.step]
         self.best_step = done[-1].step if done else None

@@ -100,7 +100,7 @@ def resumed(world: World, folder: Path) -> Run:
     with LogWriter(run_folder.events, writer="trainer") as log:
         keeper = Keeper(run_folder, again.spec, log=partial(write, log), sync_log=log.sync)
         keeper.restore(again.trainer, RunView(), False)
-    again.context = context(world, again.spec, again.trainer)
+    again.context = context(world, again.spec, again.trainer, resumed=keeper.resumed)
     return again
 
 

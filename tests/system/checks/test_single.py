@@ -15,11 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.checks.catalogue import ABOUT
 from engine.checks.check import Answer
-from engine.checks.context import Context, Memory
+from engine.checks.checkpoint import random_states
+from engine.checks.context import Context, Memory, Resumed
 from engine.checks.data import shared_windows, split_disjoint
 from engine.checks.forward import ROUNDING, plain_logits
 from engine.checks.logits import few_rows
@@ -434,8 +436,6 @@ def test_a_checkpoint_of_something_else_is_found(world: World, what: str, tmp_pa
         run.trainer.step = 1
     folder = run.save(tmp_path / "sound")
     run.checks._rereads["checkpoint_reloads"] = _reread(run.context, begun)
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "student.safetensors")
     if what == "other values":
         tensors["norm.weight"][0] += 1e-7
@@ -450,8 +450,6 @@ def test_a_checkpoint_of_something_else_is_found(world: World, what: str, tmp_pa
 def test_a_checkpoint_that_would_go_on_as_another_run_is_found(
     world: World, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     run = make_run(world).begin()
     reread = run.checks._rereads["checkpoint_reloads"]
     run.step(1)
@@ -489,14 +487,85 @@ def _reread(looked_at: Context, begun: dict[str, Tensor]) -> Any:
     return made
 
 
-def test_a_resumed_context_asks_at_its_own_place(world: World) -> None:
+@pytest.fixture
+def again(world: World, tmp_path: Path) -> Context:
+    """A run as it is right after a resume from the checkpoint of its second step."""
     run = make_run(world).begin()
     run.step(2)
-    again = context(world, run.spec, run.trainer)
+    path = run.save(tmp_path / "checkpoints")
+    resumed = Resumed(checkpoint=path, random=random_states(run.trainer.device))
+    return context(world, run.spec, run.trainer, resumed=resumed)
+
+
+def test_a_resume_is_compared_with_every_value_of_its_checkpoint(again: Context) -> None:
     assert again.step == 2 and again.position == 8
-    assert level("resume_continues", again) is Level.PASS
-    assert level("resume_continues", dataclasses.replace(again, position=4)) is Level.FAIL
-    assert level("resume_continues", dataclasses.replace(again, step=3, position=12)) is Level.FAIL
+    found = answer("resume_continues", again)
+    assert found.verdict.level is Level.PASS and "bit for bit" in found.verdict.reason
+    tensors = len(list(again.student.parameters()))
+    numbers = {"tensors": tensors, "moments": 2 * tensors, "update counters": tensors}
+    assert numbers.items() <= found.numbers.items()
+    unsaid = answer("resume_continues", dataclasses.replace(again, resumed=None)).verdict
+    assert unsaid.level is Level.UNKNOWN and "which checkpoint" in unsaid.reason
+
+
+def one_bit(again: Context) -> None:
+    again.student.norm.weight.data.view(torch.int32)[3] ^= 1
+
+
+def moment_of_one(again: Context) -> None:
+    again.optimizer.state[again.student.norm.weight]["exp_avg"].view(torch.int32)[0] ^= 1
+
+
+def counter_of_one(again: Context) -> None:
+    again.optimizer.state[again.student.norm.weight]["step"] += 1
+
+
+def no_state_of_one(again: Context) -> None:
+    del again.optimizer.state[again.student.norm.weight]
+
+
+def state_less(again: Context) -> None:
+    assert again.resumed is not None
+    file = again.resumed.checkpoint / "optimizer.safetensors"
+    tensors = load_file(file)
+    del tensors["exp_avg_sq/norm.weight"]
+    save_file(tensors, file)
+
+
+def no_state_file(again: Context) -> None:
+    assert again.resumed is not None
+    (again.resumed.checkpoint / "rng.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (one_bit, "1 of 26 tensors, first norm.weight"),
+        (moment_of_one, "1 of 52 moments, first exp_avg/norm.weight"),
+        (counter_of_one, "1 of 26 update counters, first step/norm.weight"),
+        (no_state_of_one, "2 of 52 moments, first exp_avg/norm.weight; 1 of 26 update counters"),
+        (state_less, "1 of 52 moments, first exp_avg_sq/norm.weight"),
+        (no_state_file, "cannot be read again"),
+    ],
+)
+def test_one_value_that_is_not_the_checkpoints_stops_a_resume(
+    change: Callable[[Context], None], words: str, again: Context
+) -> None:
+    change(again)
+    verdict = answer("resume_continues", again).verdict
+    assert verdict.level is Level.FAIL and words in verdict.reason, verdict
+
+
+def test_a_resume_at_another_place_or_with_other_random_numbers_is_stopped(again: Context) -> None:
+    assert again.resumed is not None
+    drawn = dataclasses.replace(again.resumed, random={"cpu": again.resumed.random["cpu"].flip(0)})
+    for other, words in (
+        (dataclasses.replace(again, position=4), "row 4, expected 8"),
+        (dataclasses.replace(again, step=3, position=12), "step 3, expected 2; row 12, expected 8"),
+        (dataclasses.replace(again, resumed=drawn), "1 of 1 random generators, first cpu"),
+    ):
+        verdict = answer("resume_continues", other).verdict
+        assert verdict.level is Level.FAIL and words in verdict.reason, verdict
 
 
 @torch.no_grad()

@@ -233,7 +233,10 @@ GAPS = (
         "G9",
         "a checkpoint from which another run would go on",
         checks=("checkpoint_reloads", "resume_continues"),
-        drills=("optimizer_lost", "position_lost"),
+        drills=(
+            *("optimizer_lost", "position_lost", "layer_not_restored", "moment_zeroed"),
+            *("counters_reset", "random_not_restored", "position_off"),
+        ),
         tests=(
             "checks/single::a_checkpoint_that_would_go_on_as_another_run_is_found",
             "train/run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
