@@ -36,6 +36,14 @@ CATALOGUE: tuple[About, ...] = (
         stops=True,
     ),
     About(
+        id="end_is_learnt",
+        question="Is any of the special tokens that end a text or a turn a label?",
+        means="The student is never taught to stop: what it generates goes on until it is cut off.",
+        remedy="Give the end of each text or answer a label; if padding is the same token, mask by place, not by id.",
+        when=When.BEFORE,
+        stops=False,
+    ),
+    About(
         id="effective_settings",
         question="Do loader and optimizer hold the rows, length, steps and AdamW settings that the spec asks for?",
         means="The run is another experiment than the one that was asked for and will be reported.",

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checks.check import Answer, Numbers
+from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
-from engine.data.batches import IGNORED, Batch
+from engine.data.batches import IGNORED, Batch, Int64Array
 from engine.data.tokens import READ_AT_ONCE, TokenStream
 from engine.log.events import StepDone
 
@@ -31,6 +31,9 @@ PADDING_RUN = 8
 PADDING_SHARE = 0.02
 """Allowed share of the labels: rows of text do end in a run of spaces or dashes now and then."""
 
+ENDS, LEAST_ENDS = 64, 4
+"""Ends of documents that are looked for, and special tokens that must be there for a verdict."""
+
 WINDOW = 64
 """Number of tokens that two documents share only if one was copied; this also finds boilerplate, such as
 a licence.
@@ -40,6 +43,10 @@ SHARED_SHARE = 0.5
 repeats itself: of Python's library, split by file, a quarter is found, mostly in tables of character
 codes. Leaked text is found completely.
 """
+LEAST_WINDOWS, NEAR_SHARE = 4, 0.7
+"""A held-out document of at least so many windows is a near copy if this share of them is in the training text."""
+NEAR_COPIES = 0.2
+"""Share of held-out documents that may be near copies."""
 MOST_TOKENS = 1 << 26
 """Tokens of either side whose windows are compared: about two seconds."""
 MOST_WINDOWS = 1 << 16
@@ -101,6 +108,33 @@ def padding_not_trained(context: Context) -> Answer:
     return numbers.passed(f"{trained:,} of {labelled:,} labels stand on what could be padding")
 
 
+def end_is_learnt(context: Context) -> Answer:
+    """Fail if special tokens follow others of their document, in rows where documents end, and none is a label."""
+    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+    if tokenizer is None:
+        return unknown("no tokenizer is known, so which tokens are special ones is not either")
+    special = map(tokenizer.id_of, tokenizer.special_tokens)
+    ids = [tokenizer.end_of_text_id, *(one for one in special if one is not None)]
+    stream, length = context.train_stream, context.spec.data.seq_len
+    rows = np.unique((stream.starts[1 : 1 + ENDS] - 1) // length)
+    batch = context.batches.rows(rows[rows < len(stream) // length])
+    # What begins a document follows nothing, and is no label.
+    follows_BT = batch.documents_BT[:, 1:] == batch.documents_BT[:, :-1]
+    special_BT = np.isin(batch.tokens_BT[:, 1:], ids) & follows_BT
+    labelled_BT = special_BT & (batch.labels_BT[:, :-1] == batch.tokens_BT[:, 1:])
+    count, labelled = int(special_BT.sum()), int(labelled_BT.sum())
+    numbers = Numbers(special=count, labelled=labelled, rows=len(batch.row_ids))
+    if count < LEAST_ENDS:
+        return unknown(f"{count} special tokens were found: too few to tell")
+    if labelled:
+        return numbers.passed(
+            f"of {count:,} special tokens in {len(batch.row_ids)} rows {labelled:,} are labels"
+        )
+    found = sorted(set(batch.tokens_BT[:, 1:][special_BT].tolist()))
+    names = ", ".join(repr(tokenizer.decode([one])) for one in found[:4])
+    return numbers.failed(f"{names}: {count:,} times in {len(batch.row_ids)} rows, never a label")
+
+
 def split_disjoint(context: Context) -> Answer:
     train, held = context.train_stream, context.heldout_stream
     wanted = set(_digests(held, np.ones(len(held.lengths), dtype=bool)))
@@ -109,12 +143,19 @@ def split_disjoint(context: Context) -> Answer:
     copies = len({one for one in _digests(train, candidates) if one in wanted})
     train_tokens, held_tokens = _texts(train), _texts(held)
     looked_at = len(train_tokens)
-    shared, windows = shared_windows(train_tokens, held_tokens)
+    starts, found = shared_windows(train_tokens, held_tokens)
+    shared, windows = int(found.sum()), len(found)
+    near, compared = _near_copies(held, starts, found)
     train.release()
     held.release()
     share = shared / windows if windows else 0.0
     numbers = Numbers(
-        copied_documents=copies, shared_windows=shared, windows=windows, searched_tokens=looked_at
+        copied_documents=copies,
+        near_copies=near,
+        compared_documents=compared,
+        shared_windows=shared,
+        windows=windows,
+        searched_tokens=looked_at,
     )
     if copies:
         return numbers.failed(
@@ -124,12 +165,16 @@ def split_disjoint(context: Context) -> Answer:
         return numbers.failed(
             f"{share:.0%} of held-out stretches of {WINDOW} tokens are in the training text too"
         )
+    if near > NEAR_COPIES * compared:
+        return numbers.failed(
+            f"{near} of {compared} held-out documents are nearly whole in the training text: copies with few changes"
+        )
     searched = (
         "" if looked_at == train.token_count else f", of which {looked_at:,} tokens were searched"
     )
     return numbers.passed(
-        f"no held-out document is trained on; {share:.1%} of held-out stretches of {WINDOW} tokens "
-        f"are in the training text{searched}"
+        f"no held-out document is trained on, {near} of {compared} nearly; {share:.1%} of held-out stretches "
+        f"of {WINDOW} tokens are in the training text{searched}"
     )
 
 
@@ -171,8 +216,8 @@ def _digests(stream: TokenStream, wanted: NDArray[np.bool_]) -> Iterator[bytes]:
 
 def shared_windows(
     train: NDArray[np.generic], held: NDArray[np.generic], window: int = WINDOW
-) -> tuple[int, int]:
-    """Return how many windows of `held` occur anywhere in `train`, and the number of windows.
+) -> tuple[Int64Array, NDArray[np.bool_]]:
+    """Return where windows of `held` begin, and whether each occurs anywhere in `train`.
 
     Windows start at every quarter of a window. They are compared by a rolling hash: with r(t) a random
     64-bit number for token t and an odd base b, h(i) = b^-i * sum_{j < window} r(t_{i+j}) b^{i+j},
@@ -182,7 +227,7 @@ def shared_windows(
     if len(starts) > MOST_WINDOWS:
         starts = starts[np.linspace(0, len(starts) - 1, MOST_WINDOWS).astype(np.int64)]
     if len(starts) == 0 or len(train) < window:
-        return 0, len(starts)
+        return starts, np.zeros(len(starts), dtype=bool)
     # Only those windows: hashes of all places of a large corpus take 50 bytes for each token.
     powers = np.full(window, _BASE, dtype=np.uint64)
     powers[0] = 1
@@ -200,7 +245,25 @@ def shared_windows(
         here = _rolling(train[first : first + step + window - 1], window)
         places = np.minimum(np.searchsorted(wanted, here), len(wanted) - 1)
         found[places[wanted[places] == here]] = True
-    return int(found[np.searchsorted(wanted, hashes)].sum()), len(starts)
+    return starts, found[np.searchsorted(wanted, hashes)]
+
+
+def _near_copies(
+    held: TokenStream, starts: Int64Array, found: NDArray[np.bool_]
+) -> tuple[int, int]:
+    """Return of how many held-out documents nearly every window occurs in the training text, and how many documents
+    have enough windows to tell."""
+    begins = held.starts
+    if held.padding is not None:
+        # `_texts` left padding out.
+        lengths = np.where(held.padding, 0, held.lengths)
+        begins = np.concatenate([[0], np.cumsum(lengths)])
+    document = np.searchsorted(begins, starts, side="right") - 1
+    inside = starts + WINDOW <= begins[document + 1]
+    windows = np.bincount(document[inside], minlength=len(begins))
+    copied = np.bincount(document[inside], weights=found[inside], minlength=len(begins))
+    enough = windows >= LEAST_WINDOWS
+    return int((copied[enough] >= NEAR_SHARE * windows[enough]).sum()), int(enough.sum())
 
 
 _BASE = 0x9E3779B97F4A7C15

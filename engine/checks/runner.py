@@ -35,6 +35,7 @@ from engine.checks.context import Context
 from engine.checks.data import (
     SplitDisjoint,
     batch_not_degenerate,
+    end_is_learnt,
     padding_not_trained,
 )
 from engine.checks.forward import (
@@ -79,6 +80,7 @@ AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "vocabulary_by_bytes": vocabulary_by_bytes,
     "batch_not_degenerate": batch_not_degenerate,
     "padding_not_trained": padding_not_trained,
+    "end_is_learnt": end_is_learnt,
     "effective_settings": effective_settings,
     "resume_continues": resume_continues,
     "weights_alive": weights_alive,

@@ -5,6 +5,7 @@
     engine drill --all --json
     engine drill --all --out drills         keep the table there, and the runs of failed drills
     engine drill --healthy --seeds 20       runs without a defect: none may be diagnosed
+    engine drill --healthy --resumes 5      the same, each stopped and resumed five times
 
 Each drill is a supervised run of a few seconds in its own process and folder; drills that need a
 GPU, or a cgroup with a memory limit, report UNKNOWN where there is none.
@@ -45,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--list", "list the drills, start nothing")
     add_flag(parser, "--healthy", "runs without a defect instead")
     add_number(parser, "--seeds", limits.ROUNDS, "of healthy runs: 0 to N - 1 (3)", metavar="N")
+    add_number(
+        parser,
+        "--resumes",
+        limits.ROUNDS,
+        "stop and resume each healthy run N times (0)",
+        metavar="N",
+        default=0,
+    )
     add_choice(
         parser, "--device", ("cpu", "cuda"), "cpu", "device for drills that do not need a GPU (cpu)"
     )
@@ -63,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--keep needs --out, where the run folders are")
     if arguments.seeds is not None and (not arguments.healthy or arguments.seeds < 1):
         raise UsageError("--seeds N, at least 1, belongs to --healthy")
+    if arguments.resumes and not arguments.healthy:
+        raise UsageError("--resumes belongs to --healthy")
     if arguments.list:
         return _list(DRILLS, as_json=arguments.json)
     with _folder(arguments.out) as folder:
@@ -133,7 +144,7 @@ def _healthy(arguments: argparse.Namespace, folder: Path) -> int:
     _refuse_taken(folder, [f"healthy-{seed}" for seed in seeds])
     results = []
     for seed in seeds:
-        done = healthy_run(seed, folder, device=arguments.device)
+        done = healthy_run(seed, folder, device=arguments.device, resumes=arguments.resumes)
         results.append(done)
         say(f"{done.verdict.level.name:7}  seed {seed}: {done.verdict.reason}")
         if not done.spoke and not arguments.keep:

@@ -96,7 +96,7 @@ def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float |
     if drill.act == "resume":
         start(new, run.run)
         if run.wait(lambda view: view.last_step >= BEGUN_STEPS, LIMIT_S):
-            _stop(run)
+            run.stop()
         start(["--resume", str(run.run.path)], run.run, plant=plant)
         run.wait(lambda view: view.sessions == 2, LIMIT_S)
     else:
@@ -109,14 +109,6 @@ def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float |
         # A run whose defect is named ends by itself; one that hangs does not.
         run.wait(lambda view: view.exit is not None, ENDING_S)
     return effect_unix_s
-
-
-def _stop(run: Attended) -> None:
-    from engine.watch.start_and_stop import stop
-
-    stop(run.run)
-    run.wait(lambda view: view.exit is not None, LIMIT_S)
-    run.wait(lambda _: False, 5.0)
 
 
 def judged(

@@ -83,6 +83,15 @@ def padding_trained() -> AbstractContextManager[None]:
     return _rows(spoil)
 
 
+def ends_masked() -> AbstractContextManager[None]:
+    def spoil(batch: Batch) -> Batch:
+        # The demo's tokenizer, as many others, has its end of text first.
+        labels_BT = np.where(batch.labels_BT == 0, IGNORED, batch.labels_BT)
+        return dataclasses.replace(batch, labels_BT=labels_BT)
+
+    return _rows(spoil)
+
+
 # The loss and the update
 
 

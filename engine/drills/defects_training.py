@@ -124,6 +124,13 @@ DEFECTS: tuple[Defect, ...] = (
         "optipfair #34: padding trained as text",
     ),
     _defect(
+        "ends_masked",
+        STEPS,
+        "end_is_learnt",
+        "the token that ends a text is masked in the labels, as padding is",
+        "pad_token = eos_token with a collator that masks by id: models that never stop",
+    ),
+    _defect(
         "t_squared_missing",
         STEPS,
         "step_gradients",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.drills.naming import names_of
 from engine.drills.runs import Attended, start, write_spec
 from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from engine.verdict import Level, Verdict
 from engine.watch.replay import diagnose
 from engine.watch.rules.rule import read_settings
@@ -37,8 +39,8 @@ class Healthy:
     cost_s: float
 
 
-def healthy_run(seed: int, folder: Path, *, device: str) -> Healthy:
-    """Run without a defect in `folder`/healthy-SEED, and judge the alarms."""
+def healthy_run(seed: int, folder: Path, *, device: str, resumes: int = 0) -> Healthy:
+    """Run without a defect in `folder`/healthy-SEED, stopped and resumed `resumes` times, and judge the alarms."""
     begun_s = time.monotonic()
     name = f"healthy-{seed}"
     sets = {"train.seed": seed, "train.steps": STEPS, "eval.every": 20, "checkpoint.every": 30}
@@ -46,6 +48,12 @@ def healthy_run(seed: int, folder: Path, *, device: str) -> Healthy:
     run = Attended(RunFolder(folder / name))
     try:
         start([str(spec), "--out", str(run.run.path)], run.run)
+        for session in range(1, resumes + 1):
+            step = session * STEPS // (resumes + 1)
+            run.wait(partial(_has_done, session, step), LIMIT_S)
+            run.stop()
+            start(["--resume", str(run.run.path)], run.run)
+        run.wait(partial(_has_done, resumes + 1, STEPS), LIMIT_S)
         run.wait(lambda view: view.exit is not None, LIMIT_S)
     finally:
         run.end()
@@ -67,3 +75,7 @@ def healthy_run(seed: int, folder: Path, *, device: str) -> Healthy:
         judged=len(replayed.judged),
         cost_s=time.monotonic() - begun_s,
     )
+
+
+def _has_done(session: int, step: int, view: RunView) -> bool:
+    return view.sessions == session and view.last_step >= step

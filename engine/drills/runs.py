@@ -51,6 +51,7 @@ COMMON: Mapping[str, Any] = {
 }
 POLL_S = 0.02
 END_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 90.0
 
 
 def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
@@ -155,6 +156,14 @@ class Attended:
         at_unix_s = time.time()
         os.kill(pid, signal.SIGKILL)
         return at_unix_s
+
+    def stop(self) -> None:
+        """Ask the trainer to stop, and wait until nothing of the run is left."""
+        from engine.watch.start_and_stop import stop
+
+        stop(self.run)
+        self.wait(lambda view: view.exit is not None, STOP_DEADLINE_S)
+        self.wait(lambda _: False, END_DEADLINE_S)
 
     def end(self) -> None:
         """Kill what is left of the run and read its last lines."""

@@ -22,7 +22,7 @@ from engine.checks.catalogue import ABOUT
 from engine.checks.check import Answer
 from engine.checks.checkpoint import random_states
 from engine.checks.context import Context, Memory, Resumed
-from engine.checks.data import shared_windows, split_disjoint
+from engine.checks.data import end_is_learnt, shared_windows, split_disjoint
 from engine.checks.forward import ROUNDING, plain_logits
 from engine.checks.logits import few_rows
 from engine.checks.runner import AT_ONCE
@@ -93,6 +93,24 @@ def test_held_out_text_inside_another_document_is_found(world: World) -> None:
     assert found.numbers["shared_windows"] >= found.numbers["windows"] - 4
 
 
+def test_held_out_documents_that_are_trained_on_with_few_changes_are_found(world: World) -> None:
+    looked_at = make_run(world).context
+    assert split_disjoint(looked_at).numbers["near_copies"] == 0
+    held = world.heldout
+    copies = held.tokens.copy()
+    # Every document: the first tokens are others, and one in 400.
+    copies[held.starts[:-1]] += 1
+    copies[::400] += 1
+    for share, level in ((1.0, Level.FAIL), (0.1, Level.PASS)):
+        end = int(held.starts[int(share * (len(held.starts) - 1))])
+        tokens = np.concatenate([world.train.tokens, copies[:end]])
+        train = make_stream(tokens, np.append(world.train.starts, len(tokens)))
+        # Much other text, so that most of what is held out is not in the training text.
+        found = split_disjoint(dataclasses.replace(looked_at, train_stream=train))
+        assert found.verdict.level is level, found
+        assert found.numbers["copied_documents"] == 0
+
+
 @given(
     train=st.lists(st.integers(0, 2), min_size=1, max_size=60),
     held=st.lists(st.integers(0, 2), min_size=1, max_size=40),
@@ -103,9 +121,21 @@ def test_shared_windows_are_those_that_a_plain_search_finds(
 ) -> None:
     everywhere = {tuple(train[i : i + window]) for i in range(len(train) - window + 1)}
     starts = range(0, len(held) - window + 1, window // 4)
-    expected = sum(tuple(held[i : i + window]) in everywhere for i in starts)
+    expected = [tuple(held[i : i + window]) in everywhere for i in starts]
     arrays = (np.array(train, dtype=np.uint16), np.array(held, dtype=np.uint16))
-    assert shared_windows(*arrays, window) == (expected, len(starts))
+    begins, found = shared_windows(*arrays, window)
+    assert (begins.tolist(), found.tolist()) == (list(starts), expected)
+
+
+def test_ends_that_are_never_a_label_are_named(world: World) -> None:
+    looked_at = make_run(world).context
+    found = end_is_learnt(looked_at)
+    assert found.verdict.level is Level.PASS and found.numbers["labelled"] > 4
+    with defect("ends_masked").plant():
+        masked = end_is_learnt(make_run(world).context)
+    assert masked.verdict.level is Level.FAIL and "never a label" in str(masked.verdict)
+    nobody = dataclasses.replace(looked_at, tokenizers={"teacher": None})
+    assert end_is_learnt(nobody).verdict.level is Level.UNKNOWN
 
 
 def test_padding_without_labels_is_no_defect(world: World) -> None:

@@ -13,9 +13,11 @@ import pytest
 from engine.drills import carry, defects_process, healthy
 from engine.drills.carry import Drilled, carry_out
 from engine.drills.catalogue import DRILLS, Drill, drill
-from engine.drills.healthy import Healthy
+from engine.drills.healthy import Healthy, healthy_run
 from engine.drills.naming import CHECK, Naming
 from engine.drills.text import table
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
 from engine.verdict import Level, Verdict
 from tests.support.running import engine, engine_here, environment
 
@@ -124,7 +126,7 @@ def test_what_drills_found_is_printed_and_kept_and_the_runs_of_those_that_passed
 def test_what_was_said_of_healthy_runs_is_counted_and_their_folders_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(seed: int, folder: Path, *, device: str) -> Healthy:
+    def run(seed: int, folder: Path, *, device: str, resumes: int) -> Healthy:
         (folder / f"healthy-{seed}").mkdir()
         spoke = ("alert stalled",) if seed == 1 else ()
         verdict = Verdict(Level.FAIL if spoke else Level.PASS, ", ".join(spoke) or "nothing said")
@@ -158,6 +160,7 @@ def test_what_was_said_of_healthy_runs_is_counted_and_their_folders_are_kept(
         (("--all", "--healthy"), "one of NAME, --all"),
         (("deadlock", "--seeds", "2"), "belongs to --healthy"),
         (("deadlock", "--keep"), "--keep needs --out"),
+        (("deadlock", "--resumes", "2"), "belongs to --healthy"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(
@@ -199,3 +202,10 @@ def test_nothing_is_said_of_healthy_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["spoke"] == []
+
+
+@pytest.mark.soak
+def test_a_healthy_run_that_is_resumed_again_and_again_is_left_alone(tmp_path: Path) -> None:
+    found = healthy_run(7, tmp_path, device="cpu", resumes=3)
+    assert found.spoke == ()
+    assert Follower(RunFolder(tmp_path / "healthy-7")).read_all().sessions == 4

@@ -200,8 +200,9 @@ GAPS = (
             "step_labels",
             "student_shift",
             "padding_not_trained",
+            "end_is_learnt",
         ),
-        drills=("labels_unshifted", "labels_shifted_twice", "padding_trained"),
+        drills=("labels_unshifted", "labels_shifted_twice", "padding_trained", "ends_masked"),
     ),
     Failure(
         "G5",
