@@ -137,6 +137,10 @@ def end_is_learnt(context: Context) -> Answer:
 
 def split_disjoint(context: Context) -> Answer:
     train, held = context.train_stream, context.heldout_stream
+    if other := _other_rows(context):
+        return Numbers(other_rows=other).failed(
+            f"{other} of the rows that are evaluated are not rows of the held-out text"
+        )
     wanted = set(_digests(held, np.ones(len(held.lengths), dtype=bool)))
     # Only documents with the length of a held-out one can be copies of it.
     candidates = np.isin(train.lengths, held.lengths)
@@ -176,6 +180,17 @@ def split_disjoint(context: Context) -> Answer:
         f"no held-out document is trained on, {near} of {compared} nearly; {share:.1%} of held-out stretches "
         f"of {WINDOW} tokens are in the training text{searched}"
     )
+
+
+def _other_rows(context: Context) -> int:
+    """Return how many rows that are evaluated are not what the held-out text has in their place."""
+    length, tokens = context.spec.data.seq_len, context.heldout_stream.tokens
+    other = 0
+    for batch in context.heldout:
+        places_BT = batch.row_ids[:, None] * length + np.arange(length)
+        there_BT = tokens[np.minimum(places_BT, len(tokens) - 1)]
+        other += int((batch.tokens_BT != there_BT).any(1).sum())
+    return other
 
 
 class SplitDisjoint:

@@ -109,6 +109,13 @@ OTHERS: tuple[Defect, ...] = tuple(
             )
         ),
         (
+            "training_rows_evaluated",
+            "defects_rows",
+            "split_disjoint",
+            "the rows that are evaluated are rows of the training text",
+            "aprender #2252: an evaluation that reported 100 %; loaders that are given the wrong split",
+        ),
+        (
             "stored_rows_turned",
             "defects_store",
             "stored_outputs",
@@ -333,6 +340,7 @@ DRILLS: tuple[Drill, ...] = (
         Expected(kind=CHECK, id="step_rows"),
         sets={"train.steps": 200, "checkpoint.every": 0, "data.max_bytes": 40_000},
     ),
+    _other("training_rows_evaluated", Expected(kind=CHECK, id="split_disjoint")),
     *(
         _other(id, Expected(kind=CHECK, id="stored_outputs"), stored=True)
         for id in ("stored_rows_turned", "stored_outputs_scaled")

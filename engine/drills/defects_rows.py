@@ -7,6 +7,7 @@ spec prescribes, and every number that is logged of them is right.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +17,8 @@ import numpy as np
 from engine.data import batches
 from engine.data.batches import Batch, Batches
 from engine.drills.planting import replaced
+from engine.train import run
+from engine.train.data import Data
 from engine.train.loop import TrainingLoop
 
 LATE = 23
@@ -93,3 +96,18 @@ def epochs_alike() -> AbstractContextManager[None]:
         return lambda rows, seed, epoch: order(rows, seed, 0)
 
     return replaced(batches, "epoch_order", make)
+
+
+def training_rows_evaluated() -> AbstractContextManager[None]:
+    """The held-out rows are taken from the training text."""
+
+    def make(prepare: Callable[..., Data]) -> Callable[..., Data]:
+        def spoilt(*given: Any) -> Data:
+            data = prepare(*given)
+            length = data.heldout[0].tokens_BT.shape[1]
+            heldout = [batches.gather_rows(data.stream, length, b.row_ids) for b in data.heldout]
+            return dataclasses.replace(data, heldout=heldout)
+
+        return spoilt
+
+    return replaced(run, "prepare_data", make)

@@ -12,8 +12,9 @@ import json, sys
 print(*(d['id'] for d in json.load(sys.stdin) if any(n.startswith('check step_') for n in d['must_be_named_by'])))
 ") labels_unshifted labels_shifted_twice --out "$OUT/cpu-steps"
 python3 -m engine drill batch_met_again row_left_out row_altered labels_swapped heldout_row_trained epochs_alike stored_rows_turned \
-  stored_outputs_scaled ends_masked --out "$OUT/cpu-data"
+  stored_outputs_scaled ends_masked training_rows_evaluated --out "$OUT/cpu-data"
 python3 -m engine drill --healthy --seeds 20 --out "$OUT/healthy-cpu"
+python3 -m engine drill --healthy --seeds 5 --resumes 5 --out "$OUT/healthy-resumed-cpu"   # with four busy loops beside it
 python3 -m engine drill --device cuda --out "$OUT/h200" \
   host_operators cuda_wait kernel_key_deaf stale_body killed_from_outside memory_leak
 python3 -m engine drill --healthy --seeds 3 --device cuda --out "$OUT/healthy-h200"
