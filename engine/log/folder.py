@@ -3,6 +3,7 @@
 spec.toml       what was requested      events.jsonl device.jsonl watch.jsonl   the logs
 effective.json  after defaults          stderr.txt               what the processes printed
 receipt.json    at the end              checkpoints/ student/    what was produced
+                                        rows/                    what every step trained on, by content
 reserve         disk space that is released when the disk is full, so that the end can be logged
 """
 

@@ -113,7 +113,7 @@ class StepAudit(StepObserver):
         self, trainer: Trainer, spec: RunSpec, stream: TokenStream, teacher_decoder: Decoder | None
     ) -> None:
         self.trainer, self.spec = trainer, spec
-        self._prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
+        self.prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
         self._began_at, self._began_position = trainer.step, trainer.position
         self._first = trainer.step + 1
@@ -342,7 +342,7 @@ class StepAudit(StepObserver):
     def _wanted(self, step: int) -> Wanted:
         spec, trainer, train = self.spec, self.trainer, self.spec.train
         begun, ended = self._position(step - 1), self._position(step)
-        prescribed = self._prescribed
+        prescribed = self.prescribed
         length = spec.data.seq_len
         return Wanted(
             objective=reference.Objective(
@@ -387,7 +387,7 @@ class StepAudit(StepObserver):
             else None,
             teacher_hidden_NE=None if one.teacher_NE is None else one.teacher_NE.to(device),
             targets=targets,
-            corpus=self._prescribed.rows(self._prescribed.ids_at(begun + place * rows, rows)),
+            corpus=self.prescribed.rows(self.prescribed.ids_at(begun + place * rows, rows)),
         )
 
     def _position(self, step: int) -> int:
@@ -480,8 +480,8 @@ def _size(decoder: Decoder) -> int:
 def _whole_copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if any(is_shared(p) or not p.is_cuda for p in parameters.values()):
         return {name: _whole_copy(p) for name, p in parameters.items()}
-    # New pages of host memory are slower to get than a GPU is to fill them: several threads get them. Each thread has
-    # a stream of its own.
+    # New pages of host memory are slower to get than a GPU is to fill them: several threads get them. A thread copies
+    # on the default stream, which does not wait for the one that the weights are computed on.
     torch.cuda.current_stream().synchronize()
     with ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="copy") as pool:
         return dict(zip(parameters, pool.map(_whole_copy, parameters.values()), strict=True))

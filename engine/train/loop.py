@@ -174,7 +174,7 @@ class TrainingLoop:
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         trainer.student.train()
         audit = StepAudit(trainer, spec, self.data.stream, self.teacher_decoder)
-        rows = TrainedRows(self.keeper.folder, trainer, spec, self.data.stream, self.data.heldout)
+        rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
         launched: LaunchedStep | None = None
         rank_stops = False

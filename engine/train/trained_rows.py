@@ -22,7 +22,6 @@ from engine.audit.stages import STAGES
 from engine.checks.catalogue import skipped_ids
 from engine.checks.check import Answer, Numbers, Result, passed
 from engine.data.batches import IGNORED, Batch, Int64Array
-from engine.data.tokens import TokenStream
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import RowsWriter, path_of, read_rows, row_hash
@@ -41,13 +40,13 @@ class TrainedRows(StepObserver):
         run: RunFolder,
         trainer: Trainer,
         spec: RunSpec,
-        stream: TokenStream,
+        prescribed: PrescribedRows,
         heldout: list[Batch],
     ) -> None:
         """Of the steps of `trainer` from the next one on. Raises RunLogError and DiskFull."""
         ranks, step = trainer.ranks, trainer.step
         self._run, self._ranks, self._heldout, self._train = run, ranks, heldout, spec.train
-        self._prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
+        self._prescribed = prescribed
         self._skipped = "step_rows" in skipped_ids(spec.checks.skip)
         self._writer = RowsWriter(run, ranks.rank, ranks.world, step)
         self._hashes: dict[int, list[list[bytes]]] = {}

@@ -14,6 +14,7 @@ from engine.data.batches import Batch, Batches
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import path_of, read_rows
+from engine.train.prescribed_rows import PrescribedRows
 from engine.train.trained_rows import TrainedRows, hashes_of
 from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
 from tests.support.kit import Kit
@@ -25,8 +26,9 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def trained(run: Run, folder: Path, steps: int) -> Iterator[tuple[StepDone, list[Result]]]:
-    heldout = run.context.heldout
-    rows = TrainedRows(RunFolder(folder), run.trainer, run.spec, run.stream, list(heldout))
+    heldout = list(run.context.heldout)
+    prescribed = PrescribedRows(run.stream, SEQ_LEN, run.spec.train.seed)
+    rows = TrainedRows(RunFolder(folder), run.trainer, run.spec, prescribed, heldout)
     for _, step in zip(range(steps), run.trainer.steps(), strict=False):
         step = rows.record(step)
         yield step, list(rows.after(step))
