@@ -6,6 +6,8 @@ from the record of one step to that of the next.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from engine.log.events import OUTSIDE
 from engine.units import format_seconds
 from engine.watch.rules.rule import WARNING, CannotJudge, Case, Symptom, median, rule
@@ -29,6 +31,31 @@ LEAST_STEP_S = 0.005
 """Shorter steps vary with the operating system's scheduling."""
 
 
+class _Lost(NamedTuple):
+    """What a part takes of the newest steps."""
+
+    rows: range
+    steps: int
+    """Steps that have both numbers."""
+    share: float
+    seconds: float
+    least_s: float
+
+
+def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
+    """Return what the column `part` takes of the column `whole`; None below the share `least`, or where it is too few
+    seconds to be worth fixing."""
+    rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
+    times = case.pairs(part, whole, rows)
+    seconds, of = sum(p for p, _ in times), sum(w for _, w in times)
+    share = seconds / of if of > 0 else 0.0
+    usual = median([p / w for p, w in times if w > 0] or [0.0])
+    least_s = DATA_LEAST_S if usual >= least else DATA_BURST_S
+    if share < least or seconds < least_s:
+        return None
+    return _Lost(rows, len(times), share, seconds, least_s)
+
+
 @rule(
     WARNING,
     asks="Do steps wait for data?",
@@ -37,21 +64,16 @@ LEAST_STEP_S = 0.005
     f"{DATA_BURST_S:g} s where most steps do not wait",
 )
 def data_wait(case: Case) -> Symptom | None:
-    rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
-    times = case.pairs("data_s", "step_s", rows)
-    waited, whole = sum(d for d, _ in times), sum(s for _, s in times)
-    share = waited / whole if whole > 0 else 0.0
-    usual = median([d / s for d, s in times if s > 0] or [0.0])
-    least_s = DATA_LEAST_S if usual >= DATA_SHARE else DATA_BURST_S
-    if share < DATA_SHARE or waited < least_s:
+    found = _lost(case, "data_s", "step_s", DATA_SHARE)
+    if found is None:
         return None
     return Symptom(
-        f"{100 * share:.0f} % of the step time is waiting for data",
+        f"{100 * found.share:.0f} % of the step time is waiting for data",
         [
-            ("data_s / step_s", share, f"at least {DATA_SHARE:g}"),
-            ("seconds waited", waited, f"at least {least_s:g} in {len(times)} steps"),
+            ("data_s / step_s", found.share, f"at least {DATA_SHARE:g}"),
+            ("seconds waited", found.seconds, f"at least {found.least_s:g} in {found.steps} steps"),
         ],
-        case.span(rows),
+        case.span(found.rows),
         meaning="the next batch is not ready when the step begins: reading, tokenizing or packing is too slow",
         no_flip="nothing to flip: look at what reads and prepares the data, and what else reads from that disk",
     )
@@ -61,32 +83,30 @@ def data_wait(case: Case) -> Symptom | None:
     WARNING,
     asks="Is the time between two steps spent on training?",
     reads=("outside_s", "wall_s"),
-    threshold=f"more than {OUTSIDE_SHARE:.0%} of the time of {DATA_STEPS} steps in observers, the log or nothing, "
+    threshold=f"{OUTSIDE_SHARE:.0%} of the time of {DATA_STEPS} steps or more in observers, the log or nothing, "
     f"and {DATA_LEAST_S:g} s; {DATA_BURST_S:g} s where it is not so of most steps",
 )
 def unaccounted(case: Case) -> Symptom | None:
-    rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
-    times = case.pairs("outside_s", "wall_s", rows)
-    outside, whole = sum(o for o, _ in times), sum(w for _, w in times)
-    share = outside / whole if whole > 0 else 0.0
-    usual = median([o / w for o, w in times if w > 0] or [0.0])
-    if share <= OUTSIDE_SHARE:
-        return None
-    if outside < (DATA_LEAST_S if usual > OUTSIDE_SHARE else DATA_BURST_S):
+    found = _lost(case, "outside_s", "wall_s", OUTSIDE_SHARE)
+    if found is None:
         return None
     parts = {part: case.view.host_s.get(part) or 0.0 for part in OUTSIDE}
     most = max(parts, key=lambda part: parts[part])
     return Symptom(
-        f"{100 * share:.0f} % of the time between steps is in no phase of training, lately most in: {most}",
+        f"{100 * found.share:.0f} % of the time between steps is in no phase of training, lately most in: {most}",
         [
-            ("outside_s / wall_s", share, f"at most {OUTSIDE_SHARE:.2g}"),
-            ("seconds outside", outside, f"at least {DATA_LEAST_S:g} in {len(times)} steps"),
+            ("outside_s / wall_s", found.share, f"at least {OUTSIDE_SHARE:.2g}"),
+            (
+                "seconds outside",
+                found.seconds,
+                f"at least {found.least_s:g} in {found.steps} steps",
+            ),
             *(
                 (f"seconds in: {part}", spent, "of the newest step")
                 for part, spent in parts.items()
             ),
         ],
-        case.span(rows),
+        case.span(found.rows),
         meaning="training waits for what watches it: something is done at each step, or the log's disk is slow",
         no_flip="nothing to flip: look at what is called after a step, and at the disk of the run folder",
     )
