@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resumes",
         limits.ROUNDS,
         "stop and resume each healthy run N times (0)",
+        least=1,
         metavar="N",
         default=0,
     )

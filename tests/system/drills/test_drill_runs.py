@@ -161,6 +161,7 @@ def test_what_was_said_of_healthy_runs_is_counted_and_their_folders_are_kept(
         (("deadlock", "--seeds", "2"), "belongs to --healthy"),
         (("deadlock", "--keep"), "--keep needs --out"),
         (("deadlock", "--resumes", "2"), "belongs to --healthy"),
+        (("--healthy", "--resumes", "-1"), "--resumes"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(
