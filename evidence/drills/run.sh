@@ -18,3 +18,5 @@ python3 -m engine drill --healthy --seeds 5 --resumes 5 --out "$OUT/healthy-resu
 python3 -m engine drill --device cuda --out "$OUT/h200" \
   host_operators cuda_wait kernel_key_deaf stale_body killed_from_outside memory_leak
 python3 -m engine drill --healthy --seeds 3 --device cuda --out "$OUT/healthy-h200"
+# The drills of cpu-data, cpu-files and cpu-pace on one H100: the same names with --device cuda.
+python3 -m engine drill --healthy --seeds 3 --resumes 3 --device cuda --out "$OUT/healthy-resumed-h100"
