@@ -44,6 +44,10 @@ JSON_DEPTH = Limit(what="nesting of lists and tables in JSON", most=64, unit="le
 RUN_FILE = Limit(
     what="a small file of a run: effective.json, receipt.json", most=4 * MIB, unit="bytes"
 )
+NOTES_FILE = Limit(what="the tags and the note of a run", most=64 * KIB, unit="bytes")
+TAGS = Limit(what="tags of a run", most=16, unit="words")
+TAG = Limit(what="a tag of a run", most=32, unit="characters")
+NOTE = Limit(what="the note of a run", most=1000, unit="characters")
 
 # Specs and --set.
 SPEC_FILE = Limit(what="a spec", most=256 * KIB, unit="bytes")

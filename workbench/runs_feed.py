@@ -13,18 +13,33 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from engine.errors import RunLogError
-from engine.log.folder import RunFolder, is_run
+from engine.log.filters import Subject
+from engine.log.folder import RunFolder, is_run, settings_of
 from engine.log.follow import Follower
-from engine.log.text import has_ended
+from engine.log.notes import NAME, Notes, read_notes
+from engine.log.read import Liveness
+from engine.log.table import Table
+from engine.log.text import (
+    alert_lines,
+    has_ended,
+    one_line,
+    reason_text,
+    result_lines,
+    status_text,
+)
 from engine.log.view import RunView
 from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, not_read
 
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
 LOOKS = 200
+CURVE_POINTS = 12
+ALERTS_TOLD = 6
+"""So many alerts of a run are told in full in a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +64,33 @@ class RunRow:
     """Whether a process of it exists."""
     alerts: tuple[tuple[str, str], ...] = ()
     """Severity and id of each active alert, errors first."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Each setting by section.key; empty where they cannot be read."""
+    teacher: str = ""
+    student: str = ""
+    """Short names of the models."""
+    reason: str = ""
+    """Why it failed, or what is wrong with it, in one sentence."""
+    curve: tuple[float | None, ...] = ()
+    """The loss in at most CURVE_POINTS equal parts of the run; None where a part has a value that is not finite."""
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    words: tuple[str, ...] = ()
+    """What there is to know of it at a glance: its state in a sentence, its results, its alerts."""
+
+    @property
+    def subject(self) -> Subject:
+        """What a filter knows of it."""
+        alerts = (f"{severity} {name}" for severity, name in self.alerts)
+        models = (self.teacher, self.student)
+        words = (self.name, self.state, *alerts, *self.tags, self.note, self.reason, *models)
+        measured = {"loss": self.loss, "held-out": self.heldout, "step": self.last_step}
+        return Subject(
+            state=self.state,
+            tags=self.tags,
+            values={**self.settings, **measured},
+            words=" ".join([*words, self.error or ""]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +112,15 @@ class _Found:
     run: RunFolder
     name: str
     made_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What lies beside the logs of a run, as of the times of its files."""
+
+    times: tuple[int, int]
+    settings: Mapping[str, object]
+    notes: Notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +150,14 @@ def _sizes(folder: str) -> tuple[int, ...]:
         except FileNotFoundError:
             sizes.append(-1)
     return tuple(sizes)
+
+
+def _noted_ns(folder: str) -> int:
+    """Return when the notes of a run were written; -1 where there are none."""
+    try:
+        return os.stat(f"{folder}/{NAME}").st_mtime_ns
+    except OSError:
+        return -1
 
 
 def _newest_first(found: Iterable[_Found]) -> list[_Found]:
@@ -152,6 +211,8 @@ class RunsFeed:
         self._wall, self._budget_s = wall, budget_s
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
+        self._beside: dict[str, _Beside] = {}
+        self._asked: set[str] = set()
         self._real: dict[Path, str] = {}
         self._turn = 0
 
@@ -175,8 +236,16 @@ class RunsFeed:
             behind=any(row.state == READING for row in rows),
         )
 
+    def look_at(self, run: Path) -> None:
+        """Examine a run at the next poll, even an ended one; called from any thread."""
+        self._asked.add(os.path.realpath(run))
+
     def _due(self) -> set[str]:
         """Return the ended runs to examine at this poll."""
+        asked, self._asked = self._asked, set()
+        return asked | self._next_in_turn()
+
+    def _next_in_turn(self) -> set[str]:
         ended = list(self._ended)
         begin = self._turn if self._turn < len(ended) else 0
         self._turn = begin + LOOKS
@@ -209,6 +278,7 @@ class RunsFeed:
     def _forget_all_but(self, runs: dict[str, _Found]) -> None:
         self._followers = {key: f for key, f in self._followers.items() if key in runs}
         self._ended = {key: e for key, e in self._ended.items() if key in runs}
+        self._beside = {key: b for key, b in self._beside.items() if key in runs}
         self._real = {path: key for path, key in self._real.items() if key in runs}
 
     def _row(self, key: str, found: _Found, now_unix_s: float, until_s: float) -> RunRow:
@@ -216,8 +286,11 @@ class RunsFeed:
             sizes = _sizes(key)
         except OSError as problem:
             return _row_of(found, RunView(), UNREADABLE, None, not_read(found.run, problem))
-        ended = self._ended.get(key)
+        ended, beside = self._ended.get(key), self._read_beside(key, found)
         if ended is not None and (ended.sizes, ended.found.made_ns) == (sizes, found.made_ns):
+            if (ended.row.tags, ended.row.note) != (beside.notes.tags, beside.notes.text):
+                row = replace(ended.row, tags=beside.notes.tags, note=beside.notes.text)
+                self._ended[key] = replace(ended, row=row)
             return self._old_row(key, now_unix_s)
         follower = self._followers.get(key)
         if follower is None:
@@ -228,7 +301,7 @@ class RunsFeed:
         is_alive = alive.trainer or alive.supervisor
         made_unix_s = found.made_ns / 1e9
         began_unix_s = made_unix_s if view.first_unix_s is None else view.first_unix_s
-        row = _row_of(found, view, state, now_unix_s - began_unix_s, error, alive=is_alive)
+        row = _row_of(found, view, state, now_unix_s - began_unix_s, error, beside, alive=alive)
         is_over = state == UNREADABLE or (state != READING and has_ended(state))
         if is_over and not is_alive:
             self._ended[key] = _Ended(found, sizes, row, began_unix_s)
@@ -236,6 +309,20 @@ class RunsFeed:
         else:
             self._ended.pop(key, None)
         return row
+
+    def _read_beside(self, key: str, found: _Found) -> _Beside:
+        """Return the settings and the notes of a run, read again when their files have changed."""
+        times, before = (found.made_ns, _noted_ns(key)), self._beside.get(key)
+        if before is not None and before.times == times:
+            return before
+        is_known = before is not None and before.times[0] == times[0]
+        settings = before.settings if before and is_known else settings_of(found.run)
+        try:
+            notes = read_notes(found.run)
+        except RunLogError as problem:
+            notes = Notes(text=one_line(problem.message))
+        self._beside[key] = _Beside(times, settings, notes)
+        return self._beside[key]
 
     def _read(self, follower: Follower, until_s: float) -> tuple[str, str | None]:
         """Return state and error after reading what is new, as far as the time allows."""
@@ -256,11 +343,15 @@ def _row_of(
     state: str,
     age_s: float | None,
     error: str | None,
+    beside: _Beside | None = None,
     *,
-    alive: bool = False,
+    alive: Liveness | None = None,
 ) -> RunRow:
     student = view.eval_of("student")
     alerts = [(alert.severity, name) for name, alert in view.alerts.items()]
+    settings = {} if beside is None else beside.settings
+    notes = Notes() if beside is None else beside.notes
+    known = state not in (UNREADABLE, READING)
     return RunRow(
         path=found.run.path,
         name=found.name,
@@ -273,7 +364,60 @@ def _row_of(
         age_s=age_s,
         error=error,
         left_s=None if has_ended(state) or state == UNREADABLE else view.eta_s(),
-        alive=alive,
+        alive=alive is not None and (alive.trainer or alive.supervisor),
         # `error` sorts before `warning`, so alphabetical order puts the worst first.
         alerts=tuple(sorted(alerts)),
+        settings=settings,
+        teacher=model_name(settings.get("teacher.path")),
+        student=model_name(settings.get("student.path")),
+        reason=reason_text(view, state) if known else one_line(error or ""),
+        curve=curve_of(view.steps),
+        tags=notes.tags,
+        note=notes.text,
+        words=_words_of(view, alive) if known and alive is not None else (),
     )
+
+
+def _words_of(view: RunView, alive: Liveness) -> tuple[str, ...]:
+    """Return what there is to know of a run at a glance."""
+    newest = list(view.alerts.values())[-ALERTS_TOLD:]
+    checks = [
+        one_line(f"check {check.id} failed: {check.reason}")
+        for check in view.checks.values()
+        if check.level == "fail"
+    ]
+    return (
+        *status_text(view, alive).split(" | "),
+        *checks,
+        *result_lines(view),
+        *(line for alert in newest for line in alert_lines(alert)),
+    )
+
+
+def curve_of(steps: Table) -> tuple[float | None, ...]:
+    """Return the loss in equal parts of the steps so far, each as the middle of its range."""
+    parts = min(CURVE_POINTS, len(steps))
+    edges = [len(steps) * part // parts for part in range(parts + 1)] if parts else []
+    ranges = [steps.range("loss", begin, end) for begin, end in pairwise(edges)]
+    return tuple(
+        None if r.non_finite or r.low is None or r.high is None else (r.low + r.high) / 2
+        for r in ranges
+    )
+
+
+PLAIN_NAMES = frozenset({"student", "model", "snapshots"})
+"""Names of files and folders that tell one model from another less than the folder around them."""
+
+
+def model_name(path: object) -> str:
+    """Return the short name of a model from its path: without folders and suffix, of a run's student the run's."""
+    if not isinstance(path, str) or not path:
+        return ""
+    parts = Path(path).parts
+    for part in parts:
+        if part.startswith("models--"):
+            # A folder of the hub's cache: models--ORG--NAME/snapshots/REVISION.
+            return part.rpartition("--")[2]
+    kept = [part for part in parts if Path(part).stem not in PLAIN_NAMES] or list(parts)
+    last = kept[-1]
+    return last.rpartition(".")[0] if last.endswith((".gguf", ".apr", ".safetensors")) else last

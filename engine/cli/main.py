@@ -86,6 +86,7 @@ COMMANDS = (
         checks.checks,
     ),
     Command("runs", "list runs: state, progress, losses", runs.add_runs_arguments, runs.list_runs),
+    Command("tag", "tag a run, or note something beside it", runs.add_tag_arguments, runs.tag),
     Command("stop", "ask a run to save and stop", runs.add_stop_arguments, runs.stop_run),
     # Testing a suspicion, and keeping what was learnt.
     Command("flip", flip.HELP, flip.add_arguments, flip.run),
@@ -148,6 +149,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("list", "ls", "ps"), "runs"),
     **dict.fromkeys(("log", "logs", "status", "show"), "tail"),
     **dict.fromkeys(("kill", "cancel"), "stop"),
+    **dict.fromkeys(("note", "label", "annotate"), "tag"),
     **dict.fromkeys(("settings", "config", "options"), "spec"),
     **dict.fromkeys(("info", "describe"), "inspect"),
     **dict.fromkeys(("export", "quantize", "quantise"), "convert"),

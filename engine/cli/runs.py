@@ -1,4 +1,4 @@
-"""Runs: list them, print what one has logged, ask one to stop."""
+"""Runs: list them, tag them, print what one has logged, ask one to stop."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from engine.cli.arguments import (
     add_flag,
     add_json,
     add_path,
+    add_repeated,
     add_run,
     whole,
 )
 from engine.terminal import clipped, put, put_json, say
 
 if TYPE_CHECKING:
+    from engine.log.filters import Subject
     from engine.log.folder import RunFolder
+    from engine.log.follow import Follower
+    from engine.log.notes import Notes
 
 POLL_S = 0.25
 SECTION_LINES = 500
@@ -32,22 +36,34 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(
         parser, "folder", None, "folder of run folders (runs)", nargs="?", default=Path("runs")
     )
+    parser.add_argument(
+        "--filter",
+        metavar="TERMS",
+        default="",
+        help="only runs for which all terms hold: a word, /regex/, state:WORD, tag:WORD, lr>0.001",
+    )
     add_json(parser, "print one JSON list")
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """List the runs in a folder, newest first.
 
-    engine runs                the runs in ./runs
-    engine runs DIR --json     as one JSON list
+    engine runs                                  the runs in ./runs
+    engine runs DIR --json                       as one JSON list
+    engine runs --filter 'lr>0.001 state:failed' the runs for which all terms hold; a setting by its short
+                                                 name or as section.key, compared by > < >= <= = !=
     """
     from engine.errors import RunLogError
-    from engine.log.folder import find_runs
+    from engine.log.filters import parse_filter
+    from engine.log.folder import find_runs, settings_of
     from engine.log.follow import Follower
     from engine.log.text import status_text
 
+    found = find_runs(arguments.folder)
+    settings = {run.path: settings_of(run) for run in found} if arguments.filter else {}
+    wanted = parse_filter(arguments.filter, {key for one in settings.values() for key in one})
     rows: list[tuple[RunFolder, Follower | None, str]] = []
-    for folder in find_runs(arguments.folder):
+    for folder in found:
         follower = Follower(folder)
         try:
             follower.read_all()
@@ -56,6 +72,12 @@ def list_runs(arguments: argparse.Namespace) -> int:
             rows.append((folder, None, error.message))
             continue
         rows.append((folder, follower, status_text(follower.view, follower.alive)))
+    if wanted.terms:
+        rows = [
+            (run, follower, text)
+            for run, follower, text in rows
+            if wanted.matches(_subject(run, follower, settings[run.path], text))
+        ]
     if arguments.json:
         put_json(
             [
@@ -64,13 +86,84 @@ def list_runs(arguments: argparse.Namespace) -> int:
             ]
         )
         return 0
-    if not rows:
+    if found and not rows:
+        say(f"none of the {len(found)} runs in {arguments.folder} matches {arguments.filter!r}")
+    elif not rows:
         say(
             f"no runs in {arguments.folder}; start one with `engine distill SPEC.toml` or `make demo`"
         )
     width = max((len(folder.name) for folder, _, _ in rows), default=0)
     for folder, _, text in rows:
-        put(f"{folder.name:{width}}  {text}")
+        notes = " ".join(f"[{tag}]" for tag in _notes_of(folder).tags)
+        put(f"{folder.name:{width}}  {text}{' ' if notes else ''}{notes}")
+    return 0
+
+
+def _notes_of(run: RunFolder) -> Notes:
+    """Return the tags and the note of a run; a broken file of them must not hide the run."""
+    from engine.errors import RunLogError
+    from engine.log.notes import Notes, read_notes
+
+    try:
+        return read_notes(run)
+    except RunLogError:
+        return Notes()
+
+
+def _subject(
+    run: RunFolder, follower: Follower | None, settings: dict[str, object], text: str
+) -> Subject:
+    """Return what a filter knows of a run; one that cannot be read has the state `unreadable`."""
+    from engine.log.filters import Subject
+    from engine.log.text import reason_text
+
+    notes, values, words = _notes_of(run), dict(settings), [run.name, text]
+    state = "unreadable"
+    if follower is not None:
+        view, state = follower.view, follower.state
+        student = view.eval_of("student")
+        heldout = student.loss if student else None
+        values |= {"loss": view.steps.last("loss"), "held-out": heldout, "step": view.last_step}
+        words.append(reason_text(view, state))
+    return Subject(
+        state=state,
+        tags=notes.tags,
+        values=values,
+        words=" ".join([*words, state, *notes.tags, notes.text]),
+    )
+
+
+def add_tag_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("tags", nargs="*", metavar="TAG", help="words to add")
+    add_repeated(parser, "--remove", "TAG", "remove a tag; may be repeated")
+    parser.add_argument("--note", metavar="TEXT", help="replace the note; '' removes it")
+    add_json(parser)
+
+
+def tag(arguments: argparse.Namespace) -> int:
+    """Add tags and a note to a run, remove tags, or print what there is.
+
+    engine tag RUN                           print its tags and its note
+    engine tag RUN baseline good             add two tags
+    engine tag RUN --remove good             remove one
+    engine tag RUN --note "lr was too high"  replace the note
+
+    They are kept in notes.json of the run folder; `engine runs --filter tag:baseline` lists the runs with a tag.
+    """
+    from engine.log.folder import open_run
+    from engine.log.notes import change_notes, read_notes
+
+    run = open_run(arguments.run)
+    if arguments.tags or arguments.remove or arguments.note is not None:
+        notes = change_notes(run, add=arguments.tags, remove=arguments.remove, note=arguments.note)
+    else:
+        notes = read_notes(run)
+    if arguments.json:
+        put_json({"run": str(run.path), "tags": list(notes.tags), "note": notes.text})
+        return 0
+    put(f"tags  {' '.join(notes.tags) or 'none'}")
+    put(f"note  {notes.text or 'none'}")
     return 0
 
 
@@ -232,14 +325,17 @@ def line_as_json(line: Any) -> dict[str, Any]:
 
 def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
     """Return a run as one JSON value; `fault` is what kept its logs from being read to their ends."""
-    from engine.log.text import share_of_peak, start_parts
+    from engine.log.text import reason_text, share_of_peak, start_parts
 
-    view = follower.view
+    view, notes = follower.view, _notes_of(follower.run)
     last = len(view.steps) - 1
     return {
         "run": str(follower.run.path),
         "fault": None if fault is None else fault.message,
         "state": follower.state,
+        "reason": reason_text(view, follower.state),
+        "tags": list(notes.tags),
+        "note": notes.text,
         "step": view.last_step,
         "total_steps": view.total_steps,
         "batch_of_pass": view.batch,

@@ -3,7 +3,7 @@
 spec.toml       what was requested      events.jsonl device.jsonl watch.jsonl   the logs
 effective.json  after defaults          stderr.txt               what the processes printed
 receipt.json    at the end              checkpoints/ student/    what was produced
-                                        rows/                    what every step trained on, by content
+notes.json      tags and a note         rows/                    what every step trained on, by content
 reserve         disk space that is released when the disk is full, so that the end can be logged
 """
 
@@ -181,6 +181,17 @@ def must_have_settings(run: RunFolder) -> None:
             "a command that is watched, whose settings are its own",
             hint=f"change the command and watch it again: engine watch -- {command.line}",
         )
+
+
+def settings_of(run: RunFolder) -> dict[str, object]:
+    """Return each setting of a run by section.key, as it was after defaults; empty when they cannot be read."""
+    try:
+        spec = run.read_effective()["spec"]
+    except RunLogError:
+        return {}
+    return {
+        f"{section}.{key}": value for section, found in spec.items() for key, value in found.items()
+    }
 
 
 def is_run(path: Path) -> bool:

@@ -537,6 +537,18 @@ def _ending(view: RunView, state: str) -> list[str]:
     return ["none of its processes exists and no end was recorded"] if state == "vanished" else []
 
 
+def reason_text(view: RunView, state: str) -> str:
+    """Say in one sentence why a run failed, or what is wrong with it: how it ended, else its first failed check,
+    else its first active alert. Empty when nothing is wrong."""
+    if has_ended(state) and (ending := _ending(view, state)):
+        return one_line(ending[0])
+    for check in view.checks.values():
+        if check.level == "fail":
+            return one_line(f"{check.id}: {check.reason}")
+    alerts = sorted(view.alerts.values(), key=lambda alert: alert.severity != "error")
+    return one_line(alerts[0].title) if alerts else ""
+
+
 def host_lost_text(view: RunView) -> str:
     """Describe what is known of a run whose end neither it nor its supervisor could record."""
     words = (

@@ -88,6 +88,7 @@ ALLOWED: dict[str, str] = {
             "engine/export/publish.py",
             "engine/log/beats.py",
             "engine/log/held.py",
+            "engine/log/notes.py",
             "engine/log/write.py",
             "engine/teachers/store/folder.py",
         ),

@@ -11,6 +11,8 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
+from engine.errors import BadInput
+from engine.log.filters import Filter, parse_filter
 from engine.log.folder import RunFolder
 from engine.units import format_count, format_value
 from workbench.plot.series import SERIES, series_style
@@ -29,8 +31,9 @@ from workbench.tui.screens.actions import (
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.filter_line import FilterLine
 from workbench.tui.widgets.key_bar import KeyBar
-from workbench.tui.widgets.runs_table import COLUMNS, RunsTable, matching
+from workbench.tui.widgets.runs_table import COLUMNS, RunsTable
 
+FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must hold"
 SORT_KEYS = Binding.Group("sort")
 
 
@@ -51,7 +54,8 @@ class RunsScreen(PollingScreen):
 
     NOTES = (
         "Runs are found in the given folders and one level below, whoever started them.",
-        "A filter matches words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
+        "All terms of a filter must hold: `lr>0.001 state:failed tag:baseline /lr-\\d/ sweep`. A setting",
+        "has its short name or section.key; a word is looked for in names, states, alerts and reasons.",
         "Marks stay on their runs until they are removed; the letter and the colour are those of",
         "the run in the comparison.",
     )
@@ -69,7 +73,7 @@ class RunsScreen(PollingScreen):
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs continue"),
         Binding("enter", "open", "open", tooltip="open the run under the cursor"),
-        Binding("slash", "filter", "filter", tooltip="filter by name, state or alert"),
+        Binding("slash", "filter", "filter", tooltip="filter by settings, state, tag, words"),
         Binding("space", "mark", "mark", tooltip="mark the run for a comparison, or unmark it"),
         Binding("c", "compare", "compare", tooltip="compare the 2 to 6 marked runs"),
         Binding("u", "unmark", "unmark all", show=False, tooltip="remove all marks"),
@@ -97,6 +101,7 @@ class RunsScreen(PollingScreen):
             text-wrap: nowrap; text-overflow: ellipsis;
         }
         FilterLine { padding: 0 1; }
+        #wrong { display: none; padding: 0 1; height: auto; max-height: 2; color: $text-error; }
         #empty { padding: 1 2; display: none; height: 1fr; }
         #detail { height: auto; max-height: 6; padding: 0 1; background: $panel; }
     }
@@ -110,12 +115,13 @@ class RunsScreen(PollingScreen):
         super().__init__(context)
         self._feed = RunsFeed(context.folders)
         self._snapshot: RunsSnapshot | None = None
-        self._pattern = ""
+        self._pattern, self._filter = "", Filter()
         self._marked: dict[Path, int] = {}
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
-        yield FilterLine("words of a name, a state, an alert")
+        yield FilterLine(FILTER_HINT)
+        yield Static(id="wrong", markup=False)
         yield RunsTable(ascii_only=self.context.ascii_only)
         yield Static(id="empty", markup=False)
         yield Static(id="detail", markup=False)
@@ -133,11 +139,15 @@ class RunsScreen(PollingScreen):
             self._marked = {path: slot for path, slot in self._marked.items() if path in there}
         self._draw()
 
+    @property
+    def _rows(self) -> tuple[RunRow, ...]:
+        return () if self._snapshot is None else self._snapshot.rows
+
     def _draw(self) -> None:
         snapshot = self._snapshot
         if snapshot is None:
             return
-        rows = matching(snapshot.rows, self._pattern)
+        rows = [row for row in snapshot.rows if self._filter.matches(row.subject)]
         with self.app.batch_update():
             self.query_one("#head", Static).update(self._heading(snapshot, len(rows)))
             self.set_class(not rows, "-empty")
@@ -278,6 +288,16 @@ class RunsScreen(PollingScreen):
 
     @on(Input.Changed)
     def filter_by(self, event: Input.Changed) -> None:
+        names = {name for row in self._rows for name in row.settings}
+        wrong = self.query_one("#wrong", Static)
+        try:
+            self._filter = parse_filter(event.value, names)
+        except BadInput as error:
+            # The runs of the last filter that made sense stay, until this one does.
+            wrong.update(error.message)
+            wrong.display = True
+            return
+        wrong.display = False
         self._pattern = event.value
         self._draw()
 

@@ -105,17 +105,6 @@ def in_order(rows: Sequence[RunRow], index: int, *, backwards: bool) -> list[Run
     return sorted(known, key=lambda row: (value(row),), reverse=backwards) + unknown
 
 
-def matching(rows: Sequence[RunRow], pattern: str) -> list[RunRow]:
-    """Return rows whose name, state or alerts contain every word of a filter."""
-    words = pattern.casefold().split()
-    return [row for row in rows if all(word in _words_of(row) for word in words)]
-
-
-def _words_of(row: RunRow) -> str:
-    alerts = " ".join(f"{severity} {name}" for severity, name in row.alerts)
-    return f"{row.name} {row.state} {alerts}".casefold()
-
-
 def _is_as_before(before: RunRow, row: RunRow) -> bool:
     """Whether nothing of a run has changed but its age."""
     return replace(before, age_s=row.age_s) == row

@@ -1,0 +1,64 @@
+"""`engine runs --filter` and `engine tag`: what is listed, and what is kept beside a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.log.folder import RunFolder
+from tests.support.run_folders import completed, killed
+from tests.support.running import engine_here
+
+
+def with_settings(run: RunFolder, **train: object) -> RunFolder:
+    run.effective.write_text(json.dumps({"spec": {"train": train}}))
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with_settings(completed(tmp_path / "slow"), lr=0.0001)
+    with_settings(killed(tmp_path / "fast"), lr=0.01)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("terms", "names"),
+    [
+        ("lr>0.001", ["fast"]),
+        ("train.lr<0.001 state:completed", ["slow"]),
+        ("/^fast/", ["fast"]),
+        ("tag:good", []),
+    ],
+)
+def test_the_list_has_the_runs_for_which_all_terms_hold(
+    folder: Path, terms: str, names: list[str]
+) -> None:
+    done = engine_here("runs", folder, "--json", "--filter", terms)
+    assert done.returncode == 0, done.stderr
+    assert [Path(run["run"]).name for run in json.loads(done.stdout)] == names
+
+
+def test_a_bad_term_is_refused_in_words(folder: Path) -> None:
+    done = engine_here("runs", folder, "--filter", "lr>fast")
+    assert done.returncode == 65
+    assert "expected a number after >, found fast" in done.stderr
+
+
+def test_tags_and_the_note_of_a_run_are_set_listed_and_filtered_by(folder: Path) -> None:
+    run = folder / "slow"
+    done = engine_here("tag", run, "good", "base", "--note", "keep this", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "run": str(run),
+        "tags": ["good", "base"],
+        "note": "keep this",
+    }
+    done = engine_here("tag", run, "--remove", "base")
+    assert done.stdout.splitlines() == ["tags  good", "note  keep this"]
+    (found,) = json.loads(engine_here("runs", folder, "--filter", "tag:good", "--json").stdout)
+    assert (found["tags"], found["note"], found["reason"]) == (["good"], "keep this", "")
+    assert "[good]" in engine_here("runs", folder).stdout
+    assert engine_here("tag", run, "two words").returncode == 65
