@@ -30,6 +30,7 @@ from engine.log.text import (
     kernel_lines,
     ledger_line,
     result_lines,
+    run_device_lines,
 )
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds
@@ -43,12 +44,15 @@ def device_words(snapshot: Snapshot) -> list[str]:
 
 
 def machine_words(snapshot: Snapshot) -> list[str]:
-    """Return the newest readings, with their age when they are not current."""
+    """Return the newest readings, with their age when they are not current; of a run that has ended those over the
+    whole run."""
     view = snapshot.view
+    if snapshot.has_ended and (lines := run_device_lines(view)):
+        return ["over the whole run:", *lines]
     newest = [view.hosts.last("unix_s"), *(t.last("unix_s") for t in view.gpu_tables.values())]
     times = [unix_s for unix_s in newest if unix_s is not None]
     lines = device_lines(view)
-    if times and (snapshot.has_ended or snapshot.now_unix_s - max(times) > 10):
+    if times and snapshot.now_unix_s - max(times) > 10:
         age = format_seconds(max(0.0, snapshot.now_unix_s - max(times)))
         lines.append(f"read {age} ago, at {clock_text(max(times))}")
     return lines

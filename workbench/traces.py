@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from engine.log.table import Table
@@ -75,6 +75,32 @@ def buckets_of(
         _bucket_of(xs[start : start + stride], ys[start : start + stride])
         for start in range(0, len(ys), stride)
     )
+
+
+def points_of(name: str, points: Sequence[tuple[float, float]]) -> Trace:
+    """Return single points (x, y) as a line through them."""
+    buckets = tuple(_bucket_of([x], [y]) for x, y in points)
+    return Trace(name=name, buckets=buckets, last=points[-1][1] if points else None)
+
+
+def smoothed(trace: Trace, reach: float) -> Trace:
+    """Return the exponential moving average over x of the middles of buckets: what lies `reach` behind counts 1/e.
+
+    The weights are those of the points seen so far (as in Adam's bias correction), so it does not begin at 0. It
+    begins again after a value that is not finite.
+    """
+    buckets, mean, weight, before = [], 0.0, 0.0, 0.0
+    for bucket in trace.buckets:
+        if bucket.low is None or bucket.high is None or bucket.non_finite:
+            weight = 0.0 if bucket.non_finite else weight
+            buckets.append(bucket)
+            continue
+        x = bucket.x_first / 2 + bucket.x_last / 2
+        kept = weight * math.exp(-(x - before) / reach) if reach > 0 else 0.0
+        weight, before = kept + 1.0, x
+        mean += ((bucket.low / 2 + bucket.high / 2) - mean) / weight
+        buckets.append(replace(bucket, low=mean, high=mean))
+    return replace(trace, buckets=tuple(buckets))
 
 
 class WindowTraces:

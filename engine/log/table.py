@@ -85,6 +85,8 @@ GPU_FIELDS = (
     "dram_util_pct",
     "slowed",
 )
+HELD = 3.0
+"""A reading counts until the next one, but for no longer than so many times the usual time between two."""
 NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
 """Fields of a sample that are not measurements."""
 _ROWS = {"step", "host", "gpu"}
@@ -213,6 +215,39 @@ class Table:
 
         rows: list[int] = np.searchsorted(self._rows(name), values).tolist()
         return rows
+
+    def means(self, name: str, x: str, edges: Sequence[float]) -> list[float | None]:
+        """Return the mean of the finite entries of a column between each two of C + 1 values of `x`, which do not
+        decrease, (C,). Where there is no entry, the one before counts, but for no longer than HELD times the usual
+        distance between two."""
+        import numpy as np
+
+        places, values = self._rows(x), self._rows(name)
+        known = np.isfinite(places) & np.isfinite(values)
+        if not known.any():
+            return [None] * (len(edges) - 1)
+        # A clock that was set back is held until it catches up.
+        places, values = np.maximum.accumulate(places[known]), values[known]
+        rows = np.searchsorted(places, np.asarray(edges, dtype=np.float64)).tolist()
+        sums = np.concatenate([[0.0], np.cumsum(values)])
+        held = HELD * float(np.median(np.diff(places))) if len(places) > 1 else math.inf
+        found: list[float | None] = []
+        for (begin, end), edge in zip(pairwise(rows), edges[1:], strict=True):
+            if end > begin:
+                found.append(float(sums[end] - sums[begin]) / (end - begin))
+            elif begin and edge - places[begin - 1] <= held:
+                found.append(float(values[begin - 1]))
+            else:
+                found.append(None)
+        return found
+
+    def interpolated(self, name: str, x: str, at: Sequence[float]) -> list[float]:
+        """Return a column at some values of the non-decreasing column `x`, on straight lines between rows; before
+        the first and after the last row it is theirs."""
+        import numpy as np
+
+        found: list[float] = np.interp(at, self._rows(x), self._rows(name)).tolist()
+        return found
 
     def last(self, name: str) -> float | None:
         """Return the newest entry; None when there is none or it is absent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from engine.decision import Decision
 from engine.limits import PRINTED_LINE
@@ -54,6 +54,7 @@ from engine.log.events import (
 )
 from engine.log.folder import WatchedCommand
 from engine.log.read import Liveness
+from engine.log.table import Table
 from engine.log.view import GOING_ON, LogLine, RunView
 from engine.terminal import clipped
 from engine.units import NOT_MEASURED, format_bytes, format_count, format_seconds, format_value
@@ -381,9 +382,7 @@ def device_lines(view: RunView) -> list[str]:
     # Shown beside the memory it is a part of: the GPU's, or the host's on a machine without a GPU.
     of_trainer = _held_lines(view)
     lines += of_trainer if view.gpus else []
-    if not view.gpus and view.facts is not None:
-        reason = view.absent.get("gpu_count") or view.facts.get("nvml_absent") or NOT_MEASURED
-        lines.append(f"GPU    {reason}")
+    lines += _no_gpu(view)
     if view.host is not None:
         cell = _cells(view, view.host, "")
         free, total = cell("host_available_bytes"), cell("host_total_bytes")
@@ -393,6 +392,64 @@ def device_lines(view: RunView) -> list[str]:
         ]
     lines += [] if view.gpus else of_trainer
     return lines or ["no reading yet"]
+
+
+def _no_gpu(view: RunView) -> list[str]:
+    """Say why no GPU is read; nothing where one is, or where that is not known yet."""
+    if view.gpus or view.facts is None:
+        return []
+    return [
+        f"GPU    {view.absent.get('gpu_count') or view.facts.get('nvml_absent') or NOT_MEASURED}"
+    ]
+
+
+def run_device_lines(view: RunView) -> list[str]:
+    """Render what was read of GPUs and host over the whole run: typical values and extremes."""
+    lines = []
+    for index, table in sorted(view.gpu_tables.items()):
+        beside = [
+            f"{words} {found}"
+            for words, name in {**_COUNTERS, "tensor cores": "tensor_util_pct"}.items()
+            if (found := over_run(table, name, "median"))
+        ]
+        lines += _joined(
+            f"GPU {index}  util",
+            over_run(table, "gpu_util_pct", "median"),
+            "",
+            *beside,
+            "(medians)",
+        )
+        power = [over_run(table, "gpu_power_w", which) for which in ("median", "highest")]
+        hottest = over_run(table, "gpu_temperature_c", "highest")
+        hot = f" {hottest} at most" if hottest else ""
+        lines += _joined("       power", power[0], f"(median), {power[1]} at most{hot}")
+        used = over_run(table, "gpu_mem_used_bytes", "highest")
+        lines += _joined("       mem", used, "at most (all processes, NVML)")
+    if view.memory_peak is not None and view.memory_peak.measured_bytes is not None:
+        peak = view.memory_peak
+        lines.append(f"job    {format_bytes(peak.measured_bytes)} at its peak ({peak.source})")
+    hosts = view.hosts
+    least = over_run(hosts, "host_available_bytes", "lowest")
+    lines += _joined("host   available", least, "at least")
+    rss = over_run(hosts, "trainer_rss_bytes", "highest")
+    cpu = over_run(hosts, "trainer_cpu_pct", "median")
+    lines += _joined("       trainer rss", rss, "at most", f" cpu {cpu} (median)" if cpu else "")
+    return [*_no_gpu(view), *lines] if lines else []
+
+
+def _joined(before: str, found: str, *after: str) -> list[str]:
+    """Return one line about a reading; none for one that was never read."""
+    return [" ".join(filter(None, (before, found, *after)))] if found else []
+
+
+def over_run(table: Table, name: str, which: Literal["lowest", "median", "highest"]) -> str:
+    """Format a reading over all rows of a table; empty where it was never read. The last word of its name is its
+    unit."""
+    known = sorted(y for y in table.values(name) if y is not None and math.isfinite(y))
+    if not known:
+        return ""
+    at = {"lowest": 0, "median": len(known) // 2, "highest": -1}[which]
+    return _UNITS[name.rsplit("_", 1)[-1]](known[at])
 
 
 def _held_lines(view: RunView) -> list[str]:

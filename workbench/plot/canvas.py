@@ -42,6 +42,8 @@ class Glyphs:
 
     traces: tuple[str, ...]
     """The legend entry of each of up to six traces; its first character is the dot in ASCII."""
+    bars: str
+    """From empty to full."""
     mark: str
     cross: str
     level: str
@@ -57,7 +59,8 @@ class Glyphs:
 
 
 UNICODE = Glyphs(
-    traces=("⣤⣤", "⠤ ⠤", "⠄⠄⠄", "⠤⠄⠤", "⠤⠤ ", "⠄ ⠄"),
+    traces=("⣤⣤",) * 6,
+    bars="▁▂▃▄▅▆▇█",
     mark="◆",
     cross="×",
     level="╌",
@@ -71,6 +74,7 @@ UNICODE = Glyphs(
 )
 ASCII = Glyphs(
     traces=("#", "o", ".", "*", "=", "~"),
+    bars="_.-=+*#@",
     mark="H",
     cross="X",
     level="-",

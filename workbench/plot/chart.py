@@ -1,32 +1,34 @@
-"""A chart as text: lines, points and levels over one x axis, with a legend.
+"""A chart as text: lines, points and levels over one x axis, with a legend, bands and lanes.
 
-    ⣤⣤ loss 2.1132  ⠤ ⠤ ce 2.3011  ◆ held-out 2.4  ╌╌ ln V 6.9     the legend: what is drawn
+    gap closed: 62 %  ⣤⣤ held-out 2.1132  ◆  ╌╌ teacher 1.9  ╌╌ start 6.9      the legend: what is drawn
       6 ┤⡇               ┊
       4 ┤ ⠱⣀     ×       ┊                                            lines, linear or logarithmic
       2 ┤   ⠉⠒⠤⣀   ⠈⠒⠢⠤┊⠤⠤
    marks│  s  !  × R     ┊  s                                         signs
-     1 s┤⣀⡀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀┊⣀⣀                                         another line below, with its own y
+     1 s┤⣀⡀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀┊⣀⣀  step time                              bands: other lines, each with its own y
+  SM 97%│▇▇▇█▇▇▇▁▇▇▇▇▇▇▇▇▇                                            lanes: shares of what is full, one row each
         └┬────────┬──────┴┬───
     step 0       100    200
     step 183: loss 2.1132 ...                                         the values under the cursor
 
 A column of dots shows the lowest and the highest of its values; distant columns are joined by a straight
 line. A non-finite value is drawn as a cross at the top of its column, and the line breaks there. An absent
-value leaves a gap. Lines differ in form, so that they can be told apart without colour; a line with a letter
-shows it now and then along its way, at its end, and under its crosses.
+value leaves a gap. Lines are solid, and levels dashed; of several lines each has a letter, which it shows now
+and then along its way, at its end, and under its crosses, so that they can be told apart without colour.
 
-The axis of the lower line ends at CLIP times its median, so that one slow first step does not flatten all
+The axis of a clipped band ends at CLIP times its median, so that one slow first step does not flatten all
 others; values above it are an arrow at the top.
 """
 
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from engine.units import format_seconds, format_value
+from engine.units import format_value
 from workbench.plot.axis import Axis
 from workbench.plot.canvas import (
     ASCII,
@@ -49,8 +51,8 @@ LOW = 9
 the curve keeps its rows."""
 TALL = 12
 """From this many rows on, the values under the cursor take two rows."""
-WITH_BELOW = 13
-"""From this many rows on, the lower line is drawn."""
+LEAST_UPPER, LEAST_BAND = 5, 3
+"""Rows of the lines, and of a band: bands and lanes are drawn where there is room for more."""
 CLIP = 3.0
 FEW = 8
 """With fewer values than this, a curve has no shape that a level could flatten."""
@@ -58,16 +60,6 @@ APART = 20
 """Cells between two letters on one line."""
 GAP, MORE = "  ", ".."
 """The gap between two items of a legend, and the text in place of those that do not fit."""
-FORMS = (
-    "################",
-    "#####   #####   ",
-    "# # # # # # # # ",
-    "#### #  #### #  ",
-    "############    ",
-    "#   #   #   #   ",
-)
-"""Which dot columns a line uses, as a repeating pattern: solid, dashed, dotted, dashes with dots, long dashes,
-and sparse dots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +68,18 @@ class Line:
 
     trace: Trace
     slot: int
-    """The index of its form and its colour."""
+    """The index of its colour."""
     letter: str = ""
-    """Drawn on the line, and instead of its name in the legend."""
+    """Drawn on the line, and before its value in the legend."""
+    named: bool = False
+    """Whether the legend has its name behind the letter."""
     value: float | None = None
     """The value in the legend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A single point, drawn as one character over the lines."""
+    """A single value of a line, drawn as one character over it."""
 
     x: float
     y: float
@@ -113,6 +107,26 @@ class Sign:
     role: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A line below the others, with its own y axis and its name on it."""
+
+    trace: Trace
+    name: str
+    y_text: Callable[[float | None], str] = format_value
+    clip: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneRow:
+    """One row of shares: how full something was in each cell of the plot."""
+
+    name: str
+    shares: Sequence[float | None]
+    """For each column of cells, from 0 to 1; None where nothing was read."""
+    newest: float | None
+
+
 def number_text(x: float) -> str:
     """Format an x with as many digits as needed."""
     return f"{x:.0f}" if x % 1 == 0 or x > 1000 else f"{x:.3g}"
@@ -126,10 +140,12 @@ class Chart:
     high: float = 1.0
     """The ends of the x axis."""
     lines: tuple[Line, ...] = ()
-    below: Trace | None = None
-    """The lower line: seconds, with its own y axis."""
+    bands: tuple[Band, ...] = ()
+    """The most important first: those without room are left out."""
+    lanes: tuple[LaneRow, ...] = ()
+    note: str = ""
+    """What the lines come to, in words; first in the legend."""
     points: tuple[Point, ...] = ()
-    points_name: str = "held-out"
     levels: tuple[Level, ...] = ()
     signs: tuple[Sign, ...] | None = None
     """Of several signs in one column the last is drawn; None for a chart without marks."""
@@ -148,11 +164,15 @@ class Chart:
 
 def chart_of(traces: Sequence[Trace]) -> Chart:
     """Return a chart of whole traces over each other."""
+    letters = string.ascii_uppercase if len(traces) > 1 else [""]
     xs = [x for trace in traces for b in trace.buckets for x in (b.x_first, b.x_last)]
     return Chart(
         low=min(xs, default=0.0),
         high=max(xs, default=1.0),
-        lines=tuple(Line(trace=t, slot=n, value=t.last) for n, t in enumerate(traces)),
+        lines=tuple(
+            Line(trace=t, slot=n, value=t.last, named=True, letter=letter)
+            for n, (t, letter) in enumerate(zip(traces, letters, strict=False))
+        ),
         x_name=traces[0].x_name if traces else "step",
     )
 
@@ -197,12 +217,12 @@ class _Drawing:
 
     def rows(self) -> list[Row]:
         chart, width, height = self.chart, self.width, self.height
-        if not self.lines and not chart.points and not chart.signs:
+        if not (self.lines or chart.points or chart.signs or chart.lanes):
             return centred("nothing logged yet", width, height)
         most = 2 if height >= (LOW if chart.signs is None else TALL) else 1
         legend = self.legend()
         if any(line.letter for line in chart.lines) and needs_rows(legend, width) > most:
-            # The form of each line matters more than its value, which the heading shows as well.
+            # The letter of each line matters more than its value, which the heading shows as well.
             legend = self.legend(values=False)
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             return legend_rows(legend, width, height, pad=True)
@@ -215,20 +235,33 @@ class _Drawing:
         has_labels = height >= MIN_HEIGHT + 2
         has_signs = chart.signs is not None and not is_low
         rows = height - len(head) - len(readout) - 1 - has_labels - has_signs
-        has_below = chart.below is not None and not chart.below.is_empty and height >= WITH_BELOW
-        below = max(3, rows // 4) if has_below else 0
-        found = [*head, *self.upper(rows - below)]
+        lanes, bands, of_band = self.parts(rows)
+        hidden = [band for band in chart.bands if band not in bands]
+        found = [*head, *self.upper(rows - len(lanes) - of_band * len(bands), hidden)]
         if has_signs:
             found.append(
                 self.framed(self.signs(" " * self.columns), {0: "marks"}, is_tick=False)[0]
             )
-        if has_below and chart.below is not None:
-            found += self.lower(chart.below, below)
+        for band in bands:
+            found += self.band(band, of_band)
+        found += [self.lane(lane) for lane in lanes]
         edge, labels = self.x_rows()
         if is_low:
             edge = (edge[0], *self.signs(edge[1].text).text(0))
         found += [edge, *([labels] if has_labels else []), *readout]
         return [fit(row, width) for row in found]
+
+    def parts(self, rows: int) -> tuple[Sequence[LaneRow], Sequence[Band], int]:
+        """Return the lanes and bands that there is room for in `rows`, and the rows of a band."""
+        chart = self.chart
+        bands = [band for band in chart.bands if not band.trace.is_empty]
+        if not self.lines and not chart.points:
+            # Before the first step, only what was read of the machine has something to show.
+            return chart.lanes[: max(0, rows - 1)], (), 0
+        lanes = chart.lanes[: max(0, (rows - LEAST_UPPER) // 3)]
+        left = rows - len(lanes)
+        bands = bands[: max(0, (left - LEAST_UPPER) // LEAST_BAND)]
+        return lanes, bands, max(LEAST_BAND, left // 5)
 
     # The legend.
 
@@ -236,18 +269,17 @@ class _Drawing:
         """Return the legend's items, each as form and text; non-finite values come first."""
         chart, glyphs = self.chart, self.glyphs
         items = [(Span(glyphs.cross, "cross"), Span(x, "cross")) for x in self.faults()]
+        items += [(Span("", "note"), Span(chart.note, "note"))] if chart.note else []
         for line in chart.lines if any(line.letter for line in chart.lines) else self.lines:
             form, role = glyphs.traces[line.slot], f"trace{line.slot}"
             if line.letter:
                 said = "no value" if line.value is None else chart.y_text(line.value)
                 words = f" {said}" if values else ""
+                words = f" {line.trace.name}{words}" if line.named else words
                 form = f"{line.letter} {form}"
             else:
                 words = f" {line.trace.name} {chart.y_text(line.value)}"
             items.append((Span(form, role), Span(words, "legend")))
-        if chart.points:
-            words = f" {chart.points_name} {chart.y_text(chart.points[-1].y)}"
-            items.append((Span(glyphs.mark, "mark"), Span(words, "legend")))
         for level in self.levels:
             where, y = "", level.height(chart.log_y)
             if self.span is not None and not self.span[0] <= y <= self.span[1]:
@@ -273,11 +305,13 @@ class _Drawing:
 
     # Areas.
 
-    def upper(self, rows: int) -> list[Row]:
-        """Draw the lines, points and levels."""
+    def upper(self, rows: int, hidden: Sequence[Band]) -> list[Row]:
+        """Draw the lines, points and levels, and crosses for what is not finite in bands without room."""
         chart, glyphs, span = self.chart, self.glyphs, self.span
         if span is None:
             words = "no finite value above 0" if chart.log_y else "no finite value"
+            if not self.lines:
+                words = "no step yet"
             return centred(words, self.width, rows)
         canvas = Canvas(self.columns, rows, ascii_only=glyphs is ASCII)
         y_axis = Axis(*span, canvas.dots_up, chart.log_y)
@@ -300,7 +334,7 @@ class _Drawing:
                 canvas.char(column, 0, glyphs.cross, "cross")
             elif y is not None:
                 canvas.char(column, canvas.cell(0, y)[1], glyphs.mark, "mark")
-        self.crosses(canvas, self.lines)
+        self.crosses(canvas, [*self.lines, *(Line(trace=x.trace, slot=0) for x in hidden)])
         # Drawn before the names of levels, so that it covers none of their letters.
         self.draw_cursor(canvas)
         name_levels(canvas, levels)
@@ -309,18 +343,32 @@ class _Drawing:
         labels = {rows - 1 - dot: tick.text for dot, tick in placed if dot is not None}
         return self.framed(canvas, labels)
 
-    def lower(self, trace: Trace, rows: int) -> list[Row]:
-        """Draw the lower line; its lowest and highest value are labelled."""
-        span = span_of([trace], (), (), False, clip=True)
+    def band(self, band: Band, rows: int) -> list[Row]:
+        """Draw a band; its lowest and highest value are labelled."""
+        span = span_of([band.trace], (), (), False, clip=band.clip)
         if span is None:
-            return centred("no step time was measured", self.width, rows)
+            return centred(f"{band.name}: no finite value", self.width, rows)
         canvas = Canvas(self.columns, rows, ascii_only=self.glyphs is ASCII)
-        draw_line(canvas, trace, self.x_axis, Axis(*span, canvas.dots_up), 0, self.glyphs)
-        self.crosses(canvas, [Line(trace=trace, slot=0)])
-        labels = {0: format_seconds(span[1]), rows - 1: format_seconds(span[0])}
+        draw_line(canvas, band.trace, self.x_axis, Axis(*span, canvas.dots_up), 0, self.glyphs)
+        self.crosses(canvas, [Line(trace=band.trace, slot=0)])
+        labels = {0: band.y_text(span[1]), rows - 1: band.y_text(span[0])}
         if labels[0] == labels[rows - 1]:
             labels = {rows // 2: labels[0]}
+        name_band(canvas, f"{band.name} {band.y_text(band.trace.last)}")
         return self.framed(canvas, labels)
+
+    def lane(self, lane: LaneRow) -> Row:
+        """Draw one row of shares; its name and newest value are the label."""
+        canvas, bars = Canvas(self.columns, 1, ascii_only=self.glyphs is ASCII), self.glyphs.bars
+        for column, share in enumerate(lane.shares[: self.columns]):
+            if share is not None:
+                bar = min(max(0, int(share * len(bars))), len(bars) - 1)
+                canvas.char(column, 0, bars[bar], "lane")
+        label = lane.name
+        if lane.newest is not None:
+            label = f"{lane.name} {lane.newest:.0%}"
+            label = label if len(label) <= self.margin else label.removesuffix("%")
+        return self.framed(canvas, {0: label}, is_tick=False)[0]
 
     def framed(self, canvas: Canvas, labels: dict[int, str], *, is_tick: bool = True) -> list[Row]:
         """Return a canvas with the y axis at its left, and the cursor in the empty cells."""
@@ -471,7 +519,6 @@ def draw_line(
 ) -> None:
     """Draw one line; points further apart than the gap of the trace are not joined."""
     role, char = f"trace{slot}", glyphs.traces[slot][0]
-    form = FORMS[slot if canvas.dots_per_column > 1 else 0]
     before: tuple[int, int, int] | None = None
     last: Bucket | None = None
     xs = x_axis.dots_of([(bucket.x_first + bucket.x_last) / 2 for bucket in trace.buckets])
@@ -500,8 +547,7 @@ def draw_line(
                 if x > x0 + 1 or abs(y1 - y0) > 1:
                     runs += _joined(x0, y0, x, y1)
             for column, lowest, highest in runs:
-                if form[column % len(form)] == "#":
-                    canvas.run(column, lowest, highest, char, role)
+                canvas.run(column, lowest, highest, char, role)
             before = None if bucket.non_finite else (x, low, high)
 
 
@@ -514,6 +560,18 @@ def _joined(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int, int]]:
         low, high = runs.get(x, (y, y))
         runs[x] = min(low, y), max(high, y)
     return [(x, low, high) for x, (low, high) in runs.items()]
+
+
+def name_band(canvas: Canvas, name: str) -> None:
+    """Write the name of a band in a corner that its line leaves free; nowhere if it needs all."""
+    words = f" {name} "[: canvas.columns]
+    for row in (0, canvas.rows - 1):
+        for start in (canvas.columns - len(words), 0):
+            cells = range(start, start + len(words))
+            if all(canvas.role(column, row) is None for column in cells):
+                for column, char in zip(cells, words, strict=True):
+                    canvas.char(column, row, char, "legend")
+                return
 
 
 def name_levels(canvas: Canvas, levels: Sequence[tuple[int, str]]) -> None:

@@ -34,6 +34,8 @@ class ChartView(Widget):
         "plot--axis",
         "plot--legend",
         "plot--cursor",
+        "plot--lane",
+        "plot--note",
     }
     DEFAULT_CSS = """
     ChartView {
@@ -46,6 +48,8 @@ class ChartView(Widget):
         .plot--axis { color: $text-muted; }
         .plot--legend { color: $foreground; }
         .plot--cursor { color: $text-accent; }
+        .plot--lane { color: $text-success; }
+        .plot--note { color: $foreground; text-style: bold; }
     }
     """
 

@@ -1,7 +1,9 @@
-"""The timeline of a run: loss, marks and step time over one x axis, with a cursor and its keys.
+"""The timeline of a run: losses, marks, step time and the machine's readings over one x axis, with a cursor and
+its keys.
 
-The x axis is the step or the time; its ends are those of the whole run, even while a replay shows an earlier
-state.
+What is on top is one of `CURVES`: the losses on held-out text with those that they are compared with, the
+training loss, or its parts. The x axis is the step or the time; before the first step it is the time. Its ends
+are those of the whole run, even while a replay shows an earlier state.
 """
 
 from __future__ import annotations
@@ -18,18 +20,33 @@ from textual.events import Click
 from textual.message import Message
 from textual.reactive import reactive
 
+from engine.log.figures import LOSSES, gap_text, held_out, lanes_of, references
 from engine.log.table import Table
 from engine.log.text import clock_text, number_text
 from engine.log.view import RunView
 from engine.units import format_count, format_seconds, format_value
 from workbench.feed import Snapshot
 from workbench.marks import PRESSING, Happening, Kind
-from workbench.plot.chart import Chart, Level, Line, Point, Sign, columns_of, margin_of
+from workbench.plot.chart import (
+    Band,
+    Chart,
+    LaneRow,
+    Level,
+    Line,
+    Point,
+    Sign,
+    columns_of,
+    margin_of,
+)
 from workbench.plot.window import Window
-from workbench.traces import WindowTraces
+from workbench.traces import Trace, WindowTraces, points_of, smoothed
 from workbench.tui.widgets.chart_view import ChartView
 
-LOSSES = ("loss", "ce", "kd")
+CURVES = ("held-out", "training", "parts")
+"""What can be on top."""
+LETTERS = {"loss": "L", "ce": "C", "kd": "K"}
+REACHES = (0.0, 0.02, 0.1)
+"""What the moving average of the losses reaches back over, as a share of what is shown."""
 TWO_ROWS = 18
 """From this many rows on, the values under the cursor take two rows."""
 GAP_STEPS = 1.5
@@ -54,9 +71,13 @@ class TimelinePane(ChartView, can_focus=True):
 
     HELP = """# Time line
 
-    Training loss with its parts CE and KD, held-out losses, and the loss of a uniform guess (ln V) as a
-    reference line; below it the marks and the step times, all over the same x. Every column shows the lowest
-    and highest of all its steps. NaN is drawn as a cross; lines break there and at gaps.
+    On top the student's losses on held-out text, with the teacher's and its own at the start as levels: only
+    these can be compared, and the gap closed says how far the student has come. Without evaluations, or on
+    demand, the training loss is on top, or the training loss with its parts CE and KD; a mixture of both is no
+    loss that a teacher has. Below it the training loss and the step times in bands of their own, and lanes: how
+    busy the GPU's SMs were, its memory, its power of the limit and its tensor cores, per GPU; before the first
+    step they are all there is. Every column shows the lowest and highest of all its steps. NaN is drawn as a
+    cross; lines break there and at gaps.
 
     Marks: × (X in ASCII) not finite, ! alert, R resumed, F a flip of this run began, C a compile that a step
     waited for, c a compile, s checkpoint saved. Of several in one column the first of these is drawn, and
@@ -78,6 +99,16 @@ class TimelinePane(ChartView, can_focus=True):
         Binding("comma", "pan(-0.5)", "pan", tooltip="half a width back"),
         Binding("full_stop", "pan(0.5)", "pan", tooltip="half a width on"),
         Binding("t", "by_time", "time axis", tooltip="x is the step, or the time"),
+        Binding(
+            "c", "curves", "curves", tooltip="held-out losses, the training loss, or its parts"
+        ),
+        Binding(
+            "e",
+            "smooth",
+            "smooth",
+            tooltip="moving average of the training losses: off, short, long",
+        ),
+        Binding("h", "levels", "levels", tooltip="reference levels on or off"),
         Binding("escape", "drop", "no cursor", show=False, tooltip="remove the cursor"),
     ]
 
@@ -102,6 +133,10 @@ class TimelinePane(ChartView, can_focus=True):
     by_time: reactive[bool] = reactive(False)
     window: reactive[Window] = reactive(Window())
     log_y: reactive[bool] = reactive(False)
+    curves: reactive[str] = reactive("")
+    """One of CURVES that was asked for; empty for what the run has."""
+    reach: reactive[float] = reactive(REACHES[0])
+    has_levels: reactive[bool] = reactive(True)
 
     def __init__(self, title: str, *, ascii_only: bool, id: str) -> None:
         super().__init__(ascii_only=ascii_only, id=id, classes="pane")
@@ -118,31 +153,52 @@ class TimelinePane(ChartView, can_focus=True):
     def watch_window(self) -> None:
         self._write_title()
 
-    watch_log_y = watch_by_time = watch_window
+    watch_log_y = watch_by_time = watch_curves = watch_reach = watch_window
 
     def _write_title(self) -> None:
         snapshot = self.snapshot
         # The unit of somebody else's loss is not known.
         title = self._title if snapshot is None or snapshot.command is None else "1 loss"
-        words = [title, "log axis" if self.log_y else ""]
+        words = [title, "" if snapshot is None else self._on_top(snapshot.view)]
+        words += ["log axis" if self.log_y else ""]
         words += ["by time" if self.by_time else ""]
+        words += [self._mean_words()]
         words += ["zoomed, 0 shows all" if self.window.span is not None else ""]
         title = ", ".join(word for word in words if word)
         # Setting it draws it.
         if title != self.border_title:
             self.border_title = title
 
+    def _mean_words(self) -> str:
+        """Say what the moving average reaches back over; empty without one."""
+        low, high = self.window.bounds(*self._ends())
+        reach = self.reach * (high - low)
+        if not reach:
+            return ""
+        if self._is_by_time:
+            return f"mean over {format_seconds(reach)}"
+        return f"mean over {reach:.0f} steps" if reach >= 2 else "no mean: too few steps are shown"
+
     # Drawing.
 
     def charted(self) -> tuple[object, ...]:
         views = _view_of(self.snapshot), _view_of(self.whole)
-        return (*views, self.marks, self.window, self.log_y, self.by_time)
+        how = self.window, self.log_y, self.by_time, self.curves, self.reach, self.has_levels
+        return (*views, self.marks, *how)
+
+    def _on_top(self, view: RunView) -> str:
+        """Return which of CURVES is on top."""
+        has = {"training": True, "parts": True, "held-out": len(held_out(view)) > 1}
+        return (
+            self.curves if has.get(self.curves) else "held-out" if has["held-out"] else "training"
+        )
 
     def made(self) -> Chart:
         snapshot = self.snapshot
         if snapshot is None:
             return Chart(signs=())
         view, steps = snapshot.view, snapshot.view.steps
+        by_time = self._is_by_time
         low, high = self.window.bounds(*self._ends())
         gap = GAP_STEPS
         if self.by_time:
@@ -151,26 +207,66 @@ class TimelinePane(ChartView, can_focus=True):
             gap = max(GAP_S, GAP_OF_MEDIAN * typical if known and typical is not None else 0.0)
         names = (*LOSSES, "step_s")
         *traces, pace = self._traces.traces(steps, names, low, high, self.dots, x=self._x, gap=gap)
+        if self.reach:
+            traces = [smoothed(trace, self.reach * (high - low)) for trace in traces]
         # Marks after the last step, or before the first, are drawn at that end of the axis.
         first, last = self._ends()
         placed = [(min(max(self._place(mark), first), last), mark) for mark in self.marks]
-        losses = [trace for trace in traces if not trace.is_empty]
+        on_top = self._on_top(view)
+        lines, points, bands = self._lines(view, traces, on_top, low, high)
         return Chart(
             low=low,
             high=high,
-            lines=tuple(Line(trace=t, slot=n, value=t.last) for n, t in enumerate(losses)),
-            below=pace,
-            points=heldout_points(view, low, high, by_time=self.by_time),
-            levels=levels_of(view),
+            lines=lines,
+            bands=(*bands, Band(trace=pace, name="step time", y_text=format_seconds, clip=True)),
+            lanes=self._lanes(view, low, high),
+            note=gap_text(view),
+            points=points,
+            levels=levels_of(view, on_top) if self.has_levels else (),
             signs=signs_of(placed, ascii_only=self._ascii_only),
             fault=fault_words(view),
             cursor=self.window.cursor,
             readout=self._readout(steps),
             log_y=self.log_y,
-            x_name="time" if self.by_time else "step",
-            x_text=clock_text if self.by_time else "{:.0f}".format,
-            ticks=clock_ticks if self.by_time else None,
+            x_name="time" if by_time else "step",
+            x_text=clock_text if by_time else "{:.0f}".format,
+            ticks=clock_ticks if by_time else None,
         )
+
+    def _lines(
+        self, view: RunView, traces: Sequence[Trace], on_top: str, low: float, high: float
+    ) -> tuple[tuple[Line, ...], tuple[Point, ...], tuple[Band, ...]]:
+        """Return the lines on top with their points, and the bands below them."""
+        loss = traces[0]
+        if on_top == "held-out":
+            points = heldout_points(view, low, high, by_time=self.by_time)
+            trace = points_of("held-out", [(point.x, point.y) for point in points])
+            line = Line(trace=trace, slot=0, value=trace.last)
+            return (line,), points, (Band(trace=loss, name="training loss"),)
+        if on_top == "training":
+            name = "loss" if self._is_watched else "training loss"
+            return (Line(trace=replace(loss, name=name), slot=0, value=loss.last),), (), ()
+        parts = [trace for trace in traces if not trace.is_empty]
+        lines = (
+            Line(trace=t, slot=n, value=t.last, letter=LETTERS[t.name], named=True)
+            for n, t in enumerate(parts)
+        )
+        return tuple(lines), (), ()
+
+    def _lanes(self, view: RunView, low: float, high: float) -> tuple[LaneRow, ...]:
+        cells = columns_of(self.size.width)
+        edges = [low + (high - low) * index / cells for index in range(cells + 1)]
+        # The last reading stands at the end of the axis.
+        edges[-1] = math.nextafter(high, math.inf)
+        times = self._times(edges)
+        return tuple(
+            LaneRow(name=lane.name, shares=lane.shares(times), newest=lane.newest)
+            for lane in lanes_of(view)
+        )
+
+    def _times(self, xs: Sequence[float]) -> Sequence[float]:
+        """Return the unix times of some x; a step is placed where it ended."""
+        return xs if self._is_by_time else self._table.interpolated("clock_s", "step", xs)
 
     def _readout(self, steps: Table) -> tuple[str, ...]:
         cursor = self.window.cursor
@@ -183,11 +279,28 @@ class TimelinePane(ChartView, can_focus=True):
         under = [mark.title for mark in self._under()]
         many = f" (and {len(under) - 3} more)" if len(under) > 3 else ""
         marks = "; ".join(under[:3]) + many + (" (enter)" if under else "")
+        words = "  ".join([words, *self._lane_words(cursor)])
         if self.size.height >= TWO_ROWS:
             return (words, marks) if marks else tuple(textwrap.wrap(words, self.size.width)[:2])
         return (f"{marks} | {words}" if marks else words,)
 
+    def _lane_words(self, cursor: float) -> list[str]:
+        """Return the readings under the cursor."""
+        snapshot = self.snapshot
+        lanes = [] if snapshot is None else lanes_of(snapshot.view)
+        (at,) = self._times([cursor])
+        found = [(lane.name, lane.at(at)) for lane in lanes]
+        return [f"{name} {share:.0%}" for name, share in found if share is not None]
+
     # Positions.
+
+    @property
+    def _is_watched(self) -> bool:
+        return self.snapshot is not None and self.snapshot.command is not None
+
+    @property
+    def _is_by_time(self) -> bool:
+        return self.by_time or not len(self._table)
 
     @property
     def _x(self) -> str:
@@ -200,13 +313,18 @@ class TimelinePane(ChartView, can_focus=True):
 
     def _ends(self) -> tuple[float, float]:
         table = self._table
-        places = [self._place(mark) for mark in self.marks] if not len(table) else []
-        first = table.value(self._x, 0) if len(table) else min(places, default=0.0)
-        last = table.last(self._x) if len(table) else max(places, default=1.0)
-        return first or 0.0, last or 0.0
+        if len(table):
+            return table.value(self._x, 0) or 0.0, table.last(self._x) or 0.0
+        # Before the first step there are the times of marks and readings.
+        snapshot = self.whole or self.snapshot
+        lanes = [] if snapshot is None else lanes_of(snapshot.view)
+        times = [mark.unix_s for mark in self.marks]
+        for read in (lane.table for lane in lanes):
+            times += [read.value("unix_s", 0) or 0.0, read.last("unix_s") or 0.0]
+        return min(times, default=0.0), max(times, default=1.0)
 
     def _place(self, mark: Happening) -> float:
-        return mark.unix_s if self.by_time else mark.step
+        return mark.unix_s if self._is_by_time else mark.step
 
     def _row_of(self, x: float) -> int:
         return min(self._table.find(self._x, x), max(0, len(self._table) - 1))
@@ -297,6 +415,19 @@ class TimelinePane(ChartView, can_focus=True):
         if unix_s is not None:
             self.show_time(unix_s)
 
+    def action_curves(self) -> None:
+        snapshot = self.snapshot
+        if snapshot is None:
+            return
+        at = CURVES.index(self._on_top(snapshot.view))
+        self.curves = CURVES[(at + 1) % len(CURVES)]
+
+    def action_smooth(self) -> None:
+        self.reach = REACHES[(REACHES.index(self.reach) + 1) % len(REACHES)]
+
+    def action_levels(self) -> None:
+        self.has_levels = not self.has_levels
+
     def action_drop(self) -> None:
         self.window = replace(self.window, cursor=None)
 
@@ -349,32 +480,29 @@ def clock_ticks(low: float, high: float, count: int) -> list[float]:
 def heldout_points(view: RunView, low: float, high: float, *, by_time: bool) -> tuple[Point, ...]:
     """Return the held-out losses of the student in a window, each at its step or its time."""
     points = []
-    for done in view.evals:
-        if done.subject in ("student", "untrained") and done.loss is not None:
-            x = float(done.step)
-            if by_time and len(view.steps):
-                row = min(view.steps.find("step", x), len(view.steps) - 1)
-                x = view.steps.value("clock_s", row) or 0.0
-            elif len(view.steps):
-                x = max(x, view.steps.value("step", 0) or 0.0)
-            if low <= x <= high:
-                points.append(Point(x=x, y=done.loss))
+    for x, loss in held_out(view):
+        if by_time and len(view.steps):
+            row = min(view.steps.find("step", x), len(view.steps) - 1)
+            x = view.steps.value("clock_s", row) or 0.0
+        elif len(view.steps):
+            x = max(x, view.steps.value("step", 0) or 0.0)
+        if low <= x <= high:
+            points.append(Point(x=x, y=loss))
     return tuple(points)
 
 
-def levels_of(view: RunView) -> tuple[Level, ...]:
-    """Return the reference losses: of a uniform guess over V tokens (ln V), CE's share of it in the objective,
-    and the teacher's own."""
-    levels = []
-    student, teacher = view.models.get("student"), view.eval_of("teacher")
+def levels_of(view: RunView, on_top: str) -> tuple[Level, ...]:
+    """Return what the losses on top are compared with: on held-out text those of the teacher and of the start; in
+    training that of a uniform guess over V tokens (ln V), and CE's share of it in the objective."""
+    if on_top == "held-out":
+        return tuple(Level(y=loss, name=name) for name, loss in references(view).items())
+    student, levels = view.models.get("student"), []
     if student is not None and student.vocab_size > 1:
         guessing = math.log(student.vocab_size)
         levels.append(Level(y=guessing, name="ln V"))
         alpha = view.started.alpha if view.started is not None else 0.0
         if 0.0 < alpha < 1.0:
             levels.append(Level(y=alpha * guessing, name="alpha ln V"))
-    if teacher is not None and teacher.loss is not None and math.isfinite(teacher.loss):
-        levels.append(Level(y=teacher.loss, name="teacher"))
     return tuple(levels)
 
 

@@ -179,14 +179,12 @@ def drawn(*lines: Line, ascii_only: bool = True, **changes: object) -> list[str]
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
-def test_six_runs_have_six_letters_and_six_forms(ascii_only: bool) -> None:
+def test_six_runs_have_six_letters_on_solid_lines(ascii_only: bool) -> None:
     rows = drawn(*(line(n, n, n, n) for n in range(6)), ascii_only=ascii_only)
     for n, style in enumerate(SERIES):
         assert any(style.letter in row for row in rows[2:]), style
         level = next(row for row in rows[2:] if style.letter in row)
         assert set(level[10:]) - set("ABCDEF |│┤"), f"{n} has no line"
-    forms = {next(r for r in rows[2:] if s.letter in r)[20:].replace(s.letter, "") for s in SERIES}
-    assert len(forms) == 6
 
 
 def test_a_nan_is_a_cross_with_the_letter_of_its_run_and_no_line_over_it() -> None:

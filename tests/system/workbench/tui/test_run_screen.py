@@ -10,6 +10,7 @@ from textual.pilot import Pilot
 
 from engine.log.folder import RunFolder
 from tests.support.run_folders import (
+    Scene,
     Unknown,
     checkpoint,
     completed,
@@ -131,8 +132,8 @@ def test_a_wide_screen_shows_every_pane_at_once(tmp_path: Path) -> None:
     (text,) = texts_of(completed(tmp_path / "run").path, (120, 40))
     for title in ("1 loss", "2 pace", "3 device", "4 decisions", "5 log", "6 result"):
         assert title in text
-    assert "available 61.0 GiB / 120.0 GiB" in text
-    assert "rss the process has ended" in text, "a reading that is missing has its reason"
+    assert "over the whole run:" in text and "available 61.0 GiB at least" in text
+
     assert "no NVIDIA driver is loaded" in text
     assert "because 26.1 GiB fit in 119.7 GiB" in text
     assert "not none: a teacher was given" in text
@@ -141,14 +142,36 @@ def test_a_wide_screen_shows_every_pane_at_once(tmp_path: Path) -> None:
     assert "perplexity 13.86" in text
     assert "! 1 warning" in text
     for name in (
-        "loss 2.1",
-        "ce 2.6",
-        "kd 1.6",
+        "gap closed: 91%",
         "held-out 2.6290",
-        "ln V 6.9315",
         "teacher 2.2011",
+        "start 6.9500",
+        "training loss 2.1",
     ):
         assert name in text
+
+
+def test_the_curves_on_top_are_chosen_and_smoothed_by_keys(tmp_path: Path) -> None:
+    path = completed(tmp_path / "run").path
+    seen = texts_of(path, (120, 40), *"cccehe")
+    start, training, parts, held_out, few, bare, smooth = seen
+    assert "per token, held-out" in start and "per token, held-out" in held_out
+    for item in ("L ⣤⣤ loss 2.1", "C ⣤⣤ ce 2.6", "K ⣤⣤ kd 1.6"):
+        assert item in parts
+    assert "per token, training" in training and "ln V 6.9315" in training
+    assert "teacher 2.2" not in training + parts, "no teacher has a mixed loss"
+    assert "no mean: too few" in few and "mean over 6 steps" in smooth and "teacher 2.2011" in few
+    assert "teacher 2.2011" not in bare
+
+
+def test_before_the_first_step_the_readings_are_drawn_over_time(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "run").open().begin(60)
+    for _ in range(20):
+        scene.now_s += 1.0
+        scene.device(gpu(0.0))
+    (text,) = texts_of(scene.run.path, (120, 40))
+    scene.close()
+    assert "no step yet" in text and "GPU 0%" in text and "▁▁▁▁▁" in text
 
 
 def test_tabs_show_the_plot_and_the_pane_of_the_digit(tmp_path: Path) -> None:
@@ -202,7 +225,7 @@ def test_faults_are_seen_in_plot_status_log_and_result(tmp_path: Path) -> None:
 
 def test_log_axis_is_named(tmp_path: Path) -> None:
     seen = texts_of(completed(tmp_path / "run").path, (120, 40), "l", "l")
-    assert "nats per token, log axis" in seen[1]
+    assert "nats per token, held-out, log axis" in seen[1]
     assert "log axis" not in seen[2]
 
 

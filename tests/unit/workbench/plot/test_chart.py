@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from workbench.plot.axis import Axis
 from workbench.plot.canvas import ASCII, UNICODE, plain
-from workbench.plot.chart import Level, Point, chart_of, render_chart
+from workbench.plot.chart import Band, LaneRow, Level, Point, chart_of, render_chart
 from workbench.traces import Trace, buckets_of
 
 WIDTH, HEIGHT = 60, 12
@@ -160,13 +160,17 @@ def test_a_log_axis_spaces_decades_evenly() -> None:
     assert [axis.dot(10.0**n) for n in range(5)] == [0, 10, 20, 30, 40]
 
 
-def test_forms_tell_traces_apart_without_colour() -> None:
+def test_letters_tell_solid_lines_apart_without_colour() -> None:
     traces = [trace_of([5.0 - i] * 40, name) for i, name in enumerate(("loss", "ce", "kd"))]
     lines = rows_of(traces, 80)
-    forms = {row.strip() for row in area(lines)} - {""}
-    assert len(forms) == 3, "three flat lines, three patterns"
-    for form, name in zip(UNICODE.traces[:3], ("loss 5.0", "ce 4.0", "kd 3.0"), strict=True):
-        assert f"{form} {name}" in lines[0]
+    drawn = {row.strip() for row in area(lines)} - {""}
+    assert len(drawn) == 3 and {letter for row in drawn for letter in row if letter.isascii()} == {
+        "A",
+        "B",
+        "C",
+    }
+    for item in ("A ⣤⣤ loss 5.0", "B ⣤⣤ ce 4.0", "C ⣤⣤ kd 3.0"):
+        assert item in lines[0]
 
 
 def test_ascii_draws_a_character_for_each_trace() -> None:
@@ -186,16 +190,40 @@ def test_a_near_level_is_drawn_with_its_name_and_a_far_one_only_named() -> None:
 
 def test_one_slow_step_does_not_flatten_the_others() -> None:
     slow: list[float | None] = [50.0, *(1.0 + (i % 5) / 10 for i in range(60))]
-    lines = lines_of([2.0] * 61, below=trace_of(slow, "step_s"), height=24)
+    lines = lines_of(
+        [2.0] * 61, bands=(Band(trace=trace_of(slow), name="step time", clip=True),), height=24
+    )
     (top,) = [row for row in lines if UNICODE.above in row]
-    assert top.split()[0] == "1.4" and top.split()[1].startswith("s")
+    assert top.split()[0] == "1.4000"
     assert not any("50" in line[:8] for line in lines)
 
 
 def test_marks_are_drawn_over_traces() -> None:
-    lines = lines_of([2.0, 2.0, 2.0], points=(Point(x=2.0, y=2.0),), points_name="held-out")
+    lines = lines_of([2.0, 2.0, 2.0], points=(Point(x=2.0, y=2.0),))
     assert "".join(area(lines)).count(UNICODE.mark) == 1
-    assert "held-out 2.0000" in lines[0]
+
+
+def test_a_band_without_room_still_shows_what_is_not_finite() -> None:
+    band = Band(trace=trace_of([1.0, math.nan, 1.0]), name="training loss")
+    for height in (8, 12, 24):
+        lines = lines_of([2.0, 2.0, 2.0], bands=(band,), height=height)
+        assert any("×" in row for row in area(lines)), height
+
+
+def test_a_lane_is_a_row_of_shares_and_absent_cells_stay_empty() -> None:
+    shares = [None, 0.0, 0.5, 1.0] + [None] * 100
+    for ascii_only, bars in ((False, " ▁▅█ "), (True, " _+@ ")):
+        lane = LaneRow(name="SM", shares=shares, newest=0.97)
+        lines = lines_of([2.0] * 9, lanes=(lane,), height=20, ascii_only=ascii_only)
+        (row,) = [line for line in lines if line.lstrip().startswith("SM 97%")]
+        assert row.split("|" if ascii_only else "│")[1].startswith(bars)
+
+
+def test_before_any_step_the_lanes_are_drawn_alone() -> None:
+    lane = LaneRow(name="SM", shares=[0.0] * 100, newest=0.0)
+    lines = rows_of([], lanes=(lane,), signs=())
+    text = "\n".join(lines)
+    assert "no step yet" in text and "SM 0%" in text and "▁▁▁" in text
 
 
 @pytest.mark.parametrize(
