@@ -12,17 +12,20 @@ draw than a short one. The x axis is one of:
 from __future__ import annotations
 
 import math
+import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 from engine.findings.receipt import effective_of
 from engine.log.folder import RunFolder, WatchedCommand
 from engine.log.text import alert_lines, commit_text
 from engine.log.view import RunView
+from engine.spec.sections import options
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
 from workbench.traces import Bucket, Trace
@@ -45,14 +48,15 @@ class Metric:
 
 METRICS = (
     Metric("loss", "loss"),
-    Metric("kd", "kd"),
-    Metric("ce", "ce"),
     Metric("held-out", ""),
     Metric("step time", "step_s", format_seconds),
     Metric("tokens/s", "tokens_per_s", format_count),
     Metric("grad norm", "grad_norm"),
     Metric("lr", "lr"),
+    Metric("kd", "kd"),
+    Metric("ce", "ce"),
 )
+"""In the order in which they are shown; those that most runs are compared by come first."""
 
 
 def axis_text(axis: str, x: float) -> str:
@@ -99,6 +103,13 @@ class Compared:
             x = xs[row] - origin if row >= 0 else 0.0
             points.append((float(evaluation.step) if axis == "step" else x, evaluation.loss))
         return points
+
+    def has(self, metric: Metric) -> bool:
+        """Whether the run has a value of the metric, finite or not."""
+        if not metric.column:
+            return any(y is not None for _, y in self._evaluations("step"))
+        found = self.view.steps.range(metric.column)
+        return found.low is not None or found.non_finite
 
     def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
         """Return the lowest and the highest x; None before there is any."""
@@ -225,6 +236,11 @@ class Comparison:
         found = [x for run in self.runs if (x := run.extent(metric, axis)) is not None]
         return (min(x[0] for x in found), max(x[1] for x in found)) if found else None
 
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the metrics that a run has; the first one before there is any."""
+        found = [x for x in METRICS if any(run.has(x) for run in self.runs)]
+        return tuple(found) or METRICS[:1]
+
 
 class CompareFeed:
     """Follows the runs; `chosen` gives each style its run."""
@@ -290,9 +306,36 @@ class Difference:
     """Each distinct value with the indices of the runs that have it, in the order of the runs."""
 
 
-def differences(runs: Sequence[Compared]) -> list[Difference]:
-    """Return the settings that differ, in the order of the first run. A run whose settings cannot be read is
-    left out of the comparison."""
+FIRST = ("train.lr", "loss.alpha", "loss.temperature", "train.rows", "train.steps")
+"""The settings that are changed most often, above all others."""
+OPTIONS = {option.key: option for option in options()}
+
+
+def _place(key: str) -> tuple[int, int]:
+    """Return where a setting stands among those that differ: numbers that change what is learnt, other numbers,
+    choices, then paths, texts and what is known from the log; within each by `FIRST`."""
+    option = OPTIONS.get(key)
+    if option is None:
+        kind = 3
+    elif option.type_name in ("int", "float"):
+        kind = 0 if option.changes_results else 1
+    else:
+        kind = 2 if option.allowed or option.type_name == "bool" else 3
+    return kind, FIRST.index(key) if key in FIRST else len(FIRST)
+
+
+def path_text(value: str, here: Path) -> str:
+    """Return a value as it would be typed from `here`: an absolute path is relative where that is shorter; any
+    other text stays as it is."""
+    if not value.startswith("/"):
+        return value
+    return min((os.path.relpath(value, here), value), key=len)
+
+
+def differences(runs: Sequence[Compared], here: Path | None = None) -> list[Difference]:
+    """Return the settings that differ, numbers first; paths as they are seen from `here`, by default the current
+    folder. A run whose settings cannot be read is left out of the comparison."""
+    here = here or Path.cwd()
     known = [place for place, run in enumerate(runs) if _is_known(run)]
     found = []
     for key in dict.fromkeys(key for place in known for key in runs[place].settings):
@@ -300,9 +343,9 @@ def differences(runs: Sequence[Compared]) -> list[Difference]:
         for place in known:
             values.setdefault(runs[place].settings.get(key, ABSENT), []).append(place)
         if len(values) > 1:
-            grouped = tuple((tuple(places), value) for value, places in values.items())
+            grouped = tuple((tuple(at), path_text(value, here)) for value, at in values.items())
             found.append(Difference(key=key, values=grouped))
-    return found
+    return sorted(found, key=lambda one: _place(one.key))
 
 
 def _is_known(run: Compared) -> bool:

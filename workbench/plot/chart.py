@@ -136,6 +136,8 @@ def number_text(x: float) -> str:
 class Chart:
     """Everything that a chart draws, for one width."""
 
+    title: str = ""
+    """Takes the place of the lines' legend, for one chart among several with the same lines."""
     low: float = 0.0
     high: float = 1.0
     """The ends of the x axis."""
@@ -269,6 +271,8 @@ class _Drawing:
         """Return the legend's items, each as form and text; non-finite values come first."""
         chart, glyphs = self.chart, self.glyphs
         items = [(Span(glyphs.cross, "cross"), Span(x, "cross")) for x in self.faults()]
+        if chart.title:
+            return [(Span(chart.title, "legend"), Span("", "legend")), *items]
         items += [(Span("", "note"), Span(chart.note, "note"))] if chart.note else []
         for line in chart.lines if any(line.letter for line in chart.lines) else self.lines:
             form, role = glyphs.traces[line.slot], f"trace{line.slot}"

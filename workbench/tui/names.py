@@ -1,7 +1,9 @@
-"""Shorten names of runs for narrow columns: cut in the middle, and still distinguishable."""
+"""Texts in narrow columns: names of runs are cut in the middle and still distinguishable, values are broken
+over several rows and lose nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -14,6 +16,25 @@ def shortened(text: str, width: int) -> str:
         return text
     tail = (width - 1) // 2
     return f"{text[: width - 1 - tail]}{CUT}{text[len(text) - tail :]}"
+
+
+def broken(text: str, width: int) -> list[str]:
+    """Break a value into rows of a width: behind a space, a slash or a comma, where that is not enough behind any
+    other sign, and inside a word only where the word alone is wider than the row."""
+    rows = [""]
+    for part in re.findall(r"[^\s/,]*[\s/,]|[^\s/,]+", text):
+        if len(rows[-1]) + len(part.rstrip()) <= width:
+            rows[-1] += part
+        elif len(part.rstrip()) <= width:
+            rows.append(part)
+        else:
+            for word in re.findall(r"\w*\W|\w+", part):
+                if len(rows[-1]) + len(word.rstrip()) > width and rows[-1]:
+                    rows.append("")
+                rows[-1] += word
+                while len(rows[-1].rstrip()) > width:
+                    rows[-1:] = [rows[-1][:width], rows[-1][width:]]
+    return [row.rstrip() for row in rows]
 
 
 @lru_cache(maxsize=16)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from workbench.plot.canvas import flow
 from workbench.plot.series import series_style
-from workbench.tui.names import shortened, told_apart
+from workbench.tui.names import broken, shortened, told_apart
 
 GAPS = ("  ", " ")
 """The space between two columns; the narrow one where the wide one does not fit."""
@@ -127,7 +127,7 @@ def setting_lines(
     width: int,
 ) -> list[Line]:
     """Return a setting and which runs have which value: `loss.alpha  AC 0.1  B 0.5`; on several lines where one
-    is too short. The runs are indices into `slots`."""
+    is too short. No value is cut. The runs are indices into `slots`."""
     lines: list[Line] = []
     longest = min(max((len(key) for key, _ in settings), default=0), width // 2)
     for key, values in settings:
@@ -138,17 +138,18 @@ def setting_lines(
         )
         is_one = max(longest, len(key)) + together <= width
         if not is_one:
-            lines.append((Piece(shortened(key, width), bold=True),))
+            lines += [(Piece(row, bold=True),) for row in broken(key, width)]
         line = [Piece(f"{key:<{longest}}", bold=True)] if is_one else []
         for (places, _), who, text in zip(values, letters, texts, strict=True):
-            room = max(1, width - len(GAPS[0]) - len(who) - 1)
-            pieces = [Piece(GAPS[0])]
-            pieces += [Piece(x, slots[at], True) for at, x in zip(places, who, strict=True)]
-            pieces.append(Piece(f" {shortened(text, room)}"))
+            head = [Piece(GAPS[0])]
+            head += [Piece(x, slots[at], True) for at, x in zip(places, who, strict=True)]
             if is_one:
-                line += pieces
-            else:
-                lines.append(tuple(pieces))
+                line += [*head, Piece(f" {text}")]
+                continue
+            indent = len(GAPS[0]) + len(who) + 1
+            first, *rest = broken(text, max(1, width - indent))
+            lines.append((*head, Piece(f" {first}")))
+            lines += [(Piece(" " * indent + row),) for row in rest]
         if is_one:
             lines.append(tuple(line))
     return lines

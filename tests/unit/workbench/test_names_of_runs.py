@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.tui.names import shortened, told_apart
+from workbench.tui.names import broken, shortened, told_apart
 from workbench.tui.run_lines import Headed, heading_lines, result_lines, setting_lines, wanted_width
 
 NAMES = (
@@ -66,6 +66,25 @@ def test_a_setting_says_who_has_which_value() -> None:
     assert lines == ["loss.alpha      AF 0.1  D 0.5", "data.tokenizer  A (empty)"]
     narrow = ["".join(p.text for p in line) for line in setting_lines((0, 3, 5), settings, 20)]
     assert narrow[:3] == ["loss.alpha", "  AF 0.1", "  D 0.5"]
+
+
+PATH = "/models/checkpoints/qwen3-14b-instruct/teacher.gguf"
+
+
+@pytest.mark.parametrize("width", range(26, 70))
+def test_a_long_value_is_broken_behind_slashes_and_loses_nothing(width: int) -> None:
+    lines = setting_lines((0, 1), [("teacher.path", (((0,), PATH), ((1,), "teacher")))], width)
+    rows = ["".join(piece.text for piece in line) for line in lines]
+    assert max(map(len, rows)) <= width
+    assert PATH in "".join(row.strip() for row in rows)
+    assert all(row.endswith(("/", "gguf", "path", "teacher")) for row in rows)
+
+
+@pytest.mark.parametrize("width", range(1, 12))
+def test_a_word_wider_than_the_row_is_broken_and_loses_nothing(width: int) -> None:
+    rows = broken("a-long_word, another/one", width)
+    assert max(map(len, rows)) <= width
+    assert "".join(rows).replace(" ", "") == "a-long_word,another/one"
 
 
 @pytest.mark.parametrize("width", [38, 78, 118, 158])

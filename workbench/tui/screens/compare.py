@@ -1,5 +1,5 @@
-"""Two to six runs compared: one metric over one x axis, their results side by side, the settings that differ,
-and the alerts of each."""
+"""Two to six runs compared: one metric over one x axis or several in a grid, their results side by side, the
+settings that differ, and the alerts of each."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from textual.widgets import Static
 from engine.log.folder import RunFolder
 from workbench.compared import (
     AXES,
-    METRICS,
     Compared,
     CompareFeed,
     Comparison,
+    Metric,
     alerts_words,
     axis_text,
     differences,
     results_table,
     settings_note,
 )
+from workbench.plot.canvas import ASCII, UNICODE, Span
 from workbench.plot.chart import Chart, Line
+from workbench.plot.grid import Legend
 from workbench.plot.series import SERIES, series_style
 from workbench.tui.context import Context
+from workbench.tui.names import told_apart
 from workbench.tui.run_lines import (
     Headed,
     Piece,
@@ -42,7 +45,7 @@ from workbench.tui.run_lines import (
     Line as Words,
 )
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.widgets.chart_view import ChartView
+from workbench.tui.widgets.chart_grid import ChartGrid
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.pane_tabs import PaneTabs
 from workbench.tui.widgets.text_pane import TextPane, drawn
@@ -56,6 +59,8 @@ plot and one more."""
 FRAME = 5
 """Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
+ENOUGH = 4
+"""Where fewer charts than this fit beside each other, one large chart is shown until the grid is asked for."""
 
 
 class CompareScreen(PollingScreen):
@@ -70,6 +75,7 @@ class CompareScreen(PollingScreen):
         "  a gap in a line          missing steps, or a minute or more without one",
         "  ▾ ▴ (v ^ in ASCII)       off the axis",
         "",
+        "g shows one metric large, or all that fit; in the grid * is at the metric that m chooses.",
         "x is steps, tokens so far, or seconds since the run's first line, start-up included.",
         "Settings are the effective ones: `auto: bf16` is auto, resolved to bf16.",
     )
@@ -90,6 +96,7 @@ class CompareScreen(PollingScreen):
         ),
         Binding("m", "metric(1)", "metric", tooltip="the next metric"),
         Binding("M", "metric(-1)", "metric before", show=False, tooltip="the metric before"),
+        Binding("g", "grid", "grid", tooltip="one metric large, or all that fit"),
         Binding("x", "axis", "x axis", tooltip="x by step, tokens or wall time"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis on or off"),
         Binding("left", "move(-1)", "cursor", tooltip="a cursor that shows each run's value"),
@@ -130,7 +137,11 @@ class CompareScreen(PollingScreen):
         assert 2 <= len(chosen) <= len(SERIES), chosen
         self._feed = CompareFeed(chosen)
         self._comparison: Comparison | None = None
-        self._metric, self._axis, self._log_y = 0, 0, False
+        self._metric: Metric | None = None
+        """None for the first that the runs have."""
+        self._axis, self._log_y = 0, False
+        self._wants_grid: bool | None = None
+        """None for what suits the room."""
         self._cursor: float | None = None
         self._pane = PANES[0]
         self._wanted = 0
@@ -139,7 +150,7 @@ class CompareScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
         with Vertical(id="body"):
-            plot = ChartView(ascii_only=self.context.ascii_only, id="plot", classes="pane")
+            plot = ChartGrid(ascii_only=self.context.ascii_only, id="plot", classes="pane")
             plot.can_focus = True
             yield plot
             with Horizontal(id="below"):
@@ -181,31 +192,74 @@ class CompareScreen(PollingScreen):
                 lambda width: [row for line in alerts for row in wrapped(line, width)]
             )
 
-    @on(ChartView.Resized)
+    @on(ChartGrid.Resized)
     def _draw_plot(self) -> None:
         comparison = self._comparison
         if comparison is None:
             return
-        metric, axis = METRICS[self._metric], AXES[self._axis]
-        plot = self.query_one("#plot", ChartView)
-        plot.border_title = f"1 {metric.name} by {axis}{', log y' if self._log_y else ''}"
-        plot.chart = self._chart(comparison, plot.dots)
+        axis, plot = AXES[self._axis], self.query_one("#plot", ChartGrid)
+        legend = self._legend(comparison, plot.size.width)
+        metrics, columns = self._shown_metrics(comparison, plot, legend)
+        is_grid = len(metrics) > 1
+        plot.columns, plot.legend = columns, legend if is_grid else ()
+        said = f"{len(metrics)} of {len(comparison.metrics())} metrics"
+        named = said if is_grid else metrics[0].name
+        plot.border_title = f"1 {named} by {axis}{', log y' if self._log_y else ''}"
+        plot.charts = tuple(self._chart(comparison, x, plot.dots, is_grid) for x in metrics)
         self.query_one("#head", Static).update(self._heading(comparison))
 
-    def _chart(self, comparison: Comparison, dots: int) -> Chart:
-        """Return the metric of every run over the axis; with a cursor, the legend shows the values there."""
-        metric, axis = METRICS[self._metric], AXES[self._axis]
+    def _chosen(self, comparison: Comparison) -> Metric:
+        """Return the metric that is large, or marked in the grid."""
+        metrics = comparison.metrics()
+        return self._metric if self._metric in metrics else metrics[0]
+
+    def _shown_metrics(
+        self, comparison: Comparison, plot: ChartGrid, legend: Legend
+    ) -> tuple[tuple[Metric, ...], int]:
+        """Return the metrics that are drawn, the chosen one among them, and in how many columns."""
+        metrics, chosen = comparison.metrics(), self._chosen(comparison)
+        columns, rows = plot.shape(len(metrics), legend)
+        fit = columns * rows
+        wants = self._wants_grid
+        if not (fit >= min(ENOUGH, len(metrics)) if wants is None else wants):
+            return (chosen,), 1
+        # As many as fit, and of the pages of metrics that one with the chosen metric.
+        first = metrics.index(chosen) // fit * fit
+        shown = metrics[min(first, max(0, len(metrics) - fit)) :][:fit]
+        return shown, columns if len(shown) > 1 else 1
+
+    def _legend(self, comparison: Comparison, width: int) -> Legend:
+        """Return the letter, form and name of each run, for the charts of a grid."""
+        glyphs = ASCII if self.context.ascii_only else UNICODE
+        runs = comparison.runs
+        room = width // len(runs) - 8
+        names = told_apart(tuple(run.snapshot.run.name for run in runs), max(8, room))
+        return tuple(
+            (
+                Span(
+                    f"{series_style(run.slot).letter} {glyphs.traces[run.slot]}", f"trace{run.slot}"
+                ),
+                Span(f" {name}", "legend"),
+            )
+            for run, name in zip(runs, names, strict=True)
+        )
+
+    def _chart(self, comparison: Comparison, metric: Metric, dots: int, is_cell: bool) -> Chart:
+        """Return a metric of every run over the axis; with a cursor, the legend shows the values there."""
+        axis = AXES[self._axis]
         low, high = comparison.extent(metric, axis) or (0.0, 1.0)
         lines = (
             Line(
                 slot=run.slot,
                 letter=series_style(run.slot).letter,
                 trace=run.trace(metric, axis, low, high, dots),
-                value=self._value(run),
+                value=self._value(run, metric),
             )
             for run in comparison.runs
         )
+        mark = "*" if is_cell and metric == self._chosen(comparison) else ""
         return Chart(
+            title=f"{metric.name}{mark}" if is_cell else "",
             low=low,
             high=high,
             lines=tuple(lines),
@@ -216,23 +270,23 @@ class CompareScreen(PollingScreen):
             y_text=metric.text,
         )
 
-    def _value(self, run: Compared) -> float | None:
+    def _value(self, run: Compared, metric: Metric) -> float | None:
         """Return the metric at the cursor, or the newest value."""
-        metric, axis = METRICS[self._metric], AXES[self._axis]
+        axis = AXES[self._axis]
         if self._cursor is None:
             return run.trace(metric, axis, 0.0, 0.0, 1).last
         return run.value_at(metric, axis, self._cursor)
 
     def _heading(self, comparison: Comparison) -> Content:
-        metric, axis = METRICS[self._metric], AXES[self._axis]
+        metric, axis = self._chosen(comparison), AXES[self._axis]
         runs = []
         for run in comparison.runs:
-            value = self._value(run)
+            value = self._value(run, metric)
             said = "no value" if value is None else metric.text(value)
             runs.append(Headed(run.slot, run.snapshot.run.name, said))
-        first = ["compare"]
+        first = [f"compare {metric.name}"]
         if self._cursor is not None:
-            first = [f"{axis} {axis_text(axis, self._cursor)}"]
+            first = [f"{axis} {axis_text(axis, self._cursor)}", metric.name]
         if comparison.behind:
             first.append("still reading")
         lines = heading_lines(
@@ -253,7 +307,7 @@ class CompareScreen(PollingScreen):
         is_grid = width >= GRID[0] and height >= GRID[1]
         below = {name for name in PANES[1:] if is_grid or name == self._pane}
         has_plot = is_grid or self._pane == "plot" or height >= SINGLE
-        if height >= SINGLE and not below:
+        if height >= SINGLE and not below and not self._wants_grid:
             below = {"results"}
         self.set_class(is_grid, "-grid")
         self.set_class(height < SINGLE, "-single")
@@ -272,7 +326,7 @@ class CompareScreen(PollingScreen):
             results.styles.width = "1fr"
         else:
             wanted = self._wanted + FRAME
-            results.styles.width = min(max(wanted, width * 2 // 5), width * 7 // 10)
+            results.styles.width = min(max(wanted, width * 2 // 5), width * 3 // 5)
 
     def action_pane(self, name: str) -> None:
         self._pane = name
@@ -288,7 +342,17 @@ class CompareScreen(PollingScreen):
     # Keys.
 
     def action_metric(self, by: int) -> None:
-        self._metric = (self._metric + by) % len(METRICS)
+        if self._comparison is not None:
+            metrics = self._comparison.metrics()
+            at = metrics.index(self._chosen(self._comparison))
+            self._metric = metrics[(at + by) % len(metrics)]
+            self._draw_plot()
+
+    def action_grid(self) -> None:
+        """Show the grid instead of one large chart, or the other way round."""
+        self._wants_grid = len(self.query_one("#plot", ChartGrid).charts) == 1
+        # A grid that was asked for has a small screen to itself.
+        self.lay_out()
         self._draw_plot()
 
     def action_axis(self) -> None:
@@ -305,8 +369,9 @@ class CompareScreen(PollingScreen):
         if self._comparison is None:
             return
         axis = AXES[self._axis]
-        low, high = self._comparison.extent(METRICS[self._metric], axis) or (0.0, 0.0)
-        width = (high - low) / max(1, self.query_one("#plot", ChartView).dots - 1)
+        chosen = self._chosen(self._comparison)
+        low, high = self._comparison.extent(chosen, axis) or (0.0, 0.0)
+        width = (high - low) / max(1, self.query_one("#plot", ChartGrid).dots - 1)
         if axis == "step":
             # At least one step, because there is nothing between two steps.
             width = max(1.0, width)

@@ -96,7 +96,7 @@ class ChartView(Widget):
         return Strip(segments, self.size.width)
 
     def _style_of(self, role: str) -> Style:
-        if role.startswith("trace") and any(line.letter for line in self.chart.lines):
+        if role.startswith("trace") and any(line.letter for line in self.made().lines):
             colour = series_style(int(role.removeprefix("trace"))).colour
             return self.rich_style + Style(color=colour, bold=True)
         return self.get_component_rich_style(f"plot--{role}")

@@ -18,6 +18,7 @@ from workbench.compared import (
     Compared,
     CompareFeed,
     differences,
+    path_text,
     results_table,
     settings_note,
 )
@@ -113,6 +114,26 @@ def test_only_settings_that_differ_are_in_the_table(tmp_path: Path) -> None:
     other = with_settings(completed(tmp_path / "b"), loss__alpha=0.5, run__name="b", train__lr=1.0)
     (found,) = differences(compared(first, other))
     assert (found.key, found.values) == ("loss.alpha", (((0,), "0.3"), ((1,), "0.5")))
+
+
+def test_numbers_that_change_results_come_first_and_paths_last(tmp_path: Path) -> None:
+    sets = ("teacher__path", "loss__divergence", "data__seq_len", "eval__every", "train__rows")
+    first = {name: "a" for name in (*sets, "loss__alpha", "train__lr")}
+    runs = compared(
+        with_settings(completed(tmp_path / "a"), **first),
+        with_settings(completed(tmp_path / "b"), **dict.fromkeys(first, "b")),
+    )
+    keys = [found.key for found in differences(runs)]
+    assert keys[:4] == ["train.lr", "loss.alpha", "train.rows", "data.seq_len"]
+    assert keys[4:] == ["eval.every", "loss.divergence", "teacher.path"]
+
+
+def test_a_path_is_shown_from_where_the_user_stands() -> None:
+    here = Path("/home/user/project")
+    assert path_text("/home/user/project/models/teacher", here) == "models/teacher"
+    assert path_text("/home/user/teacher.gguf", here) == "../teacher.gguf"
+    assert path_text("/mnt/teacher", here) == "/mnt/teacher"
+    assert path_text("Qwen/Qwen2.5-0.5B", here) == "Qwen/Qwen2.5-0.5B"
 
 
 def test_what_auto_became_is_in_the_table(tmp_path: Path) -> None:
@@ -244,7 +265,7 @@ def test_broken_and_whole_runs_are_compared_at_every_size(
     async def script(pilot: Pilot[None]) -> None:
         await compare_all(pilot, 3)
         text = words_of(pilot)
-        assert "loss by step" in text
+        assert ("metrics by step" if size[0] > 100 else "loss by step") in text
         assert "B not finite" not in text
         assert "A not finite: 20" in text
         await press(pilot, "2")
@@ -278,6 +299,27 @@ def test_the_cursor_tells_the_value_of_each_run(tmp_path: Path) -> None:
         assert "step " not in text_of(pilot).splitlines()[0]
         await press(pilot, "escape")
         assert "2 runs in" in words_of(pilot)
+
+    on_screen([tmp_path], (120, 40), script)
+
+
+def test_a_key_shows_one_metric_large_or_all_that_fit(tmp_path: Path) -> None:
+    completed(tmp_path / "alpha")
+    killed(tmp_path / "beta")
+
+    async def script(pilot: Pilot[None]) -> None:
+        await compare_all(pilot, 2)
+        assert {"held-out", "step", "tokens/s", "loss*"} <= set(words_of(pilot).split())
+        await press(pilot, "m")
+        assert "held-out*" in words_of(pilot)
+        await press(pilot, "g")
+        assert "held-out by step" in words_of(pilot)
+        await press(pilot, "M")
+        assert "loss by step" in words_of(pilot)
+        await resize(pilot, (80, 24))
+        assert "loss by step" in words_of(pilot)
+        await press(pilot, "1", "g")
+        assert {"loss*", "held-out", "tokens/s"} <= set(words_of(pilot).split())
 
     on_screen([tmp_path], (120, 40), script)
 
