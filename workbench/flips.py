@@ -19,12 +19,13 @@ from engine.flips.record import find_flips, read_pairs, read_plan_of, read_verdi
 from engine.flips.text import (
     ASCII,
     UNICODE,
+    answer_lines,
+    detail_lines,
     interval_text,
     pair_heading,
     pair_line,
     plan_lines,
     verdict_line,
-    verdict_lines,
 )
 from engine.flips.verdict import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
 from engine.log.folder import RunFolder, find_runs
@@ -298,17 +299,29 @@ def _tone(snapshot: FlipSnapshot) -> Tone:
     return "unsure" if word == INCONCLUSIVE else "bad"
 
 
-def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[str]:
-    """Return all lines of a flip: its state, verdict with class and controls, plan and pairs."""
-    drawn = ASCII if ascii_only else UNICODE
-    lines = [f"{snapshot.folder.name}: {snapshot.state}"]
+def verdict_of(snapshot: FlipSnapshot) -> list[str]:
+    """Return the verdict in a sentence and the next action; nothing before there is one."""
+    return [] if snapshot.verdict is None else answer_lines(snapshot.verdict)
+
+
+def flip_details(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[str]:
+    """Return what the verdict rests on: its statistics, controls and commands, the plan and the pairs."""
+    drawn, lines = ASCII if ascii_only else UNICODE, []
     if snapshot.verdict is not None:
-        lines += ["verdict", *_indented(verdict_lines(snapshot.verdict, characters=drawn))]
+        lines += ["details", *_indented(detail_lines(snapshot.verdict, characters=drawn))]
     if snapshot.plan is not None:
         lines += ["plan and pairs", *_indented(snapshot.lines())]
     if snapshot.error:
         lines += ["error", *_indented(snapshot.error.splitlines())]
     return [*lines, "folder", f"  {snapshot.folder}"]
+
+
+def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[str]:
+    """Return all lines of a flip: its state, the verdict in a sentence, and the details."""
+    lines = [f"{snapshot.folder.name}: {snapshot.state}"]
+    if said := verdict_of(snapshot):
+        lines += ["verdict", *_indented(said)]
+    return [*lines, *flip_details(snapshot, ascii_only=ascii_only)]
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.flips.answer import CONTROLS, answer
 from engine.flips.arms import Outcome
-from engine.flips.plan import Plan
+from engine.flips.plan import MARGIN, STEPS, Plan
 from engine.flips.record import FlipFolder
 from engine.flips.surroundings import Surroundings
 from engine.flips.verdict import (
@@ -23,7 +24,6 @@ from engine.flips.verdict import (
     EQUIVALENT,
     FASTER,
     INCONCLUSIVE,
-    INVALID,
     PARITY_FAIL,
     SLOWER,
     Judgement,
@@ -37,14 +37,6 @@ from engine.verdict import Level, Verdict
 MEASURED, SCREEN, EXPLORATORY = "measured", "screen", "exploratory"
 FOREIGN_BYTES = 1 << 30
 """Less than this is what a driver and a display hold."""
-CONTROLS = {
-    "AA": "control A against A",
-    "positive": "control with A made slower",
-    "manipulation": "proof that the setting was flipped",
-    "equal": "proof that nothing else differs",
-    "parity": "parity of the losses",
-}
-"""Everything that a measured verdict requires, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +75,7 @@ class FlipVerdict:
     cost_s: float
     receipts: list[str]
     next: list[str] = field(default_factory=list)
-    """What to do next."""
+    """The commands for what to do next."""
 
     @property
     def answer(self) -> Verdict:
@@ -93,9 +85,15 @@ class FlipVerdict:
         return Verdict(Level.FAIL if self.verdict == PARITY_FAIL else Level.UNKNOWN, self.reason)
 
     def to_json(self) -> str:
-        fields = dataclasses.asdict(self)
-        fields["class"] = fields.pop("grade")
+        fields = self.fields()
+        said = answer(fields)
+        fields |= {"sentence": said.sentence, "action": said.action}
         return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    def fields(self) -> dict[str, Any]:
+        """The fields by their names in the file."""
+        fields = dataclasses.asdict(self)
+        return fields | {"class": fields.pop("grade")}
 
 
 def conclude(
@@ -117,7 +115,7 @@ def conclude(
         changed.append("it went on with another machine, device or engine than it began with")
     missing = _why_no_measurement(judgement, answers) + _foreign(outcomes)
     interval = judgement.interval
-    return FlipVerdict(
+    verdict = FlipVerdict(
         prereg_sha=flip.header["plan_sha256"],
         grade=EXPLORATORY if changed else SCREEN if missing else MEASURED,
         why_grade=changed + missing,
@@ -158,8 +156,8 @@ def conclude(
             for receipt in (f"{outcome.run}/receipt.json" for outcome in outcomes)
             if (flip.path / receipt).is_file()
         ],
-        next=_next(plan, flip, judgement, controls, interrupted=interrupted),
     )
+    return dataclasses.replace(verdict, next=_next(plan, flip, verdict))
 
 
 def _why_no_measurement(judgement: Judgement, answers: Mapping[str, Verdict | None]) -> list[str]:
@@ -207,44 +205,27 @@ def _diagnostics(
     }
 
 
-def _next(
-    plan: Plan,
-    flip: FlipFolder,
-    judgement: Judgement,
-    controls: Mapping[str, Verdict],
-    *,
-    interrupted: bool,
-) -> list[str]:
-    word = judgement.verdict
-    sets = " ".join(f"--set {change.key}={change.b}" for change in plan.changes)
-    again = f"engine flip {plan.source} {sets}"
-    failed = [o for pair in flip.pairs for o in pair.outcomes.values() if not o.completed]
+def _next(plan: Plan, flip: FlipFolder, verdict: FlipVerdict) -> list[str]:
+    """The commands for the next action and for a look at the runs that did not complete."""
+    if verdict.interrupted:
+        return [f"go on: engine flip --resume {flip.path}"]
+    sets = "".join(f" --set {change.key}={change.b}" for change in plan.changes)
+    failed = [run["run"] for run in verdict.raw_runs if run["state"] != "completed"]
     out = []
-    if interrupted:
-        out.append(f"go on: engine flip --resume {flip.path}")
-    elif word == INCONCLUSIVE:
-        pairs = judgement.pairs_needed
-        wanted = f"about {pairs} pairs would decide" if pairs else "more pairs would decide"
-        out.append(f"{wanted}; longer runs vary less: {again} --steps {2 * plan.steps}")
-    elif word in (PARITY_FAIL, INVALID) and flip.pairs:
+    if options := answer(verdict.fields()).options:
+        usual = {"metric": "step_s", "margin": MARGIN, "steps": STEPS}
+        texts = {"metric": plan.metric, "margin": f"{100 * plan.margin:g}%", "steps": plan.steps}
+        same = [
+            f" --{name} {text}"
+            for name, text in texts.items()
+            if getattr(plan, name) != usual[name] and f"--{name}" not in options
+        ]
+        out.append(f"run: engine flip {plan.source}{sets}{''.join(same)} {options}")
+    if verdict.verdict in DID_NOT_COMPLETE.values():
+        arm = verdict.censored["arm"]
+        failed = [run["run"] for run in verdict.raw_runs if run["arm"] == arm]
+    if verdict.verdict not in (FASTER, SLOWER, EQUIVALENT, INCONCLUSIVE) and flip.pairs:
         # The first failed run is the place to look.
-        run = failed[0].run if failed else flip.pairs[-1].b.run
+        run = failed[0] if failed else flip.pairs[-1].b.run
         out.append(f"look: engine tail {flip.path / run}")
-    elif word == FASTER:
-        out.append(f"{sets} is better for {plan.metric}")
-    elif word == SLOWER:
-        out.append(f"the setting of A is the better one for {plan.metric}")
-    elif word == EQUIVALENT:
-        out.append(f"{sets or 'nothing'} does not matter for {plan.metric}: look for another cause")
-    elif word in DID_NOT_COMPLETE.values():
-        arm = judgement.censored["arm"]
-        run = next(outcome.run for outcome in failed if outcome.arm == arm)
-        out.append(f"what {arm} was doing: engine tail {flip.path / run}")
-    if word in (FASTER, SLOWER, EQUIVALENT):
-        for name, answer in controls.items():
-            if answer.level == Level.UNKNOWN and "no positive" not in answer.reason:
-                out.append(
-                    f"to have it measured: {again} --controls run ({CONTROLS[name]} is missing)"
-                )
-                break
     return out

@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import BadInput, SpecError, UsageError
 from engine.files import parse_json
@@ -39,11 +39,38 @@ MARGIN = 0.05
 BUDGET_S = 300.0
 RUN_LIMIT_S = 300.0
 PARITY = 0.02
+
+
+class Metric(NamedTuple):
+    """A metric that can decide a flip, in words. Less of each is better."""
+
+    definition: str
+    noun: str
+    less: str
+    """What a setting does that gives less of it."""
+    more: str
+
+
 METRICS = {
-    "step_s": "median step time, seconds; less is better",
-    "peak_memory_bytes": "peak of the device's allocator, bytes; less is better",
-    "energy_per_token_j": "energy of the GPU over the measured steps by tokens, joules; less is better",
-    "final_loss": "mean loss of the last quarter of the steps, nats; less is better",
+    "step_s": Metric("median step time, seconds", "time per step", "is faster", "is slower"),
+    "peak_memory_bytes": Metric(
+        "peak of the device's allocator, bytes",
+        "peak memory",
+        "needs less memory",
+        "needs more memory",
+    ),
+    "energy_per_token_j": Metric(
+        "energy of the GPU over the measured steps by tokens, joules",
+        "energy per token",
+        "needs less energy",
+        "needs more energy",
+    ),
+    "final_loss": Metric(
+        "mean loss of the last quarter of the steps, nats",
+        "final loss",
+        "ends at a lower loss",
+        "ends at a higher loss",
+    ),
 }
 OLDER = {"level": 0.95, "prior_weight": 10.0}
 """Values of fields that older plans do not contain."""

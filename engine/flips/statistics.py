@@ -125,6 +125,34 @@ def pairs_needed(interval: Interval, margin: float, *, factor: float = 3.0) -> i
     return max(interval.pairs + 1, math.ceil((interval.deviation * factor / gap) ** 2))
 
 
+def margin_of_equality(interval: Interval) -> float | None:
+    """The smallest margin in whole percent (below one percent: with one digit) at which the interval would
+    be EQUIVALENT. None while it is open."""
+    edge = math.expm1(max(abs(interval.low), abs(interval.high)))
+    if not math.isfinite(edge):
+        return None
+    unit = _unit(edge)
+    # Strictly inside: an end on the margin decides nothing.
+    return round((math.floor(edge / unit) + 1) * unit, 6)
+
+
+def margin_of_a_difference(interval: Interval) -> float | None:
+    """The largest margin, rounded down as above, at which the interval would be B_FASTER or B_SLOWER. None where
+    it holds 0 or comes nearer to it than a thousandth."""
+    if interval.low <= 0 <= interval.high:
+        return None
+    edge = math.expm1(min(abs(interval.low), abs(interval.high)))
+    if edge < 0.001:
+        return None
+    unit = _unit(edge)
+    margin = round((math.ceil(edge / unit) - 1) * unit, 6)
+    return margin or round(0.9 * unit, 6)
+
+
+def _unit(edge: float) -> float:
+    return min(0.01, 10.0 ** math.floor(math.log10(max(edge, 1e-5))))
+
+
 def sign_bound(pairs: int) -> float:
     """One-sided p that the same arm fails in every one of `pairs` by chance: 2^-n."""
     return 2.0**-pairs

@@ -7,16 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from engine.flips.answer import affordable, answer, busy_with
 from engine.flips.arms import Outcome
 from engine.flips.plan import METRICS, Plan
 from engine.flips.statistics import Interval
-from engine.flips.surroundings import CPU
 from engine.flips.verdict import Pair, count_of
 from engine.units import NOT_MEASURED, format_bytes, format_seconds, format_value
 
 BAR_WIDTH = 61
-BUSY = 0.5
-"""Mean number of other processes that ran or waited for a CPU, above which the machine counts as busy."""
 UNICODE, ASCII = "┊│─●├┤", ":|-o[]"
 """Characters for the ends of the margin, zero, the interval, its middle and its ends."""
 
@@ -36,7 +34,8 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         f"hypothesis: {plan.hypothesis}",
         *(f"{what}: {change.key}  A {change.a!r}  B {change.b!r}" for change in plan.changes),
-        f"metric: {plan.metric} ({METRICS[plan.metric]}), margin {plan.margin:.1%}, level {plan.level:.0%}",
+        f"metric: {plan.metric} ({METRICS[plan.metric].definition}; less is better), margin {plan.margin:.1%},"
+        f" level {plan.level:.0%}",
         f"pairs: {plan.pairs_min} to {plan.pairs_max} of {plan.steps} steps, the first {plan.warm_up_steps} warm up,"
         f" order by seed {plan.order_seed}",
         f"source: {plan.source}",
@@ -111,37 +110,50 @@ def bar(
     return ["".join(cells).rstrip(), f"{low} {legend}{gap} {high}"]
 
 
+def answer_lines(fields: Mapping[str, Any]) -> list[str]:
+    """What verdict.json says in one sentence, and the next action."""
+    said = answer(fields)
+    return [said.sentence, f"next: {said.action}"]
+
+
 def verdict_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> list[str]:
-    """Describe the content of verdict.json for a person."""
+    """Describe the content of verdict.json for a person: the sentence, the next action, then the details."""
+    details = detail_lines(fields, characters=characters)
+    return [*answer_lines(fields), "details", *(f"  {line}" for line in details)]
+
+
+def detail_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> list[str]:
+    """What the sentence rests on: the statistics, the proofs and controls, and the commands to go on with."""
     broken = ", interrupted" if fields["interrupted"] else ""
     out = [f"{fields['verdict']} ({fields['class']}{broken}): {fields['reason']}"]
     if fields["effect"] is not None:
-        drawn = bar(fields["effect"], fields["interval"], fields["margin"], characters=characters)
-        out += [f"  {text}" for text in drawn]
+        out += bar(fields["effect"], fields["interval"], fields["margin"], characters=characters)
         noise = fields["diagnostics"]["deviation"]
         pairs = f"{fields['n_pairs']} of {count_of(fields['pairs_run'])}"
-        out.append(f"  {pairs} compared, deviation between pairs {noise:.1%}")
-    loads = fields["diagnostics"]["neighbour_load"].values()
-    if fields["host"]["device"] == CPU and max(loads, default=0.0) > BUSY:
-        out.append(f"  the machine was busy: up to {max(loads):.1f} others wanted its CPUs")
+        out.append(f"{pairs} compared, deviation between pairs {noise:.1%}")
+    if others := busy_with(fields):
+        out.append(f"the machine was busy: up to {others:.1f} others wanted its CPUs")
     if fields["pairs_needed"]:
-        out.append(f"  about {fields['pairs_needed']} pairs would decide")
+        pairs_left = affordable(fields)
+        wanted = (
+            "more pairs than a flip runs" if pairs_left is None else f"about {pairs_left} pairs"
+        )
+        out.append(f"{wanted} would decide if the noise stays as it is")
     if len(fields["changes"]) > 1:
-        out.append(f"  a bundle of {len(fields['changes'])}: no single cause is named")
-    out += [f"  left out: {text}" for text in fields["diagnostics"]["left_out"]]
+        out.append(f"a bundle of {len(fields['changes'])}: no single cause is named")
+    out += [f"left out: {text}" for text in fields["diagnostics"]["left_out"]]
     out += [
-        f"  {name}: {answer['level']}: {answer['reason']}"
-        for name, answer in fields["controls"].items()
+        f"{name}: {control['level']}: {control['reason']}"
+        for name, control in fields["controls"].items()
     ]
-    out += [f"  not measured because of {text}" for text in fields["why_grade"]]
+    out += [f"not measured because of {text}" for text in fields["why_grade"]]
     out += [
-        f"  beside it: {name} B/A {guard['ratio']:.3f}"
+        f"beside it: {name} B/A {guard['ratio']:.3f}"
         for name, guard in fields["guards"].items()
         if guard["differs"]
     ]
-    out.append(f"  took {format_seconds(fields['cost_s'])} on {fields['host']['device_name']}")
-    out += [f"  next: {text}" for text in fields["next"]]
-    return out
+    out.append(f"took {format_seconds(fields['cost_s'])} on {fields['host']['device_name']}")
+    return [*out, *fields["next"]]
 
 
 def verdict_line(fields: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 Before it starts, a list of what the run itself suggests (its alerts first) fills a form that can be
 edited; below it is the plan that would be registered, with the time, memory and GPUs that it needs, from
-`engine flip --dry-run`. Enter starts it. After that the screen shows the flip's folder. The flip has its
+`engine flip --dry-run`. Enter starts it. After that the screen shows the flip's folder; a verdict
+folds the details, and z unfolds them. The flip has its
 own process: leaving the screen, ctrl+c and closing the workbench do not end it, and F or the list of flips
 finds it again; only ctrl+x ends it, keeping its measurements.
 """
@@ -23,7 +24,7 @@ from engine.errors import EngineError
 from engine.log.folder import RunFolder
 from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed
-from workbench.flips import FLIPS, FlipFeed, FlipSnapshot, flip_lines, going_on
+from workbench.flips import FLIPS, FlipFeed, FlipSnapshot, flip_details, going_on, verdict_of
 from workbench.suspicions import Suspicion, settings_of, suspicions
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
@@ -51,7 +52,8 @@ class FlipScreen(PollingScreen):
         "A flip runs this spec in pairs, A as it is and B with one setting changed, until the",
         "interval of B/A lies on one side of the margin, or inside it. The plan is registered first.",
         "",
-        "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE names the number of pairs needed;",
+        "The verdict is one sentence and the next action; z shows the statistics that it rests on.",
+        "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says what would decide it;",
         "`measured` needs controls of the last day (controls: run makes them), else it is a `screen`.",
         "",
         "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it continues, and E",
@@ -64,6 +66,7 @@ class FlipScreen(PollingScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "start", "start", tooltip="register the plan and run it"),
         Binding("tab", "edit", "edit", tooltip="go through the fields"),
+        Binding("z", "details", "details", tooltip="the statistics, controls, plan and pairs"),
         Binding("ctrl+x", "stop", "stop", tooltip="end the flip and keep its measurements"),
         Binding(
             "ctrl+w", "keep", "to a finding", tooltip="put its verdict into a five-whys finding"
@@ -79,12 +82,13 @@ class FlipScreen(PollingScreen):
         #before { height: 1fr; }
         FlipForm { height: auto; max-height: 70%; }
         #flip { display: none; height: 1fr; padding: 0 1; }
+        #verdict { height: auto; margin-bottom: 1; }
         #told { height: 1fr; scrollbar-size-vertical: 1; }
     }
     FlipScreen.-short {
         OptionList, OptionList:focus { border: none; max-height: 3; }
         FlipPlan { border-top: none; }
-        ForestPlot { margin-bottom: 0; }
+        ForestPlot, #verdict { margin-bottom: 0; }
     }
     FlipScreen.-begun #before { display: none; }
     FlipScreen.-begun #flip { display: block; }
@@ -105,6 +109,7 @@ class FlipScreen(PollingScreen):
         self._feed: FlipFeed | None = None if folder is None else FlipFeed(folder)
         self._started: StartedFlip | None = None
         self._snapshot: FlipSnapshot | None = None
+        self._folded = True
         self._looked = folder is not None
         self._called = run.name if run is not None else folder.name if folder is not None else ""
 
@@ -114,6 +119,7 @@ class FlipScreen(PollingScreen):
             yield FlipForm()
             yield FlipPlan(self._run, self._flips)
         with Vertical(id="flip"):
+            yield WordsView(id="verdict")
             yield ForestPlot(ascii_only=self.context.ascii_only)
             with VerticalScroll(id="told"):
                 yield WordsView(id="progress")
@@ -187,7 +193,13 @@ class FlipScreen(PollingScreen):
             self.call_after_refresh(self.query_one("#told").focus)
         self.query_one("#head", Static).update(f"flip {self._called}: {snapshot.state}")
         self.query_one(ForestPlot).snapshot = snapshot
-        lines = flip_lines(snapshot, ascii_only=self.context.ascii_only)[1:]
+        self._draw_lines(snapshot)
+
+    def _draw_lines(self, snapshot: FlipSnapshot) -> None:
+        self.query_one("#verdict", WordsView).lines = tuple(verdict_of(snapshot))
+        lines = flip_details(snapshot, ascii_only=self.context.ascii_only)
+        if self._folded and snapshot.has_ended:
+            lines = ["z: the statistics, controls, plan and pairs"]
         self.query_one("#progress", WordsView).lines = tuple(lines)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -196,7 +208,7 @@ class FlipScreen(PollingScreen):
             return self._feed is None
         if action == "stop":
             return self._started is not None and self._started.is_alive
-        if action == "keep":
+        if action in ("keep", "details"):
             return snapshot is not None and snapshot.has_ended
         return True
 
@@ -206,6 +218,11 @@ class FlipScreen(PollingScreen):
     def action_stop(self) -> None:
         if self._started is not None:
             self._started.stop()
+
+    def action_details(self) -> None:
+        if self._snapshot is not None:
+            self._folded = not self._folded
+            self._draw_lines(self._snapshot)
 
     def action_keep(self) -> None:
         # Imported here: the first frame does not need it.

@@ -130,6 +130,8 @@ def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
         assert started is not None
         started._process.wait(timeout=240)
         await poll(pilot)
+        assert "next: " in words_of(pilot) and "pair order" not in words_of(pilot)
+        await press(pilot, "z")
         words = words_of(pilot)
         assert "pair order" in words, words
         shown.append(words)
@@ -288,13 +290,15 @@ def test_past_flips_are_listed_with_verdicts_and_opened(
     size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(_past_flips(tmp_path))
-    keys = ("E", "down", "enter")
-    _, listed, _, opened = texts_of(tmp_path, size, *keys, ascii_only=size[0] == 80)
+    keys = ("E", "down", "enter", "z")
+    _, listed, _, folded, opened = texts_of(tmp_path, size, *keys, ascii_only=size[0] == 80)
     assert "experiments: 2 flips" in listed
     assert "+ EQUIVALENT (screen)" in listed and "+ B_FASTER (measured)" in listed
     assert "20260101-100000-backend: B_FASTER (measured)" in opened
     assert "pair -28%" in opened, "the interval against the margin"
     if size[1] > 18:
+        assert "is faster: time per step -26.0 %" in folded and "next: set " in folded
+        assert "AA: pass" not in folded
         assert "AA: pass" in opened and "parity: pass" in opened and "manipulation" in opened
 
 
