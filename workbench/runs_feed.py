@@ -12,9 +12,9 @@ import contextlib
 import os
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 
 from engine.errors import RunLogError
@@ -23,6 +23,7 @@ from engine.log.folder import RunFolder, is_run, settings_of
 from engine.log.follow import Follower
 from engine.log.notes import NAME, Notes, read_notes
 from engine.log.read import Liveness
+from engine.log.sparkline import intervals
 from engine.log.table import Table
 from engine.log.text import (
     alert_lines,
@@ -37,6 +38,8 @@ from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, not_read
 
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
 LOOKS = 200
+FIRST_SHARE = 0.2
+"""The share of its time that the first poll takes: the screen shows something at once, however many runs there are."""
 CURVE_POINTS = 12
 ALERTS_TOLD = 6
 """So many alerts of a run are told in full in a list."""
@@ -212,13 +215,15 @@ class RunsFeed:
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, _Ended] = {}
         self._beside: dict[str, _Beside] = {}
-        self._asked: set[str] = set()
+        self._asked: deque[str] = deque()
         self._real: dict[Path, str] = {}
         self._turn = 0
+        self._share = FIRST_SHARE
 
     def poll(self) -> RunsSnapshot:
         """Return a row for each run, in the order of the folders and newest first in each."""
-        now_unix_s, until_s = self._wall(), time.monotonic() + self._budget_s
+        share, self._share = self._share, 1.0
+        now_unix_s, until_s = self._wall(), time.monotonic() + self._budget_s * share
         due = self._due()
         runs, error = self._find(due)
         self._forget_all_but(runs)
@@ -238,18 +243,15 @@ class RunsFeed:
 
     def look_at(self, run: Path) -> None:
         """Examine a run at the next poll, even an ended one; called from any thread."""
-        self._asked.add(os.path.realpath(run))
+        self._asked.append(os.path.realpath(run))
 
     def _due(self) -> set[str]:
         """Return the ended runs to examine at this poll."""
-        asked, self._asked = self._asked, set()
-        return asked | self._next_in_turn()
-
-    def _next_in_turn(self) -> set[str]:
+        asked = {self._asked.popleft() for _ in range(len(self._asked))}
         ended = list(self._ended)
         begin = self._turn if self._turn < len(ended) else 0
         self._turn = begin + LOOKS
-        return set(ended[begin : begin + LOOKS])
+        return asked | set(ended[begin : begin + LOOKS])
 
     def _old_row(self, key: str, now_unix_s: float) -> RunRow:
         ended = self._ended[key]
@@ -282,6 +284,8 @@ class RunsFeed:
         self._real = {path: key for path, key in self._real.items() if key in runs}
 
     def _row(self, key: str, found: _Found, now_unix_s: float, until_s: float) -> RunRow:
+        if key not in self._ended and key not in self._followers and time.monotonic() >= until_s:
+            return _row_of(found, RunView(), READING, now_unix_s - found.made_ns / 1e9, None)
         try:
             sizes = _sizes(key)
         except OSError as problem:
@@ -370,7 +374,8 @@ def _row_of(
         settings=settings,
         teacher=model_name(settings.get("teacher.path")),
         student=model_name(settings.get("student.path")),
-        reason=reason_text(view, state) if known else one_line(error or ""),
+        # The place of the fault is told with the run; a column has room for what is wrong.
+        reason=reason_text(view, state) if known else one_line((error or "").rpartition(" — ")[2]),
         curve=curve_of(view.steps),
         tags=notes.tags,
         note=notes.text,
@@ -396,9 +401,8 @@ def _words_of(view: RunView, alive: Liveness) -> tuple[str, ...]:
 
 def curve_of(steps: Table) -> tuple[float | None, ...]:
     """Return the loss in equal parts of the steps so far, each as the middle of its range."""
-    parts = min(CURVE_POINTS, len(steps))
-    edges = [len(steps) * part // parts for part in range(parts + 1)] if parts else []
-    ranges = [steps.range("loss", begin, end) for begin, end in pairwise(edges)]
+    parts = intervals(len(steps), min(CURVE_POINTS, len(steps)))
+    ranges = [steps.range("loss", begin, end) for begin, end in parts]
     return tuple(
         None if r.non_finite or r.low is None or r.high is None else (r.low + r.high) / 2
         for r in ranges

@@ -16,6 +16,7 @@ from engine.log.events import (
     TRAINING,
     AlertRaised,
     AnyEvent,
+    Checked,
     CheckpointSaved,
     DataReady,
     DecisionMade,
@@ -28,6 +29,7 @@ from engine.log.events import (
     MemoryMeasured,
     Note,
     Phase,
+    RunFinished,
     RunStarted,
     StepDone,
     StopRequested,
@@ -47,6 +49,7 @@ from engine.log.text import (
     ledger_line,
     line_text,
     one_line,
+    reason_text,
     result_lines,
     sample_text,
     speed_lines,
@@ -471,6 +474,17 @@ def test_the_status_names_the_alerts_that_stand() -> None:
     assert alerts_text(view) == "2 alerts: data_wait, gpu_idle"
     assert "| 2 alerts: data_wait, gpu_idle" in status_text(view, ALIVE)
     assert alerts_text(RunView()) == ""
+
+
+def test_the_reason_is_the_end_before_a_failed_check_before_an_alert() -> None:
+    warning = AlertRaised(id="data_wait", severity="warning", title="the loader is late")
+    error = AlertRaised(id="not_finite", severity="error", title="the loss is NaN")
+    check = Checked(id="shift", level="fail", reason="labels are off by one", cost_s=0.1, step=0)
+    ended = RunFinished(state="failed", reason="no space left", exit_code=65, step=3)
+    assert reason_text(view_of(), "running") == ""
+    assert reason_text(view_of(warning, error), "running") == "the loss is NaN"
+    assert reason_text(view_of(error, check), "running") == "shift: labels are off by one"
+    assert reason_text(view_of(error, check, ended), "failed") == "no space left"
 
 
 def test_counters_of_a_gpu_are_shown_where_it_has_them() -> None:

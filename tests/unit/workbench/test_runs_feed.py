@@ -12,6 +12,7 @@ import pytest
 from engine.log.events import AlertCleared, AlertRaised
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from engine.log.notes import NAME, change_notes
 from tests.support.run_folders import (
     START_UNIX_S,
     Scene,
@@ -204,3 +205,56 @@ def test_a_run_that_is_deleted_is_no_row_any_more(tmp_path: Path) -> None:
     feed.poll()
     shutil.rmtree(tmp_path / "a")
     assert [row.name for row in feed.poll().rows] == ["b"]
+
+
+def test_notes_of_an_ended_run_are_seen_at_the_next_poll_without_reading_it(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = completed(tmp_path / "run")
+    feed = RunsFeed([tmp_path], budget_s=UNHURRIED_S)
+    feed.poll()
+    reads.clear()
+    monkeypatch.setattr(runs_feed, "LOOKS", 0)
+    change_notes(run, add=["good"], note="keep")
+    assert feed.poll().rows[0].tags == ()
+    feed.look_at(run.path)
+    row = feed.poll().rows[0]
+    assert (row.tags, row.note, reads) == (("good",), "keep", [])
+
+
+def test_broken_notes_are_told_and_hide_no_run(tmp_path: Path) -> None:
+    run = completed(tmp_path / "run")
+    (run.path / NAME).write_text("{")
+    row = row_of(run)
+    assert row.state == "completed"
+    assert "expected JSON" in row.note
+
+
+def test_a_curve_has_a_gap_where_a_loss_is_not_finite(tmp_path: Path) -> None:
+    curve = row_of(completed(tmp_path / "run", nan={60})).curve
+    assert len(curve) == runs_feed.CURVE_POINTS
+    assert [place for place, value in enumerate(curve) if value is None] == [len(curve) - 1]
+    known = [value for value in curve if value is not None]
+    assert known == sorted(known, reverse=True)
+
+
+def test_a_run_says_why_it_ended(tmp_path: Path) -> None:
+    assert "SIGKILL" in row_of(killed(tmp_path / "a")).reason
+    assert row_of(completed(tmp_path / "b")).reason == ""
+    assert row_of(corrupt(tmp_path / "c")).reason.startswith("expected line number 20")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("", ""),
+        (None, ""),
+        ("Qwen/Qwen2.5-0.5B", "Qwen2.5-0.5B"),
+        ("/models/big-q4_k_m.gguf", "big-q4_k_m"),
+        ("/models/big/model.safetensors", "big"),
+        ("runs/first/student", "first"),
+        ("/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", "Qwen2.5-0.5B"),
+    ],
+)
+def test_a_model_is_named_without_its_folders(path: object, name: str) -> None:
+    assert runs_feed.model_name(path) == name

@@ -8,12 +8,15 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.events import Resize
 from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
 from engine.errors import BadInput
 from engine.log.filters import Filter, parse_filter
 from engine.log.folder import RunFolder
+from engine.log.notes import change_notes
 from engine.units import format_count, format_value
 from workbench.plot.series import SERIES, series_style
 from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot
@@ -28,12 +31,16 @@ from workbench.tui.screens.actions import (
     ask_to_stop,
     refused_command,
 )
-from workbench.tui.screens.polling import Polled, PollingScreen
+from workbench.tui.screens.polling import Polled, PollingScreen, run_command
 from workbench.tui.widgets.filter_line import FilterLine
 from workbench.tui.widgets.key_bar import KeyBar
-from workbench.tui.widgets.runs_table import COLUMNS, RunsTable
+from workbench.tui.widgets.runs_table import RunsTable
+from workbench.tui.widgets.text_pane import TextPane
+from workbench.tui.widgets.words_view import wrapped
 
 FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must hold"
+WIDE = 160
+"""From this width on, the run under the cursor is shown beside the table."""
 SORT_KEYS = Binding.Group("sort")
 
 
@@ -68,7 +75,7 @@ class RunsScreen(PollingScreen):
             self.run = run
 
     AUTO_FOCUS = "RunsTable"
-    ACTING = frozenset({"stop", "resume", "start", "again"})
+    ACTING = frozenset({"stop", "resume", "start", "again", "tags", "note"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs continue"),
@@ -82,15 +89,31 @@ class RunsScreen(PollingScreen):
         RESUME,
         Binding("N", "again", "again", tooltip="start another run like the one under the cursor"),
         Binding("escape", "clear_filter", "clear filter", show=False),
+        Binding("t", "tags", "tags", tooltip="edit the tags of the run, words to filter by"),
+        Binding("e", "note", "note", tooltip="edit the note of the run"),
         *(
             Binding(
                 str(digit),
                 f"sort({digit - 1})",
-                column.name,
+                "sort",
                 group=SORT_KEYS,
                 tooltip="sort by that column; again: reverse order",
             )
-            for digit, column in enumerate(COLUMNS, start=1)
+            for digit in range(1, 10)
+        ),
+        Binding(
+            "less_than_sign",
+            "sort_beside(-1)",
+            "sort left",
+            show=False,
+            tooltip="sort by the column to the left",
+        ),
+        Binding(
+            "greater_than_sign",
+            "sort_beside(1)",
+            "sort right",
+            show=False,
+            tooltip="sort by the column to the right",
         ),
         Binding("r", "refresh", "refresh", tooltip="refresh now"),
     ]
@@ -101,13 +124,23 @@ class RunsScreen(PollingScreen):
             text-wrap: nowrap; text-overflow: ellipsis;
         }
         FilterLine { padding: 0 1; }
+        #rows { height: 1fr; }
+        RunsTable { width: 1fr; }
+        #preview {
+            display: none; width: 28%; min-width: 46; max-width: 90; height: 1fr; padding: 0 1;
+            border: round $panel;
+        }
         #wrong { display: none; padding: 0 1; height: auto; max-height: 2; color: $text-error; }
         #empty { padding: 1 2; display: none; height: 1fr; }
         #detail { height: auto; max-height: 6; padding: 0 1; background: $panel; }
     }
     RunsScreen.-empty {
         #empty { display: block; }
-        RunsTable, #detail { display: none; }
+        #rows, #detail { display: none; }
+    }
+    RunsScreen.-wide {
+        #preview { display: block; }
+        #detail { display: none; }
     }
     """
 
@@ -117,14 +150,19 @@ class RunsScreen(PollingScreen):
         self._snapshot: RunsSnapshot | None = None
         self._pattern, self._filter = "", Filter()
         self._marked: dict[Path, int] = {}
+        self._edited: tuple[str, Path] | None = None
+        """What the line of an edit changes: `tags` or `note`, of which run."""
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
-        yield FilterLine(FILTER_HINT)
+        yield FilterLine(FILTER_HINT, id="filter")
         yield Static(id="wrong", markup=False)
-        yield RunsTable(ascii_only=self.context.ascii_only)
+        with Horizontal(id="rows"):
+            yield RunsTable(ascii_only=self.context.ascii_only)
+            yield TextPane("run", id="preview")
         yield Static(id="empty", markup=False)
         yield Static(id="detail", markup=False)
+        yield FilterLine("", id="edit")
         yield KeyBar()
 
     def poll(self) -> Polled:
@@ -188,6 +226,10 @@ class RunsScreen(PollingScreen):
             # Leave the key row visible: one line each, with the beginning and the end of a path.
             lines = [shortened(line, max(1, self.size.width - 2)) for line in lines[:2]]
         self.query_one("#detail", Static).update("\n".join(lines))
+        preview = self.query_one("#preview", TextPane)
+        preview.show_title("" if row is None else row.name)
+        words = [] if row is None else preview_lines(row)
+        preview.show(lambda width: [part for line in words for part in wrapped(line, width)])
         self.draw_keys()
 
     @on(DataTable.RowHighlighted)
@@ -195,10 +237,15 @@ class RunsScreen(PollingScreen):
         """Show the details of the run under the cursor."""
         self._draw_detail()
 
+    @on(Resize)
+    def place_preview(self) -> None:
+        """Show the run under the cursor beside the table where there is width to spare."""
+        width, height = self.size
+        self.set_class(width >= WIDE and not is_low(width, height), "-wide")
+
     @on(DataTable.HeaderSelected)
     def sort_by_header(self, event: DataTable.HeaderSelected) -> None:
-        names = [column.name for column in COLUMNS]
-        self.action_sort(names.index(str(event.column_key.value)))
+        self.query_one(RunsTable).sort_by(str(event.column_key.value))
 
     @on(DataTable.RowSelected)
     def open_row(self) -> None:
@@ -209,8 +256,11 @@ class RunsScreen(PollingScreen):
         if row is not None:
             self.post_message(self.Opened(RunFolder(row.path)))
 
-    def action_sort(self, index: int) -> None:
-        self.query_one(RunsTable).sort_by(index)
+    def action_sort(self, place: int) -> None:
+        self.query_one(RunsTable).sort_by_place(place)
+
+    def action_sort_beside(self, offset: int) -> None:
+        self.query_one(RunsTable).sort_beside(offset)
 
     # Marks.
 
@@ -263,7 +313,8 @@ class RunsScreen(PollingScreen):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "resume"):
             return (target := self.target()) is not None and target.can(action)
-        return action != "clear_filter" or self.query_one(FilterLine).display
+        lines = self.query(FilterLine)
+        return action != "clear_filter" or any(line.display for line in lines)
 
     def action_start(self) -> None:
         from workbench.tui.screens.new_run import NewRunScreen
@@ -277,33 +328,77 @@ class RunsScreen(PollingScreen):
         if row is not None and not refused_command(self, RunFolder(row.path), "started again"):
             self.app.push_screen(NewRunScreen(self.context, like=RunFolder(row.path)))
 
+    # Tags and the note.
+
+    def action_tags(self) -> None:
+        if (row := self.query_one(RunsTable).selected) is not None:
+            self._edit("tags", row.path, " ".join(row.tags), "tags: words, as in baseline good")
+
+    def action_note(self) -> None:
+        if (row := self.query_one(RunsTable).selected) is not None:
+            self._edit("note", row.path, row.note, "note: one line of text")
+
+    def _edit(self, what: str, run: Path, value: str, hint: str) -> None:
+        """Let the user edit a text in a line below the table; enter keeps it, escape leaves it as it was."""
+        self._edited = (what, run)
+        line = self.query_one("#edit", FilterLine)
+        line.placeholder, line.value = hint, value
+        line.begin()
+        line.cursor_position = len(value)
+
+    @on(Input.Submitted, "#edit")
+    def keep_edit(self, event: Input.Submitted) -> None:
+        """Write what was edited, in a thread: the disk may be slow."""
+        edited, text = self._edited, event.value
+        self._leave_edit()
+        if edited is None:
+            return
+        what, path = edited
+
+        def write() -> str:
+            run = RunFolder(path)
+            if what == "tags":
+                change_notes(run, tags=text.split())
+            else:
+                change_notes(run, note=text)
+            self._feed.look_at(path)
+            return f"{what} of {run.name}: {' '.join(text.split()) or 'none'}"
+
+        run_command(self, what, write)
+
+    def _leave_edit(self) -> None:
+        self._edited = None
+        self.query_one("#edit", FilterLine).drop()
+        self.query_one(RunsTable).focus()
+
     # Filter.
 
     def action_filter(self) -> None:
-        self.query_one(FilterLine).begin()
+        self.query_one("#filter", FilterLine).begin()
 
     def action_clear_filter(self) -> None:
-        self.query_one(FilterLine).drop()
+        if self._edited is not None:
+            self._leave_edit()
+            return
+        self.query_one("#filter", FilterLine).drop()
         self.query_one(RunsTable).focus()
 
-    @on(Input.Changed)
+    @on(Input.Changed, "#filter")
     def filter_by(self, event: Input.Changed) -> None:
         names = {name for row in self._rows for name in row.settings}
         wrong = self.query_one("#wrong", Static)
         try:
-            self._filter = parse_filter(event.value, names)
+            self._filter, self._pattern = parse_filter(event.value, names), event.value
         except BadInput as error:
-            # The runs of the last filter that made sense stay, until this one does.
+            # Every run is shown until the filter can be understood.
+            self._filter, self._pattern = Filter(), ""
             wrong.update(error.message)
-            wrong.display = True
-            return
-        wrong.display = False
-        self._pattern = event.value
+        wrong.display = bool(event.value.strip()) and not self._pattern
         self._draw()
 
-    @on(Input.Submitted)
+    @on(Input.Submitted, "#filter")
     def keep_filter(self) -> None:
-        self.query_one(FilterLine).leave()
+        self.query_one("#filter", FilterLine).leave()
         self.query_one(RunsTable).focus()
 
 
@@ -329,7 +424,22 @@ def detail_lines(row: RunRow) -> list[str]:
         speed = row.tokens_per_second
         words += [] if speed is None else [f"{format_count(speed)} tok/s"]
         lines.append(", ".join(words))
+    if row.reason and row.error is None:
+        lines.append(row.reason)
+    lines += tag_lines(row)
     lines += [f"{severity}: {name}" for severity, name in row.alerts[:3]]
     if row.error is not None:
         lines.append(row.error)
     return lines
+
+
+def tag_lines(row: RunRow) -> list[str]:
+    """Return the tags and the note of a run on a line, where it has any."""
+    parts = [f"[{tag}]" for tag in row.tags] + ([row.note] if row.note else [])
+    return [" ".join(parts)] if parts else []
+
+
+def preview_lines(row: RunRow) -> list[str]:
+    """Return what is known of a run: tags, its state in a sentence, failed checks, results, alerts."""
+    error = [] if row.error is None else [row.error]
+    return [*tag_lines(row), *error, *row.words, f"run folder: {row.path}"]

@@ -1,4 +1,4 @@
-"""An input line for a filter, visible while one is typed or active."""
+"""An input line for a filter or an edit, visible while one is typed or a filter is active."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from textual.widgets import Input
 
 
 class FilterLine(Input):
-    """Disabled until a filter is typed, so that no other key is typed into it."""
+    """Disabled until something is typed, so that no other key is typed into it."""
 
     DEFAULT_CSS = "FilterLine { display: none; height: 1; border: none; padding: 0; }"
 
-    def __init__(self, hint: str) -> None:
-        super().__init__(placeholder=hint, compact=True, disabled=True)
+    def __init__(self, hint: str, *, id: str | None = None) -> None:
+        # What is there is edited, not replaced by the first key.
+        super().__init__(
+            placeholder=hint, compact=True, disabled=True, id=id, select_on_focus=False
+        )
 
     def begin(self) -> None:
         """Show the line and focus it."""
@@ -23,6 +26,6 @@ class FilterLine(Input):
         self.display, self.disabled = bool(self.value), True
 
     def drop(self) -> None:
-        """Remove the filter."""
+        """Remove what was typed."""
         self.value = ""
         self.leave()

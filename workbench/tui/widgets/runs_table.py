@@ -1,5 +1,6 @@
-"""The table of runs: one row each, sorted by a column, with as many columns as fit the width. A marked
-run shows its letter before its name, in the colour of that letter."""
+"""The table of runs: one row each, sorted by a column. Columns give way in an order of importance: what decides
+between runs stays longest, and no column is cut to a stump. A marked run shows its letter before its name, in the
+colour of that letter."""
 
 from __future__ import annotations
 
@@ -7,21 +8,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.reactive import reactive
 
+from engine.log.filters import number_of, setting_text
+from engine.log.sparkline import sparkline
 from engine.units import format_count, format_seconds, format_value
 from workbench.plot.series import series_style
-from workbench.runs_feed import RunRow
-from workbench.tui.names import told_apart
+from workbench.runs_feed import CURVE_POINTS, RunRow
+from workbench.tui.names import CUT, shortened, told_apart
 from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.status_line import bar_text
 
 ABSENT = "-"
-NAME_CELLS = 12
 ROOMY = 100
-"""From this width on, columns are two cells apart."""
+"""From this width on, columns are two cells apart, and names keep more cells."""
+NAME_CELLS = (16, 24)
+"""A name is not cut below so many cells, on a narrow and on a roomy terminal."""
 BAR_CELLS = 8
+SETTING_CELLS = 16
+SETTINGS_SHOWN = 12
+"""So many settings that differ have a column."""
+NAMED = frozenset({"run.name", "run.out", "teacher.path", "student.path"})
+"""Settings that are shown as the name of the run or of a model."""
 
 
 def _maybe(write: Callable[[float], str], value: float | None) -> str:
@@ -50,59 +60,208 @@ def _worst(row: RunRow) -> tuple[int, int]:
     return sum(severity == "error" for severity, _ in row.alerts), len(row.alerts)
 
 
-@dataclass(frozen=True, slots=True)
+Key = float | str | tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     name: str
     text: Callable[[RunRow], str]
-    value: Callable[[RunRow], float | str | tuple[int, int] | None]
-    least_width: int
-    """Least width of the table in which the column is shown."""
+    value: Callable[[RunRow], Key]
+    rank: int
+    """The order in which columns get their place; the last one gives way first."""
+    title: str = ""
+    """Its heading, where that is not its name."""
     right: bool = True
     largest_first: bool = False
+    least: int = 0
+    """The fewest cells it can be cut to; 0 for a column that is shown whole or not at all."""
+    optional: bool = True
+    """Whether it has no place where no run has anything to show in it."""
 
 
-COLUMNS = (
-    Column("name", lambda row: row.name, lambda row: row.name, 0, right=False),
-    Column("state", lambda row: row.state, lambda row: row.state, 0, right=False),
-    Column(
-        "step",
-        lambda row: _steps_text(row),
-        _share,
-        56,
-        largest_first=True,
-    ),
-    Column("loss", lambda row: _maybe(format_value, row.loss), lambda row: row.loss, 56),
-    Column("held-out", lambda row: _maybe(format_value, row.heldout), lambda row: row.heldout, 76),
-    Column(
-        "tok/s",
-        lambda row: _maybe(format_count, row.tokens_per_second),
-        lambda row: row.tokens_per_second,
-        70,
-        largest_first=True,
-    ),
-    Column("alerts", alerts_text, _worst, 0, largest_first=True),
-    Column(
-        "age",
-        lambda row: _maybe(format_seconds, None if row.age_s is None else max(0.0, row.age_s)),
-        lambda row: row.age_s,
-        76,
-    ),
-    Column("left", lambda row: _maybe(format_seconds, row.left_s), lambda row: row.left_s, 116),
+def _text_column(name: str, text: Callable[[RunRow], str], rank: int, least: int = 0) -> Column:
+    return Column(
+        name=name,
+        text=lambda row: text(row) or ABSENT,
+        value=lambda row: text(row) or None,
+        rank=rank,
+        right=False,
+        least=least,
+    )
+
+
+NAME = Column(
+    name="name", text=lambda r: r.name, value=lambda r: r.name, rank=0, right=False, optional=False
 )
-AGE = [column.name for column in COLUMNS].index("age")
-STEP = [column.name for column in COLUMNS].index("step")
+STATE = Column(
+    name="state",
+    text=lambda r: r.state,
+    value=lambda r: r.state,
+    rank=0,
+    right=False,
+    optional=False,
+)
+AGE = "age"
+REASON, TAGS = "reason", "tags"
+SETTING, LATER_SETTING, FIRST_SETTINGS, MODEL = 60, 85, 3, 80
+"""The rank of the first settings that differ, of the others, and of models that differ."""
+BEFORE = (
+    NAME,
+    STATE,
+    Column(
+        name="step", text=_steps_text, value=_share, rank=30, largest_first=True, optional=False
+    ),
+    Column(
+        name="loss",
+        text=lambda row: _maybe(format_value, row.loss),
+        value=lambda row: row.loss,
+        rank=20,
+        optional=False,
+    ),
+    Column(
+        name="held-out",
+        text=lambda row: _maybe(format_value, row.heldout),
+        value=lambda row: row.heldout,
+        rank=40,
+    ),
+)
+"""The columns before the settings that differ."""
+AFTER = (
+    Column(
+        name="alerts",
+        text=alerts_text,
+        value=_worst,
+        rank=10,
+        largest_first=True,
+        optional=False,
+    ),
+    _text_column(REASON, lambda row: row.reason, 70, least=24),
+    _text_column(TAGS, lambda row: " ".join(row.tags), 74, least=12),
+    _text_column("teacher", lambda row: row.teacher, 140, least=12),
+    _text_column("student", lambda row: row.student, 130, least=12),
+    Column(
+        name="tok/s",
+        text=lambda row: _maybe(format_count, row.tokens_per_second),
+        value=lambda row: row.tokens_per_second,
+        rank=100,
+        largest_first=True,
+    ),
+    Column(
+        name=AGE,
+        text=lambda row: _maybe(format_seconds, None if row.age_s is None else max(0.0, row.age_s)),
+        value=lambda row: row.age_s,
+        rank=120,
+    ),
+    Column(
+        name="left",
+        text=lambda row: _maybe(format_seconds, row.left_s),
+        value=lambda row: row.left_s,
+        rank=150,
+    ),
+)
 
 
-def in_order(rows: Sequence[RunRow], index: int, *, backwards: bool) -> list[RunRow]:
+MODELS: dict[str, Callable[[RunRow], str]] = {
+    "teacher": lambda row: row.teacher,
+    "student": lambda row: row.student,
+}
+"""They are as important as settings where they differ."""
+WIDENED = (
+    (NAME.name, 32),
+    (REASON, 60),
+    (TAGS, 40),
+    *((name, 40) for name in MODELS),
+    (NAME.name, 200),
+    (REASON, 400),
+)
+"""The columns that get what is left of the width, in this order, and up to so many cells."""
+
+
+def fixed_columns(*, ascii_only: bool) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
+    """Return the columns before and after the settings that differ; some are drawn in ASCII if asked."""
+
+    def curve(row: RunRow) -> str:
+        return sparkline(row.curve, CURVE_POINTS, ascii_only=ascii_only)
+
+    def done(row: RunRow) -> str:
+        if not row.total_steps:
+            return ABSENT
+        return bar_text(row.last_step, row.total_steps, BAR_CELLS, ascii_only=ascii_only)
+
+    drawn = Column(
+        name="loss curve",
+        text=lambda row: curve(row) or ABSENT,
+        value=lambda row: row.curve[-1] if row.curve else None,
+        rank=76,
+        right=False,
+    )
+    progress = Column(name="done", text=done, value=_share, rank=160, largest_first=True)
+    return (*BEFORE, drawn), (*AFTER, progress)
+
+
+def differing(rows: Sequence[RunRow]) -> list[Column]:
+    """Return a column for each setting that differs between the runs that have it, in the order of the specs, numeric
+    ones first."""
+    found: dict[str, dict[str, object]] = {}
+    for settings in {id(row.settings): row.settings for row in rows}.values():
+        for name, value in settings.items():
+            found.setdefault(name, {}).setdefault(setting_text(value), value)
+    values = {
+        name: list(by_text.values())
+        for name, by_text in found.items()
+        if len(by_text) > 1 and name not in NAMED
+    }
+    numeric = {name for name in values if all(number_of(v) is not None for v in values[name])}
+    names = sorted(values, key=lambda name: name not in numeric)[:SETTINGS_SHOWN]
+    shorts = [name.rpartition(".")[2] for name in names]
+    taken = {column.name for column in (*BEFORE, *AFTER)} | {"done"}
+    return [
+        _setting_column(
+            name,
+            name if shorts.count(short) > 1 or short in taken else short,
+            SETTING if place < FIRST_SETTINGS else LATER_SETTING,
+            is_number=name in numeric,
+        )
+        for place, (name, short) in enumerate(zip(names, shorts, strict=True))
+    ]
+
+
+def _setting_column(name: str, title: str, rank: int, *, is_number: bool) -> Column:
+    def text(row: RunRow) -> str:
+        if (value := row.settings.get(name)) is None:
+            return ABSENT
+        words = setting_text(value)
+        # Of a path the end tells most.
+        return shortened(words.rstrip("/").rpartition("/")[2] or words, SETTING_CELLS)
+
+    def key(row: RunRow) -> Key:
+        value = row.settings.get(name)
+        if value is None:
+            return None
+        return number_of(value) if is_number else setting_text(value)
+
+    return Column(name=name, title=title, text=text, value=key, rank=rank, right=is_number)
+
+
+def in_order(rows: Sequence[RunRow], column: Column, *, backwards: bool) -> list[RunRow]:
     """Return rows sorted by a column; a missing value or NaN comes last in both orders."""
-    value = COLUMNS[index].value
-    known: list[RunRow] = []
+    known: list[tuple[Key, RunRow]] = []
     unknown: list[RunRow] = []
     for row in rows:
-        key = value(row)
+        key = column.value(row)
         # Only NaN is not equal to itself.
-        (unknown if key is None or key != key else known).append(row)
-    return sorted(known, key=lambda row: (value(row),), reverse=backwards) + unknown
+        if key is None or key != key:
+            unknown.append(row)
+        else:
+            known.append((key, row))
+    known.sort(key=lambda pair: (pair[0],), reverse=backwards)
+    return [row for _, row in known] + unknown
+
+
+def cut_at_end(text: str, width: int) -> str:
+    """Cut a sentence at its end, because it begins with what matters."""
+    return text if len(text) <= width else f"{text[: width - 1]}{CUT}"
 
 
 def _is_as_before(before: RunRow, row: RunRow) -> bool:
@@ -111,34 +270,47 @@ def _is_as_before(before: RunRow, row: RunRow) -> bool:
 
 
 class RunsTable(CellTable):
-    """Draws rows; `sorted_by` is the index of a column, `backwards` reverses its order, and `marked` maps marked
+    """Draws rows; `sorted_by` is the name of a column, `backwards` reverses its order, and `marked` maps marked
     runs to the index of their style."""
 
     rows_shown: reactive[tuple[RunRow, ...]] = reactive((), init=False)
-    sorted_by: reactive[int] = reactive(AGE, init=False)
+    sorted_by: reactive[str] = reactive(AGE, init=False)
     backwards: reactive[bool] = reactive(False, init=False)
     marked: reactive[Mapping[Path, int]] = reactive({}, init=False)
 
     def __init__(self, *, ascii_only: bool) -> None:
         super().__init__()
-        self._ascii_only = ascii_only
+        self._before, self._after = fixed_columns(ascii_only=ascii_only)
         self._by_key: dict[str, RunRow] = {}
-        self._known: dict[str, tuple[tuple[int, ...], RunRow, list[str]]] = {}
-        self._is_roomy = False
-        self._shown: tuple[int, ...] = ()
+        self._known: dict[str, tuple[RunRow, list[str]]] = {}
+        self._columns: tuple[Column, ...] = (*self._before, *self._after)
+        self._settings: tuple[int, ...] = ()
+        self._shown: tuple[Column, ...] = ()
 
     def on_resize(self) -> None:
         self._fill()
 
     watch_sorted_by = watch_backwards = watch_marked = on_resize
 
-    def sort_by(self, index: int) -> None:
+    def sort_by(self, name: str) -> None:
         """Sort by a column; the same column again reverses the order."""
-        if index == self.sorted_by:
+        if name == self.sorted_by:
             self.backwards = not self.backwards
         else:
-            self.set_reactive(RunsTable.backwards, COLUMNS[index].largest_first)
-            self.sorted_by = index
+            largest_first = any(c.largest_first for c in self._columns if c.name == name)
+            self.set_reactive(RunsTable.backwards, largest_first)
+            self.sorted_by = name
+
+    def sort_by_place(self, place: int) -> None:
+        """Sort by a column that is shown, counted from 0."""
+        if place < len(self._shown):
+            self.sort_by(self._shown[place].name)
+
+    def sort_beside(self, offset: int) -> None:
+        """Sort by the column that is shown beside the one sorted by."""
+        names = [column.name for column in self._shown]
+        place = names.index(self.sorted_by) + offset if self.sorted_by in names else 0
+        self.sort_by(names[place % len(names)])
 
     @property
     def selected(self) -> RunRow | None:
@@ -148,49 +320,87 @@ class RunsTable(CellTable):
     def watch_rows_shown(self) -> None:
         self._by_key = {str(row.path): row for row in self.rows_shown}
         self._known = {key: known for key, known in self._known.items() if key in self._by_key}
+        settings = tuple(id(row.settings) for row in self.rows_shown)
+        if settings != self._settings:
+            # The mapping of a run is another one when its settings were read again.
+            self._settings = settings
+            self._columns = (*self._before, *differing(self.rows_shown), *self._after)
+            self._known.clear()
         self._fill()
 
     @property
     def _gap(self) -> str:
-        return "  " if self._is_roomy else " "
+        return "  " if self.size.width >= ROOMY else " "
 
-    def _title(self, index: int) -> Text:
-        column = COLUMNS[index]
-        arrow = ("▼" if self.backwards else "▲") if index == self.sorted_by else ""
-        before = self._gap if index else "  "
-        return Text(f"{before}{column.name}{arrow}", justify="right" if column.right else "left")
+    def _title(self, column: Column) -> Text:
+        arrow = ("▼" if self.backwards else "▲") if column.name == self.sorted_by else ""
+        title = " " * self._before_text(column) + (column.title or column.name)
+        return Text(f"{title}{arrow}", justify="right" if column.right else "left")
 
-    def _text(self, row: RunRow, index: int) -> str:
-        text = COLUMNS[index].text(row)
-        if index == STEP and self._is_roomy and row.total_steps:
-            bar = bar_text(row.last_step, row.total_steps, BAR_CELLS, ascii_only=self._ascii_only)
-            text = f"{bar:>{BAR_CELLS + 5}} {text}"
-        return self._gap + text
+    def _before_text(self, column: Column) -> int:
+        """Return the cells before a text: the gap to the column before, for a name the letter of its mark."""
+        return 2 if column is NAME else len(self._gap)
 
     def _all_texts(self, rows: Iterable[RunRow]) -> dict[str, list[str]]:
-        """Return the cell texts of each row; names get the width that the other columns leave."""
+        """Choose the columns that fit, and return the cell texts of each row."""
         texts = {str(row.path): self._words(row) for row in rows}
-        others = [
-            max([self._title(index).cell_len, *(len(row[place]) for row in texts.values())])
-            for place, index in enumerate(self._shown[1:])
-        ]
-        room = self.size.width - self.scrollbar_size_vertical - 2 - sum(others)
-        names = tuple(self._by_key[key].name for key in texts)
-        short = told_apart(names, max(NAME_CELLS, room))
+        wanted = {}
+        for place, column in enumerate(self._columns):
+            cells = max((cell_len(words[place]) for words in texts.values()), default=0)
+            if column.optional and all(words[place] == ABSENT for words in texts.values()):
+                continue
+            wanted[column.name] = max(
+                self._title(column).cell_len - self._before_text(column), cells
+            )
+        widths = self._fitted(wanted, self.size.width - self.scrollbar_size_vertical)
+        self._shown = tuple(column for column in self._columns if column.name in widths)
+        places = [(self._columns.index(column), column) for column in self._shown[1:]]
+        names = told_apart(tuple(self._by_key[key].name for key in texts), widths[NAME.name])
+        gap = self._gap
         return {
-            key: [f"{self._letter(key)} {name}", *words]
-            for (key, words), name in zip(texts.items(), short, strict=True)
+            key: [
+                f"{self._letter(key)} {name}",
+                *(
+                    gap + (cut_at_end(words[i], widths[c.name]) if c.least else words[i])
+                    for i, c in places
+                ),
+            ]
+            for (key, words), name in zip(texts.items(), names, strict=True)
         }
 
+    def _fitted(self, wanted: Mapping[str, int], room: int) -> dict[str, int]:
+        """Return the width of each column that fits, without its gap. In the order of their ranks columns get the
+        least they need; what is left goes to the name, the reason and the rest of the texts."""
+        name_least = NAME_CELLS[self.size.width >= ROOMY]
+        differ = {
+            name for name, text in MODELS.items() if len({text(row) for row in self.rows_shown}) > 1
+        }
+        widths: dict[str, int] = {}
+        for column in sorted(self._columns, key=lambda c: MODEL if c.name in differ else c.rank):
+            if column.name not in wanted:
+                continue
+            least = name_least if column is NAME else column.least
+            cells = min(wanted[column.name], least or wanted[column.name])
+            if not column.rank or cells + self._before_text(column) <= room:
+                widths[column.name] = cells
+                room -= cells + self._before_text(column)
+        for name, most in WIDENED:
+            if name in widths:
+                more = max(0, min(room, min(wanted[name], most) - widths[name]))
+                widths[name] += more
+                room -= more
+        return widths
+
     def _words(self, row: RunRow) -> list[str]:
-        """Return the cell texts of a row after its name; for an unchanged run only the age is recomputed."""
-        known = self._known.get(str(row.path))
-        if known is None or known[0] != self._shown or not _is_as_before(known[1], row):
-            known = (self._shown, row, [self._text(row, index) for index in self._shown[1:]])
-            self._known[str(row.path)] = known
-        words = [*known[2]]
-        if AGE in self._shown:
-            words[self._shown.index(AGE) - 1] = self._text(row, AGE)
+        """Return the whole texts of a row; for an unchanged run only the age is recomputed."""
+        key = str(row.path)
+        known = self._known.get(key)
+        if known is None or not _is_as_before(known[0], row):
+            known = self._known[key] = (row, [column.text(row) for column in self._columns])
+        words = [*known[1]]
+        for place, column in enumerate(self._columns):
+            if column.name == AGE:
+                words[place] = column.text(row)
         return words
 
     def _letter(self, key: str) -> str:
@@ -202,19 +412,17 @@ class RunsTable(CellTable):
         styles = ["" if slot is None else f"bold {series_style(slot).colour}"]
         styles += [""] * (len(texts) - 1)
         return [
-            Text(text, style, justify="right" if COLUMNS[index].right else "left", no_wrap=True)
-            for text, style, index in zip(texts, styles, self._shown, strict=True)
+            Text(text, style, justify="right" if column.right else "left", no_wrap=True)
+            for text, style, column in zip(texts, styles, self._shown, strict=True)
         ]
 
     def _fill(self) -> None:
-        width = self.size.width
-        if not width:
+        if not self.size.width:
             return
-        if self._is_roomy != (width >= ROOMY):
-            self._is_roomy = width >= ROOMY
-            self._known.clear()
-        self._shown = tuple(i for i, c in enumerate(COLUMNS) if c.least_width <= width)
-        rows = in_order(self.rows_shown, self.sorted_by, backwards=self.backwards)
-        names = [COLUMNS[index].name for index in self._shown]
-        titles = [self._title(index) for index in self._shown]
-        self.fill(names, titles, self._all_texts(rows), self._cells)
+        by_name = {column.name: column for column in self._columns}
+        column = by_name.get(self.sorted_by) or by_name[AGE]
+        rows = in_order(self.rows_shown, column, backwards=self.backwards)
+        texts = self._all_texts(rows)
+        names = [column.name for column in self._shown]
+        titles = [self._title(column) for column in self._shown]
+        self.fill(names, titles, texts, self._cells)

@@ -1,7 +1,8 @@
-"""The list of runs: each with its numbers, sorted and filtered, and what to do without any."""
+"""The list of runs: what decides between them, sorted and filtered, tagged, and what to do without any."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from textual.pilot import Pilot
 from engine.errors import BadInput
 from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
+from engine.log.notes import Notes, change_notes, read_notes
 from tests.support.run_folders import completed, corrupt, empty, killed, resumed, running, torn
 from tests.support.screens import on_screen, press, text_of, texts_of, words_of
 from workbench.tui.screens import actions
 from workbench.tui.widgets.runs_table import RunsTable
+from workbench.tui.widgets.text_pane import TextPane
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
@@ -292,3 +295,156 @@ def test_a_thousand_rows_are_drawn_again_only_where_they_changed(
         assert written == ["loss"]
 
     on_screen([tmp_path], (120, 40), script)
+
+
+def with_settings(run: RunFolder, lr: float, kernel: str) -> RunFolder:
+    spec = {
+        "teacher": {"path": "/models/big.gguf"},
+        "student": {"path": "ORG/small"},
+        "loss": {"kernel": kernel},
+        "train": {"lr": lr, "rows": 8},
+    }
+    run.effective.write_text(json.dumps({"spec": spec}))
+    return run
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> Path:
+    """Three runs that differ in two settings; one was killed."""
+    with_settings(completed(tmp_path / "alpha"), 0.0001, "eager")
+    with_settings(killed(tmp_path / "beta"), 0.01, "fused")
+    with_settings(completed(tmp_path / "gamma"), 0.001, "fused")
+    return tmp_path
+
+
+def heading_of(pilot: Pilot[None]) -> list[str]:
+    """The titles of the columns."""
+    lines = text_of(pilot).splitlines()
+    return next(line for line in lines if "name" in line and "state" in line).split("╭")[0].split()
+
+
+def test_settings_that_differ_are_columns_with_the_numeric_ones_first(swept: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        titles = heading_of(pilot)
+        assert titles.index("lr") < titles.index("kernel")
+        assert "rows" not in titles, "it is the same in all runs"
+        assert "0.0001" in words_of(pilot)
+        assert "eager" in words_of(pilot)
+
+    on_screen([swept], (120, 40), script)
+
+
+def test_a_failure_is_told_in_the_row_of_the_run(swept: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        row = next(line for line in text_of(pilot).splitlines() if "beta" in line)
+        assert "killed by SIGKILL" in row
+
+    on_screen([swept], (120, 40), script)
+
+
+def test_columns_give_way_before_a_description_shrinks_to_a_stump(swept: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        titles = heading_of(pilot)
+        assert {"name", "state", "loss", "lr", "alerts"} <= set(titles)
+        row = next(line for line in text_of(pilot).splitlines() if "beta" in line)
+        assert "reason" not in titles or "killed by SIGKILL" in row
+
+    for width in (80, 90, 100, 110, 130, 150):
+        on_screen([swept], (width, 24), script)
+
+
+def test_the_loss_has_a_curve_that_is_ascii_where_it_must_be(swept: Path) -> None:
+    (text,) = texts_of(swept, (150, 40))
+    assert "█" in text
+    (text,) = texts_of(swept, (150, 40), ascii_only=True)
+    assert text.isascii()
+    assert "976" in text or "975" in text
+
+
+def test_a_wide_terminal_shows_the_run_under_the_cursor_beside_the_table(swept: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "1", "ctrl+home", "down")
+        preview = pilot.app.screen.query_one("#preview", TextPane)
+        assert preview.display
+        text = preview.whole_text()
+        for words in ("KILLED", "killed by SIGKILL", "held-out loss of the teacher", "beta"):
+            assert words in text
+        assert not pilot.app.screen.query_one("#detail").display
+
+    on_screen([swept], (200, 60), script)
+
+
+def test_a_filter_of_settings_state_and_tags_holds_all_terms(swept: Path) -> None:
+    change_notes(RunFolder(swept / "gamma"), add=["good"])
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "slash", *"lr<0.01", "enter")
+        assert "2 of 3 runs" in words_of(pilot)
+        await press(pilot, "slash", *" tag:good", "enter")
+        assert "1 of 3 runs" in words_of(pilot)
+        assert "gamma" in text_of(pilot)
+        assert "lr<0.01 tag:good" in words_of(pilot)
+
+    on_screen([swept], (120, 40), script)
+
+
+def test_a_bad_term_says_what_was_expected_and_hides_no_run(swept: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "slash", *"lr>fast", "enter")
+        assert "expected a number after >, found fast" in words_of(pilot)
+        assert "3 runs in" in words_of(pilot)
+        await press(pilot, "escape")
+        assert "expected" not in words_of(pilot)
+
+    on_screen([swept], (120, 40), script)
+
+
+def test_tags_and_the_note_are_edited_in_place(swept: Path) -> None:
+    beta = RunFolder(swept / "beta")
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "1", "ctrl+home", "down", "t", *"good base", "enter")
+        assert read_notes(beta) == Notes(tags=("good", "base"))
+        row = next(line for line in text_of(pilot).splitlines() if "beta" in line)
+        assert "good base" in row
+        await press(pilot, "e", *"lr too high", "enter")
+        assert "[good] [base] lr too high" in words_of(pilot)
+        await press(pilot, "t", "x", "escape", "t", "backspace", "enter")
+        assert read_notes(beta) == Notes(tags=("good", "bas"), text="lr too high")
+        await press(pilot, "t", *("x" * 40), "enter")
+        assert "expected at most 32 characters" in words_of(pilot)
+        assert read_notes(beta).tags == ("good", "bas")
+
+    on_screen([swept], (150, 40), script)
+
+
+def test_read_only_edits_no_tags(swept: Path) -> None:
+    texts_of(swept, (120, 40), "t", "x", "enter", "e", "x", "enter", read_only=True)
+    assert not [*swept.rglob("notes.json")]
+
+
+def test_every_column_can_be_sorted_by_with_two_keys(swept: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        table = pilot.app.screen.query_one(RunsTable)
+        seen = set()
+        await press(pilot, "1")
+        for _ in heading_of(pilot):
+            seen.add(table.sorted_by)
+            await press(pilot, "greater_than_sign")
+        assert {"name", "loss", "train.lr", "loss.kernel", "reason", "age"} <= seen
+        await press(pilot, "1", "less_than_sign", "greater_than_sign")
+        assert table.sorted_by == "name"
+
+    on_screen([swept], (150, 40), script)
+
+
+def test_runs_are_sorted_by_a_setting(swept: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        table = pilot.app.screen.query_one(RunsTable)
+        table.sort_by("train.lr")
+        await pilot.pause()
+        text = text_of(pilot)
+        assert "lr▲" in text
+        assert text.index("alpha") < text.index("gamma") < text.index("beta")
+
+    on_screen([swept], (120, 40), script)
