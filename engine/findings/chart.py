@@ -1,33 +1,28 @@
-"""Line charts as SVG, for reports, closed notebooks and findings.
-
-    losses       loss, ce, kd and the held-out loss of the student, nats over steps
-    step time    seconds over steps
-    GPU          utilisation and tensor activity, percent over seconds
-    memory       of GPU, trainer and host, bytes over seconds
-    pairs        B over A of each pair of a flip, with the margin
-    a metric     over the window that evidence refers to; also as a sparkline in one line of text
+"""Line charts as SVG, for reports, closed notebooks and findings: those of `engine.log.figures` for a run, the pairs of
+a flip with the margin, and a metric over the window that evidence refers to, also as a sparkline in one line of text.
 
 A chart holds rectangles, lines and text, and no script, font or separate file. So a page with it opens
-offline, in Markdown too, and a figure takes some KiB. A non-finite value breaks the line and is marked with a
-cross at the top, because a chart that draws over a NaN hides what matters most. An absent value has no row,
-or breaks the line if its row holds None. A column that was never logged has no line, and a figure without any
-line says so. The same rows give the same bytes.
+offline, in Markdown too, and a figure takes some KiB. Lines are solid and have their names at their ends; dashes
+are levels. A non-finite value breaks the line and is marked with a cross at the top, because a chart that draws
+over a NaN hides what matters most. An absent value has no row, or breaks the line if its row holds None. A column
+that was never logged has no line, and a figure without any line says so. Colours of ink and ground are those of
+the page that the chart is in. The same rows give the same bytes.
 
 `thin` reduces very many rows to few. From each interval it keeps the lowest, the highest and one non-finite
-value, so a spike of one step in a million is still drawn. Not covered: logarithmic axes, and more than the
-six dash patterns below in one chart.
+value, so a spike of one step in a million is still drawn. Not covered: logarithmic axes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from engine.flips.plan import Plan
 from engine.flips.verdict import Pair
-from engine.log.table import Table
+from engine.log.axis import Axis
+from engine.log.figures import Curve, figures_of
 from engine.log.view import RunView
 from engine.terminal import as_html
 from engine.units import format_bytes
@@ -35,13 +30,16 @@ from engine.units import format_bytes
 WIDTH, HEIGHT = 620, 190
 LIMIT = 300
 """Number of intervals that a drawn series is cut into; each gives two or three rows."""
-LOSSES = ("loss", "ce", "kd")
-GPU = {"gpu_util_pct": "utilisation", "tensor_util_pct": "tensor", "sm_util_pct": "SM busy"}
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 12, 40, 22
-_LETTER = 7
-"""Width of a letter with some margin, because the font depends on the viewer."""
-_COLOURS = ("#1f5fa8", "#b3541e", "#2e7d32", "#7b3fa0", "#8a6d00", "#555555")
-_DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 4", "1 4")
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 92, 24, 22
+_LETTER, _ROW = 7, 12
+"""Width and height of a letter with some margin, because the font depends on the viewer."""
+_NAMED = 12
+"""Letters of a name at the end of its line."""
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B97F00", "#3D97CC")
+"""Of Okabe and Ito, made to stand out on light and on dark ground (`workbench.plot.series`)."""
+_INK = "var(--apr-ink, var(--jp-ui-font-color1, #333333))"
+_GROUND = "var(--apr-ground, var(--jp-layout-color0, #ffffff))"
+_FAINT = "#999999"
 _BARS = "▁▂▃▄▅▆▇█"
 
 Row = tuple[float, float | None]
@@ -50,43 +48,53 @@ Values = Sequence[float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Named rows (x, y) with x never decreasing; with `marks` they are drawn as marks without a line."""
+    """Named rows (x, y) with x never decreasing; `points` shows each, and `line` joins them."""
 
     name: str
     rows: tuple[Row, ...]
-    marks: bool = False
+    points: bool = False
+    line: bool = True
 
 
 # The figures
 
 
 def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
-    """The four figures of a run as SVG."""
+    """Return the charts of a run as SVG, all over its steps; over seconds where it has none."""
+    steps, begin = view.steps, view.first_unix_s or 0.0
+    by_step = len(steps) > 1
+    whole = (steps.value("step", 0) or 0.0, steps.last("step") or 0.0) if by_step else None
 
-    def of_steps(name: str) -> Series:
-        table = view.steps
-        return Series(name=name, rows=thin(table.values("step"), table.values(name), limit))
+    def places(curve: Curve) -> Values:
+        if by_step and "step" in curve.table.columns:
+            return curve.table.values("step")
+        return placed([at or 0.0 for at in curve.table.values(curve.times)])
 
-    def of_time(table: Table, name: str, words: str) -> Series:
-        begin = view.first_unix_s or 0.0
-        rows = thin(table.values("unix_s"), table.values(name), limit)
-        return Series(name=words, rows=tuple((x - begin, y) for x, y in rows))
+    def placed(times: list[float]) -> list[float]:
+        if by_step:
+            return steps.interpolated("step", "clock_s", times) if times else []
+        return [at - begin for at in times]
 
-    held = tuple((float(e.step), e.loss) for e in view.evals if e.subject == "student" and e.loss)
-    tables = sorted(view.gpu_tables.items())
-    losses = [*map(of_steps, LOSSES), Series(name="held-out", rows=held, marks=True)]
-    gpu = [of_time(t, name, f"{words} {i}") for i, t in tables for name, words in GPU.items()]
-    memory = [
-        *(of_time(t, "gpu_mem_used_bytes", f"GPU {i}") for i, t in tables),
-        of_time(view.hosts, "trainer_rss_bytes", "trainer"),
-        of_time(view.hosts, "host_available_bytes", "available"),
-    ]
-    return [
-        line_chart("losses, nats", losses, x_name="step"),
-        line_chart("step time", [of_steps("step_s")], x_name="step", unit="s"),
-        line_chart("GPU", gpu, x_name="seconds", unit="%"),
-        line_chart("memory", memory, x_name="seconds", unit="bytes"),
-    ]
+    charts = []
+    for figure in figures_of(view):
+        series = []
+        for curve in figure.curves:
+            rows = thin(places(curve), curve.table.values(curve.column), limit)
+            rows = tuple((x, y if y is None else y / curve.full) for x, y in rows)
+            series.append(Series(name=curve.name, rows=rows, points=figure.points))
+        signs = zip(placed([mark.unix_s for mark in figure.marks]), figure.marks, strict=True)
+        charts.append(
+            line_chart(
+                figure.title,
+                series,
+                x_name="step" if by_step else "seconds",
+                unit=figure.unit,
+                levels=figure.levels,
+                signs=[(x, mark.sign, mark.text) for x, mark in signs][:limit],
+                ends=whole,
+            )
+        )
+    return charts
 
 
 def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
@@ -94,16 +102,14 @@ def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
     known = [(p.number, d) for p in pairs if p.complete and (d := p.difference) is not None]
     rows = tuple((float(number), math.exp(d)) for number, d in known)
     ends = (0.5, max([p.number for p in pairs], default=1) + 0.5)
-    levels = {
-        "no difference": 1.0,
-        "1 + margin": 1 + plan.margin,
-        "1 / margin": 1 / (1 + plan.margin),
-    }
-    series = [
-        Series(name="B/A", rows=rows, marks=True),
-        *(Series(name=name, rows=tuple((x, y) for x in ends)) for name, y in levels.items()),
-    ]
-    return line_chart(f"{plan.metric}, B over A", series, x_name="pair")
+    levels = (
+        ("no change", 1.0),
+        ("1 + margin", 1 + plan.margin),
+        ("1 / margin", 1 / (1 + plan.margin)),
+    )
+    series = [Series(name="B/A", rows=rows, points=True, line=False)]
+    title = f"{plan.metric}, B over A"
+    return line_chart(title, series, x_name="pair", levels=levels, ends=ends)
 
 
 def metric_figure(points: Sequence[Row], title: str) -> str:
@@ -174,72 +180,137 @@ def _finite(ys: Values) -> list[float]:
 # Drawing
 
 
-def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str = "") -> str:
-    """Draw `series` over one x axis as SVG; `unit` is `bytes` or a word behind the numbers of the y axis."""
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_name: str,
+    unit: str = "",
+    levels: Sequence[tuple[str, float]] = (),
+    signs: Sequence[tuple[float, str, str]] = (),
+    ends: tuple[float, float] | None = None,
+) -> str:
+    """Draw `series` over one x axis as SVG.
+
+    `unit` is `bytes`, `%` for an axis from 0 to 100, or a word behind the numbers of the y axis. `levels` are names
+    and y of dashed lines, `signs` x, a character and what it means; `ends` are those of the x axis, where they are
+    not those of the series.
+    """
     drawn = [one for one in series if one.rows]
-    low, high = _range([y for one in drawn for _, y in one.rows])
-    begin = min((one.rows[0][0] for one in drawn), default=0.0)
-    end = max((one.rows[-1][0] for one in drawn), default=1.0)
+    values = [y for one in drawn for _, y in one.rows]
+    low, high = (0.0, 100.0) if unit == "%" else _range([*values, *(y for _, y in levels if drawn)])
+    begin = min((one.rows[0][0] for one in drawn), default=0.0) if ends is None else ends[0]
+    end = max((one.rows[-1][0] for one in drawn), default=1.0) if ends is None else ends[1]
     inner_w, inner_h = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
     def x_of(x: float) -> float:
-        return _LEFT + inner_w * (x - begin) / ((end - begin) or 1.0)
+        share = (x - begin) / ((end - begin) or 1.0)
+        return _LEFT + inner_w * min(max(share, 0.0), 1.0)
+
+    def y_of(y: float) -> float:
+        return _TOP + inner_h * (1 - min(max((y - low) / (high - low), 0.0), 1.0))
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="monospace" font-size="11">',
         f"<title>{as_html(title)}</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{_GROUND}"/>',
         _text(_LEFT, 14, title),
-        f'<rect x="{_LEFT}" y="{_TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="#999999"/>',
+        f'<rect x="{_LEFT}" y="{_TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="{_FAINT}"/>',
     ]
-    if drawn:
+    if not drawn:
+        return (
+            "\n".join([*parts, _text(_LEFT + 8, _TOP + 20, "nothing was measured"), "</svg>"])
+            + "\n"
+        )
+    # Round numbers of bytes are round in their own unit.
+    scale = 1024.0 ** int(math.log(max(high, 1.0), 1024)) if unit == "bytes" else 1.0
+    for tick in Axis(low / scale, high / scale, inner_h).ticks(4):
+        y = y_of(tick.value * scale)
         parts += [
-            _text(_LEFT - 4, _TOP + 9, _number(high, unit), "end"),
-            _text(_LEFT - 4, _TOP + inner_h, _number(low, unit), "end"),
-            _text(_LEFT, HEIGHT - 6, f"{x_name} {_place_of(begin)}"),
-            _text(WIDTH - _RIGHT, HEIGHT - 6, _place_of(end), "end"),
+            _rule(_LEFT - 4, y, _LEFT, y),
+            _text(_LEFT - 7, y + 4, _number(tick.value * scale, unit), "end"),
         ]
-    else:
-        parts.append(_text(_LEFT + 8, _TOP + 20, "nothing was measured"))
-    left = _LEFT
+    for tick in Axis(begin, end, inner_w).ticks(5):
+        x = x_of(tick.value)
+        parts += [
+            _rule(x, _TOP + inner_h, x, _TOP + inner_h + 4),
+            _text(x, HEIGHT - 6, _place_of(tick.value), "middle"),
+        ]
+    parts.append(_text(4, HEIGHT - 6, x_name))
+    names: list[tuple[float, str, str]] = []
+    for name, y in levels:
+        parts.append(_rule(_LEFT, y_of(y), _LEFT + inner_w, y_of(y), dash="6 4"))
+        names.append((y_of(y), name, _INK))
     for number, one in enumerate(drawn):
-        # The seventh series has the colour of the first and another dash pattern.
         colour = _COLOURS[number % len(_COLOURS)]
-        dash = _DASHES[(number + number // len(_COLOURS)) % len(_DASHES)]
-        after = left + 26 + _LETTER * len(one.name) + 12
-        if after <= WIDTH - 3 * _LETTER:
-            sign = _diamond(left + 10, 25, colour)
-            parts.append(sign if one.marks else _line([(left, 25), (left + 20, 25)], colour, dash))
-            parts.append(_text(left + 26, 29, one.name))
-            left = after
-        elif left < WIDTH:
-            # Names that do not fit are counted: those of eight GPUs would run out of the chart.
-            parts.append(_text(left, 29, f"+{len(drawn) - number}"))
-            left = WIDTH
+        at = None
         for piece in _pieces(one.rows):
-            places = [(x_of(x), _TOP + inner_h * (1 - (y - low) / (high - low))) for x, y in piece]
-            if one.marks or len(places) == 1:
+            places = [(x_of(x), y_of(y)) for x, y in piece]
+            at = places[-1][1]
+            if one.line and len(places) > 1:
+                parts.append(_line(places, colour))
+            if one.points or len(places) == 1:
                 parts += [_diamond(x, y, colour) for x, y in places]
-            else:
-                parts.append(_line(places, colour, dash))
         parts += [
             _text(x_of(x), _TOP + 10, "×", "middle", "#c00000")
             for x, y in one.rows
             if y is not None and not math.isfinite(y)
         ]
+        names.append((_TOP if at is None else at, one.name, colour))
+    parts += _signs(signs, x_of)
+    parts += _names(names)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", fill: str = "#333333") -> str:
-    said = as_html(text)
+def _signs(
+    signs: Sequence[tuple[float, str, str]], x_of: Callable[[float], float]
+) -> Iterator[str]:
+    """Yield what happened along the upper edge, where there is room; a pointer on it gets the words."""
+    last = -math.inf
+    for at, sign, words in sorted(signs):
+        x = x_of(at)
+        if x - last >= _LETTER:
+            last = x
+            yield _text(x, _TOP + 10, sign, "middle", words=words)
+
+
+def _names(names: Sequence[tuple[float, str, str]]) -> Iterator[str]:
+    """Yield each name right of the end of its line, moved where another one is."""
+    left, lowest = WIDTH - _RIGHT + 6, HEIGHT - _BOTTOM
+    most = (lowest - _TOP) // _ROW
+    placed = sorted(names, key=lambda name: name[0])
+    if len(placed) > most:
+        # Names that do not fit are counted: those of eight GPUs would run out of the chart.
+        placed = [*placed[: most - 1], (lowest, f"+{len(placed) - most + 1}", _INK)]
+    places, taken = [], -math.inf
+    for y, _, _ in placed:
+        taken = max(y + 4, taken + _ROW)
+        places.append(taken)
+    free = math.inf
+    for number in reversed(range(len(places))):
+        free = places[number] = min(places[number], free - _ROW, lowest)
+    for at, (_, name, colour) in zip(places, placed, strict=True):
+        yield _text(left, at, name[:_NAMED], fill=colour)
+
+
+def _text(
+    x: float, y: float, text: str, anchor: str = "start", fill: str = _INK, words: str = ""
+) -> str:
+    said = as_html(text) + (f"<title>{as_html(words)}</title>" if words else "")
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{said}</text>'
 
 
-def _line(places: Sequence[tuple[float, float]], colour: str, dash: str) -> str:
+def _line(places: Sequence[tuple[float, float]], colour: str) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.3"/>'
+
+
+def _rule(x0: float, y0: float, x1: float, y1: float, *, dash: str = "") -> str:
+    """A tick, or with `dash` a level."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.3"{dashed}/>'
+    ends = f'x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"'
+    return f'<line {ends} stroke="{_FAINT}"{dashed}/>'
 
 
 def _diamond(x: float, y: float, colour: str) -> str:

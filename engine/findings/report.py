@@ -46,6 +46,8 @@ _STYLE = (
     "svg{max-width:100%;height:auto}"
     ".figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(28em,1fr));gap:.6em 1em}"
     "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.2em 0 .3em}"
+    "@media(prefers-color-scheme:dark){:root{--apr-ink:#ddd;--apr-ground:#1c1c1c}"
+    "body{color:#ddd;background:#1c1c1c}pre{background:#292929}}"
 )
 
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.log.events import AlertRaised, Compiled
 from engine.log.table import Table
 from engine.log.view import RunView
 
@@ -127,3 +128,117 @@ def _cores(view: RunView) -> float | None:
     facts = view.facts or {}
     found = facts.get("cpu_effective", facts.get("cpu_count"))
     return float(found) if isinstance(found, int | float) else None
+
+
+# The charts of reports and notebooks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One line of a chart: a column over the unix time of its rows."""
+
+    name: str
+    table: Table
+    column: str
+    full: float = 1.0
+    """What its values are divided by, to be drawn."""
+
+    @property
+    def times(self) -> str:
+        """The column that has the time, which does not decrease in tables of steps."""
+        return "clock_s" if "clock_s" in self.table.columns else "unix_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that happened at one time: an alert or a compile."""
+
+    unix_s: float
+    sign: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One chart: curves with one y axis over the time of the run."""
+
+    title: str
+    unit: str = ""
+    """`s`, `bytes`, `%` (the axis is then that of all of it), or nothing."""
+    curves: tuple[Curve, ...]
+    levels: tuple[tuple[str, float], ...] = ()
+    marks: tuple[Mark, ...] = ()
+    points: bool = False
+    """Whether each row is shown as a point: they are few, and nothing is known between them."""
+
+
+EVALS = ("step", "clock_s", "loss")
+
+
+def figures_of(view: RunView) -> list[Figure]:
+    """Return the charts of a run, in order."""
+    steps, hosts = view.steps, view.hosts
+    found = []
+    if len(held_out(view)) > 1:
+        closed = gap_text(view)
+        found.append(
+            Figure(
+                title=f"held-out loss, nats{closed and '; '}{closed}",
+                curves=(Curve(name="student", table=_evaluated(view), column="loss"),),
+                levels=tuple(references(view).items()),
+                points=True,
+            )
+        )
+    losses = [Curve(name=name, table=steps, column=name) for name in LOSSES]
+    found.append(Figure(title="training loss, nats", curves=tuple(losses)))
+    pace = Curve(name="step", table=steps, column="step_s")
+    found.append(Figure(title="step time", unit="s", curves=(pace,)))
+    by_table: dict[int, list[Lane]] = {}
+    for lane in lanes_of(view):
+        by_table.setdefault(id(lane.table), []).append(lane)
+    marks = marks_of(view)
+    for lanes in by_table.values():
+        curves = [
+            Curve(name=one.name, table=one.table, column=one.column, full=one.full / 100.0)
+            for one in lanes
+        ]
+        title = next((f"GPU {n}" for n, t in view.gpu_tables.items() if t is lanes[0].table), "CPU")
+        found.append(Figure(title=title, unit="%", curves=tuple(curves), marks=marks))
+    memory = [
+        Curve(name=f"GPU {index}", table=table, column="gpu_mem_used_bytes")
+        for index, table in sorted(view.gpu_tables.items())
+    ]
+    memory += [
+        Curve(name="trainer", table=hosts, column="trainer_rss_bytes"),
+        Curve(name="available", table=hosts, column="host_available_bytes"),
+    ]
+    found.append(Figure(title="memory", unit="bytes", curves=tuple(memory)))
+    return found
+
+
+def marks_of(view: RunView) -> tuple[Mark, ...]:
+    """Return the alerts and compiles of a run."""
+    found = []
+    for line in view.marks:
+        event = line.event
+        if isinstance(event, AlertRaised):
+            found.append(Mark(unix_s=line.unix_s, sign="!", text=f"alert {event.id}"))
+        elif isinstance(event, Compiled):
+            late = " while a step waited" if event.after_warm_up else ""
+            sign = "C" if late else "c"
+            found.append(Mark(unix_s=line.unix_s, sign=sign, text=f"compiled {event.kernel}{late}"))
+    return tuple(found)
+
+
+def _evaluated(view: RunView) -> Table:
+    """Return the student's held-out losses as a table; the start's stands at the first step."""
+    table, steps = Table(EVALS), view.steps
+    losses = held_out(view)
+    rows = (
+        [min(steps.find("step", step), len(steps) - 1) for step, _ in losses] if len(steps) else []
+    )
+    places = [(steps.value("step", row), steps.value("clock_s", row)) for row in rows]
+    return table.extended(
+        {"step": step, "clock_s": at, "loss": loss}
+        for (_, loss), (step, at) in zip(losses, places, strict=False)
+    )

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from engine.units import format_value
-from workbench.plot.axis import Axis
+from engine.log.axis import Axis
 from workbench.plot.canvas import (
     ASCII,
     UNICODE,

@@ -105,7 +105,8 @@ def test_a_flip_has_its_plan_its_pairs_and_the_margin(tmp_path: Path) -> None:
     whole(text)
     assert "no verdict" in text and "compute.threads" in text and asked.sha256 in text
     figure = flip_figure(asked, timed([0.1, 0.2]))
-    assert figure in flip_figure(asked, timed([0.1, 0.2])) and figure.count("<polygon") == 3
+    assert figure in flip_figure(asked, timed([0.1, 0.2])) and figure.count("<polygon") == 2
+    assert figure.count("stroke-dasharray") == 3, "the margin, and no change"
 
 
 def test_a_finding_shows_its_evidence_and_names_what_was_changed(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ HOSTILE = (
 )
 TAGS = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "pre", "div", "s"),
-    *("svg", "rect", "text", "polyline", "polygon"),
+    *("svg", "rect", "text", "line", "polyline", "polygon"),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.plot.axis import Axis
+from engine.log.axis import Axis
 from workbench.plot.canvas import ASCII, UNICODE, plain
 from workbench.plot.chart import Band, LaneRow, Level, Point, chart_of, render_chart
 from workbench.traces import Trace, buckets_of
