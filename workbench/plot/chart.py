@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from engine.units import format_value
 from engine.log.axis import Axis
+from engine.units import format_value
 from workbench.plot.canvas import (
     ASCII,
     UNICODE,
