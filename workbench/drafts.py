@@ -1,4 +1,5 @@
-"""A run that is not started yet: a spec file, and the changes to it.
+"""A run that is not started yet: a spec file, and the changes to it. It begins from a template (any spec file), from a
+past run, or from nothing.
 
 Everything about a setting (its default, its meaning, its allowed values, whether a value is valid)
 comes from `engine.spec`, which `engine distill` uses too, so both refuse the same values with the same
@@ -11,15 +12,16 @@ import dataclasses
 import importlib.resources
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine import limits
 from engine.errors import BadInput, SpecError
 from engine.files import read_text
-from engine.log.folder import RunFolder, write_whole
+from engine.log.folder import RunFolder, find_runs, is_run, write_whole
 from engine.spec import (
     KEYS,
     Option,
@@ -39,6 +41,20 @@ from workbench.engine_commands import command_text, distill_arguments
 OPTIONS = {option.key: option for option in options()}
 SECTIONS = tuple(dict.fromkeys(key.split(".")[0] for key in KEYS))
 SPECS_FOUND = 200
+RUNS_OFFERED = 50
+"""Past runs to begin from, the newest."""
+ESSENTIALS = (
+    "teacher.path",
+    "student.path",
+    "student.config",
+    "data.corpus",
+    "train.steps",
+    "train.rows",
+    "train.lr",
+    "loss.alpha",
+    "loss.temperature",
+)
+"""What every run has an opinion about; a form shows these first."""
 
 
 def allowed_text(option: Option) -> str:
@@ -94,6 +110,28 @@ class Setting:
     def is_default(self) -> bool:
         return self.value == value_text(self.option.default)
 
+    @property
+    def is_shown_first(self) -> bool:
+        """Whether a form shows it without being asked: the essentials, and what is not as usual."""
+        return self.option.key in ESSENTIALS or not self.is_default or bool(self.problems)
+
+
+def shown_first(settings: Sequence[Setting]) -> list[Setting]:
+    """Return the essentials in their order, then the other settings that differ from the default or are wrong."""
+    known = {setting.option.key: setting for setting in settings}
+    rest = [s for s in settings if s.is_shown_first and s.option.key not in ESSENTIALS]
+    return [*(known[key] for key in ESSENTIALS), *rest]
+
+
+def matching(settings: Sequence[Setting], pattern: str) -> list[Setting]:
+    """Return the settings with all words of `pattern` in name or description, those with the words in the name first;
+    all settings for an empty pattern."""
+    words = pattern.casefold().split()
+    by_name = [s for s in settings if all(w in s.option.key.casefold() for w in words)]
+    texts = ((s, f"{s.option.key} {s.option.doc}".casefold()) for s in settings)
+    others = [s for s, text in texts if s not in by_name and all(w in text for w in words)]
+    return [*by_name, *others]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -106,6 +144,8 @@ class Draft:
     """Settings from the environment, as `KEY=VALUE`; the engine reads them by itself."""
     edits: Mapping[str, str] = field(default_factory=dict)
     """What was typed, by key."""
+    written: bool = True
+    """Whether the file is on disk; one that begins from nothing is written when the run starts."""
 
     def edited(self, key: str, text: str | None) -> Draft:
         """Return the draft with another value of a setting; None undoes what was typed."""
@@ -121,8 +161,9 @@ class Draft:
 
     @property
     def command(self) -> str:
-        """Return the command that starts the run."""
-        return command_text([*distill_arguments(self.file, self.sets, None), "--detach"])
+        """Return the command that starts the run; of a file that is not written yet, without what it will hold."""
+        sets = self.sets if self.written else []
+        return command_text([*distill_arguments(self.file, sets, None), "--detach"])
 
     def build(self, *, check_paths: bool = True) -> tuple[RunSpec | None, tuple[str, ...]]:
         """Return the run's settings, or every problem in them as the engine's messages. With `check_paths`, a
@@ -178,6 +219,54 @@ def open_draft(file: Path, environ: Mapping[str, str] = os.environ) -> Draft:
     """Open the draft of a spec file. Raises BadInput when the file is not TOML."""
     tree, text = read_spec(file)
     return Draft(file=file, text=text, tree=tree, environment=tuple(sets_from_environment(environ)))
+
+
+def draft_of_nothing(folder: Path, environ: Mapping[str, str] = os.environ) -> Draft:
+    """Make a draft with every setting at its default, whose file will be run.toml, or run-2.toml, ... in `folder`."""
+    names = ("run.toml", *(f"run-{n}.toml" for n in range(2, 1_000_000)))
+    file = next(path for name in names if not (path := folder / name).exists())
+    return Draft(file=file, environment=tuple(sets_from_environment(environ)), written=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Something that a new run can begin from."""
+
+    kind: str
+    """`nothing`, `template` or `run`."""
+    name: str
+    make: Callable[[], Draft]
+    """Makes the draft; raises BadInput where a file cannot be read."""
+
+
+def beginnings(folders: Sequence[Path]) -> list[Beginning]:
+    """Return what a new run can begin from: the templates, then past runs, the newest first, and nothing."""
+    runs = [run for folder in folders for run in find_runs(folder)][:RUNS_OFFERED]
+    return [
+        *(begin_from(path) for path in find_specs(folders)),
+        *(Beginning(kind="run", name=run.name, make=partial(draft_like, run)) for run in runs),
+        Beginning(
+            kind="nothing",
+            name="all settings at their defaults",
+            make=partial(draft_of_nothing, Path()),
+        ),
+    ]
+
+
+def begin_from(path: Path) -> Beginning:
+    """Return a spec file, or a run folder, to begin from."""
+    if is_run(path):
+        run = RunFolder(path)
+        return Beginning(kind="run", name=run.name, make=partial(draft_like, run))
+    return Beginning(kind="template", name=shown_path(path), make=partial(open_draft, path))
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as it would be typed from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft:

@@ -1,7 +1,8 @@
-"""A form to start a run: choose a spec, change settings, see what is wrong, start it.
+"""A form to start a run: begin from a template, a past run or nothing, change settings, start it.
 
-The form is made from `engine.spec`'s table of settings. Each change is checked by the engine as it is typed;
-the command that a shell would run is shown.
+It shows the essentials, and what differs from the defaults; a search finds every other setting by its name or its
+description. The form is made from the table of settings in `engine.spec`. Each change is checked by the engine as it is
+typed; the command that a shell would run is shown.
 """
 
 from __future__ import annotations
@@ -10,25 +11,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.content import Content
 from textual.events import Resize
 from textual.screen import ModalScreen, Screen
-from textual.widgets import DataTable, Input, OptionList, Static
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option as Choosable
 
 from engine.errors import EngineError
 from engine.log.folder import RunFolder, is_run
 from workbench.drafts import (
+    ESSENTIALS,
     OPTIONS,
+    Beginning,
     Draft,
     Setting,
     allowed_text,
+    begin_from,
+    beginnings,
     draft_like,
-    find_specs,
-    open_draft,
+    matching,
+    shown_first,
+    shown_path,
     value_text,
 )
 from workbench.engine_commands import check_run, start_run
@@ -38,113 +45,146 @@ from workbench.tui.names import shortened
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import CommandEnded, run_command
 from workbench.tui.screens.run import RunScreen
-from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.words_view import wrapped
 
 LOW = 18
 """With fewer rows, the description and the command shrink in favour of the settings."""
 NARROW = 60
+KEY_CELLS = 20
 
 
-def shown_path(path: Path) -> str:
-    """Return a path as it would be typed from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
-
-
-class PickSpecScreen(ModalScreen[Path | None]):
-    """Asks for a spec file; the result is its path, None when it was cancelled."""
+class BeginScreen(ModalScreen[Beginning | None]):
+    """Asks what to begin from; the result is None when it was cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "leave", tooltip="choose none"),
         Binding("tab", "app.focus_next", "list or path", tooltip="from the list to the line"),
     ]
     CSS = """
-    PickSpecScreen { align: center middle; }
-    PickSpecScreen > Vertical {
+    BeginScreen { align: center middle; }
+    BeginScreen > Vertical {
         width: 96; max-width: 98%; height: auto; max-height: 90%; padding: 0 1;
         border: heavy $primary; background: $surface;
     }
-    PickSpecScreen OptionList { height: auto; max-height: 16; border: none; padding: 0; }
-    PickSpecScreen Input { height: 1; border: none; padding: 0; background: $panel; }
-    PickSpecScreen Input:focus { background: $primary 30%; }
-    PickSpecScreen .words { color: $text-muted; }
+    BeginScreen OptionList { height: auto; max-height: 16; border: none; padding: 0; }
+    BeginScreen Input { height: 1; border: none; padding: 0; background: $panel; }
+    BeginScreen Input:focus { background: $primary 30%; }
+    BeginScreen .words { color: $text-muted; }
     """
 
-    def __init__(self, specs: Sequence[Path]) -> None:
+    def __init__(self, beginnings: Sequence[Beginning]) -> None:
         super().__init__()
-        self._specs = tuple(specs)
+        self._beginnings = tuple(beginnings)
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = "choose a spec"
-            yield OptionList(*(shown_path(path) for path in self._specs), markup=False)
-            yield Input(placeholder="or press tab and type a path", compact=True)
-            yield Static("enter selects   esc cancels", classes="words", markup=False)
+            box.border_title = "begin from"
+            lines = [f"{begin.kind:<8}  {begin.name}" for begin in self._beginnings]
+            yield OptionList(*lines, markup=False)
+            yield Input(
+                placeholder="or press tab and type the path of a spec or a run", compact=True
+            )
+            yield Static("enter or a click selects   esc cancels", classes="words", markup=False)
 
     def on_mount(self) -> None:
         options = self.query_one(OptionList)
-        if self._specs:
-            options.highlighted = 0
-            options.focus()
-        else:
-            self.query_one(Input).focus()
+        options.highlighted = 0
+        options.focus()
 
     @on(OptionList.OptionSelected)
     def take(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._specs[event.option_index])
+        self.dismiss(self._beginnings[event.option_index])
 
     @on(Input.Submitted)
     def take_typed(self, event: Input.Submitted) -> None:
         if event.value.strip():
-            self.dismiss(Path(event.value.strip()).expanduser())
+            self.dismiss(begin_from(Path(event.value.strip()).expanduser()))
 
     def action_leave(self) -> None:
         self.dismiss(None)
 
 
-class SettingsTable(CellTable):
-    """Draws settings. The sign before a key is `!` for a wrong value, `*` for a typed one, and
-    `+` where file or environment differ from the default."""
+MORE = "more"
+"""The row after the essentials, which opens the search."""
+
+
+class SettingsList(OptionList):
+    """Draws settings. The sign before a key is `!` for a wrong value, `*` for a typed one, and `+` where file or
+    environment differ from the default. What is wrong with a value is below it."""
+
+    DEFAULT_CSS = """
+    SettingsList, SettingsList:focus { height: 1fr; border: none; padding: 0; background: $background; }
+    SettingsList > .option-list--option { padding: 0 1; }
+    SettingsList { scrollbar-size-vertical: 1; }
+    """
 
     def __init__(self) -> None:
-        super().__init__(show_header=False)
-        self._settings: tuple[Setting, ...] = ()
+        super().__init__(markup=False)
+        self._shown: tuple[tuple[Setting, ...], bool, str] = ((), False, "")
+        self._keys: list[str] = []
+
+    @property
+    def key(self) -> str | None:
+        """Return the key of the row under the cursor."""
+        at = self.highlighted
+        return self._keys[at] if at is not None and at < len(self._keys) else None
 
     def on_resize(self) -> None:
-        self.show(self._settings)
+        settings, described, more = self._shown
+        self.show(settings, described=described, more=more)
 
-    def show(self, settings: Sequence[Setting]) -> None:
-        """Draw settings."""
-        self._settings = tuple(settings)
-        width = self.size.width
-        if width:
-            texts = {setting.option.key: _texts(setting, width) for setting in settings}
-            self.fill(("key", "value", "source"), [Text("")] * 3, texts, _cells)
+    def show(self, settings: Sequence[Setting], *, described: bool, more: str) -> None:
+        """Draw settings, with their descriptions if `described`, and after the essentials a row with `more`."""
+        self._shown = (tuple(settings), described, more)
+        width = self.size.width - 3
+        if width <= 0:
+            return
+        rows = {}
+        for place, setting in enumerate(settings):
+            if more and place == len(ESSENTIALS):
+                rows[MORE] = Content.styled(more, "$text-muted")
+            rows[setting.option.key] = _prompt(setting, width, described=described)
+        if more:
+            rows.setdefault(MORE, Content.styled(more, "$text-muted"))
+        kept, keys = self.key, list(rows)
+        if keys == self._keys:
+            for place, prompt in enumerate(rows.values()):
+                if self.get_option_at_index(place).prompt != prompt:
+                    self.replace_option_prompt_at_index(place, prompt)
+            # What is wrong with a value makes its row higher.
+            self.call_after_refresh(self.scroll_to_highlight)
+            return
+        self._keys = keys
+        self.set_options([Choosable(prompt, id=key) for key, prompt in rows.items()])
+        self.highlighted = keys.index(kept) if kept in rows else 0 if rows else None
 
 
-def _texts(setting: Setting, width: int) -> list[str]:
+def _prompt(setting: Setting, width: int, *, described: bool) -> Content:
+    """Return a setting as it is drawn: its line, what is wrong with it, and its description."""
     sign = "!" if setting.problems else "*" if setting.source == "typed" else " "
     if sign == " " and not setting.is_default:
         sign = "+"
     is_wide = width >= NARROW
-    key = setting.option.key if is_wide else setting.option.key.split(".")[1]
-    room = max(8, width - 26 - (14 if is_wide else 0))
-    value = shortened(setting.value or "(empty)", room)
-    return [f"{sign} {key}  ", value, f"  {setting.source}" if is_wide else ""]
-
-
-def _cells(_: str, texts: Sequence[str]) -> list[Text]:
-    style = "" if texts[0].startswith(" ") else "bold"
-    return [Text(text, s, no_wrap=True) for text, s in zip(texts, (style, style, ""), strict=True)]
+    key, source = setting.option.key, f"  {setting.source}" if is_wide else ""
+    name = f"{sign} {key:<{KEY_CELLS if is_wide else 0}}  "
+    value = shortened(setting.value or "(empty)", max(8, width - len(name) - len(source)))
+    parts = [Content.styled(f"{name}{value}{source}", "" if sign == " " else "bold")]
+    for text, style in (
+        *((problem, "$text-error") for problem in setting.problems),
+        *([(setting.option.doc, "$text-muted")] if described else []),
+    ):
+        parts += [Content.styled(row, style) for row in wrapped(f"    {text}", width)]
+    return Content("\n").join(parts)
 
 
 class NewRunScreen(Screen[None]):
     """Edits one draft, and starts it."""
 
     NOTES = (
+        "The form shows the essentials, then every other setting that differs from the default. / searches",
+        "all: type words of a name or a description, enter goes to the matches, enter sets a value.",
+        "",
         "Sign before a setting: `!` wrong value, `*` typed here, `+` the file or the environment",
         "changes the default. No sign: the default.",
         "",
@@ -157,16 +197,13 @@ class NewRunScreen(Screen[None]):
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "back", tooltip="cancel the field, or close the form"),
-        Binding("o", "open", "spec", tooltip="choose another spec file, or type its path"),
+        Binding("slash", "search", "search", tooltip="all settings, by name and description"),
+        Binding("o", "open", "begin from", tooltip="a template, a past run, or nothing"),
         Binding("enter", "edit", "edit", tooltip="type a value; checked as it is typed"),
         Binding("space", "cycle", "next value", tooltip="the next of the allowed values"),
         Binding("s", "start", "start", tooltip="start the run, after confirmation"),
         Binding("k", "check", "check", tooltip="engine distill --check-inputs: the inputs as well"),
         Binding("backspace,delete", "reset", "reset", tooltip="undo what was typed here"),
-        Binding(
-            "d", "only", "changed", tooltip="only settings that differ from the default, or all"
-        ),
-        Binding("slash", "filter", "filter", tooltip="settings by name"),
         Binding("a", "save", "save as", tooltip="write all settings as a new spec file"),
         Binding("Y", "copy_command", "copy command", tooltip="copy the command that is shown"),
         Binding("question_mark", "app.help", "help", tooltip="this help"),
@@ -176,7 +213,7 @@ class NewRunScreen(Screen[None]):
     NewRunScreen {
         #head { height: auto; max-height: 2; padding: 0 1; background: $panel; text-style: bold; }
         #line { display: none; height: 1; border: none; padding: 0 1; background: $primary 30%; }
-        #about { height: auto; max-height: 5; padding: 0 1; }
+        #about { height: auto; padding: 0 1; }
         #wrong { height: auto; max-height: 5; padding: 0 1; color: $text-error; }
         #said { height: auto; max-height: 8; padding: 0 1; color: $text-accent; }
         #command { height: auto; max-height: 4; padding: 0 1; background: $panel; }
@@ -196,14 +233,14 @@ class NewRunScreen(Screen[None]):
         self._before: Draft | None = None
         """The draft before the value being typed."""
         self._asked = ""
-        self._only, self._pattern = False, ""
+        self._pattern = ""
         self._settings: dict[str, Setting] = {}
         self._busy = ""
         self._started: RunFolder | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(id="head", markup=False)
-        yield SettingsTable()
+        yield SettingsList()
         yield Input(id="line", compact=True, disabled=True)
         yield Static(id="about", markup=False)
         yield Static(id="wrong", markup=False)
@@ -248,26 +285,28 @@ class NewRunScreen(Screen[None]):
         ]
         self.query_one(KeyBar).draw(bindings)
 
-    # The spec file.
+    # What it begins from.
 
     def action_open(self) -> None:
-        """Ask for a spec file; without one the form closes."""
+        """Ask what to begin from; without an answer the form closes."""
 
-        def answered(path: Path | None) -> None:
-            if path is not None:
-                self._open(path)
+        def answered(beginning: Beginning | None) -> None:
+            if beginning is not None:
+                self._begin(beginning)
             elif self._draft is None:
                 self.app.pop_screen()
 
-        self.app.push_screen(PickSpecScreen(find_specs(self._given.folders)), answered)
+        self.app.push_screen(BeginScreen(beginnings(self._given.folders)), answered)
 
-    def _open(self, path: Path) -> None:
+    def _begin(self, beginning: Beginning) -> None:
         try:
-            draft = open_draft(path)
+            draft = beginning.make()
         except EngineError as problem:
             self._say(str(problem))
             return
-        self._take(self._beside_the_others(draft))
+        self._pattern = ""
+        self._take(draft if beginning.kind == "run" else self._beside_the_others(draft))
+        self.query_one(SettingsList).highlighted = 0
 
     def _beside_the_others(self, draft: Draft) -> Draft:
         """Return the draft with `run.out` set to the folder being watched, unless the file sets it or it is the
@@ -290,20 +329,21 @@ class NewRunScreen(Screen[None]):
         line.cursor_position = len(value)
         self.add_class("-asking")
         line.focus()
+        self._draw()
 
     def _leave_line(self) -> None:
         self._asked = ""
         self.remove_class("-asking")
         self.query_one("#line", Input).disabled = True
         self._draw()
-        self.query_one(SettingsTable).focus()
+        self.query_one(SettingsList).focus()
 
     @on(Input.Changed)
     def hear(self, event: Input.Changed) -> None:
         """Check a value, or filter the settings, as it is typed."""
         if self._asked in OPTIONS and self._before is not None:
             self._draft = self._before.edited(self._asked, event.value)
-        elif self._asked == "filter":
+        elif self._asked == "search":
             self._pattern = event.value
         self._draw()
 
@@ -311,17 +351,20 @@ class NewRunScreen(Screen[None]):
     def send(self, event: Input.Submitted) -> None:
         """Keep what was typed; a wrong value stays on the line."""
         asked, text = self._asked, event.value.strip()
+        if not asked:
+            return  # a second enter, pressed before the line was left
         if asked == "save":
             self._save(Path(text).expanduser())
-        elif asked == "filter" or not self._setting(asked).problems:
+        elif asked == "search" or not self._setting(asked).problems:
             self._leave_line()
 
     def action_back(self) -> None:
-        if self._asked == "filter":
-            self._pattern = ""
         if self._asked in OPTIONS:
             self._draft = self._before
-        if self._asked:
+            self._leave_line()
+        elif self._asked or self._pattern:
+            # From the search, back to the essentials.
+            self._pattern = "" if self._asked in ("", "search") else self._pattern
             self._leave_line()
         else:
             self.app.pop_screen()
@@ -334,59 +377,66 @@ class NewRunScreen(Screen[None]):
     def _draw(self) -> None:
         draft = self._draft
         if draft is None:
-            self.query_one("#head", Static).update("a new run: o chooses a spec")
+            self.query_one("#head", Static).update("a new run: o chooses what to begin from")
             return
         _, problems = draft.build()
         settings = draft.settings(problems)
         self._settings = {setting.option.key: setting for setting in settings}
         changed = sum(not setting.is_default for setting in settings)
         wrong = f", {len(problems)} problem{'s' if len(problems) > 1 else ''}" if problems else ""
-        rest = f": {changed} settings are not the default{wrong}{self._busy}"
+        are = "setting is" if changed == 1 else "settings are"
+        rest = f": {changed} {are} not the default{wrong}{self._busy}"
         if is_low(*self.size):
             rest = f": {changed} changed{wrong}{self._busy}"
         # Problems take precedence over the path of the file.
         room = max(12, self.size.width - 2 - len("a new run from ") - len(rest))
         file = shortened(shown_path(draft.file), room)
         self.query_one("#head", Static).update(f"a new run from {file}{rest}")
-        words = self._pattern.casefold().split()
-        self.query_one(SettingsTable).show(
-            [
-                setting
-                for setting in settings
-                if all(word in setting.option.key for word in words)
-                and (not self._only or not setting.is_default or setting.problems)
-            ]
-        )
-        self.query_one("#command", Static).update(draft.command)
+        searching = self._asked == "search" or bool(self._pattern)
+        shown = matching(settings, self._pattern) if searching else shown_first(settings)
+        more = f"/ {len(settings) - len(shown)} more settings: search by name or description"
+        if searching:
+            more = "" if shown else "no setting has all of these words"
+        described = searching or is_low(*self.size)
+        self.query_one(SettingsList).show(shown, described=described, more=more)
+        command = self.query_one("#command", Static)
+        written = "" if draft.written else f"{draft.file} is written first: "
+        command.update(f"{written}{draft.command}")
         self._describe()
-        # Problems of the value being typed come first; the others follow in the order of the file.
-        first = self._settings[self._asked].problems if self._asked in OPTIONS else ()
-        others = [problem for problem in problems if problem not in first]
+        # What is wrong with a setting is told below it; the rest here.
+        told = {problem for setting in shown for problem in setting.problems}
+        others = [problem for problem in problems if problem not in told]
         wrong_words = self.query_one("#wrong", Static)
-        wrong_words.update("\n".join([*first, *others]))
-        wrong_words.display = bool(problems)
+        wrong_words.update("\n".join(others))
+        wrong_words.display = bool(others)
 
-    @on(DataTable.RowHighlighted)
+    @on(OptionList.OptionHighlighted)
     def _describe(self) -> None:
-        key = self._asked if self._asked in OPTIONS else self.query_one(SettingsTable).key
+        key = self._asked if self._asked in OPTIONS else self.query_one(SettingsList).key
         setting = self._settings.get(key or "")
         words = ""
         if setting is not None:
             option = setting.option
             default = value_text(option.default) or "(empty)"
             words = f"{option.key}: {allowed_text(option)}; default {default}; {setting.source}"
-            words += f"\n{option.doc}"
-        self.query_one("#about", Static).update(words)
+            if not (self._pattern or self._asked == "search" or is_low(*self.size)):
+                words += f"\n{option.doc}"
+        about = self.query_one("#about", Static)
+        about.update(words)
+        about.display = bool(words)
 
-    @on(DataTable.RowSelected)
+    @on(OptionList.OptionSelected)
     def action_edit(self) -> None:
-        setting = self._settings.get(self.query_one(SettingsTable).key or "")
+        if self.query_one(SettingsList).key == MORE:
+            self.action_search()
+            return
+        setting = self._settings.get(self.query_one(SettingsList).key or "")
         if setting is not None:
             self._ask(setting.option.key, setting.value, allowed_text(setting.option))
 
     def action_cycle(self) -> None:
         """Switch to the next allowed value of the setting under the cursor."""
-        setting = self._settings.get(self.query_one(SettingsTable).key or "")
+        setting = self._settings.get(self.query_one(SettingsList).key or "")
         if setting is None or self._draft is None:
             return
         option = setting.option
@@ -399,33 +449,33 @@ class NewRunScreen(Screen[None]):
         self._draw()
 
     def action_reset(self) -> None:
-        key = self.query_one(SettingsTable).key
+        key = self.query_one(SettingsList).key
         if key is not None and self._draft is not None:
             self._draft = self._draft.edited(key, None)
             self._draw()
 
-    def action_only(self) -> None:
-        self._only = not self._only
-        self._draw()
-
-    def action_filter(self) -> None:
-        self._ask("filter", self._pattern, "words of a setting's name")
+    def action_search(self) -> None:
+        self._ask("search", self._pattern, "words of a setting's name or description")
 
     # Saving and copying.
 
     def action_save(self) -> None:
         if self._draft is not None:
-            self._ask("save", f"{self._draft.file.stem}-2.toml", "the path of the new file")
+            name = (
+                f"{self._draft.file.stem}-2.toml" if self._draft.written else self._draft.file.name
+            )
+            self._ask("save", name, "the path of the new file")
 
-    def _save(self, path: Path) -> None:
+    def _save(self, path: Path) -> bool:
         assert self._draft is not None
         try:
             saved = self._draft.save_as(path)
         except (EngineError, OSError) as problem:
             self._say(str(problem))
-            return
+            return False
         self._take(saved)
         self._say(f"saved as {path}")
+        return True
 
     def action_copy_command(self) -> None:
         if self._draft is not None:
@@ -441,7 +491,9 @@ class NewRunScreen(Screen[None]):
 
     def action_check(self) -> None:
         draft = self._draft
-        if draft is not None:
+        if draft is not None and not draft.written:
+            self._say(f"the engine checks a file: a writes {draft.file}")
+        elif draft is not None:
             self._engine("check", lambda: check_run(draft.file, draft.sets))
 
     def action_start(self) -> None:
@@ -454,14 +506,16 @@ class NewRunScreen(Screen[None]):
             return
 
         def start() -> str:
-            self._started = start_run(draft.file, draft.sets, None)
+            sets = draft.sets if draft.written else []
+            self._started = start_run(draft.file, sets, None)
             return ""
 
         def answered(answer: str | None) -> None:
-            if answer == "y":
+            if answer == "y" and (draft.written or self._save(draft.file)):
                 self._engine("start", start)
 
-        question = f"{draft.command}\n\nThe run continues when the workbench is closed."
+        written = "" if draft.written else f"{draft.file} is written first.\n"
+        question = f"{written}{draft.command}\n\nThe run continues when the workbench is closed."
         answers = [("y", "start it"), ("n", "not yet")]
         self.app.push_screen(ChooseScreen("start this run", question, answers), answered)
 
@@ -483,5 +537,5 @@ class NewRunScreen(Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         # While a value is typed, its letters are not commands.
-        shut = self.ACTING | {"only", "filter", "copy_command"}
+        shut = self.ACTING | {"search", "copy_command"}
         return not (self._asked and action in shut)

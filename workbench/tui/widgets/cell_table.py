@@ -17,8 +17,8 @@ class CellTable(DataTable[Text]):
 
     DEFAULT_CSS = "CellTable { height: 1fr; scrollbar-size-vertical: 1; }"
 
-    def __init__(self, *, show_header: bool = True) -> None:
-        super().__init__(cursor_type="row", cell_padding=0, show_header=show_header)
+    def __init__(self) -> None:
+        super().__init__(cursor_type="row", cell_padding=0)
         self._head: tuple[list[str], list[Text], list[int]] = ([], [], [])
         self._texts: Texts = {}
         self._keys: list[str] = []

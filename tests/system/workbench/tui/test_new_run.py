@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from engine.errors import BadInput
 from engine.log.folder import RunFolder, create_run
@@ -16,7 +17,17 @@ from tests.support.kit import Kit
 from tests.support.run_folders import completed
 from tests.support.running import wait_until_ended
 from tests.support.screens import on_screen, press, settle, text_of, words_of
-from workbench.drafts import draft_like, find_specs, free_name, open_draft
+from workbench.drafts import (
+    ESSENTIALS,
+    beginnings,
+    draft_like,
+    draft_of_nothing,
+    find_specs,
+    free_name,
+    matching,
+    open_draft,
+    shown_first,
+)
 from workbench.engine_commands import check_run
 from workbench.feed import RunFeed
 from workbench.tui.screens import new_run
@@ -174,6 +185,62 @@ def test_the_engine_checks_the_inputs_without_starting(spec: Path, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+def test_the_essentials_come_first_and_then_what_is_not_as_usual(spec: Path) -> None:
+    draft = open_draft(spec).edited("train.seed", "7").edited("gate.pass_at_1", "2")
+    _, problems = draft.build()
+    keys = [setting.option.key for setting in shown_first(draft.settings(problems))]
+    assert tuple(keys[: len(ESSENTIALS)]) == ESSENTIALS
+    assert {"train.seed", "gate.pass_at_1"} <= set(keys[len(ESSENTIALS) :])
+    assert "train.beta1" not in keys
+
+
+@pytest.mark.parametrize(
+    ("pattern", "first", "also"),
+    [
+        ("beta", "loss.beta", "train.beta2"),
+        ("gradient clipped", "train.clip_norm", "train.clip_norm"),
+        ("columns softmax", "vocab.align", "vocab.align"),
+        ("WARM", "train.warmup_steps", "train.schedule"),
+    ],
+)
+def test_a_search_finds_words_of_name_and_description(
+    spec: Path, pattern: str, first: str, also: str
+) -> None:
+    keys = [setting.option.key for setting in matching(open_draft(spec).settings(), pattern)]
+    assert keys[0] == first and also in keys
+
+
+def test_an_empty_search_has_all_settings_and_a_strange_one_none(spec: Path) -> None:
+    settings = open_draft(spec).settings()
+    assert matching(settings, "") == settings and matching(settings, "weather") == []
+
+
+def test_a_run_begins_from_a_template_a_past_run_or_nothing(spec: Path, tmp_path: Path) -> None:
+    run = run_of(spec, tmp_path / "runs" / "kd", ["loss.alpha=0.5", "run.name=kd"])
+    found = beginnings([tmp_path / "runs"])
+    assert [(begin.kind, begin.name) for begin in found if "demo" not in begin.name] == [
+        ("template", str(spec)),
+        ("run", run.name),
+        ("nothing", "all settings at their defaults"),
+    ]
+    drafts = {begin.kind: begin.make() for begin in found if "demo" not in begin.name}
+    assert drafts["template"].edits == {} and drafts["template"].file == spec
+    assert drafts["run"].edits["loss.alpha"] == "0.5"
+    assert drafts["nothing"].file == Path("run.toml") and not drafts["nothing"].written
+
+
+def test_a_draft_of_nothing_is_a_spec_when_it_is_written(spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    draft = draft_of_nothing(Path())
+    assert draft.file == Path("run-2.toml") and draft.build()[0] is None
+    known, _ = open_draft(spec).build()
+    assert known is not None
+    draft = draft.edited("teacher.path", known.teacher.path)
+    draft = draft.edited("student.config", known.student.config)
+    assert draft.command == "engine distill run-2.toml --detach"
+    assert draft.save_as(draft.file).build()[0] == draft.build()[0]
+
+
 # The screen.
 
 
@@ -196,7 +263,7 @@ def test_a_value_is_checked_as_it_is_typed_at_every_size(
 ) -> None:
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "n")
-        assert "choose a spec" in words_of(pilot)
+        assert "begin from" in words_of(pilot)
         await press(pilot, "enter", "slash", *typed("train.lr"), "enter", "enter")
         await press(pilot, *["backspace"] * 6, "minus", "1")
         assert "--set train.lr:" in words_of(pilot)
@@ -235,7 +302,7 @@ def test_a_form_with_a_problem_starts_nothing(
     spec.write_text(spec.read_text().replace("steps = 6", "steps = 0"))
 
     async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "n", "enter", "d")
+        await press(pilot, "n", "enter")
         assert "! train.steps" in words_of(pilot)
         assert "spec.toml:" in words_of(pilot)
         assert "train.seed" not in words_of(pilot), "it is the default"
@@ -246,6 +313,90 @@ def test_a_form_with_a_problem_starts_nothing(
     assert started == []
 
 
+@pytest.mark.parametrize("size", [(80, 24), (40, 12)])
+def test_a_description_is_whole_at_every_size(
+    spec: Path, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "n", "enter", "slash", *typed("recomputed backward"))
+        words = words_of(pilot)
+        assert "student.checkpointing" in words or "checkpointing" in words
+        await press(pilot, "enter")
+        for part in ("Whether activations are recomputed", "instead of kept"):
+            assert part in words_of(pilot), words_of(pilot)
+
+    on_screen([tmp_path], size, script, ascii_only=True)
+
+
+def test_enter_pressed_twice_at_once_is_one_answer(spec: Path, tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "n", "enter", "slash", *typed("seed"))
+        line = pilot.app.screen.query_one("#line", Input)
+        for _ in range(2):
+            line.post_message(Input.Submitted(line, "seed"))
+        await settle(pilot)
+        assert "train.seed" in words_of(pilot)
+
+    on_screen([tmp_path], (80, 24), script)
+
+
+def test_a_click_opens_the_search_and_the_field(spec: Path, tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "n", "enter")
+        lines = text_of(pilot).splitlines()
+        (more,) = (at for at, line in enumerate(lines) if "more settings: search" in line)
+        await pilot.click(offset=(10, more))
+        await press(pilot, *typed("seed"))
+        await settle(pilot)
+        (seed,) = (
+            at for at, line in enumerate(text_of(pilot).splitlines()) if "train.seed " in line
+        )
+        await pilot.click(offset=(10, seed))
+        await press(pilot, "7", "enter")
+        assert "train.seed=7" in words_of(pilot)
+        await press(pilot, "escape")
+        assert "train.lr" in words_of(pilot) and "* train.seed" in words_of(pilot)
+
+    on_screen([tmp_path], (80, 24), script, ascii_only=True)
+
+
+def test_what_is_wrong_is_told_below_its_field(spec: Path, tmp_path: Path) -> None:
+    spec.write_text(spec.read_text().replace("steps = 6", "steps = 0"))
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "n", "enter")
+        lines = text_of(pilot).splitlines()
+        (at,) = (at for at, line in enumerate(lines) if "! train.steps" in line)
+        assert "train.steps: expected a number of at least 1, found 0" in lines[at + 1]
+
+    on_screen([tmp_path], (120, 40), script, ascii_only=True)
+
+
+def test_from_nothing_a_spec_is_written_before_the_start(
+    spec: Path, tmp_path: Path, started: list[object]
+) -> None:
+    known, _ = open_draft(spec).build()
+    assert known is not None
+    given = {"teacher.path": known.teacher.path, "student.config": known.student.config}
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "n", "end", "enter")
+        assert "teacher.path: expected a teacher, found none" in words_of(pilot)
+        await press(pilot, "s")
+        assert "not started" in words_of(pilot)
+        for key, value in given.items():
+            await press(pilot, "slash", "ctrl+u", *typed(key), "enter", "enter")
+            pilot.app.screen.query_one("#line", Input).value = value
+            await press(pilot, "enter", "escape")
+        assert "run.toml is written first: engine distill run.toml --detach" in words_of(pilot)
+        await press(pilot, "s", "y")
+        assert "there is one" in words_of(pilot)
+
+    on_screen([tmp_path], (120, 40), script)
+    assert started == [(Path("run.toml"), [], None)]
+    assert load_spec(tmp_path / "run.toml")[0].teacher.path == known.teacher.path
+
+
 def test_leaving_a_line_keeps_the_value_from_before(spec: Path, tmp_path: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "n", "enter", "slash", *typed("train.seed"), "enter", "enter")
@@ -253,7 +404,7 @@ def test_leaving_a_line_keeps_the_value_from_before(spec: Path, tmp_path: Path) 
         assert "train.seed=7" in words_of(pilot)
         await press(pilot, "escape")
         assert "train.seed=" not in words_of(pilot)
-        await press(pilot, "escape")
+        await press(pilot, "escape", "escape")
         assert "No run in" in words_of(pilot)
 
     on_screen([tmp_path], (80, 24), script)
