@@ -28,6 +28,7 @@ from engine.log.view import RunView
 from engine.spec.sections import options
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
+from workbench.groups import Samples, samples_of
 from workbench.traces import Bucket, Trace
 
 AXES = ("step", "tokens", "time")
@@ -155,6 +156,16 @@ class Compared:
             )
         last = steps.last(metric.column)
         return Trace(name=name, buckets=tuple(buckets), last=last, gap=self._gap(axis))
+
+    def samples(self, metric: Metric, axis: str) -> Samples:
+        """Return every row that has the metric."""
+        if not metric.column:
+            points = [(x, y) for x, y in self._evaluations(axis) if y is not None]
+            return samples_of([x for x, _ in points], [y for _, y in points])
+        count = len(self.view.steps)
+        xs, origin = self._xs(axis)
+        ys = self.view.steps.columns[metric.column][:count]
+        return samples_of(xs[:count], ys, origin=origin, gap=self._gap(axis))
 
     def _gap(self, axis: str) -> float:
         """Return the largest x distance at which two neighbours are joined: a missing step, or a stretch without
@@ -346,6 +357,33 @@ def differences(runs: Sequence[Compared], here: Path | None = None) -> list[Diff
             grouped = tuple((tuple(at), path_text(value, here)) for value, at in values.items())
             found.append(Difference(key=key, values=grouped))
     return sorted(found, key=lambda one: _place(one.key))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The runs that have the same value of a setting."""
+
+    value: str
+    runs: tuple[Compared, ...]
+
+    @property
+    def slot(self) -> int:
+        """The index of its style: that of its first run."""
+        return self.runs[0].slot
+
+
+def groupings(found: Sequence[Difference]) -> tuple[str, ...]:
+    """Return the settings that group runs: at least one of their values has several runs."""
+    return tuple(one.key for one in found if any(len(places) > 1 for places, _ in one.values))
+
+
+def groups_by(runs: Sequence[Compared], found: Sequence[Difference], key: str) -> tuple[Group, ...]:
+    """Return the runs by their value of a setting; one without settings on record is a group of its own."""
+    values = next((one.values for one in found if one.key == key), ())
+    groups = [Group(value=value, runs=tuple(runs[at] for at in places)) for places, value in values]
+    grouped = {at for places, _ in values for at in places}
+    alone = [run for at, run in enumerate(runs) if at not in grouped]
+    return (*groups, *(Group(value="not on record", runs=(run,)) for run in alone))
 
 
 def _is_known(run: Compared) -> bool:

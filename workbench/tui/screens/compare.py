@@ -3,7 +3,8 @@ settings that differ, and the alerts of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from textual import on
@@ -20,19 +21,24 @@ from workbench.compared import (
     Compared,
     CompareFeed,
     Comparison,
+    Difference,
+    Group,
     Metric,
     alerts_words,
     axis_text,
     differences,
+    groupings,
+    groups_by,
     results_table,
     settings_note,
 )
+from workbench.groups import spread_of
 from workbench.plot.canvas import ASCII, UNICODE, Span
 from workbench.plot.chart import Chart, Line
 from workbench.plot.grid import Legend
 from workbench.plot.series import SERIES, series_style
 from workbench.tui.context import Context
-from workbench.tui.names import told_apart
+from workbench.tui.names import shortened, told_apart
 from workbench.tui.run_lines import (
     Headed,
     Piece,
@@ -59,6 +65,8 @@ plot and one more."""
 FRAME = 5
 """Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
+NAME = 8
+"""Least cells of a name in the legend of a grid."""
 ENOUGH = 4
 """Where fewer charts than this fit beside each other, one large chart is shown until the grid is asked for."""
 
@@ -76,6 +84,8 @@ class CompareScreen(PollingScreen):
         "  ▾ ▴ (v ^ in ASCII)       off the axis",
         "",
         "g shows one metric large, or all that fit; in the grid * is at the metric that m chooses.",
+        "b groups the runs by a setting: the line is the mean of the runs that have a value there, the band goes",
+        "from the lowest to the highest of their values (small letters on its edges); one run is a plain line.",
         "x is steps, tokens so far, or seconds since the run's first line, start-up included.",
         "Settings are the effective ones: `auto: bf16` is auto, resolved to bf16.",
     )
@@ -97,6 +107,8 @@ class CompareScreen(PollingScreen):
         Binding("m", "metric(1)", "metric", tooltip="the next metric"),
         Binding("M", "metric(-1)", "metric before", show=False, tooltip="the metric before"),
         Binding("g", "grid", "grid", tooltip="one metric large, or all that fit"),
+        Binding("b", "group(1)", "group by", tooltip="group runs by the next setting that differs"),
+        Binding("B", "group(-1)", "before", show=False, tooltip="group by the setting before"),
         Binding("x", "axis", "x axis", tooltip="x by step, tokens or wall time"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis on or off"),
         Binding("left", "move(-1)", "cursor", tooltip="a cursor that shows each run's value"),
@@ -140,6 +152,9 @@ class CompareScreen(PollingScreen):
         self._metric: Metric | None = None
         """None for the first that the runs have."""
         self._axis, self._log_y = 0, False
+        self._differences: Sequence[Difference] = ()
+        self._group_by = ""
+        """The setting whose values group the runs; empty for none."""
         self._wants_grid: bool | None = None
         """None for what suits the room."""
         self._cursor: float | None = None
@@ -172,7 +187,8 @@ class CompareScreen(PollingScreen):
         slots = [run.slot for run in runs]
         names = [run.snapshot.run.name for run in runs]
         rows, letters = results_table(runs), [series_style(slot).letter for slot in slots]
-        settings = [(found.key, found.values) for found in differences(runs)]
+        self._differences = differences(runs)
+        settings = [(found.key, found.values) for found in self._differences]
         note = settings_note(runs, letters)
 
         def settings_at(width: int) -> list[Words]:
@@ -198,15 +214,25 @@ class CompareScreen(PollingScreen):
         if comparison is None:
             return
         axis, plot = AXES[self._axis], self.query_one("#plot", ChartGrid)
-        legend = self._legend(comparison, plot.size.width)
+        groups = self._groups(comparison)
+        legend = self._legend(comparison, groups, plot.size.width)
         metrics, columns = self._shown_metrics(comparison, plot, legend)
         is_grid = len(metrics) > 1
-        plot.columns, plot.legend = columns, legend if is_grid else ()
+        plot.columns, plot.legend = columns, legend if is_grid or groups else ()
         said = f"{len(metrics)} of {len(comparison.metrics())} metrics"
-        named = said if is_grid else metrics[0].name
-        plot.border_title = f"1 {named} by {axis}{', log y' if self._log_y else ''}"
-        plot.charts = tuple(self._chart(comparison, x, plot.dots, is_grid) for x in metrics)
+        title = f"1 {said if is_grid else metrics[0].name} by {axis}"
+        title += f", grouped by {self._group_by}" if groups else ""
+        plot.border_title = f"{title}{', log y' if self._log_y else ''}"
+        plot.charts = tuple(
+            self._chart(comparison, groups, metric, plot.dots, is_grid) for metric in metrics
+        )
         self.query_one("#head", Static).update(self._heading(comparison))
+
+    def _groups(self, comparison: Comparison) -> tuple[Group, ...]:
+        """Return the groups that are drawn instead of the runs; empty without a grouping."""
+        if self._group_by not in groupings(self._differences):
+            return ()
+        return groups_by(comparison.runs, self._differences, self._group_by)
 
     def _chosen(self, comparison: Comparison) -> Metric:
         """Return the metric that is large, or marked in the grid."""
@@ -228,41 +254,78 @@ class CompareScreen(PollingScreen):
         shown = metrics[min(first, max(0, len(metrics) - fit)) :][:fit]
         return shown, columns if len(shown) > 1 else 1
 
-    def _legend(self, comparison: Comparison, width: int) -> Legend:
-        """Return the letter, form and name of each run, for the charts of a grid."""
+    def _legend(self, comparison: Comparison, groups: Sequence[Group], width: int) -> Legend:
+        """Return the letter, form and name of each run or group, for all charts."""
         glyphs = ASCII if self.context.ascii_only else UNICODE
-        runs = comparison.runs
-        room = width // len(runs) - 8
-        names = told_apart(tuple(run.snapshot.run.name for run in runs), max(8, room))
-        return tuple(
-            (
-                Span(
-                    f"{series_style(run.slot).letter} {glyphs.traces[run.slot]}", f"trace{run.slot}"
-                ),
-                Span(f" {name}", "legend"),
-            )
-            for run, name in zip(runs, names, strict=True)
+        runs, metric = comparison.runs, self._chosen(comparison)
+        first: Legend = ()
+        if groups:
+            names = [
+                f"{shortened(group.value or '(empty)', max(3 * NAME, width // 3))} "
+                f"({len(group.runs)} run{'s' if len(group.runs) > 1 else ''})"
+                for group in groups
+            ]
+            if self._cursor is not None:
+                means = [self._mean_at_cursor(group, metric) for group in groups]
+                names = [
+                    f"{name} {'no value' if mean is None else metric.text(mean)}"
+                    for name, mean in zip(names, means, strict=True)
+                ]
+            said = f"{self._group_by}: mean, band from lowest to highest"
+            first = ((Span(said, "legend"), Span("", "legend")),)
+        else:
+            room = width // len(runs) - NAME
+            names = list(told_apart(tuple(x.snapshot.run.name for x in runs), max(NAME, room)))
+        slots = [one.slot for one in groups or runs]
+        return (
+            *first,
+            *(
+                (
+                    Span(f"{series_style(slot).letter} {glyphs.traces[slot]}", f"trace{slot}"),
+                    Span(f" {name}", "legend"),
+                )
+                for slot, name in zip(slots, names, strict=True)
+            ),
         )
 
-    def _chart(self, comparison: Comparison, metric: Metric, dots: int, is_cell: bool) -> Chart:
-        """Return a metric of every run over the axis; with a cursor, the legend shows the values there."""
+    def _chart(
+        self,
+        comparison: Comparison,
+        groups: Sequence[Group],
+        metric: Metric,
+        dots: int,
+        is_cell: bool,
+    ) -> Chart:
+        """Return a metric of every run or group over the axis; with a cursor, the legend shows the values there."""
         axis = AXES[self._axis]
         low, high = comparison.extent(metric, axis) or (0.0, 1.0)
-        lines = (
-            Line(
+
+        def line(run: Compared) -> Line:
+            return Line(
                 slot=run.slot,
                 letter=series_style(run.slot).letter,
                 trace=run.trace(metric, axis, low, high, dots),
                 value=self._value(run, metric),
             )
-            for run in comparison.runs
-        )
+
+        def mean(group: Group) -> Line:
+            if len(group.runs) == 1:
+                return line(group.runs[0])
+            samples = [run.samples(metric, axis) for run in group.runs]
+            spread = spread_of(samples, low, high, dots)
+            return Line(
+                slot=group.slot,
+                letter=series_style(group.slot).letter,
+                trace=spread.mean_trace(group.value),
+                spread=spread.band_trace(group.value),
+            )
+
         mark = "*" if is_cell and metric == self._chosen(comparison) else ""
         return Chart(
-            title=f"{metric.name}{mark}" if is_cell else "",
+            title=f"{metric.name}{mark}" if is_cell or groups else "",
             low=low,
             high=high,
-            lines=tuple(lines),
+            lines=tuple(map(mean, groups) if groups else map(line, comparison.runs)),
             cursor=self._cursor,
             log_y=self._log_y,
             x_name=axis,
@@ -276,6 +339,12 @@ class CompareScreen(PollingScreen):
         if self._cursor is None:
             return run.trace(metric, axis, 0.0, 0.0, 1).last
         return run.value_at(metric, axis, self._cursor)
+
+    def _mean_at_cursor(self, group: Group, metric: Metric) -> float | None:
+        """Return the mean of the runs that have a value at the cursor."""
+        values = [self._value(run, metric) for run in group.runs]
+        known = [y for y in values if y is not None and math.isfinite(y)]
+        return sum(known) / len(known) if known else None
 
     def _heading(self, comparison: Comparison) -> Content:
         metric, axis = self._chosen(comparison), AXES[self._axis]
@@ -353,6 +422,17 @@ class CompareScreen(PollingScreen):
         self._wants_grid = len(self.query_one("#plot", ChartGrid).charts) == 1
         # A grid that was asked for has a small screen to itself.
         self.lay_out()
+        self._draw_plot()
+
+    def action_group(self, by: int) -> None:
+        """Group the runs by another of the settings that differ, or, behind the last one, not at all."""
+        if self._comparison is None:
+            return
+        keys = ("", *groupings(self._differences))
+        if len(keys) == 1:
+            self.notify("no setting groups these runs: each value has one run", markup=False)
+        at = keys.index(self._group_by) if self._group_by in keys else 0
+        self._group_by = keys[(at + by) % len(keys)]
         self._draw_plot()
 
     def action_axis(self) -> None:

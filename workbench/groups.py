@@ -1,0 +1,144 @@
+"""Groups of compared runs by the value of a setting: the mean of each group, and the band from the lowest to the
+highest of its runs.
+
+Runs log at different steps, begin late, end early, and have holes. So the x axis is divided into columns, and each
+run has in a column the mean, the lowest and the highest of its finite values there; between two of its rows that
+are no further apart than its gap it has the straight line between them. Before its first row, after its last and in
+a hole it has nothing. The mean of a group is that of the runs that have something in the column, however many they
+are: each run counts once, whatever the number of its rows there. A value that is not finite counts for nothing, is
+flagged, and no line passes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.log.table import is_absent
+from workbench.traces import Bucket, Trace
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples:
+    """The rows of one run that have a value, finite or not, in the order of x."""
+
+    xs: Floats
+    ys: Floats
+    gap: float = math.inf
+    """Rows further apart than this on x are not joined."""
+
+
+def samples_of(
+    xs: Sequence[float], ys: Sequence[float], *, origin: float = 0.0, gap: float = math.inf
+) -> Samples:
+    """Return the rows of a column that are not absent, with x counted from `origin`."""
+    import numpy as np
+
+    values = np.array(ys, dtype=np.float64)
+    known = ~is_absent(values)
+    return Samples(xs=np.array(xs, dtype=np.float64)[known] - origin, ys=values[known], gap=gap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spread:
+    """A group in each column; NaN where none of its runs has a value."""
+
+    xs: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+    non_finite: NDArray[np.bool_]
+
+    def mean_trace(self, name: str) -> Trace:
+        """Return the mean as a line."""
+        return _trace(name, self.xs, self.mean, self.mean, self.non_finite)
+
+    def band_trace(self, name: str) -> Trace:
+        """Return the band as a line of buckets, each from its lowest to its highest value."""
+        return _trace(name, self.xs, self.low, self.high, self.non_finite)
+
+
+def _trace(name: str, xs: Floats, lows: Floats, highs: Floats, bad: NDArray[np.bool_]) -> Trace:
+    buckets = []
+    for x, low, high, non_finite in zip(
+        xs.tolist(), lows.tolist(), highs.tolist(), bad.tolist(), strict=True
+    ):
+        known = math.isfinite(low) and math.isfinite(high)
+        buckets.append(
+            Bucket(
+                x_first=x,
+                x_last=x,
+                low=low if known else None,
+                high=high if known else None,
+                non_finite=non_finite,
+            )
+        )
+    last = next((b.low for b in reversed(buckets) if b.low is not None), None)
+    return Trace(name=name, buckets=tuple(buckets), last=last)
+
+
+def spread_of(samples: Sequence[Samples], low: float, high: float, count: int) -> Spread:
+    """Return mean, lowest and highest of one run or more in `count` columns from `low` to `high`."""
+    import numpy as np
+
+    xs = np.linspace(low, high, max(1, count) if high > low else 1)
+    each = [_columns(one, xs) for one in samples]
+    values = np.stack([found for found, _ in each])
+    known = np.isfinite(values[:, 0])
+    runs = known.sum(axis=0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = np.where(known, values[:, 0], 0.0).sum(axis=0) / np.where(runs, runs, math.nan)
+    return Spread(
+        xs=xs,
+        mean=mean,
+        low=np.fmin.reduce(values[:, 1]),
+        high=np.fmax.reduce(values[:, 2]),
+        non_finite=np.any([bad for _, bad in each], axis=0),
+    )
+
+
+def _columns(one: Samples, xs: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return mean, lowest and highest of one run in each column, and which hold a value that is not finite."""
+    import numpy as np
+
+    found = np.full((3, len(xs)), math.nan)
+    bad = np.zeros(len(xs), bool)
+    # Rows are in the order of x, so those of a column lie between two bounds.
+    begin = np.searchsorted(one.xs, xs[0])
+    end = np.searchsorted(one.xs, xs[-1], side="right")
+    inner = np.searchsorted(one.xs, xs[:-1] / 2 + xs[1:] / 2)
+    bounds = np.concatenate([[begin], inner, [end]])
+    full = np.flatnonzero(np.diff(bounds))
+    if len(full):
+        ys, first = one.ys[begin:end], bounds[full] - begin
+        finite = np.isfinite(ys)
+        rows = np.add.reduceat(finite, first, dtype=np.int64)
+        bad[full] = rows < np.diff(first, append=len(ys))
+        fills = (0.0, math.inf, -math.inf)
+        total, low, high = (ys if finite.all() else np.where(finite, ys, x) for x in fills)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            parts = (
+                np.add.reduceat(total, first) / rows,
+                np.minimum.reduceat(low, first),
+                np.maximum.reduceat(high, first),
+            )
+        found[:, full] = np.where(rows, parts, math.nan)
+    after = np.searchsorted(one.xs, xs)
+    between = np.isnan(found[0]) & ~bad & (after > 0) & (after < len(one.xs))
+    at = np.flatnonzero(between)
+    right = after[at]
+    left = right - 1
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        apart = one.xs[right] - one.xs[left]
+        share = (xs[at] - one.xs[left]) / apart
+        line = one.ys[left] * (1 - share) + one.ys[right] * share
+    found[:, at] = np.where(np.isfinite(line) & (apart <= one.gap), line, math.nan)
+    return found, bad
