@@ -45,17 +45,23 @@ class Metric:
     column: str
     """Column of the table of steps; empty for the held-out loss."""
     text: Callable[[float | None], str] = format_value
+    unit: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name with its unit, above a figure whose numbers have none."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
 METRICS = (
-    Metric("loss", "loss"),
-    Metric("held-out", ""),
-    Metric("step time", "step_s", format_seconds),
+    Metric("loss", "loss", unit="nats"),
+    Metric("held-out", "", unit="nats"),
+    Metric("step time", "step_s", format_seconds, "s"),
     Metric("tokens/s", "tokens_per_s", format_count),
     Metric("grad norm", "grad_norm"),
     Metric("lr", "lr"),
-    Metric("kd", "kd"),
-    Metric("ce", "ce"),
+    Metric("kd", "kd", unit="nats"),
+    Metric("ce", "ce", unit="nats"),
 )
 """In the order in which they are shown; those that most runs are compared by come first."""
 
@@ -264,6 +270,12 @@ class CompareFeed:
         """Return the runs as they are now."""
         runs = tuple(run.poll() for run in self._runs)
         return Comparison(runs=runs, behind=any(run.snapshot.behind for run in runs))
+
+    def read_all(self) -> Comparison:
+        """Poll until nothing is left to read."""
+        while (comparison := self.poll()).behind:
+            pass
+        return comparison
 
 
 def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """Compare: several runs in one figure that stays in the notebook.
 
 The figure is made by plotly: static data, thinned, no comm; it can be zoomed in a page and is part of the
-notebook. Beside it, for pages without plotly, are the same losses as SVG and the runs as text.
+notebook. Beside it, for pages without plotly, are the same lines as SVG and the runs as text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,15 @@ from engine.errors import UsageError
 from engine.findings.chart import LIMIT, Row, Series, line_chart, thin
 from engine.log.folder import open_run
 from engine.terminal import as_html, printable
-from workbench.feed import RunFeed, Snapshot
+from workbench.compared import (
+    Compared,
+    CompareFeed,
+    Metric,
+    differences,
+    groupings,
+    groups_by,
+)
+from workbench.groups import Spread, spread_of
 from workbench.notebook.frames import frame_of
 from workbench.notebook.panel import still_html
 
@@ -23,41 +32,75 @@ if TYPE_CHECKING:
     import pandas
     from plotly.graph_objects import Figure
 
-COLUMNS = ("loss", "step_s")
+ACROSS = 2
+"""Charts beside each other."""
 
 
 class Compare:
-    """Runs side by side, as they were when it was made."""
+    """Runs side by side, as they were when it was made. With `by`, a setting such as `train.lr`, the runs of each
+    of its values are one line, their mean, in a band from the lowest to the highest of their values."""
 
-    def __init__(self, runs: Sequence[str | Path]) -> None:
+    def __init__(self, runs: Sequence[str | Path], by: str = "") -> None:
         if isinstance(runs, str | Path) or not runs:
             raise UsageError(f"Compare: expected a list of run folders, found {runs!r}")
-        self.snapshots: tuple[Snapshot, ...] = tuple(
-            RunFeed(open_run(Path(run))).read_all() for run in runs
-        )
+        feed = CompareFeed({n: open_run(Path(run)) for n, run in enumerate(runs)})
+        self.comparison = feed.read_all()
+        self.snapshots = tuple(run.snapshot for run in self.comparison.runs)
+        found = differences(self.comparison.runs)
+        if by and by not in groupings(found):
+            shared = ", ".join(groupings(found)) or "none"
+            raise UsageError(
+                f"Compare: expected a setting that several runs share, found {by!r}: {shared}"
+            )
+        self._by = by
+        self._groups = groups_by(self.comparison.runs, found, by) if by else ()
+
+    def curves(self, metric: Metric) -> list[Curve]:
+        """Return a metric over steps: a line for each run or group."""
+        if not self._groups:
+            return [_curve(run.snapshot.run.name, run, metric) for run in self.comparison.runs]
+        low, high = self.comparison.extent(metric, "step") or (0.0, 0.0)
+        # A column for each step, as far as a figure has so many.
+        columns = min(LIMIT, int(high - low) + 1)
+        curves = []
+        for group in self._groups:
+            count = len(group.runs)
+            name = f"{group.value} ({count} run{'s' if count > 1 else ''})"
+            if count == 1:
+                curves.append(_curve(name, group.runs[0], metric))
+                continue
+            samples = [run.samples(metric, "step") for run in group.runs]
+            curves.append(_band_curve(name, spread_of(samples, low, high, columns)))
+        return curves
 
     def figure(self) -> Figure:
-        """Return a figure of loss and step time over steps, one colour per run; needs plotly."""
+        """Return a figure of every metric that the runs have over steps, one colour per run; needs plotly."""
         from plotly.subplots import make_subplots
 
-        figure = make_subplots(rows=1, cols=2, subplot_titles=("loss, nats", "step time, s"))
-        for number, snapshot in enumerate(self.snapshots):
-            for place, name in enumerate(COLUMNS, start=1):
-                rows = _rows(snapshot, name)
-                figure.add_scatter(
-                    x=[x for x, _ in rows],
-                    # A non-finite value leaves a gap in the line.
-                    y=[y if y is not None and math.isfinite(y) else None for _, y in rows],
-                    mode="lines",
-                    # Plotly interprets some HTML in names.
-                    name=as_html(snapshot.run.name),
-                    legendgroup=snapshot.run.name,
-                    showlegend=place == 1,
-                    line={"color": _colour(number)},
-                    row=1,
-                    col=place,
-                )
+        metrics = self.comparison.metrics()
+        rows = -(-len(metrics) // ACROSS)
+        figure = make_subplots(rows=rows, cols=ACROSS, subplot_titles=[x.title for x in metrics])
+        for place, metric in enumerate(metrics):
+            at = {"row": place // ACROSS + 1, "col": place % ACROSS + 1}
+            for number, curve in enumerate(self.curves(metric)):
+                for part, how in _drawn_parts(curve, _colour(number)):
+                    figure.add_scatter(
+                        x=[x for x, _ in part],
+                        # A non-finite value leaves a gap in the line.
+                        y=[y if y is not None and math.isfinite(y) else None for _, y in part],
+                        mode="lines",
+                        # Plotly interprets some HTML in names.
+                        name=as_html(curve.name),
+                        legendgroup=str(number),
+                        showlegend=place == 0 and part is curve.rows,
+                        **how,
+                        **at,
+                    )
         figure.update_xaxes(title="step")
+        figure.update_layout(height=300 * rows)
+        if self._by:
+            said = f"{self._by}: mean, band from lowest to highest"
+            figure.update_layout(legend_title_text=as_html(said))
         return figure
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
@@ -72,9 +115,18 @@ class Compare:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         drawn = []
-        for title, name in zip(("loss, nats", "step time"), COLUMNS, strict=True):
-            series = [Series(name=s.run.name, rows=_rows(s, name)) for s in self.snapshots]
-            drawn.append(line_chart(title, series, x_name="step"))
+        for metric in self.comparison.metrics():
+            curves = self.curves(metric)
+            series = [Series(name=one.name, rows=one.rows) for one in curves]
+            # Behind the names of all groups, because a legend counts the names that do not fit.
+            series += [
+                Series(name=f"{words} of {one.name}", rows=rows)
+                for one in curves
+                for words, rows in (("lowest", one.low), ("highest", one.high))
+                if rows is not None
+            ]
+            said = f" by {self._by}: mean, lowest and highest" if self._by else ""
+            drawn.append(line_chart(f"{metric.title}{said}", series, x_name="step"))
         bundle: dict[str, Any] = {
             "text/plain": "\n".join(self.lines()),
             "text/html": still_html("compare", drawn, self.lines()),
@@ -86,9 +138,41 @@ class Compare:
         return bundle
 
 
-def _rows(snapshot: Snapshot, name: str) -> tuple[Row, ...]:
-    steps = snapshot.view.steps
-    return thin(steps.values("step"), steps.values(name), LIMIT)
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a figure, and the band around it."""
+
+    name: str
+    rows: tuple[Row, ...]
+    low: tuple[Row, ...] | None = None
+    high: tuple[Row, ...] | None = None
+
+
+def _curve(name: str, run: Compared, metric: Metric) -> Curve:
+    samples = run.samples(metric, "step")
+    return Curve(name, thin(samples.xs.tolist(), samples.ys.tolist(), LIMIT))
+
+
+def _band_curve(name: str, found: Spread) -> Curve:
+    """Return mean and band. A column without a value has None, and one with a value that is not finite has NaN as
+    its mean, which a figure marks."""
+
+    mean, band = found.mean_trace(name).buckets, found.band_trace(name).buckets
+    return Curve(
+        name,
+        tuple((x.x_first, math.nan if x.non_finite else x.low) for x in mean),
+        tuple((x.x_first, x.low) for x in band),
+        tuple((x.x_first, x.high) for x in band),
+    )
+
+
+def _drawn_parts(curve: Curve, colour: str) -> Iterator[tuple[tuple[Row, ...], dict[str, Any]]]:
+    """Yield the lines of plotly for a curve: the edges of its band, which it fills, and itself."""
+    edge = {"line": {"width": 0}, "hoverinfo": "skip"}
+    if curve.low is not None and curve.high is not None:
+        yield curve.low, edge
+        yield curve.high, edge | {"fill": "tonexty", "fillcolor": f"{colour}33"}
+    yield curve.rows, {"line": {"color": colour}}
 
 
 def _colour(number: int) -> str:

@@ -162,14 +162,49 @@ def test_runs_are_compared_in_a_figure_and_a_frame(tmp_path: Path) -> None:
     compare = Compare(runs)
     bundle = compare._repr_mimebundle_()
     figure = bundle["application/vnd.plotly.v1+json"]
-    assert [trace["name"] for trace in figure["data"]] == ["a", "a", "b", "b"]
+    metrics = [x["text"] for x in figure["layout"]["annotations"]]
+    assert metrics[:3] == ["loss, nats", "held-out, nats", "step time, s"]
+    assert [trace["name"] for trace in figure["data"]] == ["a", "b"] * len(metrics)
+    assert [trace["showlegend"] for trace in figure["data"]].count(True) == 2
     losses = figure["data"][0]["y"]
     assert losses[6] is None and losses[5] == pytest.approx(4.963, abs=0.01)
     json.dumps(figure, allow_nan=False, default=list)
-    assert drawn(bundle["text/html"]).count("<svg") == 2 and "KILLED" in bundle["text/plain"]
+    assert drawn(bundle["text/html"]).count("<svg") == len(metrics)
+    assert "KILLED" in bundle["text/plain"]
     assert dict(compare.frame()["run"].value_counts()) == {"a": 60, "b": 30}
     with pytest.raises(UsageError, match="a list"):
         Compare(runs[0])  # type: ignore[arg-type]
+
+
+def test_runs_are_grouped_by_a_setting_in_a_figure(tmp_path: Path) -> None:
+    runs = [
+        completed(tmp_path / "a", nan=(7,)),
+        completed(tmp_path / "b"),
+        killed(tmp_path / "c"),
+    ]
+    for run, lr in zip(runs, (0.1, 0.2, 0.1), strict=True):
+        run.effective.write_text(json.dumps({"spec": {"train": {"lr": lr}}}))
+    compare = Compare([run.path for run in runs], by="train.lr")
+    figure = compare.figure().to_plotly_json()
+    assert [trace["name"] for trace in figure["data"] if trace["showlegend"]] == [
+        "0.1 (2 runs)",
+        "0.2 (1 run)",
+    ]
+    low, high, mean, alone = figure["data"][:4]
+    others = [n for n in range(60) if n != 6]
+    for trace in (low, high, mean):
+        assert [trace["y"][n] for n in others] == pytest.approx([alone["y"][n] for n in others])
+    assert mean["y"][6] is None, "a NaN of one run"
+    assert low["y"][6] == high["y"][6] == alone["y"][6], "the value of the other run"
+    assert high["fill"] == "tonexty"
+    said = "mean, band from lowest to highest"
+    assert figure["layout"]["legend"]["title"]["text"] == f"train.lr: {said}"
+    still = drawn(compare._repr_mimebundle_()["text/html"])
+    assert "loss, nats by train.lr: mean, lowest and highest" in still
+    assert "0.1 (2 runs)" in still
+    assert still.count("×") == 1
+    with pytest.raises(UsageError, match=r"found 'loss.alpha': train.lr"):
+        Compare([run.path for run in runs], by="loss.alpha")
 
 
 def test_the_doctor_answers_without_a_comm_or_a_thread_left() -> None:

@@ -41,10 +41,7 @@ SIZES = [
 
 
 def compared(*runs: RunFolder) -> tuple[Compared, ...]:
-    feed = CompareFeed(dict(enumerate(runs)))
-    while (comparison := feed.poll()).behind:
-        pass
-    return comparison.runs
+    return CompareFeed(dict(enumerate(runs))).read_all().runs
 
 
 def with_settings(run: RunFolder, **settings: object) -> RunFolder:
