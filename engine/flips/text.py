@@ -153,7 +153,9 @@ def detail_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> lis
         if guard["differs"]
     ]
     out.append(f"took {format_seconds(fields['cost_s'])} on {fields['host']['device_name']}")
-    return [*out, *fields["next"]]
+    # An older engine told there, and nowhere else, a number of pairs that may be in the millions.
+    is_older = "sentence" not in fields and fields["pairs_needed"]
+    return out if is_older else [*out, *fields["next"]]
 
 
 def verdict_line(fields: Mapping[str, Any]) -> str:

@@ -279,6 +279,13 @@ def test_the_verdict_of_an_older_engine_is_put_into_the_same_words() -> None:
     )
 
 
+def test_the_millions_of_pairs_of_an_older_engine_are_not_repeated(tmp_path: Path) -> None:
+    fields = fields_of(tmp_path, timed(NOISY), pairs_needed=2569550)
+    del fields["sentence"]
+    fields["next"] = ["about 2569550 pairs would decide; longer runs vary less: engine flip"]
+    assert "2569550" not in "\n".join(text.verdict_lines(fields))
+
+
 def test_the_sentence_and_the_action_come_first_and_the_statistics_after(tmp_path: Path) -> None:
     fields = fields_of(tmp_path, timed(FASTER))
     lines = text.verdict_lines(fields)
