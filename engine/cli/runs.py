@@ -81,8 +81,10 @@ def list_runs(arguments: argparse.Namespace) -> int:
     if arguments.json:
         put_json(
             [
-                {"run": str(r.path), "error": text} if f is None else as_json(f)
-                for r, f, text in rows
+                as_json(follower)
+                if follower
+                else {"run": str(run.path), "error": text, **_noted(run)}
+                for run, follower, text in rows
             ]
         )
         return 0
@@ -108,6 +110,12 @@ def _notes_of(run: RunFolder) -> Notes:
         return read_notes(run)
     except RunLogError:
         return Notes()
+
+
+def _noted(run: RunFolder) -> dict[str, Any]:
+    """Return the tags and the note of a run for JSON."""
+    notes = _notes_of(run)
+    return {"tags": list(notes.tags), "note": notes.text}
 
 
 def _subject(
@@ -160,7 +168,7 @@ def tag(arguments: argparse.Namespace) -> int:
     else:
         notes = read_notes(run)
     if arguments.json:
-        put_json({"run": str(run.path), "tags": list(notes.tags), "note": notes.text})
+        put_json({"run": str(run.path), **_noted(run)})
         return 0
     put(f"tags  {' '.join(notes.tags) or 'none'}")
     put(f"note  {notes.text or 'none'}")
@@ -327,15 +335,14 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
     """Return a run as one JSON value; `fault` is what kept its logs from being read to their ends."""
     from engine.log.text import reason_text, share_of_peak, start_parts
 
-    view, notes = follower.view, _notes_of(follower.run)
+    view = follower.view
     last = len(view.steps) - 1
     return {
         "run": str(follower.run.path),
         "fault": None if fault is None else fault.message,
         "state": follower.state,
         "reason": reason_text(view, follower.state),
-        "tags": list(notes.tags),
-        "note": notes.text,
+        **_noted(follower.run),
         "step": view.last_step,
         "total_steps": view.total_steps,
         "batch_of_pass": view.batch,

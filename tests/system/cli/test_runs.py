@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.log.folder import RunFolder
-from tests.support.run_folders import completed, killed
+from tests.support.run_folders import completed, corrupt, killed
 from tests.support.running import engine_here
 
 
@@ -62,3 +62,13 @@ def test_tags_and_the_note_of_a_run_are_set_listed_and_filtered_by(folder: Path)
     assert (found["tags"], found["note"], found["reason"]) == (["good"], "keep this", "")
     assert "[good]" in engine_here("runs", folder).stdout
     assert engine_here("tag", run, "two words").returncode == 65
+
+
+def test_a_run_that_cannot_be_read_keeps_its_tags_in_the_list(tmp_path: Path) -> None:
+    run = corrupt(tmp_path / "broken").path
+    engine_here("tag", run, "odd")
+    (found,) = json.loads(engine_here("runs", tmp_path, "--json", "--filter", "tag:odd").stdout)
+    assert found["tags"] == ["odd"]
+    assert "expected line number 20" in found["error"]
+    done = engine_here("runs", tmp_path, "--filter", "state:unreadable")
+    assert "expected line number 20" in done.stdout

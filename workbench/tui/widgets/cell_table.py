@@ -19,7 +19,8 @@ class CellTable(DataTable[Text]):
 
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0)
-        self._head: tuple[list[str], list[Text], list[int]] = ([], [], [])
+        self._head: tuple[list[str], list[int]] = ([], [])
+        self._titles: list[Text] = []
         self._texts: Texts = {}
         self._keys: list[str] = []
 
@@ -41,23 +42,38 @@ class CellTable(DataTable[Text]):
             max([1, title.cell_len, *(cell_len(row[place]) for row in texts.values())])
             for place, title in enumerate(titles)
         ]
-        if ([*names], [*titles], widths) != self._head:
+        if ([*names], widths) != self._head:
             # With known column widths Textual need not measure every cell.
-            self._head = ([*names], [*titles], widths)
+            self._head = ([*names], widths)
             self.clear(columns=True)
             for name, title, width in zip(names, titles, widths, strict=True):
                 self.add_column(title, key=name, width=width)
             self._keys = []
         keys = list(texts)
-        if keys and keys == self._keys:
+        if keys and set(keys) == set(self._keys):
             self._write_changes(texts, cells)
+            self._write_titles(titles)
+            if keys != self._keys or [*titles] != self._titles:
+                self._put_in_order(keys)
         else:
             self.clear()
+            self._write_titles(titles)
             for key, words in texts.items():
                 self.add_row(*cells(key, words), key=key)
+        self._titles = [*titles]
         self._keys, self._texts = keys, texts
         if before is not None and before in texts:
             self.move_cursor(row=keys.index(before), animate=False)
+
+    def _write_titles(self, titles: Sequence[Text]) -> None:
+        for column, title in zip(self.ordered_columns, titles, strict=True):
+            column.label = title
+
+    def _put_in_order(self, keys: Sequence[str]) -> None:
+        """Put the rows in another order: for hundreds of them several times as fast as adding them again."""
+        first = self._head[0][0]
+        places = {id(self.get_cell(key, first)): place for place, key in enumerate(keys)}
+        self.sort(first, key=lambda cell: places[id(cell)])
 
     def _write_changes(
         self, texts: Texts, cells: Callable[[str, Sequence[str]], list[Text]]

@@ -333,9 +333,13 @@ class RunsTable(CellTable):
         return "  " if self.size.width >= ROOMY else " "
 
     def _title(self, column: Column) -> Text:
-        arrow = ("▼" if self.backwards else "▲") if column.name == self.sorted_by else ""
         title = " " * self._before_text(column) + (column.title or column.name)
-        return Text(f"{title}{arrow}", justify="right" if column.right else "left")
+        if column.name == self.sorted_by:
+            title += "▼" if self.backwards else "▲"
+        else:
+            # Another order must not change the widths.
+            title = f" {title}" if column.right else f"{title} "
+        return Text(title, justify="right" if column.right else "left")
 
     def _before_text(self, column: Column) -> int:
         """Return the cells before a text: the gap to the column before, for a name the letter of its mark."""

@@ -15,7 +15,7 @@ from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
 from engine.log.notes import Notes, change_notes, read_notes
 from tests.support.run_folders import completed, corrupt, empty, killed, resumed, running, torn
-from tests.support.screens import on_screen, press, text_of, texts_of, words_of
+from tests.support.screens import on_screen, poll, press, text_of, texts_of, words_of
 from workbench.tui.screens import actions
 from workbench.tui.widgets.runs_table import RunsTable
 from workbench.tui.widgets.text_pane import TextPane
@@ -404,10 +404,12 @@ def test_tags_and_the_note_are_edited_in_place(swept: Path) -> None:
 
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "1", "ctrl+home", "down", "t", *"good base", "enter")
+        await poll(pilot)
         assert read_notes(beta) == Notes(tags=("good", "base"))
         row = next(line for line in text_of(pilot).splitlines() if "beta" in line)
         assert "good base" in row
         await press(pilot, "e", *"lr too high", "enter")
+        await poll(pilot)
         assert "[good] [base] lr too high" in words_of(pilot)
         await press(pilot, "t", "x", "escape", "t", "backspace", "enter")
         assert read_notes(beta) == Notes(tags=("good", "bas"), text="lr too high")
@@ -446,5 +448,32 @@ def test_runs_are_sorted_by_a_setting(swept: Path) -> None:
         text = text_of(pilot)
         assert "lr▲" in text
         assert text.index("alpha") < text.index("gamma") < text.index("beta")
+
+    on_screen([swept], (120, 40), script)
+
+
+def test_another_order_moves_the_rows_without_adding_them_again(
+    swept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[Any] = []
+    real = RunsTable.add_row
+
+    def spy(self: RunsTable, *cells: Any, **options: Any) -> Any:
+        added.append(options)
+        return real(self, *cells, **options)
+
+    monkeypatch.setattr(RunsTable, "add_row", spy)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "1", "ctrl+home", "down")
+        added.clear()
+        await press(pilot, "1")
+        table = pilot.app.screen.query_one(RunsTable)
+        lines = text_of(pilot)
+        assert lines.index("gamma") < lines.index("beta") < lines.index("alpha")
+        assert "name▼" in lines
+        assert table.selected is not None
+        assert table.selected.name == "beta"
+        assert added == []
 
     on_screen([swept], (120, 40), script)
