@@ -1,5 +1,5 @@
 """Line charts as SVG, for reports, closed notebooks and findings: those of `engine.log.figures` for a run, the pairs of
-a flip with the margin, and a metric over the window that evidence refers to, also as a sparkline in one line of text.
+a flip with the margin, and a metric over the window that evidence refers to.
 
 A chart holds rectangles, lines and text, and no script, font or separate file. So a page with it opens
 offline, in Markdown too, and a figure takes some KiB. Lines are solid and have their names at their ends; dashes
@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from engine.flips.plan import Plan
 from engine.flips.verdict import Pair
 from engine.log.axis import Axis
 from engine.log.figures import Curve, figures_of
+from engine.log.sparkline import Values, finite_of, intervals, value_range
 from engine.log.view import RunView
 from engine.terminal import as_html
 from engine.units import format_bytes
@@ -40,10 +40,8 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B97F00", "#3D97CC")
 _INK = "var(--apr-ink, var(--jp-ui-font-color1, #333333))"
 _GROUND = "var(--apr-ground, var(--jp-layout-color0, #ffffff))"
 _FAINT = "#999999"
-_BARS = "▁▂▃▄▅▆▇█"
 
 Row = tuple[float, float | None]
-Values = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,22 +117,6 @@ def metric_figure(points: Sequence[Row], title: str) -> str:
     return line_chart(title, [Series(name=title, rows=rows)], x_name="seconds")
 
 
-def sparkline(values: Values, width: int = 60) -> str:
-    """Draw the values as bars, each the mean of its interval; a dot where the interval holds an absent or
-    non-finite value."""
-    low, high = _range(values)
-    bars = []
-    for begin, end in _shares(len(values), min(width, len(values))):
-        share = values[begin:end]
-        finite = _finite(share)
-        if len(finite) < len(share):
-            bars.append("·")
-        else:
-            height = (math.fsum(finite) / len(finite) - low) / (high - low)
-            bars.append(_BARS[min(len(_BARS) - 1, int(height * len(_BARS)))])
-    return "".join(bars)
-
-
 # Reducing rows
 
 
@@ -149,13 +131,13 @@ def thin(xs: Values, ys: Values, limit: int = LIMIT, *, gaps: bool = False) -> t
         paired = zip(xs, ys, strict=True)
         return tuple((x, y) for x, y in paired if x is not None and (gaps or y is not None))
     rows: list[Row] = []
-    for begin, end in _shares(len(ys), limit):
+    for begin, end in intervals(len(ys), limit):
         share = ys[begin:end]
         finite: Values = share
         odd: dict[bool, int] = {}
         # One sum tells whether every value is finite, because NaN and infinity propagate through it.
         if None in share or not math.isfinite(sum(share)):  # type: ignore[arg-type]
-            finite = _finite(share)
+            finite = finite_of(share)
             unlike = [
                 (y is None, i) for i, y in enumerate(share) if y is None or not math.isfinite(y)
             ]
@@ -166,15 +148,6 @@ def thin(xs: Values, ys: Values, limit: int = LIMIT, *, gaps: bool = False) -> t
         picked = [(xs[begin + i], share[i]) for i in sorted(chosen | set(odd.values()))]
         rows += [(x, y) for x, y in picked if x is not None]
     return tuple(rows)
-
-
-def _shares(count: int, shares: int) -> list[tuple[int, int]]:
-    """Begin and end of each of `shares` equal intervals of `count` items."""
-    return list(pairwise(round(i * count / shares) for i in range(shares + 1))) if shares else []
-
-
-def _finite(ys: Values) -> list[float]:
-    return [y for y in ys if y is not None and math.isfinite(y)]
 
 
 # Drawing
@@ -198,7 +171,9 @@ def line_chart(
     """
     drawn = [one for one in series if one.rows]
     values = [y for one in drawn for _, y in one.rows]
-    low, high = (0.0, 100.0) if unit == "%" else _range([*values, *(y for _, y in levels if drawn)])
+    low, high = (
+        (0.0, 100.0) if unit == "%" else value_range([*values, *(y for _, y in levels if drawn)])
+    )
     begin = min((one.rows[0][0] for one in drawn), default=0.0) if ends is None else ends[0]
     end = max((one.rows[-1][0] for one in drawn), default=1.0) if ends is None else ends[1]
     inner_w, inner_h = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
@@ -327,15 +302,6 @@ def _number(value: float, unit: str) -> str:
     if unit == "bytes":
         return format_bytes(value)
     return f"{value:.4g}{f' {unit}' if unit else ''}"
-
-
-def _range(ys: Values) -> tuple[float, float]:
-    values = _finite(ys)
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    if high > low:
-        return low, high
-    # For a flat line the distance from zero matters.
-    return min(low, 0.0), max(high, 0.0) if high else 1.0
 
 
 def _pieces(rows: Sequence[Row]) -> list[list[tuple[float, float]]]:

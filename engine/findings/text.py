@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from engine.errors import EngineError
 from engine.findings import redact
-from engine.findings.chart import metric_figure, sparkline
+from engine.findings.chart import metric_figure
 from engine.findings.finding import (
     Alternative,
     Artifact,
@@ -28,6 +28,7 @@ from engine.findings.finding import (
 from engine.findings.kinds import points_of, words_of
 from engine.findings.rules import Broken, effective_status, judge, observations
 from engine.log.read import decode_line
+from engine.log.sparkline import sparkline
 from engine.log.text import event_text, one_line
 
 README = "README.md"

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.findings.chart import Row, metric_figure, sparkline
+from engine.findings.chart import Row, metric_figure
 from engine.findings.context import kernel_excerpt, view_of
 from engine.findings.finding import Locator
 from engine.findings.kinds import KINDS
+from engine.log.sparkline import sparkline
 from tests.support.findings import hanging_run
 from tests.support.paths import ROOT
 from tests.support.run_folders import Scene, started
