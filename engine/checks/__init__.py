@@ -14,11 +14,8 @@ the data are bit for bit what they would be without it.
                                  is not as in the checkpoint's files
     at the start
       weights_alive              zero, constant or non-finite matrices; a teacher that was never trained
-      causal_mask                a token that attends to later ones
-      documents_isolated         a token that attends to another document of its row
-      positions_matter           rotary positions that have no effect
-      forward_is_the_model       a forward pass that computes another model: interleaved rotary pairs, no bias
-                                 in q, k, v, another norm eps, a broken kernel
+      forward_is_the_model       a token that attends to later ones or to another document, another norm eps, a
+                                 student whose formula is another in fp32: interleaved rotary pairs, or none
       teacher_knows_text         a teacher whose cross entropy is no better than guessing: random weights, wrong
                                  tokenizer, wrong forward pass; of text that it does not know it is unknown
       eval_baseline              an evaluation that gives a good score to a model that knows nothing

@@ -69,34 +69,11 @@ CATALOGUE: tuple[About, ...] = (
         stops=True,
     ),
     About(
-        id="causal_mask",
-        question="Are a token's hidden states independent of the tokens after it?",
-        means="The answer is visible in the question: training loss falls and nothing is learnt.",
-        remedy="Mask the future in attention.",
-        when=When.AT_START,
-        stops=True,
-    ),
-    About(
-        id="documents_isolated",
-        question="Are a document's hidden states independent of what shares its row?",
-        means="Documents attend to unrelated neighbours, or their positions start in the middle.",
-        remedy="Pass document numbers to the forward pass and mask by them.",
-        when=When.AT_START,
-        stops=True,
-    ),
-    About(
-        id="positions_matter",
-        question="Does the order of earlier tokens change what attention answers?",
-        means="Rotary positions have no effect: the model sees a bag of words.",
-        remedy="Turn q and k by their positions.",
-        when=When.AT_START,
-        stops=True,
-    ),
-    About(
         id="forward_is_the_model",
-        question="Does the forward pass equal a plain one, written for reading, with the same weights and config?",
-        means="It computes another model: neighbouring rotary pairs, a missing bias, another eps, a wrong kernel.",
-        remedy="`engine inspect` and the numbers here say which side; bisect by layer.",
+        question="Does a token move only later ones of its document, a norm by the eps of config.json, and is the "
+        "student in fp32 a plain forward pass?",
+        means="It computes another model: a missing mask, neighbouring rotary pairs, another eps, a wrong kernel.",
+        remedy="The numbers say which side; mask the future and other documents, and bisect by layer.",
         when=When.AT_START,
         stops=True,
     ),
@@ -210,6 +187,9 @@ CATALOGUE: tuple[About, ...] = (
 ABOUT = {about.id: about for about in CATALOGUE}
 
 RETIRED = {
+    "causal_mask": "forward_is_the_model",
+    "documents_isolated": "forward_is_the_model",
+    "positions_matter": "forward_is_the_model",
     "labels_are_next_tokens": "step_labels",
     "ignored_rows_have_no_part": "step_gradients",
     "loss_invariants": "step_loss_parts",
@@ -219,7 +199,7 @@ RETIRED = {
     "tensors_moved": "step_weights",
     "effective_learning_rate": "step_weights",
 }
-"""Checks that runs of earlier versions have results of, each with the stage that asks its question now."""
+"""Checks that runs of earlier versions have results of, each with the check that asks its question now."""
 
 
 def skipped_ids(text: str) -> frozenset[str]:

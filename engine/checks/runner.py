@@ -38,12 +38,7 @@ from engine.checks.data import (
     end_is_learnt,
     padding_not_trained,
 )
-from engine.checks.forward import (
-    causal_mask,
-    documents_isolated,
-    forward_is_the_model,
-    positions_matter,
-)
+from engine.checks.forward import forward_is_the_model
 from engine.checks.objective import nan_not_masked
 from engine.checks.resources import MemoryAsPlanned, NoLateCompile
 from engine.checks.settings import effective_settings, resume_continues
@@ -84,9 +79,6 @@ AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "effective_settings": effective_settings,
     "resume_continues": resume_continues,
     "weights_alive": weights_alive,
-    "causal_mask": causal_mask,
-    "documents_isolated": documents_isolated,
-    "positions_matter": positions_matter,
     "forward_is_the_model": forward_is_the_model,
     "teacher_knows_text": teacher_knows_text,
     "eval_baseline": eval_baseline,

@@ -246,7 +246,7 @@ OTHERS: tuple[Defect, ...] = tuple(
         (
             "kernel_key_deaf",
             "defects_kernels",
-            "forward_is_the_model",
+            "teacher_knows_text",
             "a kernel's key ignores one of its arguments",
             "aprender #1820: the epsilon was in the code and not in the key",
         ),
@@ -423,6 +423,8 @@ DRILLS: tuple[Drill, ...] = (
     _other(
         "kernel_key_deaf",
         Expected(kind=CHECK, id="forward_is_the_model"),
+        Expected(kind=CHECK, id="teacher_knows_text"),
+        Expected(kind=CHECK, id="step_teacher"),
         Expected(kind=REFUSAL, id="kernel", text="found another"),
         sets={
             "teacher.path": "QUANTIZED",

@@ -35,21 +35,21 @@ DEFECTS: tuple[Defect, ...] = (
     _defect(
         "rotary_missing",
         MODELS,
-        "positions_matter",
+        "forward_is_the_model",
         "rotary positions are left out",
         "entrenar #270: the first CUDA forward had none",
     ),
     _defect(
         "causal_mask_missing",
         MODELS,
-        "causal_mask",
+        "forward_is_the_model",
         "tokens attend to the future",
         "entrenar #310: validation perplexity 50 and 729 without and with the mask missing",
     ),
     _defect(
         "document_mask_missing",
         MODELS,
-        "documents_isolated",
+        "forward_is_the_model",
         "packed documents attend to each other",
         "packing without a mask, the default of several trainers",
     ),
@@ -63,7 +63,7 @@ DEFECTS: tuple[Defect, ...] = (
     _defect(
         "qkv_bias_missing",
         MODELS,
-        "forward_is_the_model",
+        "step_teacher",
         "the biases of q, k and v are loaded and not added",
         "aprender #1604: validation loss 18.55 instead of 17.22, both above ln V",
     ),

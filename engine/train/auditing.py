@@ -35,7 +35,6 @@ from engine.audit.observed import (
 from engine.audit.stages import STAGES
 from engine.checks.catalogue import skipped_ids
 from engine.checks.check import About, Answer, Result, unknown
-from engine.checks.forward import FP8_ROUNDING, ROUNDING, TF32_ROUNDING
 from engine.checks.weights import held, shape_of, weights_of
 from engine.data.tokens import TokenStream
 from engine.log.events import StepDone, nan_if_absent
@@ -50,6 +49,12 @@ from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
+"""One rounding in each dtype."""
+NARROW = {"tf32": 2.0**-11, "fp8": 2.0**-4}
+"""One rounding of what enters the matmuls at a precision. In fp8 that is of e4m3 activations; the weights are already
+rounded, and the reference uses the same ones.
+"""
 SAMPLED_NUMBERS = 1024
 """Of each tensor, that are looked at before and after what must not change it."""
 COPYING_THREADS = 8
@@ -401,10 +406,7 @@ class StepAudit(StepObserver):
         # A layer that is spread over the ranks is gathered by all of them.
         if decoder is None or decoder.shards is not None or self._too_wide:
             return None
-        rounding = ROUNDING[decoder.dtype]
-        precision = self.spec.teacher.precision
-        if precision in ("tf32", "fp8"):
-            rounding = {"tf32": TF32_ROUNDING, "fp8": FP8_ROUNDING}[precision]
+        rounding = NARROW.get(self.spec.teacher.precision, ROUNDING[decoder.dtype])
         shape, weight = shape_of(decoder.config), weights_of(decoder)
         runs: reference.Runs = reference.PlainDecoder(shape, weight)
         if isinstance(decoder, TransformersDecoder):

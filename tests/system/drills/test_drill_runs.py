@@ -49,7 +49,7 @@ def test_a_drill_without_its_defect_fails(tmp_path: Path) -> None:
     done = carry_out(sound, tmp_path)
     assert done.verdict.level == Level.FAIL and done.named is None
     assert done.verdict.reason == (
-        "expected check causal_mask, found nothing was said; the run: completed"
+        "expected check forward_is_the_model, found nothing was said; the run: completed"
     )
 
 
