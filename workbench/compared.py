@@ -12,7 +12,6 @@ draw than a short one. The x axis is one of:
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from engine.spec.sections import options
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
 from workbench.groups import Samples, samples_of
+from workbench.paths import path_text
 from workbench.traces import Bucket, Trace
 
 AXES = ("step", "tokens", "time")
@@ -347,18 +347,9 @@ def _place(key: str) -> tuple[int, int]:
     return kind, FIRST.index(key) if key in FIRST else len(FIRST)
 
 
-def path_text(value: str, here: Path) -> str:
-    """Return a value as it would be typed from `here`: an absolute path is relative where that is shorter; any
-    other text stays as it is."""
-    if not value.startswith("/"):
-        return value
-    return min((os.path.relpath(value, here), value), key=len)
-
-
 def differences(runs: Sequence[Compared], here: Path | None = None) -> list[Difference]:
     """Return the settings that differ, numbers first; paths as they are seen from `here`, by default the current
     folder. A run whose settings cannot be read is left out of the comparison."""
-    here = here or Path.cwd()
     known = [place for place, run in enumerate(runs) if _is_known(run)]
     found = []
     for key in dict.fromkeys(key for place in known for key in runs[place].settings):

@@ -37,6 +37,7 @@ from engine.spec import (
 from engine.spec.environment import sets_from_environment
 from engine.spec.sections import section_type
 from workbench.engine_commands import command_text, distill_arguments
+from workbench.paths import path_text
 
 OPTIONS = {option.key: option for option in options()}
 SECTIONS = tuple(dict.fromkeys(key.split(".")[0] for key in KEYS))
@@ -258,15 +259,7 @@ def begin_from(path: Path) -> Beginning:
     if is_run(path):
         run = RunFolder(path)
         return Beginning(kind="run", name=run.name, make=partial(draft_like, run))
-    return Beginning(kind="template", name=shown_path(path), make=partial(open_draft, path))
-
-
-def shown_path(path: Path) -> str:
-    """Return a path as it would be typed from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    return Beginning(kind="template", name=path_text(path), make=partial(open_draft, path))
 
 
 def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft:

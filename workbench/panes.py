@@ -26,7 +26,8 @@ from engine.log.text import (
     data_lines,
     decision_lines,
     device_lines,
-    host_lost_text,
+    ending_text,
+    event_text,
     kernel_lines,
     ledger_line,
     result_lines,
@@ -35,6 +36,7 @@ from engine.log.text import (
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds
 from workbench.feed import Snapshot
+from workbench.paths import with_short_paths
 
 
 def device_words(snapshot: Snapshot) -> list[str]:
@@ -62,7 +64,7 @@ RECENT = 200
 """Number of the session's newest steps from which the pace is taken."""
 
 
-def ledger_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
+def speed_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
     """Return the pace, the phases of the newest step as bars, and the share of the device's peak."""
     return [
         *_pace_lines(snapshot.view),
@@ -99,7 +101,7 @@ def _pace_lines(view: RunView) -> list[str]:
 
 def _step_bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
     if not 0 < sum(view.phases.values()) < math.inf:
-        return ["no phases measured: the ledger is empty"]
+        return ["no phases of a step measured yet"]
     names = [name for name in (*STEP_PHASES, IDLE) if name in view.phases]
     if len(names) < len(view.phases):
         # The phases of a watched script are its own, and come in their order.
@@ -192,22 +194,12 @@ def _alert_lines(snapshot: Snapshot) -> list[str]:
     return lines + [line for alert in newest for line in alert_lines(alert)]
 
 
-def result_words(snapshot: Snapshot) -> list[str]:
-    """Return how the run ended, its results, and its folder."""
+def outcome_words(snapshot: Snapshot) -> list[str]:
+    """Return the results of a run and its folder; how it ended is in the status above every pane."""
     view = snapshot.view
-    lines = []
-    if not snapshot.has_ended:
-        lines.append("still running; so far:")
-    elif view.finished is not None:
-        lines.append(f"{view.finished.state} at step {view.finished.step}: {view.finished.reason}")
-    elif view.exit is not None:
-        lines.append(f"{snapshot.state}: {view.exit.sentence}")
-    elif snapshot.state == "host_lost":
-        lines.append(f"host lost: {host_lost_text(view)}")
-    elif snapshot.state == "vanished":
-        lines.append("vanished: none of its processes exists and no end was recorded")
-    else:
-        lines.append(snapshot.state)
+    lines = [] if snapshot.has_ended else ["still running; so far:"]
+    if view.script_ended is not None and view.script_ended.exception is not None:
+        lines.append(event_text(view.script_ended))
     if view.non_finite:
         first = view.non_finite[0]
         lines.append(
@@ -226,6 +218,16 @@ def result_words(snapshot: Snapshot) -> list[str]:
         )
     lines.append(f"run folder: {snapshot.run.path}")
     return lines
+
+
+def result_words(snapshot: Snapshot) -> list[str]:
+    """Return how the run ended, its results, and its folder."""
+    lines = outcome_words(snapshot)
+    if not snapshot.has_ended:
+        return lines
+    view, state = snapshot.view, snapshot.state
+    at = "" if view.finished is None else f" at step {view.finished.step}"
+    return [": ".join(filter(None, [f"{state}{at}", ending_text(view, state)])), *lines]
 
 
 Words = Callable[[Snapshot], list[str]]
@@ -279,17 +281,17 @@ class Pane:
         """Return its lines for a width in cells."""
         if self.fitted is not None:
             return self.fitted(snapshot, max(width, LEAST_WIDTH), ascii_only)
-        return [] if self.words is None else self.words(snapshot)
+        return [] if self.words is None else [*map(with_short_paths, self.words(snapshot))]
 
     def numbered_title(self, *, watched: bool = False) -> str:
         """The title after the key; of a run that is somebody's own script if `watched`."""
         return f"{self.key} {(watched and self.title_of_watched) or self.title}"
 
 
-LEDGER_HELP = """# Pace
+SPEED_HELP = """# Throughput and step time
 
-Tokens per second and the time of a step, then the ledger of the newest step by the device's clock: the
-time of each phase. `idle` is time in which the device had no work. The bound compares the arithmetic of
+Tokens per second and the time of a step, then the phases of the newest step by the device's clock: the
+time of each. `idle` is time in which the device had no work. The bound compares the arithmetic of
 the run with the matrix rate in the datasheet.
 """
 DATA_HELP = """# Data
@@ -308,9 +310,10 @@ PANES: tuple[Pane, ...] = (
     ),
     Pane(
         id="pace",
-        title="pace and step ledger",
-        fitted=ledger_words,
-        help=LEDGER_HELP,
+        title="throughput and step time",
+        label="step time",
+        fitted=speed_words,
+        help=SPEED_HELP,
         column="left",
         when="always",
         page=None,
@@ -332,7 +335,14 @@ PANES: tuple[Pane, ...] = (
         page=4,
     ),
     Pane(id="log", title="log", column="below", when="always", page=None),
-    Pane(id="result", title="result", words=result_words, when="ended", page=2),
+    Pane(
+        id="result",
+        title="result",
+        words=outcome_words,
+        when="ended",
+        page=2,
+        page_words=result_words,
+    ),
     Pane(
         id="checks",
         title="checks",

@@ -584,14 +584,21 @@ def _pace_text(view: RunView) -> str:
     return f"{format_count(pace)} tok/s" + (f" ({share:.0%} of peak bf16)" if share else "")
 
 
-def _ending(view: RunView, state: str) -> list[str]:
+def ending_text(view: RunView, state: str) -> str:
+    """Say in one sentence how a run ended; empty where nothing is known of it."""
     if view.finished is not None:
-        return [view.finished.reason] if view.finished.state != "completed" else []
+        return view.finished.reason
     if view.exit is not None:
-        return [view.exit.sentence]
+        return view.exit.sentence
     if state == "host_lost":
-        return [host_lost_text(view)]
-    return ["none of its processes exists and no end was recorded"] if state == "vanished" else []
+        return host_lost_text(view)
+    return "none of its processes exists and no end was recorded" if state == "vanished" else ""
+
+
+def _ending(view: RunView, state: str) -> list[str]:
+    """Return how a run ended, unless it completed."""
+    is_completed = view.finished is not None and view.finished.state == "completed"
+    return [] if is_completed else [*filter(None, [ending_text(view, state)])]
 
 
 def reason_text(view: RunView, state: str) -> str:

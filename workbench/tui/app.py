@@ -21,6 +21,7 @@ from textual.filter import LineFilter
 
 from engine.errors import EXIT_TERMINATED, EngineError
 from engine.log.folder import RunFolder, is_run
+from workbench.paths import path_text
 from workbench.tui.captures import (
     FOLDER_VARIABLE,
     capture,
@@ -213,7 +214,7 @@ class WorkbenchApp(App[None]):
         else:
             self.copy_to_clipboard(text)
         try:
-            said += f", and to {_shown(save_copy(self._folder(), text))}"
+            said += f", and to {path_text(save_copy(self._folder(), text))}"
         except EngineError as problem:
             self._not_saved(problem)
         self.notify(said, markup=False)
@@ -231,7 +232,9 @@ class WorkbenchApp(App[None]):
             return
         names = "\n".join(f"  {path.name}" for path in files)
         note = "\nread-only: files of the viewer, not of the run" if self.read_only else ""
-        self.notify(f"saved in {_shown(files[0].parent)}:\n{names}{note}", timeout=10, markup=False)
+        self.notify(
+            f"saved in {path_text(files[0].parent)}:\n{names}{note}", timeout=10, markup=False
+        )
 
     def _folder(self) -> Path:
         return captures_folder(Path.cwd(), os.environ)
@@ -239,9 +242,3 @@ class WorkbenchApp(App[None]):
     def _not_saved(self, problem: EngineError) -> None:
         words = f"{problem}\n{FOLDER_VARIABLE} names another folder"
         self.notify(words, severity="error", timeout=15, markup=False)
-
-
-def _shown(path: Path) -> str:
-    """Return a path as it would be typed from here."""
-    here = Path.cwd()
-    return f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path)

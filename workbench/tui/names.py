@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from rich.cells import cell_len
+
 CUT = "…"
 
 
@@ -18,23 +20,66 @@ def shortened(text: str, width: int) -> str:
     return f"{text[: width - 1 - tail]}{CUT}{text[len(text) - tail :]}"
 
 
-def broken(text: str, width: int) -> list[str]:
-    """Break a value into rows of a width: behind a space, a slash or a comma, where that is not enough behind any
-    other sign, and inside a word only where the word alone is wider than the row."""
+def cut_at_end(text: str, width: int) -> str:
+    """Cut a sentence behind a word, because it begins with what matters; inside a word only where that is the
+    first."""
+    if len(text) <= width:
+        return text
+    kept = text[: width - 1]
+    if text[width - 1] != " ":
+        kept = kept.rpartition(" ")[0] or kept
+    return f"{kept.rstrip()}{CUT}"
+
+
+def broken(text: str, width: int, first: int | None = None) -> list[str]:
+    """Break a value into rows of a width, the first of the width `first`: behind a space, a slash or a comma, where
+    that is not enough behind any other sign, and inside a word only where the word alone is wider than the row."""
     rows = [""]
+
+    def room() -> int:
+        return (width if first is None or len(rows) > 1 else first) - len(rows[-1])
+
     for part in re.findall(r"[^\s/,]*[\s/,]|[^\s/,]+", text):
-        if len(rows[-1]) + len(part.rstrip()) <= width:
+        if len(part.rstrip()) <= room():
             rows[-1] += part
         elif len(part.rstrip()) <= width:
             rows.append(part)
         else:
-            for word in re.findall(r"\w*\W|\w+", part):
-                if len(rows[-1]) + len(word.rstrip()) > width and rows[-1]:
+            for word in re.findall(r"[^\W_]*[\W_]|[^\W_]+", part):
+                if len(word.rstrip()) > room() and (rows[-1] or first is not None):
                     rows.append("")
                 rows[-1] += word
                 while len(rows[-1].rstrip()) > width:
                     rows[-1:] = [rows[-1][:width], rows[-1][width:]]
     return [row.rstrip() for row in rows]
+
+
+LABEL = re.compile(r"\s*(?:\d\d:\d\d:\d\d |\S+(?: \S+){0,2} {2,})(?=\S)")
+"""The time of a log line, or the label of a line in columns, up to the text."""
+MIN_WIDTH = 16
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """Wrap a line to rows of a width, at its spaces; a path that is wider than a row behind its slashes. Rows after the
+    first begin where the text behind a label begins, or are indented by two more cells."""
+    if cell_len(line) <= width:
+        return [line]
+    width = max(width, MIN_WIDTH)
+    label = LABEL.match(line)
+    hang = len(line) - len(line.lstrip()) + 2 if label is None else label.end()
+    indent = " " * (hang if hang <= width // 2 else min(hang, 4))
+    rows = [""]
+    for space, word in re.findall(r"(\s*)(\S+)", line):
+        if cell_len(rows[-1] + space + word) <= width:
+            rows[-1] += space + word
+        elif cell_len(indent + word) <= width:
+            rows.append(indent + word)
+        else:
+            begun = rows[-1] + space
+            parts = broken(word, width - len(indent), max(0, width - cell_len(begun)))
+            rows[-1] = (begun + parts[0]).rstrip()
+            rows += [indent + part for part in parts[1:]]
+    return [row for row in rows if row.strip()] or [""]
 
 
 @lru_cache(maxsize=16)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from workbench.tui.names import broken, shortened, told_apart
+from workbench.tui.names import broken, cut_at_end, shortened, told_apart, wrapped
 from workbench.tui.run_lines import Headed, heading_lines, result_lines, setting_lines, wanted_width
 
 NAMES = (
@@ -85,6 +87,45 @@ def test_a_word_wider_than_the_row_is_broken_and_loses_nothing(width: int) -> No
     rows = broken("a-long_word, another/one", width)
     assert max(map(len, rows)) <= width
     assert "".join(rows).replace(" ", "") == "a-long_word,another/one"
+
+
+LINES = (
+    f"student saved in {PATH} (4.4 MiB, sha256 d5486a8c7006), read back and compared",
+    "  because the steps of a step and the matrices of a layer are known before the first",
+    f"command    python {PATH} --config train.toml --resume checkpoints/step-000030",
+    "22:41:03 the script ended with ValueError at train.py:5 in <module>: expected a row of 32 tokens",
+)
+
+
+@pytest.mark.parametrize("width", range(31, 90, 3))
+@pytest.mark.parametrize("line", LINES)
+def test_a_wrapped_line_has_whole_words_and_a_path_is_broken_behind_a_slash(
+    line: str, width: int
+) -> None:
+    rows = wrapped(line, width)
+    assert max(map(len, rows)) <= width
+    told = rows[0] + "".join(
+        f"{'' if before.endswith('/') else ' '}{row.strip()}" for before, row in pairwise(rows)
+    )
+    assert told.split() == line.split()
+
+
+def test_rows_after_the_first_begin_under_the_text_of_a_label() -> None:
+    assert (
+        wrapped("group 1    4.2k parameters, rate 0.001, decay 0.01", 40)[1]
+        == " " * 11 + "decay 0.01"
+    )
+    assert wrapped("22:41:03 checkpoint saved at step 30, best", 32)[1] == " " * 9 + "step 30, best"
+    assert wrapped("  because it does not fit the memory", 32)[1] == "    memory"
+
+
+def test_a_sentence_is_cut_behind_a_word() -> None:
+    sentence = "none of its processes exists and no end was recorded"
+    for width in range(6, len(sentence)):
+        cut = cut_at_end(sentence, width)
+        assert len(cut) <= width
+        assert sentence.startswith(f"{cut.removesuffix('…')} "), cut
+    assert cut_at_end("unbreakable", 6) == "unbre…"
 
 
 @pytest.mark.parametrize("width", [38, 78, 118, 158])

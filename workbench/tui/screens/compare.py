@@ -41,7 +41,6 @@ from workbench.tui.context import Context
 from workbench.tui.names import shortened, told_apart
 from workbench.tui.run_lines import (
     Headed,
-    Piece,
     heading_lines,
     result_lines,
     setting_lines,
@@ -55,7 +54,6 @@ from workbench.tui.widgets.chart_grid import ChartGrid
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.pane_tabs import PaneTabs
 from workbench.tui.widgets.text_pane import TextPane, drawn
-from workbench.tui.widgets.words_view import wrapped
 
 PANES = ("plot", "results", "settings", "alerts")
 PANE_KEYS = Binding.Group("pane")
@@ -191,9 +189,8 @@ class CompareScreen(PollingScreen):
         settings = [(found.key, found.values) for found in self._differences]
         note = settings_note(runs, letters)
 
-        def settings_at(width: int) -> list[Words]:
-            lines = setting_lines(slots, settings, width)
-            return [*lines, *((Piece(row),) for row in wrapped(note, width) if note)]
+        def settings_at(width: int) -> list[Words | str]:
+            return [*setting_lines(slots, settings, width), *([note] if note else [])]
 
         with self.app.batch_update():
             self._draw_plot()
@@ -204,9 +201,7 @@ class CompareScreen(PollingScreen):
             )
             self.query_one("#settings", TextPane).show(settings_at)
             alerts = alerts_words(runs, letters)
-            self.query_one("#alerts", TextPane).show(
-                lambda width: [row for line in alerts for row in wrapped(line, width)]
-            )
+            self.query_one("#alerts", TextPane).show(lambda _width: alerts)
 
     @on(ChartGrid.Resized)
     def _draw_plot(self) -> None:

@@ -35,18 +35,17 @@ from workbench.drafts import (
     draft_like,
     matching,
     shown_first,
-    shown_path,
     value_text,
 )
 from workbench.engine_commands import check_run, start_run
+from workbench.paths import path_text
 from workbench.tui.context import Context
 from workbench.tui.layout import is_low, is_tiny
-from workbench.tui.names import shortened
+from workbench.tui.names import shortened, wrapped
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import CommandEnded, run_command
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
-from workbench.tui.widgets.words_view import wrapped
 
 LOW = 18
 """With fewer rows, the description and the command shrink in favour of the settings."""
@@ -390,7 +389,7 @@ class NewRunScreen(Screen[None]):
             rest = f": {changed} changed{wrong}{self._busy}"
         # Problems take precedence over the path of the file.
         room = max(12, self.size.width - 2 - len("a new run from ") - len(rest))
-        file = shortened(shown_path(draft.file), room)
+        file = shortened(path_text(draft.file), room)
         self.query_one("#head", Static).update(f"a new run from {file}{rest}")
         searching = self._asked == "search" or bool(self._pattern)
         shown = matching(settings, self._pattern) if searching else shown_first(settings)

@@ -110,12 +110,14 @@ class RunScreen(PollingScreen):
         #right { width: 3fr; }
         .pane { border: round $foreground 40%; height: 1fr; padding: 0 1; }
         .pane:focus, .pane:focus-within { border: heavy $primary; }
-        #loss { height: 2fr; padding: 0; }
-        #pace { height: 1fr; max-height: 13; }
+        #loss { height: 1fr; min-height: 40%; padding: 0; }
+        #pace { height: auto; max-height: 35%; }
         #device { height: auto; max-height: 10; }
         #alerts { height: auto; max-height: 9; }
         #decisions { min-height: 5; }
         #result { height: auto; max-height: 12; }
+        #checks { height: auto; max-height: 40%; }
+        #kernels { height: auto; max-height: 12; }
     }
     RunScreen.-tabs, RunScreen.-single, RunScreen.-zoomed {
         #top { layout: vertical; height: 1fr; }

@@ -36,7 +36,6 @@ from workbench.tui.widgets.filter_line import FilterLine
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.runs_table import RunsTable
 from workbench.tui.widgets.text_pane import TextPane
-from workbench.tui.widgets.words_view import wrapped
 
 FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must hold"
 WIDE = 160
@@ -229,7 +228,7 @@ class RunsScreen(PollingScreen):
         preview = self.query_one("#preview", TextPane)
         preview.show_title("" if row is None else row.name)
         words = [] if row is None else preview_lines(row)
-        preview.show(lambda width: [part for line in words for part in wrapped(line, width)])
+        preview.show(lambda _width: words)
         self.draw_keys()
 
     @on(DataTable.RowHighlighted)

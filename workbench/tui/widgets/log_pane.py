@@ -7,7 +7,6 @@ for the width are wrapped and indented.
 
 from __future__ import annotations
 
-import textwrap
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -37,6 +36,8 @@ from engine.log.text import line_text
 from engine.log.view import LogLine
 from workbench.feed import Snapshot
 from workbench.log import Log
+from workbench.paths import with_short_paths
+from workbench.tui.names import wrapped
 from workbench.tui.widgets.filter_line import FilterLine
 
 FILTER_ROWS = 4000
@@ -59,11 +60,9 @@ def role_of(line: LogLine) -> str:
     return "log--plain"
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """Wrap a line to rows of a width; rows after the first are indented to where the text of the first begins."""
-    if len(text) <= width:
-        return [text]
-    return textwrap.wrap(text, max(width, 12), subsequent_indent="         ") or [""]
+def rows_of(line: LogLine, width: int) -> list[tuple[str, str]]:
+    """Return a line as rows of a width, each with its style."""
+    return [(row, role_of(line)) for row in wrapped(with_short_paths(line_text(line)), width)]
 
 
 class LogView(ScrollView, can_focus=True):
@@ -218,11 +217,10 @@ class LogView(ScrollView, can_focus=True):
         top = round(self.scroll_y)
         if top >= self.shown - height:
             last = self._lines(self.shown - height, self.shown)
-            self._rows = [(r, role_of(x)) for x in last for r in wrapped(line_text(x), width)]
-            self._rows = self._rows[-height:]
+            self._rows = [row for line in last for row in rows_of(line, width)][-height:]
         else:
             lines = self._lines(top, top + height)
-            self._rows = [(r, role_of(x)) for x in lines for r in wrapped(line_text(x), width)]
+            self._rows = [row for line in lines for row in rows_of(line, width)]
 
     def render_lines(self, crop: Region) -> list[Strip]:
         wanted = (self.book, self.pattern, self._sought, self.scroll_y, self.size)

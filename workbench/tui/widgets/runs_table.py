@@ -17,7 +17,8 @@ from engine.log.sparkline import sparkline
 from engine.units import format_count, format_seconds, format_value
 from workbench.plot.series import series_style
 from workbench.runs_feed import CURVE_POINTS, RunRow
-from workbench.tui.names import CUT, shortened, told_apart
+from workbench.tui.names import cut_at_end, shortened, told_apart
+from workbench.tui.printable import drawable
 from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.status_line import bar_text
 
@@ -92,7 +93,13 @@ def _text_column(name: str, text: Callable[[RunRow], str], rank: int, least: int
 
 
 NAME = Column(
-    name="name", text=lambda r: r.name, value=lambda r: r.name, rank=0, right=False, optional=False
+    name="name",
+    # A character that is not drawn would take a cell when names are cut to a width.
+    text=lambda r: drawable(r.name, ascii_only=False),
+    value=lambda r: r.name,
+    rank=0,
+    right=False,
+    optional=False,
 )
 STATE = Column(
     name="state",
@@ -259,11 +266,6 @@ def in_order(rows: Sequence[RunRow], column: Column, *, backwards: bool) -> list
     return [row for _, row in known] + unknown
 
 
-def cut_at_end(text: str, width: int) -> str:
-    """Cut a sentence at its end, because it begins with what matters."""
-    return text if len(text) <= width else f"{text[: width - 1]}{CUT}"
-
-
 def _is_as_before(before: RunRow, row: RunRow) -> bool:
     """Whether nothing of a run has changed but its age."""
     return replace(before, age_s=row.age_s) == row
@@ -359,7 +361,7 @@ class RunsTable(CellTable):
         widths = self._fitted(wanted, self.size.width - self.scrollbar_size_vertical)
         self._shown = tuple(column for column in self._columns if column.name in widths)
         places = [(self._columns.index(column), column) for column in self._shown[1:]]
-        names = told_apart(tuple(self._by_key[key].name for key in texts), widths[NAME.name])
+        names = told_apart(tuple(words[0] for words in texts.values()), widths[NAME.name])
         gap = self._gap
         return {
             key: [

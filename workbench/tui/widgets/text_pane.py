@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.cells import cell_len
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -13,6 +12,7 @@ from textual.widgets import Static
 from workbench.plot.series import series_style
 from workbench.tui.printable import as_title
 from workbench.tui.run_lines import Line, Piece
+from workbench.tui.widgets.words_view import worded
 
 LinesFor = Callable[[int], Sequence[str | Line]]
 """Returns the lines for a width."""
@@ -40,6 +40,9 @@ class TextPane(VerticalScroll, can_focus=True):
         self.HELP = help or None  # type: ignore[misc]
         self._lines_for: LinesFor | None = None
         self._lines: Sequence[str | Line] = ()
+        self._drawn: object = None
+        """What is drawn, and for which width."""
+        self._height = 0
 
     def compose(self) -> ComposeResult:
         yield Static(markup=False)
@@ -66,32 +69,25 @@ class TextPane(VerticalScroll, can_focus=True):
         # A hidden pane has no width; it is written when it gets one.
         if self._lines_for is None or width <= 0:
             return
-        before, lines = self._lines, self._lines_for(width)
-        if lines == before:
+        lines = self._lines_for(width)
+        if (lines, width) == self._drawn:
             return
-        self._lines = lines
-        text = self.query_one(Static)
+        self._lines, self._drawn = lines, (lines, width)
+        rows = _rows(lines, width)
         # A layout of the whole screen is the most expensive part of an update.
-        layout = not _same_height(before, lines, text.size.width)
-        text.update(Content("\n").join(_contents(lines)), layout=layout)
+        self.query_one(Static).update(Content("\n").join(rows), layout=len(rows) != self._height)
+        self._height = len(rows)
 
 
-def _contents(lines: Sequence[str | Line]) -> list[Content]:
-    """Return styled lines. A plain line without leading space is a heading of the indented lines below it."""
-    has_parts = any(isinstance(line, str) and line.startswith(" ") for line in lines)
+def _rows(lines: Sequence[str | Line], width: int) -> list[Content]:
+    """Return lines of words as rows of a width, and lines of pieces as they are."""
+    words = [line for line in lines if isinstance(line, str)]
+    if len(words) == len(lines):
+        return worded(words, width)
     return [
-        Content.styled(line, "bold" if has_parts and not line.startswith(" ") else "")
-        if isinstance(line, str)
-        else Content("").join(map(drawn, line))
+        row
         for line in lines
+        for row in (
+            worded([line], width) if isinstance(line, str) else [Content("").join(map(drawn, line))]
+        )
     ]
-
-
-def _same_height(before: Sequence[str | Line], after: Sequence[str | Line], width: int) -> bool:
-    """Whether the lines that differ take one row each, before and after."""
-    if len(before) != len(after):
-        return False
-    changed = (
-        line for pair in zip(before, after, strict=True) if pair[0] != pair[1] for line in pair
-    )
-    return all(cell_len(text_of(line)) <= width for line in changed)

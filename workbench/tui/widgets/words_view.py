@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widgets import Static
 
-MIN_WIDTH = 16
+from workbench.tui.names import wrapped
 
 
-def wrapped(line: str, width: int) -> list[str]:
-    """Wrap a line to rows of a width; rows after the first are indented by two more cells."""
-    if len(line) <= width:
-        return [line]
-    indent = " " * min(len(line) - len(line.lstrip()) + 2, width // 2)
-    return textwrap.wrap(
-        line,
-        max(width, MIN_WIDTH),
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-    )
-
-
-def worded(lines: Sequence[str], width: int) -> Content:
-    """Return styled lines. A line without leading space is a heading of the indented lines below it."""
+def worded(lines: Sequence[str], width: int) -> list[Content]:
+    """Return lines as styled rows of a width. A line without leading space is a heading of the indented lines below
+    it."""
     has_parts = any(line.startswith(" ") for line in lines)
-    return Content("\n").join(
+    return [
         Content.styled(row, "bold" if has_parts and not line.startswith(" ") else "")
         for line in lines
         for row in wrapped(line, width)
-    )
+    ]
 
 
 class WordsView(Static):
@@ -50,4 +36,4 @@ class WordsView(Static):
     watch_lines = on_resize
 
     def _write(self) -> None:
-        self.update(worded(self.lines, self.size.width or 80))
+        self.update(Content("\n").join(worded(self.lines, self.size.width or 80)))

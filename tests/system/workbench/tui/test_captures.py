@@ -41,7 +41,7 @@ def test_a_plot_is_copied_as_text_without_colours(here: Path) -> None:
         assert "\x1b" not in text
         assert "┃" not in text, "the border is not"
         assert (here / "apr-workbench-captures/copied.txt").read_text() == text
-        assert "./apr-workbench-captures/copied.txt" in words_of(pilot)
+        assert " apr-workbench-captures/copied.txt" in words_of(pilot)
 
     on_screen([run.path], (120, 40), script)
 

@@ -21,10 +21,10 @@ from workbench.compared import (
     differences,
     groupings,
     groups_by,
-    path_text,
     results_table,
     settings_note,
 )
+from workbench.paths import path_text, with_short_paths
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Chart, Line, dots_of, render_chart
 from workbench.plot.series import SERIES
@@ -134,6 +134,10 @@ def test_a_path_is_shown_from_where_the_user_stands() -> None:
     assert path_text("/home/user/teacher.gguf", here) == "../teacher.gguf"
     assert path_text("/mnt/teacher", here) == "/mnt/teacher"
     assert path_text("Qwen/Qwen2.5-0.5B", here) == "Qwen/Qwen2.5-0.5B"
+    assert path_text("/home/user/project", here) == "/home/user/project", "a dot names nothing"
+    saved = "saved in /home/user/project/runs/a/student, at 4.1k tok/s (/mnt/data; https://a.b/c)"
+    expected = "saved in runs/a/student, at 4.1k tok/s (/mnt/data; https://a.b/c)"
+    assert with_short_paths(saved, here) == expected
 
 
 def test_runs_are_grouped_by_a_setting_that_several_of_them_share(tmp_path: Path) -> None:
