@@ -162,6 +162,7 @@ class Mark:
 class Figure:
     """One chart: curves with one y axis over the time of the run."""
 
+    id: str
     title: str
     unit: str = ""
     """`s`, `bytes`, `%` (the axis is then that of all of it), or nothing."""
@@ -183,6 +184,7 @@ def figures_of(view: RunView) -> list[Figure]:
         closed = gap_text(view)
         found.append(
             Figure(
+                id="held-out",
                 title=f"held-out loss, nats{closed and '; '}{closed}",
                 curves=(Curve(name="student", table=_evaluated(view), column="loss"),),
                 levels=tuple(references(view).items()),
@@ -190,9 +192,9 @@ def figures_of(view: RunView) -> list[Figure]:
             )
         )
     losses = [Curve(name=name, table=steps, column=name) for name in LOSSES]
-    found.append(Figure(title="training loss, nats", curves=tuple(losses)))
+    found.append(Figure(id="training", title="training loss, nats", curves=tuple(losses)))
     pace = Curve(name="step", table=steps, column="step_s")
-    found.append(Figure(title="step time", unit="s", curves=(pace,)))
+    found.append(Figure(id="pace", title="step time", unit="s", curves=(pace,)))
     by_table: dict[int, list[Lane]] = {}
     for lane in lanes_of(view):
         by_table.setdefault(id(lane.table), []).append(lane)
@@ -203,7 +205,7 @@ def figures_of(view: RunView) -> list[Figure]:
             for one in lanes
         ]
         title = next((f"GPU {n}" for n, t in view.gpu_tables.items() if t is lanes[0].table), "CPU")
-        found.append(Figure(title=title, unit="%", curves=tuple(curves), marks=marks))
+        found.append(Figure(id=title, title=title, unit="%", curves=tuple(curves), marks=marks))
     memory = [
         Curve(name=f"GPU {index}", table=table, column="gpu_mem_used_bytes")
         for index, table in sorted(view.gpu_tables.items())
@@ -212,7 +214,7 @@ def figures_of(view: RunView) -> list[Figure]:
         Curve(name="trainer", table=hosts, column="trainer_rss_bytes"),
         Curve(name="available", table=hosts, column="host_available_bytes"),
     ]
-    found.append(Figure(title="memory", unit="bytes", curves=tuple(memory)))
+    found.append(Figure(id="memory", title="memory", unit="bytes", curves=tuple(memory)))
     return found
 
 

@@ -87,4 +87,4 @@ def opened(live: Live, comms: type[CountedComm]) -> None:
     """Open the widget as a page does when it draws it."""
     before = len(comms.sent)
     live._hear(None, {"kind": "ready"}, [])
-    until(lambda: len([1 for kind, _ in comms.sent[before:] if kind == "comm_msg"]) >= 3)
+    until(lambda: len([1 for kind, _ in comms.sent[before:] if kind == "comm_msg"]) >= 4)

@@ -1,20 +1,16 @@
-// Four small charts of one run: what they show, the rows they hold, and how they are drawn.
+// Charts of one run: the rows they hold, and how they are drawn. The kernel says which charts there are.
 //
 // Each series is a bounded buffer of buckets, the lowest and highest of `stride` rows: when it is full, neighbours
 // are merged, so a spike of one step in a million stays and memory does not grow. A value that is not finite
-// breaks the line and is marked with a cross. Charts with the same x share its range.
-// In the page this text is followed by that of live.js, as one module.
+// breaks the line and is marked with a cross. Rows stand at their seconds; over steps, each is placed by the
+// series `step`, so that all charts have one axis. Lines are solid and have their names at their ends; dashes are
+// levels. In the page this text is followed by that of live.js, as one module.
 
 const CAPACITY = 2048;
-const CHARTS = [
-  { title: "losses, nats", x: "step", unit: "", of: ["loss", "ce", "kd", "held-out"] },
-  { title: "step time", x: "step", unit: "s", of: ["step_s"] },
-  { title: "GPU, compiles", x: "seconds", unit: "%", of: [/^gpu\d+\.(gpu|tensor|sm)_util_pct$/, "compile"] },
-  { title: "memory", x: "seconds", unit: "B", of: [/_bytes$/] },
-];
-const DASHES = [[], [7, 3], [2, 3], [8, 3, 2, 3], [4, 4], [1, 4]];
-const COLOURS = ["#1f77b4", "#d2691e", "#2e9e4f", "#9467bd", "#b8860b", "#888888"];
-const POINTS = new Set(["held-out", "compile"]);
+// Of Okabe and Ito, made to stand out on light and on dark ground.
+const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B97F00", "#3D97CC"];
+const BOX = { left: 70, top: 22, right: 128, bottom: 20 };
+const ROW = 13;
 
 class Series {
   constructor() {
@@ -25,7 +21,6 @@ class Series {
     this.length = 0;
     this.stride = 1;
     this.open = 0;
-    this.last = NaN;
   }
 
   push(x, y) {
@@ -45,7 +40,6 @@ class Series {
       this.odd[at] = 1;
     }
     this.open = (this.open + 1) % this.stride;
-    this.last = y;
   }
 
   halve() {
@@ -58,51 +52,104 @@ class Series {
     this.length = CAPACITY / 2;
     this.stride *= 2;
   }
+
+  // The last bucket that begins at or before x seconds; -1 when there is none.
+  find(x) {
+    let low = -1;
+    let high = this.length;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (this.x[middle] <= x) low = middle;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // The finite value at or before x seconds; null when there is none.
+  at(x) {
+    for (let i = this.find(x); i >= 0; i -= 1) if (this.low[i] <= this.high[i]) return (this.low[i] + this.high[i]) / 2;
+    return null;
+  }
 }
 
-// Names for a legend, the same as in the stills.
-function called(name) {
-  const words = { host_available_bytes: "available", trainer_rss_bytes: "trainer", gpu_util_pct: "utilisation" };
-  const [, gpu, of] = /^(gpu\d+)\.(.*)$/.exec(name) || [null, "", name];
-  return `${gpu} ${words[of] || of.replace(/^gpu_mem_used_bytes$|_util_pct$/, "")}`.trim();
+// The axis that all charts share: steps, or seconds; `of` places the seconds of a row on it.
+function axisOf(all, byStep) {
+  const steps = all.get("step");
+  if (byStep && steps && steps.length > 1) {
+    const last = steps.length - 1;
+    const of = (x) => {
+      const i = Math.min(Math.max(steps.find(x), 0), last - 1);
+      const share = (x - steps.x[i]) / (steps.x[i + 1] - steps.x[i] || 1);
+      return steps.low[i] + Math.min(Math.max(share, 0), 1) * (steps.low[i + 1] - steps.low[i]);
+    };
+    const back = (at) => {
+      let i = 0;
+      while (i < last - 1 && steps.low[i + 1] <= at) i += 1;
+      const share = (at - steps.low[i]) / (steps.low[i + 1] - steps.low[i] || 1);
+      return steps.x[i] + Math.min(Math.max(share, 0), 1) * (steps.x[i + 1] - steps.x[i]);
+    };
+    return { x: "step", of, back, x0: steps.low[0], x1: Math.max(steps.high[last], steps.low[0] + 1) };
+  }
+  let x0 = Infinity;
+  let x1 = -Infinity;
+  for (const s of all.values()) {
+    if (!s.length) continue;
+    x0 = Math.min(x0, s.x[0]);
+    x1 = Math.max(x1, s.x[s.length - 1]);
+  }
+  if (!(x0 <= x1)) [x0, x1] = [0, 1];
+  return { x: "seconds", of: (x) => x, back: (x) => x, x0, x1: x1 > x0 ? x1 : x0 + 1 };
+}
+
+// About `count` multiples of 1, 2 or 5 times a power of ten in a range.
+function ticksOf(low, high, count) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((digit) => digit * power >= rough * 0.999);
+  if (!Number.isFinite(step) || step <= 0) return [];
+  const found = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step);
+  return found;
 }
 
 function short(value, unit) {
-  if (unit === "s" && value !== 0 && Math.abs(value) < 1) return `${(1000 * value).toPrecision(3)} ms`;
-  if (unit === "B") {
+  if (value === null) return "";
+  if (unit === "s" && value !== 0 && Math.abs(value) < 1) return `${Number((1000 * value).toPrecision(3))} ms`;
+  if (unit === "bytes") {
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let power = 0;
-    let size = value;
-    while (Math.abs(size) >= 1024 && power < units.length - 1) {
-      size /= 1024;
-      power += 1;
-    }
-    return `${size.toPrecision(3)} ${units[power]}`;
+    const power = Math.max(0, Math.min(4, Math.floor(Math.log(Math.abs(value) || 1) / Math.log(1024))));
+    return `${Number((value / 1024 ** power).toPrecision(3))} ${units[power]}`;
   }
-  const text = Math.abs(value) >= 10000 || Number.isInteger(value) ? String(Math.round(value)) : value.toPrecision(3);
+  const text = Math.abs(value) >= 1000 ? String(Math.round(value)) : String(Number(value.toPrecision(4)));
   return unit ? `${text} ${unit}` : text;
 }
 
-function namesOf(chart, all) {
-  const drawn = (name) => chart.of.some((p) => (p.test ? p.test(name) : p === name));
-  return [...all.keys()].filter((name) => all.get(name).length && drawn(name));
+function clock(seconds) {
+  const whole = Math.round(seconds);
+  const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  return h ? `${h}h${String(m).padStart(2, "0")}m` : m ? `${m}m${String(s).padStart(2, "0")}s` : `${s} s`;
 }
 
-// The first and last x of each kind of x: charts that share it can be read one above the other.
-function spansOf(all) {
-  const spans = {};
-  for (const chart of CHARTS) {
-    const span = (spans[chart.x] ??= { x0: Infinity, x1: -Infinity });
-    for (const name of namesOf(chart, all)) {
-      const s = all.get(name);
-      span.x0 = Math.min(span.x0, s.x[0]);
-      span.x1 = Math.max(span.x1, s.x[s.length - 1]);
+// The lowest and highest y of a chart.
+function spanOf(chart, drawn, all) {
+  if (chart.unit === "%") return [0, 100];
+  let [low, high] = [Infinity, -Infinity];
+  for (const [key] of drawn) {
+    const s = all.get(key);
+    for (let i = 0; i < s.length; i += 1) {
+      if (s.low[i] <= s.high[i]) {
+        low = Math.min(low, s.low[i]);
+        high = Math.max(high, s.high[i]);
+      }
     }
   }
-  return spans;
+  for (const [, y] of chart.levels) [low, high] = [Math.min(low, y), Math.max(high, y)];
+  if (!(low <= high)) return [0, 1];
+  return low === high ? [Math.min(0, low), high > 0 ? high : low + 1] : [low, high];
 }
 
-function drawChart(canvas, chart, all, span, chosen) {
+// `chosen` is a shaded window, `pointed` the seconds under the pointer, or null.
+function drawChart(canvas, chart, all, axis, chosen, pointed) {
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
   const height = canvas.clientHeight;
@@ -112,95 +159,127 @@ function drawChart(canvas, chart, all, span, chosen) {
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   const ink = getComputedStyle(canvas).color;
-  const box = { left: 64, top: 34, right: width - 8, bottom: height - 18 };
+  const box = { left: BOX.left, top: BOX.top, right: width - BOX.right, bottom: height - BOX.bottom };
   pen.font = "11px monospace";
   pen.fillStyle = ink;
-  pen.fillText(chart.title, box.left, 12);
-  const names = namesOf(chart, all);
-  const range = { ...span, y0: Infinity, y1: -Infinity };
-  for (const name of names) {
-    const s = all.get(name);
-    for (let i = 0; i < s.length; i += 1) {
-      if (s.low[i] <= s.high[i]) {
-        range.y0 = Math.min(range.y0, s.low[i]);
-        range.y1 = Math.max(range.y1, s.high[i]);
-      }
-    }
-  }
   pen.strokeStyle = ink;
-  pen.globalAlpha = 0.35;
-  pen.strokeRect(box.left, box.top, box.right - box.left, box.bottom - box.top);
-  pen.globalAlpha = 1;
+  pen.fillText(chart.title, box.left, 12);
+  const faint = (draw) => {
+    pen.globalAlpha = 0.4;
+    draw();
+    pen.globalAlpha = 1;
+  };
+  const rule = (x0, y0, x1, y1) => {
+    pen.beginPath();
+    pen.moveTo(x0, y0);
+    pen.lineTo(x1, y1);
+    pen.stroke();
+  };
+  faint(() => pen.strokeRect(box.left, box.top, box.right - box.left, box.bottom - box.top));
   canvas.range = null;
-  if (!names.length) {
+  const drawn = chart.series.filter(([key]) => all.get(key) && all.get(key).length);
+  if (!drawn.length) {
     pen.fillText("nothing was measured", box.left + 8, box.top + 18);
     return;
   }
-  if (chart.unit === "%") Object.assign(range, { y0: 0, y1: 100 });
-  if (range.y0 > range.y1) Object.assign(range, { y0: 0, y1: 1 });
-  if (range.y0 === range.y1) {
-    range.y0 = Math.min(0, range.y0);
-    range.y1 = range.y1 > 0 ? range.y1 : range.y0 + 1;
-  }
-  if (range.x0 === range.x1) range.x1 = range.x0 + 1;
-  canvas.range = { ...range, left: box.left, right: box.right };
-  const px = (x) => box.left + ((box.right - box.left) * (x - range.x0)) / (range.x1 - range.x0);
-  const py = (y) => box.bottom - ((box.bottom - box.top) * (y - range.y0)) / (range.y1 - range.y0);
-  if (chosen && chosen.x === chart.x) {
+  const [y0, y1] = spanOf(chart, drawn, all);
+  canvas.range = { x0: axis.x0, x1: axis.x1, left: box.left, right: box.right };
+  const px = (seconds) => box.left + ((box.right - box.left) * (axis.of(seconds) - axis.x0)) / (axis.x1 - axis.x0);
+  const py = (y) => box.bottom - ((box.bottom - box.top) * (y - y0)) / (y1 - y0);
+  if (chosen && chosen.x === axis.x) {
+    const place = (x) => box.left + ((box.right - box.left) * (x - axis.x0)) / (axis.x1 - axis.x0);
     pen.globalAlpha = 0.15;
-    pen.fillRect(px(chosen.from), box.top, Math.max(1, px(chosen.to) - px(chosen.from)), box.bottom - box.top);
+    pen.fillRect(place(chosen.from), box.top, Math.max(1, place(chosen.to) - place(chosen.from)), box.bottom - box.top);
     pen.globalAlpha = 1;
   }
+  // Round numbers of bytes are round in their own unit.
+  const scale = chart.unit === "bytes" ? 1024 ** Math.floor(Math.log(Math.max(y1, 1)) / Math.log(1024)) : 1;
   pen.textAlign = "right";
-  pen.fillText(short(range.y1, chart.unit), box.left - 4, box.top + 9);
-  pen.fillText(short(range.y0, chart.unit), box.left - 4, box.bottom);
-  pen.fillText(short(range.x1, ""), box.right, height - 5);
+  for (const tick of ticksOf(y0 / scale, y1 / scale, 4)) {
+    const y = py(tick * scale);
+    faint(() => rule(box.left - 4, y, box.left, y));
+    pen.fillText(short(tick * scale, chart.unit), box.left - 7, y + 4);
+  }
+  pen.textAlign = "center";
+  for (const tick of ticksOf(axis.x0, axis.x1, 5)) {
+    const x = box.left + ((box.right - box.left) * (tick - axis.x0)) / (axis.x1 - axis.x0);
+    faint(() => rule(x, box.bottom, x, box.bottom + 4));
+    pen.fillText(axis.x === "step" ? short(tick, "") : clock(tick), x, height - 5);
+  }
   pen.textAlign = "left";
-  pen.fillText(`${chart.x} ${short(range.x0, "")}`, box.left, height - 5);
-  let legend = box.left;
-  names.forEach((name, number) => {
-    const s = all.get(name);
-    pen.strokeStyle = COLOURS[number % COLOURS.length];
-    pen.fillStyle = pen.strokeStyle;
+  pen.fillText(axis.x === "step" ? "step" : "time", 4, height - 5);
+  const names = chart.levels.map(([name, y]) => ({ y: py(y), text: `${name} ${short(y, chart.unit)}`, colour: ink }));
+  pen.setLineDash([6, 4]);
+  for (const { y } of names) faint(() => rule(box.left, y, box.right, y));
+  pen.setLineDash([]);
+  drawn.forEach(([key, name], number) => {
+    const s = all.get(key);
+    const colour = COLOURS[number % COLOURS.length];
+    pen.strokeStyle = colour;
+    pen.fillStyle = colour;
     pen.lineWidth = 1.4;
-    const marks = POINTS.has(name);
-    // The seventh has the colour of the first and another dash.
-    pen.setLineDash(marks ? [] : DASHES[(number + Math.floor(number / COLOURS.length)) % DASHES.length]);
-    if (marks) {
-      for (let i = 0; i < s.length; i += 1) {
-        if (s.low[i] <= s.high[i]) pen.fillText(name === "compile" ? "▴" : "◆", px(s.x[i]) - 3, py(s.high[i]) + 4);
+    pen.beginPath();
+    let down = false;
+    for (let i = 0; i < s.length; i += 1) {
+      if (s.odd[i] || !(s.low[i] <= s.high[i])) down = false;
+      if (s.low[i] <= s.high[i]) {
+        const x = px(s.x[i]);
+        if (down) pen.lineTo(x, py(s.low[i]));
+        else pen.moveTo(x, py(s.low[i]));
+        if (s.high[i] !== s.low[i]) pen.lineTo(x, py(s.high[i]));
+        // A value without a neighbour (the first step, one between two NaN) would be a line of no length.
+        const joined = i + 1 < s.length && !s.odd[i] && !s.odd[i + 1] && s.low[i + 1] <= s.high[i + 1];
+        if (chart.points || (!down && !joined)) pen.fillRect(x - 2, py(s.low[i]) - 2, 4, 4);
+        down = !s.odd[i];
       }
-    } else {
-      pen.beginPath();
-      let down = false;
-      for (let i = 0; i < s.length; i += 1) {
-        if (s.odd[i] || !(s.low[i] <= s.high[i])) {
-          down = false;
-        }
-        if (s.low[i] <= s.high[i]) {
-          if (down) pen.lineTo(px(s.x[i]), py(s.low[i]));
-          else pen.moveTo(px(s.x[i]), py(s.low[i]));
-          if (s.high[i] !== s.low[i]) pen.lineTo(px(s.x[i]), py(s.high[i]));
-          // A value without a neighbour (the first step, one between two NaN) would be a line of no length.
-          const joined = i + 1 < s.length && !s.odd[i] && !s.odd[i + 1] && s.low[i + 1] <= s.high[i + 1];
-          if (!down && !joined) pen.fillRect(px(s.x[i]) - 2, py(s.low[i]) - 2, 4, 4);
-          down = !s.odd[i];
-        }
-      }
-      pen.stroke();
     }
-    pen.setLineDash([]);
-    const label = `${marks ? (name === "compile" ? "▴" : "◆") : "–"} ${called(name)}`;
-    const after = legend + pen.measureText(label).width + 14;
-    // Names that do not fit are counted: with many GPUs they would run out of the chart.
-    if (legend < box.right) {
-      const room = number + 1 === names.length ? box.right + 14 : box.right - 24;
-      pen.fillText(after <= room ? label : `+${names.length - number}`, legend, 26);
-      legend = after <= room ? after : Infinity;
-    }
+    pen.stroke();
     pen.fillStyle = "#d00000";
     for (let i = 0; i < s.length; i += 1) {
       if (s.odd[i]) pen.fillText("×", px(s.x[i]) - 3, box.top + 10);
     }
+    const value = s.at(pointed === null ? Infinity : pointed);
+    const y = value === null ? box.bottom : py(Math.min(Math.max(value, y0), y1));
+    names.push({ y, text: `${name} ${short(value, chart.unit)}`, colour });
   });
+  pen.fillStyle = ink;
+  pen.strokeStyle = ink;
+  pen.lineWidth = 1;
+  let last = -Infinity;
+  for (const [seconds, sign] of chart.marks) {
+    const x = px(seconds);
+    if (x - last < 8) continue;
+    last = x;
+    pen.fillText(sign, x - 3, box.top + 10);
+  }
+  if (pointed !== null) {
+    pen.setLineDash([2, 2]);
+    faint(() => rule(px(pointed), box.top, px(pointed), box.bottom));
+    pen.setLineDash([]);
+  }
+  drawNames(pen, names, box);
+}
+
+// Write each name right of the end of its line, moved where another one is; those without room are counted.
+function drawNames(pen, names, box) {
+  const most = Math.floor((box.bottom - box.top) / ROW);
+  let shown = [...names].sort((a, b) => a.y - b.y);
+  if (shown.length > most) {
+    const more = { y: box.bottom, text: `+${shown.length - most + 1}`, colour: pen.fillStyle };
+    shown = [...shown.slice(0, most - 1), more];
+  }
+  let taken = -Infinity;
+  for (const name of shown) {
+    taken = Math.max(name.y + 4, taken + ROW);
+    name.at = taken;
+  }
+  let free = Infinity;
+  for (const name of shown.reverse()) {
+    free = Math.min(name.at, free - ROW, box.bottom);
+    name.at = free;
+  }
+  for (const { at, text, colour } of shown) {
+    pen.fillStyle = colour;
+    pen.fillText(text, box.right + 6, at);
+  }
 }

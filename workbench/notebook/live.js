@@ -1,8 +1,9 @@
 // The page's half of Live: the charts of chart.js, whose text precedes this one, and the text panes of one run.
 //
-// The kernel replies to `ready` with the whole run, thinned, and then sends what is added: rows of each series
-// as one buffer of float32, first all x, then all y, and text that changed. Nothing is kept in the state
-// of the widget. A drag over a chart selects a window of it, which is shaded and goes to the kernel as `window`.
+// The kernel replies to `ready` with the whole run, thinned, and then sends what is added: which charts there
+// are, rows of each series as one buffer of float32, first all x, then all y, and text that changed. Nothing is
+// kept in the state of the widget. A pointer on a chart shows the values there in all of them; a drag selects a
+// window, which is shaded and goes to the kernel as `window`.
 
 function makePane(name) {
   const pane = document.createElement("details");
@@ -22,17 +23,19 @@ function render({ model, el }) {
   const status = document.createElement("div");
   status.className = "apr-status";
   status.textContent = "reading the run";
+  const over = document.createElement("button");
+  over.className = "apr-over";
+  const under = document.createElement("span");
+  under.className = "apr-under";
+  const head = document.createElement("div");
+  head.append(over, under);
   const charts = document.createElement("div");
   charts.className = "apr-charts";
-  const canvases = CHARTS.map((chart) => {
-    const canvas = document.createElement("canvas");
-    canvas.dataset.chart = chart.title;
-    charts.append(canvas);
-    return canvas;
-  });
+  let shown = [];
+  const canvases = new Map();
   const panes = document.createElement("div");
   panes.className = "apr-panes";
-  root.append(status, charts, panes);
+  root.append(status, head, charts, panes);
   el.append(root);
 
   // The still is for pages without a kernel; it is hidden while the live widget is shown.
@@ -40,12 +43,46 @@ function render({ model, el }) {
   const key = model.get("key");
   let waiting = 0;
   let chosen = null;
+  let pointed = null;
+  let byStep = true;
+  let axis = axisOf(all, byStep);
   function draw() {
     waiting = 0;
-    const spans = spansOf(all);
-    canvases.forEach((canvas, i) => drawChart(canvas, CHARTS[i], all, spans[CHARTS[i].x], chosen));
+    axis = axisOf(all, byStep);
+    over.textContent = axis.x === "step" ? "over steps" : "over time";
+    over.title = "the axis of all charts";
+    for (const chart of shown) drawChart(canvases.get(chart.id), chart, all, axis, chosen, pointed);
+    under.textContent = pointed === null ? "" : underPointer();
     root.dataset.rows = String([...all.values()].reduce((sum, s) => sum + s.length, 0));
   }
+  // The step and time under the pointer, and what happened there.
+  function underPointer() {
+    const steps = all.get("step");
+    const step = steps && steps.length ? `step ${Math.round(steps.at(pointed) ?? 0)}, ` : "";
+    const near = (axis.x1 - axis.x0) / 100;
+    const marks = shown.length ? shown.flatMap((chart) => chart.marks) : [];
+    const here = marks.filter(([x]) => Math.abs(axis.of(x) - axis.of(pointed)) <= near).map(([, , text]) => text);
+    return [`${step}${clock(pointed)} after the start`, ...new Set(here)].join("; ");
+  }
+  // A chart keeps its canvas for as long as there is one of that id.
+  function place(list) {
+    shown = list;
+    for (const [id, canvas] of canvases) {
+      if (!list.some((chart) => chart.id === id)) {
+        canvas.remove();
+        canvases.delete(id);
+      }
+    }
+    for (const chart of list) {
+      if (!canvases.has(chart.id)) canvases.set(chart.id, document.createElement("canvas"));
+      canvases.get(chart.id).dataset.chart = chart.title;
+      charts.append(canvases.get(chart.id));
+    }
+  }
+  over.addEventListener("click", () => {
+    byStep = !byStep;
+    soon();
+  });
   function soon() {
     if (!waiting) waiting = requestAnimationFrame(draw);
   }
@@ -58,6 +95,8 @@ function render({ model, el }) {
   function take(message, buffers) {
     if (message.kind === "clear") {
       for (const name of message.series || [...all.keys()]) all.delete(name);
+    } else if (message.kind === "charts") {
+      place(message.charts);
     } else if (message.kind === "rows") {
       hidden.textContent = `[data-apr-static="${CSS.escape(key)}"] { display: none; }`;
       message.series.forEach((name, i) => {
@@ -85,22 +124,27 @@ function render({ model, el }) {
   size.observe(charts);
 
   let begun = null;
-  function place(event) {
+  function placed(event) {
     const range = event.target.range;
     if (!range) return null;
     const share = (event.offsetX - range.left) / (range.right - range.left);
     return { canvas: event.target, x: range.x0 + Math.min(1, Math.max(0, share)) * (range.x1 - range.x0) };
   }
   charts.addEventListener("pointerdown", (event) => {
-    begun = place(event);
+    begun = placed(event);
     if (begun) event.target.setPointerCapture(event.pointerId);
   });
   charts.addEventListener("pointermove", (event) => {
-    const now = begun && place(event);
-    if (!now || now.x === begun.x) return;
-    const { x } = CHARTS[canvases.indexOf(begun.canvas)];
-    chosen = { x, from: Math.min(begun.x, now.x), to: Math.max(begun.x, now.x) };
-    begun.moved = true;
+    const now = placed(event);
+    pointed = now && axis.back(now.x);
+    if (begun && now && now.x !== begun.x) {
+      chosen = { x: axis.x, from: Math.min(begun.x, now.x), to: Math.max(begun.x, now.x) };
+      begun.moved = true;
+    }
+    soon();
+  });
+  charts.addEventListener("pointerleave", () => {
+    pointed = null;
     soon();
   });
   charts.addEventListener("pointerup", () => {

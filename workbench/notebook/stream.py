@@ -1,6 +1,7 @@
 """Send a run as messages to a page: what is new in each snapshot, as binary rows and changed text.
 
     clear   {"kind": "clear", "series": [...] or None}    forget these series, or all
+    charts  {"kind": "charts", "charts": [...]}           the charts of `engine.log.figures`, when they changed
     rows    {"kind": "rows", "series": [names]}           and one buffer for each: float32, all x, then all y
     words   {"kind": "words", "panes": {name: text}}      only those that changed
 
@@ -9,30 +10,29 @@ the whole run again; a view that was opened or reloaded requests it. History is 
 series, later additions to LIVE buckets per tick, so that neither a long run nor a fast one floods the page:
 at most 6 KB per series to open and 600 bytes per tick later.
 
-x is the step, or seconds since the run began. As float32, steps are exact up to 16 million. An absent value
-is not sent; NaN and infinity are sent as they are.
+x is seconds since the run began, and the series `step` has the step that was done at each, so that a page can
+draw over either. As float32, seconds are exact to a tenth for a week. An absent value is not sent; NaN and
+infinity are sent as they are.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.findings.chart import Row, thin
-from engine.log.events import Compiled
+from engine.log.figures import Curve, Figure, figures_of
 from engine.log.table import Table
-from engine.log.view import LineKey
 from engine.terminal import printable
 from workbench.feed import Snapshot
 from workbench.panes import page_panes
 
 HISTORY, LIVE = 256, 24
 PANE_CHARACTERS = 6000
-STEPS = ("loss", "ce", "kd", "step_s")
-HOST = ("host_available_bytes", "trainer_rss_bytes")
-GPU = ("gpu_util_pct", "tensor_util_pct", "gpu_mem_used_bytes")
+MARKS = 200
+"""The newest alerts and compiles that are sent."""
 PANES = page_panes()
 
 
@@ -46,7 +46,7 @@ class Message:
 
 @dataclass(slots=True)
 class _Sent:
-    """What was sent of one table: its storage, and the number of rows."""
+    """What was sent of one column: its storage, and the number of rows."""
 
     storage: object
     rows: int = 0
@@ -99,8 +99,7 @@ class Stream:
         """Make the next messages the whole run."""
         self._sent: dict[str, _Sent] = {}
         self._words: dict[str, str] = {}
-        self._evals = 0
-        self._compiled: LineKey | None = None
+        self._charts: list[dict[str, Any]] = []
         self._begin_unix_s: float | None = None
         self._is_new = True
 
@@ -111,7 +110,14 @@ class Stream:
             yield Message(content={"kind": "clear", "series": None})
         # The rows of a long log arrive in parts while it is being read; they are thinned once, together.
         if not snapshot.behind:
-            batch = self._rows(snapshot)
+            if self._begin_unix_s is None:
+                self._begin_unix_s = snapshot.view.first_unix_s
+            figures = figures_of(snapshot.view)
+            charts = [self._chart(figure) for figure in figures]
+            if charts != self._charts:
+                self._charts = charts
+                yield Message(content={"kind": "charts", "charts": charts})
+            batch = self._rows(snapshot, figures)
             if batch.cleared:
                 yield Message(content={"kind": "clear", "series": batch.cleared})
             if batch.names:
@@ -131,62 +137,52 @@ class Stream:
         self._words |= changed
         return changed
 
-    def _rows(self, snapshot: Snapshot) -> _Batch:
-        view, batch = snapshot.view, _Batch()
-        if self._begin_unix_s is None:
-            self._begin_unix_s = view.first_unix_s
+    def _chart(self, figure: Figure) -> dict[str, Any]:
+        """Return a chart as the page gets it: the names of its series, and what stands still in it."""
         begin = self._begin_unix_s or 0.0
-        self._table(batch, "steps", view.steps, "step", {name: name for name in STEPS}, 0.0)
-        self._table(batch, "host", view.hosts, "unix_s", {name: name for name in HOST}, begin)
-        for index, table in sorted(view.gpu_tables.items()):
-            names = {f"gpu{index}.{name}": name for name in GPU}
-            self._table(batch, f"gpu{index}", table, "unix_s", names, begin)
-        if len(view.evals) < self._evals:
-            batch.cleared.append("held-out")
-            self._evals = 0
-        evals = [e for e in view.evals[self._evals :] if e.subject == "student"]
-        self._evals = len(view.evals)
-        batch.add("held-out", tuple((float(e.step), e.loss) for e in evals if e.loss is not None))
-        compiled = [
-            line
-            for line in view.lines
-            if isinstance(line.event, Compiled)
-            and (self._compiled is None or line.key > self._compiled)
-        ]
-        if compiled:
-            self._compiled = compiled[-1].key
-            # Compiles after warm-up, which delay a step, are drawn high.
-            rows = [
-                (line.unix_s - begin, 90.0 if line.event.after_warm_up else 10.0)
-                for line in compiled
-                if isinstance(line.event, Compiled)
-            ]
-            batch.add("compile", thin([x for x, _ in rows], [y for _, y in rows], self._history))
+        return {
+            "id": figure.id,
+            "title": figure.title,
+            "unit": figure.unit,
+            "points": figure.points,
+            "series": [[_key(figure, curve), curve.name] for curve in figure.curves],
+            "levels": [[name, y] for name, y in figure.levels],
+            "marks": [
+                [round(mark.unix_s - begin, 3), mark.sign, printable(mark.text)]
+                for mark in figure.marks[-MARKS:]
+            ],
+        }
+
+    def _rows(self, snapshot: Snapshot, figures: Sequence[Figure]) -> _Batch:
+        batch, steps = _Batch(), snapshot.view.steps
+        curves = {"step": Curve(name="step", table=steps, column="step")}
+        curves |= {_key(figure, curve): curve for figure in figures for curve in figure.curves}
+        for key, curve in curves.items():
+            self._curve(batch, key, curve)
         return batch
 
-    def _table(
-        self,
-        batch: _Batch,
-        key: str,
-        table: Table,
-        x: str,
-        names: Mapping[str, str],
-        begin: float,
-    ) -> None:
-        """Send the unsent rows of a table; all of them when it was cut back, as a resume does."""
-        sent = self._sent.get(key)
+    def _curve(self, batch: _Batch, key: str, curve: Curve) -> None:
+        """Send the unsent rows of a curve; all of them when its table was cut back, as a resume does, or made anew."""
+        table, sent = curve.table, self._sent.get(key)
+        if sent is not None and sent.storage is not table.columns and sent.rows == len(table):
+            # Made anew for each view, of rows that are never changed.
+            sent.storage = table.columns
         if sent is not None and (sent.storage is not table.columns or len(table) < sent.rows):
-            batch.cleared += names
+            batch.cleared.append(key)
             sent = None
         if sent is None:
             sent = self._sent[key] = _Sent(table.columns)
         if sent.rows == len(table):
             return
-        limit = LIVE if sent.rows else self._history
-        xs = _Since(table, x, sent.rows, begin)
-        for name, column in names.items():
-            batch.add(name, thin(xs, table.values(column, sent.rows), limit))
+        xs = _Since(table, curve.times, sent.rows, self._begin_unix_s or 0.0)
+        rows = thin(xs, table.values(curve.column, sent.rows), LIVE if sent.rows else self._history)
+        batch.add(key, tuple((x, y if y is None else y / curve.full) for x, y in rows))
         sent.rows = len(table)
+
+
+def _key(figure: Figure, curve: Curve) -> str:
+    """Return the name of a series, which is its own in a page."""
+    return f"{figure.id}.{curve.name}"
 
 
 def _cut(text: str) -> str:

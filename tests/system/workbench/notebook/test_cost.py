@@ -22,7 +22,7 @@ from tests.support.run_folders import completed, gpu, running
 from workbench.notebook import Flip, Whys
 from workbench.notebook.live import PREVIEW_S, PREVIEWS_AFTER, Live
 from workbench.notebook.panel import Panel
-from workbench.notebook.stream import HISTORY, STEPS
+from workbench.notebook.stream import HISTORY
 
 pytestmark = pytest.mark.filterwarnings("default")
 comms = notebook_pages.comms
@@ -39,7 +39,7 @@ def test_opening_costs_less_than_its_budget_and_nothing_is_left_after_close(
     opened(live, comms)
     total = sum(size for _, size in comms.sent)
     assert 5_000 < total < 200_000, total
-    assert total < 60_000 + len(STEPS) * 3 * HISTORY * 8
+    assert total < 60_000 + 5 * 3 * HISTORY * 8, "step, losses and step time"
     thread, plot = live._thread, weakref.ref(live._plot)
     live.close()
     live.close()
@@ -129,9 +129,9 @@ def test_a_page_that_is_not_heard_gets_the_run_in_little_and_not_for_ever(
     live._shown = True
     until(lambda: not live._previews_left)
     sent = [size for kind, size in comms.sent[before:] if kind == "comm_msg"]
-    # Clear, rows and words, as often as it may take a page to open.
-    assert len(sent) == 3 * PREVIEWS_AFTER
-    assert sum(sent[:3]) < PREVIEW_S * 20_000
+    # Clear, charts, rows and words, as often as it may take a page to open.
+    assert len(sent) == 4 * PREVIEWS_AFTER
+    assert sum(sent[:4]) < PREVIEW_S * 20_000
     live.close()
 
 

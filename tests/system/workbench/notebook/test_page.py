@@ -222,3 +222,36 @@ def test_hostile_logs_make_no_element_and_run_no_script(
     until(lambda: len(states()) >= 12 and all(states()), "what is said of each run")
     assert "<img src=x onerror=alert(1)>" in " ".join(states()), "it is shown, as text"
     assert page.evaluate(ACTED) == [] and asked == []
+
+
+BUSY = """\
+import os, time
+from pathlib import Path
+from IPython.display import display
+from workbench.notebook import Live
+runs = Path(os.environ["APR_NOTEBOOK_RUNS"])
+live = Live(os.environ["APR_NOTEBOOK_SPEC"], set=["train.steps=400"], out=runs / "busy")
+live.start()
+display(live)
+time.sleep(300)"""
+
+
+def test_a_page_loaded_again_while_its_cell_runs_shows_the_whole_run(
+    page: sync_api.Page, lab: str, folder: Path
+) -> None:
+    import nbformat
+
+    notebook = nbformat.read(NOTEBOOKS / "01_first_run.ipynb", 4)
+    notebook.cells = [nbformat.v4.new_code_cell(BUSY)]
+    nbformat.write(notebook, folder / "10_busy.ipynb")
+    open_notebook(page, lab, "10_busy.ipynb")
+    run_cell(page, 0)
+    until(lambda: "COMPLETED" in status(page), "the end of the run")
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
+    open_notebook(page, lab, "10_busy.ipynb")
+    page.wait_for_selector(".apr-live canvas")
+    rows = "Number(document.querySelector('.apr-live').dataset.rows)"
+    until(lambda: page.evaluate(rows) > 400, "the rows of the whole run")
+    assert "Busy" in page.inner_text("#jp-main-statusbar"), "the cell still runs"
+    page.evaluate("window.jupyterapp.commands.execute('notebook:interrupt-kernel')")
