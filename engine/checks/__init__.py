@@ -7,9 +7,9 @@ the data are bit for bit what they would be without it.
     before the models run
       vocabulary_by_bytes        a token id that means one token to the teacher and another to the student
       batch_not_degenerate       one token repeated, the same row everywhere, a loader that is stuck
+      labels_are_next_tokens     labels that are unshifted or shifted twice
       padding_not_trained        padding with labels, which teaches the student to produce padding
       end_is_learnt              ends of texts and turns that are never a label
-      effective_settings         rows, length, steps or AdamW settings that differ from the spec's
       resume_continues           a resume of which a tensor, moment, counter, random generator, the step or the row
                                  is not as in the checkpoint's files
     at the start
@@ -19,7 +19,6 @@ the data are bit for bit what they would be without it.
       teacher_knows_text         a teacher whose cross entropy is no better than guessing: random weights, wrong
                                  tokenizer, wrong forward pass; of text that it does not know it is unknown
       eval_baseline              an evaluation that gives a good score to a model that knows nothing
-      shift_proof                teacher logits and labels that are off by one
       teacher_fp8_within_noise_floor
                                  a teacher whose outputs fp8 changes more than 4-bit weights would
       stored_outputs             stored teacher outputs of another model or of other rows
@@ -41,9 +40,8 @@ the data are bit for bit what they would be without it.
       memory_as_planned          a memory plan that differs from the measurement
       no_late_compile            a step that waited for a compiler
     at the first checkpoint
-      checkpoint_reloads         a checkpoint of 200 bytes, of other weights, of the initial ones, or without the
+      checkpoint_reloads         a checkpoint of 200 bytes, of other weights, or without the
                                  moments and the data position that the next step needs
-      student_shift              a student that learnt to copy its input, or to skip a token
     at the end, of the saved student
       artefact                   files that hold other tensors than the trained ones: of the start, of another
                                  type, with another head, fewer or more
@@ -53,7 +51,7 @@ What they are, what a failure means and what to do is in `catalogue.py`, which n
     check.py, catalogue.py     the types, the catalogue       no torch
     context.py                 what a check may look at
     runner.py                  when each check runs, and the guarantee that it changes nothing
-    data.py settings.py vocabulary.py weights.py forward.py teacher.py objective.py checkpoint.py
+    data.py vocabulary.py weights.py forward.py teacher.py objective.py checkpoint.py
     artefact.py
     resources.py               the checks
     logits.py                  cross entropies that several of them use

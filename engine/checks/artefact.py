@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checks.check import Answer, Numbers
-from engine.checks.checkpoint import Sample, same_bits
+from engine.checks.checkpoint import same_bits
 from engine.checks.context import Context
 from engine.errors import EngineError, WeightsError
 from engine.formats.open import open_weights
@@ -28,7 +28,21 @@ from engine.formats.weights import WeightFile
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, sources
 from engine.models.read_config import config_of
+from engine.runtime.ranks import own_part
 from engine.spec.sections import ModelSection
+
+SAMPLED = 1024
+
+
+class Sample:
+    """Some numbers of a tensor (of this rank's part of a sharded one), evenly spread, as they were."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._every = max(1, own_part(tensor).numel() // SAMPLED)
+        self.before = self.of(tensor).clone()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return own_part(tensor.detach()).reshape(-1)[:: self._every]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +64,7 @@ def samples_of(student: nn.Module) -> dict[str, Sample]:
 
 
 @torch.no_grad()
-def artefact(saved: Artefact, context: Context) -> Answer:
+def artefact(context: Context, saved: Artefact) -> Answer:
     student = context.student
     live: dict[str, Tensor] = student.state_dict()
     numbers = Numbers(tensors=len(live))

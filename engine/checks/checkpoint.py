@@ -1,23 +1,17 @@
-"""A checkpoint read back by code other than its writer's and its restorer's.
+"""A checkpoint read back by code other than its writer's and its restorer's, and compared with the run, bit for bit:
 
-`CheckpointReloads` checks that the first one of a session is usable, and runs it:
+    weights      every tensor
+    moments      every AdamW moment and update counter: without them a resumed run is a different run
+    step, row    where a resumed run continues
+    generators   of random numbers, after a resume
 
-    weights      every tensor, and the logits of held-out rows with the reloaded tensors, bit for bit
-    moments      every AdamW moment, bit for bit: without them a resumed run is a different run
-    step, row    where a resumed run would continue
+`checkpoint_reloads` looks at the first one of a session, `resume_continues` at the one that a session was restored
+from. Apart from these, the next step depends only on values that are computed anew, so the resumed run takes the step
+that the other would have taken. The first checkpoint of a sharded student is compared without its moments; after a
+resume each rank compares the whole state, before its student is sharded.
 
-Apart from these, the next step depends only on values that are computed anew. So a run resumed from these
-bytes takes the same step as this run. Moments of a student that is sharded over several GPUs are not
-compared.
-
-`differences` compares a trainer that was restored with the files that it was restored from, and the random
-number generators too. With several GPUs, each rank compares the whole state, before its student is sharded.
-
-The first check exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run
-was over.
+The first check exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run was over.
 """
-
-# Shapes: B rows, T tokens
 
 from __future__ import annotations
 
@@ -30,110 +24,73 @@ from torch import Tensor
 
 from engine import limits
 from engine.checks.check import Answer, Numbers
-from engine.checks.context import Context, Resumed
-from engine.errors import BadInput, EngineError
+from engine.checks.context import Context
+from engine.errors import EngineError
 from engine.files import read_json
 from engine.formats.open import open_weights
-from engine.models.load import empty_decoder
 from engine.runtime.parts import read_parts
-from engine.runtime.ranks import own_part
-from engine.units import format_bytes
 
-ROWS = 2
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
-SAMPLED = 1024
 
 
-class Sample:
-    """Some numbers of a tensor (of this rank's part of a sharded one), evenly spread, as they were."""
+@torch.no_grad()
+def checkpoint_reloads(context: Context, path: Path, step: int) -> Answer:
+    row = context.position + (step - context.step) * rows_of_a_step(context)
+    numbers = Numbers(step=step, row=row)
+    try:
+        wrong = differences(context, path, numbers, step=step, row=row)
+    except EngineError as error:
+        return numbers.failed(f"{path.name} cannot be read: {error}")
+    if wrong:
+        return numbers.failed(f"{path.name} does not hold what the run has: {wrong}")
+    return numbers.passed(
+        f"{path.name}, read back: every tensor and moment, step {step} and row {row}, bit for bit"
+    )
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._every = max(1, own_part(tensor).numel() // SAMPLED)
-        self.before = self.of(tensor).clone()
 
-    def of(self, tensor: Tensor) -> Tensor:
-        return own_part(tensor.detach()).reshape(-1)[:: self._every]
-
-
-class CheckpointReloads:
-    def __init__(self, context: Context) -> None:
-        self.begun_step, self.begun_row = context.step, context.position
-        self.start = {n: Sample(p) for n, p in context.student.named_parameters()}
-
-    @torch.no_grad()
-    def at_checkpoint(self, context: Context, path: Path) -> Answer:
-        student = context.student
-        live = dict(student.named_parameters())
-        size = sum(file.stat().st_size for file in path.iterdir())
-        least = sum(p.numel() * p.element_size() for p in live.values())
-        numbers = Numbers(size_bytes=size, least_bytes=least)
-        if size < least:
-            return numbers.failed(
-                f"{path.name} has {format_bytes(size)}, the student's weights alone take "
-                f"{format_bytes(least)}"
-            )
-        copy = empty_decoder(student.config, device=context.device)
-        copy.run_like(student)
-        try:
-            differing = _differing_tensors(path, live, dict(copy.named_parameters()))
-        except EngineError as error:
-            return numbers.failed(f"{path.name} cannot be read: {error}")
-        numbers["differing"] = len(differing)
-        if differing:
-            return numbers.failed(
-                f"{path.name}: {len(differing)} of {len(live)} tensors are not the student's, first "
-                f"{differing[0]}"
-            )
-        batch = context.heldout[0]
-        tokens_BT = torch.from_numpy(batch.tokens_BT[:ROWS]).to(context.device)
-        documents_BT = torch.from_numpy(batch.documents_BT[:ROWS]).to(context.device)
-        with context.autocast():
-            same = torch.equal(
-                student.logits(tokens_BT, documents_BT), copy.logits(tokens_BT, documents_BT)
-            )
-        if not same:
-            return numbers.failed(f"{path.name}: the reloaded student gives other logits")
-        unchanged = [n for n, s in self.start.items() if torch.equal(s.of(live[n]), s.before)]
-        numbers["unchanged"] = len(unchanged)
-        if context.step > self.begun_step and len(unchanged) == len(live):
-            return numbers.failed(f"{path.name} holds the weights that the run began with")
-        wrong = self._would_go_on_elsewhere(context, path, live, numbers)
-        if wrong:
-            return numbers.failed(f"{path.name}: {wrong}")
-        moments = ", moments" if "moments_differing" in numbers else ""
-        return numbers.passed(
-            f"{path.name}, {format_bytes(size)}: the same {len(live)} tensors{moments} and logits, bit "
-            "for bit"
+@torch.no_grad()
+def resume_continues(context: Context) -> Answer:
+    step, row, resumed = context.step, context.position, context.resumed
+    numbers = Numbers(step=step, position=row, expected=step * rows_of_a_step(context))
+    if step == 0:
+        return numbers.passed("the run begins at step 0: there is nothing to continue")
+    if resumed is None:
+        return numbers.unknown(f"step {step}, and nothing says which checkpoint it is from")
+    path = resumed.checkpoint
+    try:
+        wrong = differences(
+            context, path, numbers, step=step, row=row, random_states=resumed.random
         )
+    except EngineError as error:
+        return numbers.failed(f"{path.name} cannot be read again: {error}")
+    if wrong:
+        return numbers.failed(f"not as {path.name} has them: {wrong}")
+    if row != numbers["expected"]:
+        return numbers.failed(
+            f"{step} steps are {numbers['expected']:.0f} rows, the data stands at {row}: rows are met twice or left out"
+        )
+    state = context.optimizer.state
+    trained = [p for group in context.optimizer.param_groups for p in group["params"]]
+    # A skipped update counts as a step of the run but not of AdamW.
+    updates = [int(state[p]["step"]) if state.get(p) else 0 for p in trained]
+    numbers |= dict(updates_min=min(updates), updates_max=max(updates))
+    text = f"AdamW counts {min(updates)} to {max(updates)} updates of {len(trained)} tensors after {step} steps"
+    if not 0 < min(updates) <= max(updates) <= step:
+        cold = ": it starts cold" if min(updates) == 0 else ""
+        return numbers.failed(f"{text}{cold}", cold=updates.count(0))
+    if max(updates) < step:
+        if context.spec.train.on_non_finite == "stop":
+            return numbers.failed(f"{text}, and the spec lets no update be skipped")
+        return numbers.unknown(f"{text}: updates were skipped, or moments are older")
+    return numbers.passed(
+        f"step {step}, row {row}, {max(updates)} updates, every tensor, moment and random generator are those of "
+        f"{path.name}, bit for bit"
+    )
 
-    def _would_go_on_elsewhere(
-        self, context: Context, path: Path, live: Mapping[str, Tensor], numbers: dict[str, float]
-    ) -> str:
-        """Describe how a run resumed from `path` would differ; empty when it would not."""
-        train = context.spec.train
-        rows_of_a_step = train.rows * train.accumulation * context.spec.compute.gpus
-        rows = self.begun_row + (context.step - self.begun_step) * rows_of_a_step
-        try:
-            state = read_json(path / "state.json", "checkpoint", limits.CHECKPOINT_STATE)
-            step, row = state["step"], state["position"]["rows"]
-        except (BadInput, LookupError, TypeError) as error:
-            return f"state.json cannot be read: {error!r}"
-        numbers |= dict(step=step, row=row)
-        if step != context.step:
-            return f"it would go on after step {step}, expected {context.step}"
-        if row != rows:
-            return f"it would go on at row {row} of the data, expected {rows}"
-        held = context.optimizer.state
-        if not all(parameter in held for parameter in live.values()):
-            return ""  # the student is sharded, so the optimizer holds only parts
-        try:
-            differing = _differing_moments(path, live, held)
-        except EngineError as error:
-            return f"moments cannot be read: {error}"
-        numbers["moments_differing"] = len(differing)
-        if differing:
-            return f"{len(differing)} moments are not the optimizer's, first {differing[0]}"
-        return ""
+
+def rows_of_a_step(context: Context) -> int:
+    train = context.spec.train
+    return train.rows * train.accumulation * context.spec.compute.gpus
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -144,13 +101,20 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-@torch.no_grad()
-def differences(context: Context, resumed: Resumed, numbers: dict[str, float]) -> str:
-    """Describe how the trainer differs from the files of its checkpoint, bit for bit; empty when it does not.
+def differences(
+    context: Context,
+    path: Path,
+    numbers: dict[str, float],
+    *,
+    step: int,
+    row: int,
+    random_states: Mapping[str, Tensor] | None = None,
+) -> str:
+    """Describe how the run differs from the files of a checkpoint, bit for bit; empty when it does not.
 
     `numbers` gets how much was compared and differs. Raises EngineError for files that cannot be read.
     """
-    path, student = resumed.checkpoint, context.student
+    student, held = context.student, context.optimizer.state
     # A tied tensor is stored once, under its first name.
     tensors: dict[str, Tensor] = {}
     for name, tensor in student.state_dict(keep_vars=True).items():
@@ -162,27 +126,28 @@ def differences(context: Context, resumed: Resumed, numbers: dict[str, float]) -
     except (LookupError, TypeError) as error:
         return f"state.json cannot be read: {error!r}"
     places = [
-        f"{name} {found}, expected {stored[name]}"
-        for name, found in (("step", context.step), ("row", context.position))
+        f"{name} {found} in the run, {stored[name]} in the file"
+        for name, found in (("step", step), ("row", row))
         if found != stored[name]
     ]
-    with open_weights(path / "rng.safetensors") as file:
-        random = [
-            name
-            for name in sorted({*file.tensors, *resumed.random})
-            if name not in file.tensors
-            or name not in resumed.random
-            or not same_bits(file.get(name), resumed.random[name])
-        ]
+    found = {"tensors": (len(tensors), _differing_tensors(path, tensors))}
     parameters = dict(student.named_parameters())
-    moments = _differing_moments(path, parameters, context.optimizer.state)
-    counters = [name for name in moments if name.startswith("step/")]
-    found = {
-        "tensors": (len(tensors), _differing_tensors(path, tensors)),
-        "moments": (2 * len(parameters), [name for name in moments if name not in counters]),
-        "update counters": (len(parameters), counters),
-        "random generators": (len(resumed.random), random),
-    }
+    # The optimizer of a sharded student holds only parts.
+    if any(parameter in held for parameter in parameters.values()):
+        moments = _differing_moments(path, parameters, held)
+        counters = [name for name in moments if name.startswith("step/")]
+        found["moments"] = (2 * len(parameters), [one for one in moments if one not in counters])
+        found["update counters"] = (len(parameters), counters)
+    if random_states is not None:
+        with open_weights(path / "rng.safetensors") as file:
+            random = [
+                name
+                for name in sorted({*file.tensors, *random_states})
+                if name not in file.tensors
+                or name not in random_states
+                or not same_bits(file.get(name), random_states[name])
+            ]
+        found["random generators"] = (len(random_states), random)
     for what, (count, differing) in found.items():
         numbers |= {what: count, f"{what} differing": len(differing)}
     wrong = [
@@ -201,24 +166,17 @@ def same_bits(found: object, wanted: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def _differing_tensors(
-    path: Path, live: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None
-) -> list[str]:
-    """Return the names of tensors that the checkpoint does not have, or not bit for bit; those it has are copied
-    `into` tensors of the same names."""
-    differing = []
+def _differing_tensors(path: Path, live: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors that the checkpoint does not have, or not bit for bit."""
     in_parts = "student/"
     with _stored(
         path, "student.safetensors", lambda name: name.startswith(in_parts), in_parts
-    ) as stored_student:
-        for name, tensor in live.items():
-            stored = stored_student(name)
-            stored = None if stored is None else stored.to(tensor.device)
-            if not same_bits(stored, tensor):
-                differing.append(name)
-            if into is not None and stored is not None and stored.shape == tensor.shape:
-                into[name].copy_(stored)
-    return differing
+    ) as stored:
+        return [
+            name
+            for name, tensor in live.items()
+            if (found := stored(name)) is None or not same_bits(found.to(tensor.device), tensor)
+        ]
 
 
 def _differing_moments(

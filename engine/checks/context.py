@@ -42,9 +42,6 @@ class Objective(Protocol):
     ) -> LossTerms: ...
 
 
-MOST_MICRO_BATCHES = 4
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Peak bytes on the device; when `measured_bytes` is None, `source` has the reason."""
@@ -91,8 +88,6 @@ class Context:
     objective: Objective
     evaluate: Callable[[Callable[[Tensor, Tensor], Tensor], Head, Sequence[Batch]], float]
     """Returns the held-out loss of hidden states and a head on some batches."""
-    learning_rate: Callable[[int], float]
-    """Returns the spec's learning rate for a step, counted from 0."""
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
     """The autocast context of the student's training steps."""
     memory: Callable[[], Memory | None]
@@ -101,14 +96,3 @@ class Context:
     """What this session was restored from; None for one that begins at step 0."""
     late_compiles: Callable[[], Sequence[str]]
     """Returns descriptions of the kernels whose compilation a step had to wait for."""
-
-    def micro_batches(self) -> list[Batch]:
-        """Return the first micro-batches of the next step, as the trainer will take them.
-
-        Their number is limited: a few show what many would, and a step may accumulate any number.
-        """
-        rows = self.spec.train.rows
-        return [
-            self.batches.take(self.position + index * rows, rows)
-            for index in range(min(self.spec.train.accumulation, MOST_MICRO_BATCHES))
-        ]

@@ -17,7 +17,6 @@ from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch, Int64Array
 from engine.data.tokens import READ_AT_ONCE, TokenStream
-from engine.log.events import StepDone
 
 LOOKED_AT = 4
 """Number of steps whose rows are checked."""
@@ -87,6 +86,27 @@ def batch_not_degenerate(context: Context) -> Answer:
     )
 
 
+def labels_are_next_tokens(context: Context) -> Answer:
+    """Compare every label with the token after it; a row's last label is of a token that is not in the row."""
+    numbers = Numbers(labelled=0)
+    for whose, batch in (("training", next_rows(context)), ("held-out", context.heldout[0])):
+        labels_BT, next_BT = batch.labels_BT[:, :-1], batch.tokens_BT[:, 1:]
+        labelled_BT = labels_BT != IGNORED
+        same_BT = batch.documents_BT[:, 1:] == batch.documents_BT[:, :-1]
+        wrong = np.argwhere(labelled_BT & ~(same_BT & (labels_BT == next_BT)))
+        numbers["labelled"] += int(labelled_BT.sum())
+        if len(wrong):
+            row, place = wrong[0]
+            return numbers.failed(
+                f"{whose} row {row + 1}, token {place + 1}: the label is {labels_BT[row, place]}, the token "
+                f"{batch.tokens_BT[row, place]} and the next one {next_BT[row, place]}; {len(wrong):,} labels are "
+                "not the next token of their document"
+            )
+    return numbers.passed(
+        f"{numbers['labelled']:,.0f} labels are the next tokens of their documents"
+    )
+
+
 def padding_not_trained(context: Context) -> Answer:
     """Fail if padding has labels. Padding is a run of one token up to the end of a row."""
     batch = next_rows(context)
@@ -135,7 +155,8 @@ def end_is_learnt(context: Context) -> Answer:
     return numbers.failed(f"{names}: {count:,} times in {len(batch.row_ids)} rows, never a label")
 
 
-def split_disjoint(context: Context) -> Answer:
+def split_disjoint(context: Context, step: object = None) -> Answer:
+    """Asked after the first step, whichever it is: no run ends by it, and a large corpus takes seconds."""
     train, held = context.train_stream, context.heldout_stream
     if other := _other_rows(context):
         return Numbers(other_rows=other).failed(
@@ -191,16 +212,6 @@ def _other_rows(context: Context) -> int:
         there_BT = tokens[np.minimum(places_BT, len(tokens) - 1)]
         other += int((batch.tokens_BT != there_BT).any(1).sum())
     return other
-
-
-class SplitDisjoint:
-    """`split_disjoint` after the first step: no run ends by it, and a large corpus takes seconds."""
-
-    def __init__(self, context: Context) -> None:
-        pass
-
-    def after(self, context: Context, step: StepDone) -> Answer:
-        return split_disjoint(context)
 
 
 def _texts(stream: TokenStream) -> NDArray[np.generic]:

@@ -1,4 +1,4 @@
-"""Logits of a few tokens, and values computed from them: cross entropies, also at shifted labels.
+"""Logits of a few tokens, and values computed from them: cross entropies.
 
 Logits are computed CHUNK tokens at a time: with a vocabulary of 152k a chunk has 150 MiB in fp32.
 """
@@ -8,7 +8,7 @@ Logits are computed CHUNK tokens at a time: with a vocabulary of 152k a chunk ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from engine.checks.context import Context
 from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.models.head import Head, logits_of
-from engine.models.packed import head_of
 
 CHUNK = 256
 TOKENS = 512
@@ -26,8 +25,6 @@ TOKENS = 512
 
 COUNTED = 1 << 25
 """Largest number of training tokens that are counted for frequencies."""
-
-OFFSETS = (-1, 0, 1)
 
 Hidden = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,10 +42,6 @@ def student_hidden(context: Context) -> Hidden:
     return hidden
 
 
-def student_head(context: Context) -> Head:
-    return head_of(context.student)
-
-
 def hidden_of(hidden: Hidden, batch: Batch, device: torch.device) -> Tensor:
     """Return the hidden states (B, T, D) of a batch."""
     tokens_BT, documents_BT, _ = batch.to_torch(device)
@@ -56,23 +49,15 @@ def hidden_of(hidden: Hidden, batch: Batch, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def cross_entropies(
-    hidden_ND: Tensor, head: Head, columns: int, targets: Sequence[Tensor]
-) -> list[float]:
-    """Return the mean cross entropy, in nats, for each list of N targets; negative targets are ignored."""
-    totals = torch.zeros(len(targets), dtype=torch.float64, device=hidden_ND.device)
+def cross_entropy(hidden_ND: Tensor, head: Head, columns: int, targets_N: Tensor) -> float:
+    """Return the mean cross entropy in nats; negative targets are ignored."""
+    total = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
     for first in range(0, len(hidden_ND), CHUNK):
         logits_NV = logits_of(hidden_ND[first : first + CHUNK], head, columns)
-        for index, target_N in enumerate(targets):
-            part_N = target_N[first : first + CHUNK].to(logits_NV.device)
-            totals[index] += F.cross_entropy(
-                logits_NV, part_N.clamp(min=-1), ignore_index=-1, reduction="sum"
-            )
-    counts = [int((target_N >= 0).sum()) for target_N in targets]
-    return [
-        total / count if count else math.nan
-        for total, count in zip(totals.tolist(), counts, strict=True)
-    ]
+        part_N = targets_N[first : first + CHUNK].to(logits_NV.device)
+        total += F.cross_entropy(logits_NV, part_N.clamp(min=-1), ignore_index=-1, reduction="sum")
+    count = int((targets_N >= 0).sum())
+    return float(total) / count if count else math.nan
 
 
 def token_frequencies(train: TokenStream, targets_N: Tensor, columns: int) -> float:
@@ -88,23 +73,3 @@ def token_frequencies(train: TokenStream, targets_N: Tensor, columns: int) -> fl
     log_share_V = (counts_V / counts_V.sum()).log()
     targets_N = targets_N[targets_N >= 0].cpu()
     return float(-log_share_V[targets_N].mean()) if len(targets_N) else math.nan
-
-
-def shifted_labels(batch: Batch) -> list[Tensor]:
-    """Return the labels shifted by each of OFFSETS positions, (N,) each.
-
-    A position is kept only if all three shifts give a label of the same document.
-    """
-    labels_BT = torch.from_numpy(batch.labels_BT)
-    documents_BT = torch.from_numpy(batch.documents_BT)
-    found, usable_BT = [], torch.ones_like(labels_BT, dtype=torch.bool)
-    length = labels_BT.shape[1]
-    for offset in OFFSETS:
-        here = slice(max(0, -offset), length - max(0, offset))
-        there = slice(max(0, offset), length - max(0, -offset))
-        moved_BT = torch.full_like(labels_BT, -1)
-        same_BT = documents_BT[:, here] == documents_BT[:, there]
-        moved_BT[:, here] = torch.where(same_BT, labels_BT[:, there], -1)
-        usable_BT &= moved_BT >= 0
-        found.append(moved_BT)
-    return [torch.where(usable_BT, moved_BT, -1).flatten() for moved_BT in found]

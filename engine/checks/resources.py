@@ -17,49 +17,32 @@ SLACK_BYTES = 256 << 20
 """Memory that libraries allocate for themselves, which matters only for small runs."""
 
 
-class MemoryAsPlanned:
-    def __init__(self, context: Context) -> None:
-        self.begun = context.step
-
-    def after(self, context: Context, step: StepDone) -> Answer | None:
-        if step.step < self.begun + SETTLED:
-            return None
-        memory = context.memory()
-        if memory is None:
-            return unknown("no memory was planned")
-        if memory.measured_bytes is None:
-            return unknown(
-                f"the peak was not measured: {memory.source}",
-                predicted_bytes=memory.predicted_bytes,
-            )
-        measured, predicted = memory.measured_bytes, memory.predicted_bytes
-        numbers = Numbers(measured_bytes=measured, predicted_bytes=predicted)
-        text = f"{format_bytes(measured)} measured ({memory.source}), {format_bytes(predicted)} planned"
-        if measured > MOST_MEASURED * predicted + SLACK_BYTES:
-            return numbers.failed(f"{text}: the plan lets runs through that do not fit")
-        if predicted > measured / LEAST_MEASURED + SLACK_BYTES:
-            return numbers.failed(f"{text}: the plan refuses runs that fit")
-        return numbers.passed(text)
+def memory_as_planned(context: Context, step: StepDone) -> Answer | None:
+    if step.step < context.step + SETTLED:
+        return None
+    memory = context.memory()
+    if memory is None:
+        return unknown("no memory was planned")
+    measured, predicted = memory.measured_bytes, memory.predicted_bytes
+    numbers = Numbers(predicted_bytes=predicted)
+    if measured is None:
+        return numbers.unknown(f"the peak was not measured: {memory.source}")
+    numbers["measured_bytes"] = measured
+    text = f"{format_bytes(measured)} measured ({memory.source}), {format_bytes(predicted)} planned"
+    if measured > MOST_MEASURED * predicted + SLACK_BYTES:
+        return numbers.failed(f"{text}: the plan lets runs through that do not fit")
+    if predicted > measured / LEAST_MEASURED + SLACK_BYTES:
+        return numbers.failed(f"{text}: the plan refuses runs that fit")
+    return numbers.passed(text)
 
 
-class NoLateCompile:
-    def __init__(self, context: Context) -> None:
-        self.begun = context.step
-        self.said = -1
-        """Number of late compilations at the last result."""
-
-    def after(self, context: Context, step: StepDone) -> Answer | None:
-        if step.step < self.begun + SETTLED:
-            return None
-        late = context.late_compiles()
-        if len(late) == self.said:
-            return None
-        self.said = len(late)
-        if late:
-            return failed(
-                f"{len(late)} kernels were compiled while a step waited, last {late[-1]}",
-                compiles=len(late),
-            )
-        return passed(
-            f"no kernel was compiled in the first {step.step - self.begun} steps", compiles=0
+def no_late_compile(context: Context, step: StepDone) -> Answer | None:
+    if step.step < context.step + SETTLED:
+        return None
+    late = context.late_compiles()
+    if late:
+        return failed(
+            f"{len(late)} kernels were compiled while a step waited, last {late[-1]}",
+            compiles=len(late),
         )
+    return passed("no kernel was compiled while a step waited", compiles=0)

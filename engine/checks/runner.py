@@ -21,31 +21,27 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from engine.checks.artefact import Artefact, artefact
-from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
+from engine.checks.catalogue import CATALOGUE, skipped_ids
 from engine.checks.check import About, Answer, Result, When, unknown
-from engine.checks.checkpoint import CheckpointReloads
+from engine.checks.checkpoint import checkpoint_reloads, resume_continues
 from engine.checks.context import Context
 from engine.checks.data import (
-    SplitDisjoint,
     batch_not_degenerate,
     end_is_learnt,
+    labels_are_next_tokens,
     padding_not_trained,
+    split_disjoint,
 )
 from engine.checks.forward import forward_is_the_model
 from engine.checks.objective import nan_not_masked
-from engine.checks.resources import MemoryAsPlanned, NoLateCompile
-from engine.checks.settings import effective_settings, resume_continues
+from engine.checks.resources import memory_as_planned, no_late_compile
 from engine.checks.teacher import (
-    StudentShift,
     eval_baseline,
-    shift_proof,
     stored_outputs,
     teacher_fp8_within_noise_floor,
     teacher_knows_text,
@@ -57,47 +53,33 @@ from engine.log.events import StepDone
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
+from engine.verdict import Verdict
 
-
-class Watch(Protocol):
-    """A check that runs after each step until it returns an answer; None means not yet."""
-
-    def after(self, context: Context, step: StepDone) -> Answer | None: ...
-
-
-class Reread(Protocol):
-    """A check of a checkpoint."""
-
-    def at_checkpoint(self, context: Context, path: Path) -> Answer: ...
-
-
-AT_ONCE: dict[str, Callable[[Context], Answer]] = {
+CHECKS: dict[str, Callable[..., Answer | None]] = {
     "vocabulary_by_bytes": vocabulary_by_bytes,
     "batch_not_degenerate": batch_not_degenerate,
+    "labels_are_next_tokens": labels_are_next_tokens,
     "padding_not_trained": padding_not_trained,
     "end_is_learnt": end_is_learnt,
-    "effective_settings": effective_settings,
     "resume_continues": resume_continues,
     "weights_alive": weights_alive,
     "forward_is_the_model": forward_is_the_model,
     "teacher_knows_text": teacher_knows_text,
     "eval_baseline": eval_baseline,
-    "shift_proof": shift_proof,
     "teacher_fp8_within_noise_floor": teacher_fp8_within_noise_floor,
     "stored_outputs": stored_outputs,
     "teacher_not_student": teacher_not_student,
     "nan_not_masked": nan_not_masked,
+    "split_disjoint": split_disjoint,
+    "memory_as_planned": memory_as_planned,
+    "no_late_compile": no_late_compile,
+    "checkpoint_reloads": checkpoint_reloads,
+    "artefact": artefact,
 }
-WATCHES: dict[str, Callable[[Context], Watch]] = {
-    "split_disjoint": SplitDisjoint,
-    "memory_as_planned": MemoryAsPlanned,
-    "no_late_compile": NoLateCompile,
-}
-REREADS: dict[str, Callable[[Context], Reread]] = {
-    "checkpoint_reloads": CheckpointReloads,
-    "student_shift": StudentShift,
-}
-AT_END: dict[str, Callable[[Artefact, Context], Answer]] = {"artefact": artefact}
+"""Each is asked of the context; after a step also of the step, of a checkpoint of its folder and step, at the end of
+what was saved. None is not yet an answer.
+"""
+AT_ONCE = (When.BEFORE, When.AT_START)
 
 
 class Checks:
@@ -107,37 +89,35 @@ class Checks:
         self.spec = spec.checks
         self._skipped = skipped_ids(spec.checks.skip)
         self._context: Context | None = None
-        self._watches: dict[str, Watch] = {}
-        self._rereads: dict[str, Reread] = {}
+        self._open: dict[About, Verdict | None] = {}
+        """Checks that wait for a step or a checkpoint, with what one that is asked for ever has said last."""
 
     def before_training(self, context: Context) -> Iterator[Result]:
-        """Run every check that needs no step, in the order of the catalogue; prepare the others."""
+        """Run every check that needs no step, in the order of the catalogue."""
         self._context = context
         for about in CATALOGUE:
             if not self.spec.enabled or about.id in self._skipped:
                 why = "checks.skip" if self.spec.enabled else "checks.enabled=false"
                 yield _result(about, unknown(f"skipped by {why}"), 0.0, context.step)
-            elif about.id in AT_ONCE:
-                yield from self._ask(about, context.step, AT_ONCE[about.id])
-            elif about.when not in (When.AT_STEP, When.AT_END):
-                yield from self._prepare(about, context)
+            elif about.when in AT_ONCE:
+                yield from self._ask(about, context.step)
+            elif about.id in CHECKS:
+                self._open[about] = None
 
     def look_at(self, context: Context) -> None:
-        """Continue with other objects of the same run, whose student was sharded over several GPUs.
-
-        The checks after each step take their baseline again.
-        """
+        """Continue with other objects of the same run, whose student was sharded over several GPUs."""
         self._context = context
-        with undisturbed(context):
-            self._watches = {name: WATCHES[name](context) for name in self._watches}
 
     def after_step(self, step: StepDone) -> Iterator[Result]:
         """Run the checks that are due now that `step` is done; free when none is."""
-        for name in list(self._watches):
-            watch, about = self._watches[name], ABOUT[name]
-            for result in self._ask(about, step.step, partial(_after, watch, step)):
-                if about.when is not When.ALWAYS:
-                    self._watches.pop(name, None)
+        for about in [one for one in self._open if one.when in (When.FIRST_STEPS, When.ALWAYS)]:
+            for result in self._ask(about, step.step, step):
+                if about.when is When.FIRST_STEPS:
+                    del self._open[about]
+                elif self._open[about] == result.verdict:
+                    continue
+                else:
+                    self._open[about] = result.verdict
                 yield result
 
     def at_checkpoint(
@@ -147,68 +127,39 @@ class Checks:
 
         `student` is the full student, gathered if it is sharded.
         """
-        assert self._context is not None, "before_training comes first"
-        context = dataclasses.replace(
-            self._context, step=step, student=student or self._context.student
-        )
-        for name in list(self._rereads):
-            reread = self._rereads.pop(name)
-            yield from self._ask(ABOUT[name], step, partial(_at_checkpoint, reread, path), context)
+        for about in [one for one in self._open if one.when is When.AT_CHECKPOINT]:
+            del self._open[about]
+            yield from self._ask(about, step, path, step, student=student)
 
     def at_end(self, saved: Artefact, step: int, student: Decoder) -> Iterator[Result]:
         """Check the saved student; `student` is the trained one, whole."""
-        assert self._context is not None, "before_training comes first"
-        context = dataclasses.replace(self._context, step=step, student=student)
-        for name, question in AT_END.items():
-            if self.spec.enabled and name not in self._skipped:
-                yield from self._ask(ABOUT[name], step, partial(question, saved), context)
+        for about in [one for one in self._open if one.when is When.AT_END]:
+            yield from self._ask(about, step, saved, student=student)
 
     def ends_run(self, result: Result) -> bool:
         """Return whether this failure makes the run worthless and the spec says to stop."""
         return result.failed and result.about.stops and self.spec.on_fail == "stop"
 
-    def _prepare(self, about: About, context: Context) -> Iterator[Result]:
-        """Let a later check record the initial state of the run."""
-
-        def prepare(context: Context) -> None:
-            if about.id in WATCHES:
-                self._watches[about.id] = WATCHES[about.id](context)
-            else:
-                self._rereads[about.id] = REREADS[about.id](context)
-
-        return self._ask(about, context.step, prepare)
-
     def _ask(
-        self,
-        about: About,
-        step: int,
-        question: Callable[[Context], Answer | None],
-        context: Context | None = None,
+        self, about: About, step: int, *more: object, student: Decoder | None = None
     ) -> Iterator[Result]:
-        context = context or self._context
-        assert context is not None, "before_training comes first"
+        assert self._context is not None, "before_training comes first"
+        context = self._context
+        if student is not None:
+            context = dataclasses.replace(context, student=student)
         begun = time.perf_counter()
+        answer: Answer | None
         try:
             # A check that runs after every step looks at no model.
             always = about.when is When.ALWAYS
             with contextlib.nullcontext() if always else undisturbed(context):
-                answer = question(context)
+                answer = CHECKS[about.id](context, *more)
         except NoHiddenStates as error:
             answer = unknown(str(error))
-            self._watches.pop(about.id, None)
         except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run
             answer = unknown(f"the check broke: {type(error).__name__}: {error}")
-            self._watches.pop(about.id, None)
         if answer is not None:
             yield _result(about, answer, time.perf_counter() - begun, step)
-
-
-def _after(watch: Watch, step: StepDone, context: Context) -> Answer | None:
-    return watch.after(context, step)
-
-
-def _at_checkpoint(reread: Reread, path: Path, context: Context) -> Answer:
-    return reread.at_checkpoint(context, path)
 
 
 def _result(about: About, answer: Answer, cost_s: float, step: int) -> Result:

@@ -1,4 +1,4 @@
-"""Checks of what the models know: the teacher, the evaluation, and the alignment of labels.
+"""Checks of what the models know: the teacher and the evaluation.
 
 The yardstick is the cross entropy of token frequencies, counted on the training text, on the same tokens.
 It is lower than ln V, and a lookup table reaches it. A model between the two has no business with this text; one
@@ -10,7 +10,6 @@ that is not better than ln V is no model at all, or of other tokens.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,17 +18,14 @@ from engine.checks.check import Answer, Numbers, passed, unknown
 from engine.checks.context import Context
 from engine.checks.data import next_rows
 from engine.checks.logits import (
-    OFFSETS,
-    cross_entropies,
+    cross_entropy,
     few_rows,
     hidden_of,
-    shifted_labels,
-    student_head,
     student_hidden,
     token_frequencies,
 )
-from engine.data.batches import IGNORED
 from engine.models.head import mean_kl
+from engine.models.packed import head_of
 from engine.teachers.fp8 import NOISE_FLOOR_KL, rounding_of
 from engine.teachers.identity import same_values
 from engine.teachers.store.teacher import CachedTeacher
@@ -39,7 +35,7 @@ SMALLEST_KL = 1e-5
 same values in the same precision give 1e-7.
 """
 CLEAR = 0.1
-"""Nats by which one offset must beat another, or a model must beat guessing, for a verdict."""
+"""Nats by which a model must beat guessing."""
 NO_TEACHER = "there is no teacher in the objective"
 
 
@@ -51,7 +47,7 @@ def teacher_knows_text(context: Context) -> Answer:
     labels_N = torch.from_numpy(batch.labels_BT).flatten()
     columns = context.student.config.vocab_size
     hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
-    (ce,) = cross_entropies(hidden_NE, teacher.head(), columns, [labels_N])
+    ce = cross_entropy(hidden_NE, teacher.head(), columns, labels_N)
     frequencies = token_frequencies(context.train_stream, labels_N, columns)
     ln_v = math.log(columns)
     numbers = Numbers(
@@ -78,7 +74,7 @@ def teacher_knows_text(context: Context) -> Answer:
 def eval_baseline(context: Context) -> Answer:
     """Evaluate random hidden states with the student's own head."""
     batch = few_rows(context.heldout[0])
-    head, columns = student_head(context), context.student.config.vocab_size
+    head, columns = head_of(context.student), context.student.config.vocab_size
 
     def noise(tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         generator = torch.Generator(tokens_BT.device).manual_seed(0)
@@ -98,89 +94,6 @@ def eval_baseline(context: Context) -> Answer:
     return numbers.passed(text)
 
 
-def shift_proof(context: Context) -> Answer:
-    """Find the offset at which the teacher's logits fit the labels best; it must be 0."""
-    teacher = context.teacher
-    if teacher is None:
-        return unknown(NO_TEACHER)
-    batch = few_rows(next_rows(context))
-    columns = context.student.config.vocab_size
-    targets = shifted_labels(batch)
-    hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
-    found = cross_entropies(hidden_NE, teacher.head(), columns, targets)
-    frequencies = token_frequencies(context.train_stream, targets[1], columns)
-    numbers = _at_offsets("ce", found)
-    numbers |= dict(frequencies=frequencies, tokens=float((targets[1] >= 0).sum()))
-    best = min(range(len(OFFSETS)), key=lambda index: found[index])
-    if not all(map(math.isfinite, found)):
-        return numbers.unknown("the teacher's cross entropy is not finite or no token has labels")
-    if found[best] >= frequencies:
-        return numbers.unknown("the teacher knows nothing of this text, so it cannot tell")
-    listed = ", ".join(
-        f"{ce:.2f} at {offset:+d}" for offset, ce in zip(OFFSETS, found, strict=True)
-    )
-    if OFFSETS[best] != 0:
-        how = "not shifted" if OFFSETS[best] > 0 else "shifted twice"
-        return numbers.failed(f"the teacher's cross entropy is {listed}: labels are {how}")
-    return numbers.passed(f"the teacher's cross entropy is {listed}")
-
-
-def _at_offsets(what: str, values: list[float]) -> Numbers:
-    named = {f"{what}_at_{offset:+d}": x for offset, x in zip(OFFSETS, values, strict=True)}
-    return Numbers(named)
-
-
-class StudentShift:
-    """The same for the student, once it has learnt: the offset at which it has improved."""
-
-    def __init__(self, context: Context) -> None:
-        self.begun = self._measure(context)
-
-    @staticmethod
-    def _measure(context: Context) -> list[float]:
-        batch = few_rows(context.heldout[0])
-        tokens_BT = torch.from_numpy(batch.tokens_BT)
-        documents_BT = torch.from_numpy(batch.documents_BT)
-        # The tokens themselves, because the labels may be what is wrong: the current token, the next and
-        # the one after it, where all are of the same document.
-        length = tokens_BT.shape[1] - 2
-        same_BT = documents_BT[:, :-2] == documents_BT[:, 2:]
-        # Of a conversation where something is trained on: elsewhere the student learns nothing.
-        same_BT &= torch.from_numpy(batch.labels_BT[:, :length] != IGNORED)
-        same_BT = same_BT.flatten()
-        targets = [
-            torch.where(same_BT, tokens_BT[:, 1 + o : 1 + o + length].flatten(), -1)
-            for o in OFFSETS
-        ]
-        hidden_BTD = hidden_of(student_hidden(context), batch, context.device)[:, :length]
-        return cross_entropies(
-            hidden_BTD.flatten(0, 1),
-            student_head(context),
-            context.student.config.vocab_size,
-            targets,
-        )
-
-    def at_checkpoint(self, context: Context, path: Path) -> Answer:
-        now = self._measure(context)
-        gained = [before - after for before, after in zip(self.begun, now, strict=True)]
-        numbers = _at_offsets("ce", now)
-        numbers |= _at_offsets("gained", gained)
-        for offset, ce, gain in zip(OFFSETS, now, gained, strict=True):
-            if offset and gain > max(gained[1], 0) + CLEAR and ce < now[1] - CLEAR:
-                what = "the token it was given" if offset < 0 else "the token after the next"
-                return numbers.failed(
-                    f"since the start it has learnt to predict {what}: cross entropy {ce:.2f} nats, "
-                    f"for the next token {now[1]:.2f}"
-                )
-        if not gained[1] >= CLEAR:
-            return numbers.unknown(
-                f"the student has gained {gained[1]:.2f} nats since the start: too little to tell"
-            )
-        return numbers.passed(
-            f"it predicts the next token, {gained[1]:.2f} nats better than at the start"
-        )
-
-
 def teacher_not_student(context: Context) -> Answer:
     teacher, decoder = context.teacher, context.teacher_decoder
     if teacher is None:
@@ -191,7 +104,7 @@ def teacher_not_student(context: Context) -> Answer:
         hidden_of(teacher.hidden, batch, context.device).flatten(0, 1),
         teacher.head(),
         hidden_of(student_hidden(context), batch, context.device).flatten(0, 1),
-        student_head(context),
+        head_of(context.student),
         columns,
     )
     # A teacher read from stored outputs has no values; the KL tells as much.

@@ -98,14 +98,14 @@ DEFECTS: tuple[Defect, ...] = (
     _defect(
         "labels_unshifted",
         STEPS,
-        "shift_proof",
+        "labels_are_next_tokens",
         "a label is the token itself",
         "ms-swift PR #8436: logits and labels were never shifted",
     ),
     _defect(
         "labels_shifted_twice",
         STEPS,
-        "shift_proof",
+        "labels_are_next_tokens",
         "a label is the token after the next",
         "rows that were shifted by the loader and again by the loss",
     ),

@@ -16,7 +16,6 @@ from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
 from engine.train.heldout import heldout_loss
-from engine.train.schedule import learning_rate
 from engine.train.trainer import Trainer
 
 
@@ -82,7 +81,6 @@ def context_of(
         tokenizers=tokenizers,
         objective=objective,
         evaluate=evaluate,
-        learning_rate=lambda step: learning_rate(step, spec.train),
         autocast=trainer.autocast,
         memory=memory,
         resumed=resumed,

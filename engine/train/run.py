@@ -22,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checks.artefact import Artefact, samples_of
-from engine.checks.checkpoint import Sample
+from engine.checks.artefact import Artefact, Sample, samples_of
 from engine.checks.runner import Checks
 from engine.crash import as_engine_error, is_memory_error, trace_of
 from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError

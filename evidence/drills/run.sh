@@ -6,11 +6,11 @@ python3 -m engine drill load_hangs --out "$OUT/cpu-late"
 python3 -m engine drill saved_untrained saved_one_of_start saved_through_fp8 saved_head_untied \
   layer_not_restored moment_zeroed counters_reset random_not_restored position_off --out "$OUT/cpu-files"
 python3 -m engine drill rows_slow_ahead observer_slow log_slow --out "$OUT/cpu-pace"
-# Those that a stage of the audit names, and shifted labels.
+# Those that a stage of the audit names.
 python3 -m engine drill $(python3 -m engine drill --list --json | python3 -c "
 import json, sys
 print(*(d['id'] for d in json.load(sys.stdin) if any(n.startswith('check step_') for n in d['must_be_named_by'])))
-") labels_unshifted labels_shifted_twice --out "$OUT/cpu-steps"
+") --out "$OUT/cpu-steps"
 python3 -m engine drill batch_met_again row_left_out row_altered labels_swapped heldout_row_trained epochs_alike stored_rows_turned \
   stored_outputs_scaled ends_masked training_rows_evaluated --out "$OUT/cpu-data"
 python3 -m engine drill --healthy --seeds 20 --out "$OUT/healthy-cpu"

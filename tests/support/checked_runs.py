@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.checks.artefact import Artefact, samples_of
+from engine.checks.artefact import Artefact, Sample, samples_of
 from engine.checks.check import Result
-from engine.checks.checkpoint import Sample
 from engine.checks.context import Context
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows

@@ -30,14 +30,13 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 SAID = [
-    ("labels_unshifted", "shift_proof", "labels are not shifted"),
-    ("labels_shifted_twice", "shift_proof", "labels are shifted twice"),
+    ("labels_unshifted", "labels_are_next_tokens", "are not the next token"),
     ("t_squared_missing", "step_gradients", "the gradient of the hidden states is"),
     ("denominator_per_pass", "step_gradients", "the gradient of the hidden states is"),
     ("last_row_only", "step_gradients", "(relative) from the plain decoder's"),
     ("last_position_only", "step_gradients", "(relative) from the plain decoder's"),
     ("norm_eps_fixed", "forward_is_the_model", "as with eps 1.0e-05"),
-    ("frozen_embedding", "effective_settings", "1 are missing"),
+    ("frozen_embedding", "step_weights", "embed.weight is not in the optimizer"),
     ("random_teacher", "teacher_knows_text", "guessing at random"),
 ]
 """What is said of a defect, and by which check."""

@@ -54,8 +54,8 @@ def test_a_healthy_run_raises_nothing(world: World, seed: int, tmp_path: Path) -
     run = healthy(world, seed, tmp_path)
     assert run.failures() == {}
     assert run.results.keys() == ABOUT.keys()
-    # A CPU run plans no memory here, and after twelve steps a student may have learnt too little.
-    assert run.unknowns().keys() <= {"memory_as_planned", "student_shift"}
+    # A CPU run plans no memory here.
+    assert run.unknowns().keys() <= {"memory_as_planned"}
     assert all(result.cost_s >= 0 for result in run.results.values())
 
 
@@ -138,9 +138,9 @@ def test_checks_before_training_leave_no_gradient_and_no_mode(world: World) -> N
 
 
 def test_a_skipped_check_is_unknown_and_the_others_are_asked(world: World) -> None:
-    run = make_run(world, checks__skip="shift_proof, step_student").begin()
+    run = make_run(world, checks__skip="eval_baseline, step_student").begin()
     run.step(2)
-    for name in ("shift_proof", "step_student"):
+    for name in ("eval_baseline", "step_student"):
         verdict = run.results[name].verdict
         assert verdict.level is Level.UNKNOWN and verdict.reason == "skipped by checks.skip"
     assert run.results["step_gradients"].verdict.level is Level.PASS
@@ -157,7 +157,7 @@ def test_switched_off_checks_are_all_unknown(world: World) -> None:
 
 def test_a_skip_that_names_no_check_is_refused_with_the_nearest() -> None:
     with pytest.raises(SpecError, match="found 'step_gradeints'; did you mean step_gradients"):
-        skipped_ids("shift_proof,step_gradeints")
+        skipped_ids("eval_baseline,step_gradeints")
     with pytest.raises(SpecError, match="found 'loss_gradient', which is now step_gradients"):
         skipped_ids("loss_gradient")
     assert skipped_ids(" ") == frozenset()
@@ -170,13 +170,13 @@ def test_a_check_that_breaks_is_unknown_and_ends_nothing(
         torch.manual_seed(1)
         raise RuntimeError("no kernel for it")
 
-    monkeypatch.setitem(runner.AT_ONCE, "shift_proof", broken)
+    monkeypatch.setitem(runner.CHECKS, "eval_baseline", broken)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     run = make_run(world)
     torch.set_rng_state(state)
     run.begin()
-    verdict = run.results["shift_proof"].verdict
+    verdict = run.results["eval_baseline"].verdict
     assert str(verdict) == "unknown: the check broke: RuntimeError: no kernel for it"
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -184,7 +184,7 @@ def test_a_check_that_breaks_is_unknown_and_ends_nothing(
 def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> None:
     run = make_run(world).begin()
     run.step(1)
-    gradient, split = run.results["shift_proof"], run.results["split_disjoint"]
+    gradient, split = run.results["teacher_knows_text"], run.results["split_disjoint"]
     bad = dataclasses.replace(gradient.verdict, level=Level.FAIL)
     unsure = dataclasses.replace(gradient.verdict, level=Level.UNKNOWN)
     assert run.checks.ends_run(dataclasses.replace(gradient, verdict=bad))
@@ -195,7 +195,7 @@ def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> N
 
 
 def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
-    made = [*runner.AT_ONCE, *runner.WATCHES, *runner.REREADS, *runner.AT_END, *JUDGES]
+    made = [*runner.CHECKS, *JUDGES]
     assert sorted(made) == sorted(ABOUT) and len(made) == len(set(made)) == len(CATALOGUE)
     table = (engine.checks.__doc__ or "").split("What they are,")[0]
     listed = [
@@ -206,15 +206,7 @@ def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
     assert sorted(listed) == sorted(ABOUT)
     for about in CATALOGUE:
         assert about.question.endswith("?") and about.means and about.remedy
-        others: dict[When, object] = {
-            When.AT_CHECKPOINT: runner.REREADS,
-            When.AT_STEP: JUDGES,
-            When.AT_END: runner.AT_END,
-        }
-        kind: object = others.get(about.when, runner.AT_ONCE)
-        if about.when in (When.FIRST_STEPS, When.ALWAYS):
-            kind = runner.WATCHES
-        assert about.id in kind  # type: ignore[operator]
+        assert about.id in (JUDGES if about.when is When.AT_STEP else runner.CHECKS)
 
 
 def test_the_catalogue_needs_no_torch() -> None:
@@ -250,8 +242,8 @@ def test_the_exit_code_is_the_lowest_answer(
     for number, (changed, code) in enumerate(
         [
             ({}, EXIT_PASS),
-            ({"shift_proof": "unknown"}, EXIT_UNKNOWN),
-            ({"shift_proof": "unknown", "step_gradients": "fail"}, EXIT_FAIL),
+            ({"eval_baseline": "unknown"}, EXIT_UNKNOWN),
+            ({"eval_baseline": "unknown", "step_gradients": "fail"}, EXIT_FAIL),
         ]
     ):
         folder = tmp_path / str(number)
@@ -274,14 +266,14 @@ def test_the_answers_of_an_earlier_version_count_and_name_the_stage_of_today(
 def test_a_check_that_has_not_answered_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ask(logged(tmp_path, {"shift_proof": "pass"}), json=True) == EXIT_UNKNOWN
+    assert ask(logged(tmp_path, {"eval_baseline": "pass"}), json=True) == EXIT_UNKNOWN
     rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
     assert rows["step_gradients"]["reason"] == "has not answered in this session"
-    assert rows["shift_proof"]["numbers"] == {"kl": "nan", "step": 1.0}
+    assert rows["eval_baseline"]["numbers"] == {"kl": "nan", "step": 1.0}
 
 
 def test_the_view_keeps_the_newest_answer_and_the_status_names_failures(tmp_path: Path) -> None:
-    run = logged(tmp_path, {"shift_proof": "pass", "no_late_compile": "fail"})
+    run = logged(tmp_path, {"eval_baseline": "pass", "no_late_compile": "fail"})
     follower = Follower(run)
     follower.read_all()
     view = follower.view

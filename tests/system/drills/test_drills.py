@@ -112,7 +112,7 @@ def view_of(*events: Event, watch: tuple[Event, ...] = ()) -> RunView:
 def test_failed_checks_alerts_refusals_and_exits_are_names_and_nothing_else_is() -> None:
     view = view_of(
         example_of(Checked, id="forward_is_the_model", level="pass"),
-        example_of(Checked, id="shift_proof", level="unknown"),
+        example_of(Checked, id="eval_baseline", level="unknown"),
         example_of(Checked, id="weights_alive", level="fail", reason="zero"),
         example_of(StepDone, step=1),
         Note(level="warning", text="w"),

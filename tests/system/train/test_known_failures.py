@@ -85,7 +85,7 @@ ASSERTIONS = (
     Failure(
         "A6",
         "settings that never reached the run",
-        checks=("effective_settings", "step_weights", "step_moments"),
+        checks=("step_weights", "step_moments"),
         rules=("learning_rate", "batch_not_as_set", "run_not_as_set"),
         drills=("rate_lost",),
     ),
@@ -194,9 +194,8 @@ GAPS = (
         "G4",
         "shift and mask",
         checks=(
-            "shift_proof",
+            "labels_are_next_tokens",
             "step_labels",
-            "student_shift",
             "padding_not_trained",
             "end_is_learnt",
         ),
