@@ -20,7 +20,7 @@ from workbench.listing import TONE_OF, Listing, Row, age_text
 NONE = """\
 No contract here: {problem}
 
-Contracts are files `contracts/NAME.yaml` of a project; each says what its code promises, and how that is
+Contracts are files `contracts/NAME.yaml` of a project; each says what its code promises, and how that is \
 tested. Start the workbench in the folder that has them, or begin one:
 
   engine contracts validate contracts/NAME.yaml   what is wrong with it, with line and column

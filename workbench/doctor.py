@@ -46,7 +46,7 @@ class DoctorFeed:
             self._asked_s = time.monotonic()
             self._took_s = self._asked_s - begun_s
             self._rows = tuple(rows_of(fields))
-            self._head = f"doctor: {fields['verdict'].upper()}: {one_line(fields['reason'])}"
+            self._head = f"doctor: {fields['verdict'].upper()}"
         age = format_seconds(float(int(time.monotonic() - self._asked_s)))
         took = format_seconds(self._took_s)
         return Listing(head=f"{self._head} (asked {age} ago, took {took})", rows=self._rows)
@@ -58,9 +58,7 @@ def rows_of(fields: Mapping[str, Any]) -> Iterator[Row]:
     missing = [_missing(m) for m in fields["missing"] if m["counts"]]
     unneeded = [_missing(m) for m in fields["missing"] if not m["counts"]]
     verdict = [f"verdict: {level.upper()}", f"  {one_line(fields['reason'])}"]
-    yield _row(
-        "verdict", f"{level.upper()}: {fields['reason']}", verdict, TONE_OF[Level[level.upper()]]
-    )
+    yield _row("verdict", level.upper(), verdict, TONE_OF[Level[level.upper()]])
     broken = [f"  {one_line(text)}" for text in fields["broken"]]
     yield _row("broken", _count(broken), ["broken", *broken], "bad" if broken else "good")
     yield _row(

@@ -150,7 +150,8 @@ def _row(known: Known, found: Found | None, now_unix_s: float) -> Row:
     return Row(
         key=known.id,
         name=known.id,
-        text=f"{level.upper():7}  {age:>7}  {known.what}",
+        text=f"{level.upper():7}  {age:>7}",
+        words=known.what,
         tone=tone,
         lines=tuple(_lines(known, found, age)),
     )

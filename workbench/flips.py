@@ -38,7 +38,7 @@ FLIPS = "flips"
 NONE = """\
 No flip in {folders} yet.
 
-A flip runs a spec in pairs, once as it is and once with one setting changed, until it is clear
+A flip runs a spec in pairs, once as it is and once with one setting changed, until it is clear \
 which is better:
 
   F on the screen of a run                 what its alerts and decisions suggest

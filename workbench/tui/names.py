@@ -49,8 +49,8 @@ def broken(text: str, width: int, first: int | None = None) -> list[str]:
                 if len(word.rstrip()) > room() and (rows[-1] or first is not None):
                     rows.append("")
                 rows[-1] += word
-                while len(rows[-1].rstrip()) > width:
-                    rows[-1:] = [rows[-1][:width], rows[-1][width:]]
+                while len(rows[-1].rstrip()) > (full := room() + len(rows[-1])):
+                    rows[-1:] = [rows[-1][:full], rows[-1][full:]]
     return [row.rstrip() for row in rows]
 
 

@@ -22,6 +22,7 @@ from engine.errors import EngineError
 from engine.log.text import one_line
 from workbench.jobs import Job
 from workbench.listing import Listing, Row, with_job
+from workbench.paths import with_short_paths
 from workbench.plot.chart import chart_of
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
@@ -41,6 +42,8 @@ COMMON: tuple[Binding, ...] = (
 )
 """Keys of every list, after its own."""
 JOB_LINES = 7
+SHARE = (30, 50)
+"""The least and the most of the width that a list gets beside its details, in percent."""
 
 
 def shape_of(width: int, height: int) -> str:
@@ -92,7 +95,7 @@ screen.
         self.set_class(row.trace is not None, "-plotted")
         if row.trace is not None:
             self.query_one(ChartView).chart = chart_of((row.trace,))
-        self.query_one(WordsView).lines = row.lines
+        self.query_one(WordsView).lines = tuple(map(with_short_paths, row.lines))
 
 
 class Feed(Protocol):
@@ -116,8 +119,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
     DEFAULT_CSS = """
     BrowseScreen {
         #head {
-            height: 1; padding: 0 1; background: $panel; text-style: bold;
-            text-wrap: nowrap; text-overflow: ellipsis;
+            height: auto; max-height: 2; padding: 0 1; background: $panel; text-style: bold;
         }
         #both { height: 1fr; }
         #empty { padding: 1 2; display: none; height: 1fr; }
@@ -129,15 +131,15 @@ class BrowseScreen(PollingScreen, Generic[F]):
     }
     BrowseScreen.-wide #both {
         layout: horizontal;
-        RowList { width: 2fr; }
-        DetailsPane { width: 3fr; }
+        DetailsPane { width: 1fr; }
     }
     BrowseScreen.-stacked #both {
         layout: vertical;
-        RowList { height: 2fr; }
-        DetailsPane { height: 3fr; }
+        RowList { height: auto; max-height: 45%; }
+        DetailsPane { height: 1fr; }
     }
     BrowseScreen.-single {
+        #head { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
         DetailsPane { display: none; }
         &.-zoomed DetailsPane { display: block; }
         RowList, RowList:focus, DetailsPane, DetailsPane:focus { border: none; padding: 0; }
@@ -161,7 +163,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
         with Container(id="both"):
             yield RowList()
             yield DetailsPane(ascii_only=self.context.ascii_only)
-        yield Static(id="empty", markup=False)
+        yield WordsView(id="empty")
         yield Static(id="job", markup=False)
         yield KeyBar()
 
@@ -181,9 +183,10 @@ class BrowseScreen(PollingScreen, Generic[F]):
         rows = self.query_one(RowList)
         with self.app.batch_update():
             self.query_one("#head", Static).update(listing.head)
-            self.query_one("#empty", Static).update(listing.empty)
+            self.query_one("#empty", WordsView).lines = tuple(listing.empty.splitlines())
             self.set_class(not listing.rows, "-empty")
             rows.rows = listing.rows
+            self._share_width()
             if self._goto and rows.select(self._goto):
                 self._goto = ""
             self.set_class(bool(listing.job), "-working")
@@ -220,6 +223,16 @@ class BrowseScreen(PollingScreen, Generic[F]):
         shape = shape_of(*self.size)
         for name in ("wide", "stacked", "single"):
             self.set_class(name == shape, f"-{name}")
+        self._share_width()
+
+    def _share_width(self) -> None:
+        """Beside the details, give the list the width that its rows need, within limits."""
+        rows, width = self.query_one(RowList), self.size.width
+        if shape_of(*self.size) == "wide":
+            most = width * SHARE[1] // 100
+            rows.styles.width = max(rows.wanted_width(most), width * SHARE[0] // 100)
+        else:
+            rows.styles.width = "1fr"
 
     # Keys.
 

@@ -136,6 +136,7 @@ class CompareScreen(PollingScreen):
     }
     CompareScreen.-grid PaneTabs { display: none; }
     CompareScreen.-grid #settings { height: auto; max-height: 60%; }
+    CompareScreen.-grid.-no-alerts #settings { height: 1fr; max-height: 100%; }
     CompareScreen.-single .pane, CompareScreen.-single .pane:focus {
         border: none; border-top: heavy $primary; padding: 0;
     }
@@ -195,7 +196,7 @@ class CompareScreen(PollingScreen):
         with self.app.batch_update():
             self._draw_plot()
             self._wanted = wanted_width(names, rows)
-            self._share_width()
+            self.lay_out()
             self.query_one("#results", TextPane).show(
                 lambda width: result_lines(slots, names, rows, width)
             )
@@ -364,16 +365,24 @@ class CompareScreen(PollingScreen):
 
     # Layout.
 
+    @property
+    def _has_alerts(self) -> bool:
+        comparison = self._comparison
+        return comparison is not None and any(run.view.alerts for run in comparison.runs)
+
     @on(Resize)
     def lay_out(self) -> None:
         """Show the panes that belong on a screen of this size."""
         width, height = self.size
         is_grid = width >= GRID[0] and height >= GRID[1]
         below = {name for name in PANES[1:] if is_grid or name == self._pane}
+        if self._pane != "alerts" and not self._has_alerts:
+            below.discard("alerts")
         has_plot = is_grid or self._pane == "plot" or height >= SINGLE
         if height >= SINGLE and not below and not self._wants_grid:
             below = {"results"}
         self.set_class(is_grid, "-grid")
+        self.set_class("alerts" not in below, "-no-alerts")
         self.set_class(height < SINGLE, "-single")
         self.query_one("#plot").display = has_plot
         self.query_one("#below").display = bool(below)

@@ -86,7 +86,7 @@ class HelpScreen(ModalScreen[None]):
         """Yield heading and lines of each part, from the focused widget outwards."""
         active = {keys.node: keys.bindings for keys in active_keys(below)}
         inner: list[DOMNode] = [node for node in active if node not in (below, self.app)]
-        own = [binding for node in inner for binding in active[node]]
+        own = _scrolling([binding for node in inner for binding in active[node]])
         name, words = help_of(below.focused) or ("The chosen pane", [])
         if words or own:
             yield (
@@ -106,6 +106,18 @@ class HelpScreen(ModalScreen[None]):
 
     async def action_dismiss(self, result: None = None) -> None:
         self.dismiss(result)
+
+
+SCROLLING = ("scroll_", "page_")
+"""How the actions begin by which a widget scrolls."""
+
+
+def _scrolling(bindings: Sequence[Binding]) -> list[Binding]:
+    """Return keys, those that scroll as one."""
+    others = [b for b in bindings if not b.action.startswith(SCROLLING)]
+    if len(others) == len(bindings):
+        return others
+    return [*others, Binding("arrows,page,home,end", "scroll_down", "scroll")]
 
 
 def _wrapped(lines: Sequence[str], width: int) -> Iterator[str]:

@@ -18,6 +18,7 @@ from engine.log.filters import Filter, parse_filter
 from engine.log.folder import RunFolder
 from engine.log.notes import change_notes
 from engine.units import format_count, format_value
+from workbench.paths import path_text
 from workbench.plot.series import SERIES, series_style
 from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot
 from workbench.tui.context import Context
@@ -36,11 +37,14 @@ from workbench.tui.widgets.filter_line import FilterLine
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.runs_table import RunsTable
 from workbench.tui.widgets.text_pane import TextPane
+from workbench.tui.widgets.words_view import WordsView
 
 FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must hold"
 WIDE = 160
 """From this width on, the run under the cursor is shown beside the table."""
 SORT_KEYS = Binding.Group("sort")
+ABOUT_RUNS = frozenset({"open", "filter", "mark", "compare", "again", "tags", "note", "sort"})
+"""The actions that need a run in the list."""
 
 
 NO_RUNS = """\
@@ -159,7 +163,7 @@ class RunsScreen(PollingScreen):
         with Horizontal(id="rows"):
             yield RunsTable(ascii_only=self.context.ascii_only)
             yield TextPane("run", id="preview")
-        yield Static(id="empty", markup=False)
+        yield WordsView(id="empty")
         yield Static(id="detail", markup=False)
         yield FilterLine("", id="edit")
         yield KeyBar()
@@ -188,7 +192,8 @@ class RunsScreen(PollingScreen):
         with self.app.batch_update():
             self.query_one("#head", Static).update(self._heading(snapshot, len(rows)))
             self.set_class(not rows, "-empty")
-            self.query_one("#empty", Static).update(nothing(snapshot, self._pattern))
+            words = nothing(snapshot, self._pattern).splitlines()
+            self.query_one("#empty", WordsView).lines = tuple(words)
             table = self.query_one(RunsTable)
             table.marked, table.rows_shown = dict(self._marked), tuple(rows)
             self._draw_detail()
@@ -312,6 +317,8 @@ class RunsScreen(PollingScreen):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "resume"):
             return (target := self.target()) is not None and target.can(action)
+        if action in ABOUT_RUNS:
+            return bool(self._rows)
         lines = self.query(FilterLine)
         return action != "clear_filter" or any(line.display for line in lines)
 
@@ -409,12 +416,12 @@ def nothing(snapshot: RunsSnapshot, pattern: str) -> str:
 
 
 def _folders(snapshot: RunsSnapshot) -> str:
-    return ", ".join(str(folder) for folder in snapshot.folders)
+    return ", ".join(map(path_text, snapshot.folders))
 
 
 def detail_lines(row: RunRow) -> list[str]:
     """Return the details of a run: its folder, its progress, its alerts."""
-    lines = [str(row.path)]
+    lines = [path_text(row.path)]
     if row.total_steps is not None or row.last_step:
         total = "" if row.total_steps is None else f"/{row.total_steps}"
         words = [f"step {row.last_step}{total}"]
@@ -441,4 +448,4 @@ def tag_lines(row: RunRow) -> list[str]:
 def preview_lines(row: RunRow) -> list[str]:
     """Return what is known of a run: tags, its state in a sentence, failed checks, results, alerts."""
     error = [] if row.error is None else [row.error]
-    return [*tag_lines(row), *error, *row.words, f"run folder: {row.path}"]
+    return [*tag_lines(row), *error, *row.words, f"run folder: {path_text(row.path)}"]

@@ -21,6 +21,7 @@ from engine.log.folder import RunFolder
 from engine.log.text import one_line
 from workbench.flips import Wanted
 from workbench.suspicions import Suspicion
+from workbench.tui.names import wrapped
 from workbench.tui.widgets.choice import Choice
 from workbench.tui.widgets.words_view import WordsView
 
@@ -33,6 +34,8 @@ LINES = (
     ("steps", "steps", "of each run"),
 )
 START = Wanted(assignment="")
+WIDE = 10_000
+"""A width at which nothing is wrapped."""
 CHECK_AFTER_S = 0.4
 """Pause in typing after which the engine checks whether both arms can run."""
 
@@ -68,7 +71,7 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         Input:focus { background: $primary 30%; }
         OptionList {
             height: auto; min-height: 3; max-height: 9; border: round $foreground 40%; padding: 0;
-            text-wrap: nowrap; text-overflow: ellipsis; background: $background;
+            background: $background;
         }
         OptionList:focus { border: heavy $primary; }
     }
@@ -95,14 +98,25 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
 
     def watch_found(self, found: tuple[Suspicion, ...] | None) -> None:
         options = self.query_one(OptionList)
-        options.set_options([_option(suspicion) for suspicion in found or ()])
+        options.set_options([_option(suspicion, WIDE) for suspicion in found or ()])
         options.display = bool(found)
+        self.call_after_refresh(self.on_resize)
         possible = [i for i, one in enumerate(found or ()) if not one.impossible]
         if not possible:
             self.query_one("#assignment", Input).focus()
             return
         options.highlighted = possible[0]
         options.focus()
+
+    def on_resize(self) -> None:
+        """Wrap the suggestions to the width of their list."""
+        options = self.query_one(OptionList)
+        width = options.scrollable_content_region.width
+        if width > 0 and options.option_count == len(self.found or ()):
+            for place, suspicion in enumerate(self.found or ()):
+                prompt = _option(suspicion, width).prompt
+                if prompt != options.get_option_at_index(place).prompt:
+                    options.replace_option_prompt_at_index(place, prompt)
 
     @property
     def wanted(self) -> Wanted:
@@ -134,11 +148,13 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         self.post_message(self.Sent())
 
 
-def _option(suspicion: Suspicion) -> Option:
+def _option(suspicion: Suspicion, width: int) -> Option:
     if suspicion.impossible:
         text = f"/ {suspicion.assignment}   not here: {one_line(suspicion.impossible)}"
-        return Option(Content.styled(text, "$text-muted"), disabled=True)
-    return Option(f"  {suspicion.assignment}   {one_line(suspicion.source)}")
+        rows = "\n".join(wrapped(text, width))
+        return Option(Content.styled(rows, "$text-muted"), disabled=True)
+    text = f"  {suspicion.assignment}   {one_line(suspicion.source)}"
+    return Option(Content("\n".join(wrapped(text, width))))
 
 
 class FlipPlan(VerticalScroll, can_focus=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -12,7 +13,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from workbench.listing import SIGNS, Row, Tone
-from workbench.tui.names import told_apart
+from workbench.tui.names import told_apart, wrapped
 
 STYLES: dict[Tone, str] = {
     "good": "$text-success",
@@ -23,32 +24,46 @@ STYLES: dict[Tone, str] = {
 }
 
 
-SIGN_CELLS = 2
+GAP = "  "
+SIGN_CELLS, FRAME_CELLS = 2, 3
+"""Cells of a row that its sign takes, and border and scroll bar."""
 WHOLE = 10_000
 """A width at which nothing is cut."""
-NAME_CELLS, TEXT_CELLS = 12, 18
-"""A name keeps at least the first number of cells; the text beside it gets the second."""
+NAME_CELLS, TEXT_CELLS = 12, 30
+"""A name keeps at least the first number of cells; the text beside it gets as many as it needs, up to the second."""
+WRAPS = 40
+"""From this width on, a text that is too long is wrapped; below, it is cut at the end of the row."""
 
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:
-    """Return the rows without their signs; names in a column, cut in the middle where it is narrow."""
+    """Return the rows without their signs; names in a column, cut in the middle where it is narrow, and the words of
+    the rows where all of them fit. A text that is wider than the row has several lines."""
     names = tuple(row.name for row in rows)
-    longest = max(map(len, names), default=0)
-    cells = min(longest, max(NAME_CELLS, width - TEXT_CELLS))
+    needed = max((len(row.text) for row in rows if row.name), default=0)
+    cells = max(NAME_CELLS, width - len(GAP) - min(needed, TEXT_CELLS))
+    cells = min(max(map(len, names), default=0), cells)
     shown = told_apart(names, cells)
-    return [
-        f"{name:<{cells}}  {row.text}" if row.name else row.text
+    texts = [
+        f"{name:<{cells}}{GAP}{row.text}" if row.name else row.text
         for row, name in zip(rows, shown, strict=True)
     ]
+    column = max(map(len, texts), default=0)
+    if column + len(GAP) + max((len(row.words) for row in rows), default=0) <= width:
+        texts = [
+            f"{text:<{column}}{GAP}{row.words}".rstrip()
+            for row, text in zip(rows, texts, strict=True)
+        ]
+    return texts if width < WRAPS else ["\n".join(wrapped(text, width)) for text in texts]
 
 
 def prompt_of(row: Row, line: str) -> Content:
-    """Return a row as it is drawn: its sign, and its line."""
+    """Return a row as it is drawn: its sign, and its lines."""
     style = STYLES[row.tone]
-    sign = Content.styled(f"{row.sign or SIGNS[row.tone]} ", style)
+    sign = Content.styled(f"{row.sign or SIGNS[row.tone]:<{SIGN_CELLS}}", style)
     plain = style if row.tone == "quiet" else ""
+    text = line.replace("\n", f"\n{' ' * SIGN_CELLS}")
     return Content.assemble(
-        sign, Content.styled(line, f"{plain} strike".strip() if row.struck else plain)
+        sign, Content.styled(text, f"{plain} strike".strip() if row.struck else plain)
     )
 
 
@@ -85,6 +100,16 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
         lines = lines_of(self.rows, WHOLE)
         return "\n".join(prompt_of(*one).plain for one in zip(self.rows, lines, strict=True))
 
+    def wanted_width(self, most: int) -> int:
+        """Return the width at which no row needs a second line, with the words of the rows if that is at most
+        `most`."""
+        lines = lines_of(self.rows, WHOLE)
+        bare = lines_of([replace(row, words="") for row in self.rows], WHOLE)
+        widths = [
+            max(map(len, some), default=0) + SIGN_CELLS + FRAME_CELLS for some in (lines, bare)
+        ]
+        return next((width for width in widths if width <= most), most)
+
     @property
     def selected(self) -> Row | None:
         """Return the row under the cursor."""
@@ -102,7 +127,7 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
         self.watch_rows(self.rows)
 
     def watch_rows(self, rows: tuple[Row, ...]) -> None:
-        width = max(0, self.size.width - SIGN_CELLS) or WHOLE
+        width = max(0, self.scrollable_content_region.width - SIGN_CELLS) or WHOLE
         lines = lines_of(rows, width)
         prompts = [prompt_of(*one) for one in zip(rows, lines, strict=True)]
         index, keys = self.highlighted, [row.key for row in rows]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 
 from engine.log.events import RunFinished, TrainerExited
+from tests.support.every_screen import on_every_screen, some_runs
 from tests.support.run_folders import killed, running
-from tests.support.screens import on_screen, press, words_of
+from tests.support.screens import on_screen, press, resize, settle, text_of, words_of
+from workbench.listing import Listing, Row
+from workbench.runs_feed import RunRow
+from workbench.tui.screens.browse import BrowseScreen
 from workbench.tui.screens.run import RunScreen
+from workbench.tui.widgets.row_list import RowList, lines_of
+from workbench.tui.widgets.runs_table import RunsTable
 
 SIZES = ((80, 24), (120, 40), (200, 60))
 REASON = "the teacher's logits of row 7 are NaN at layer 12, after 30 steps"
@@ -80,3 +87,86 @@ def test_a_pane_takes_no_more_rows_than_it_has_lines(tmp_path: Path, size: tuple
         assert all(rows <= 0 for rows in spare.values()), spare
 
     on_screen([path], size, script)
+
+
+CUT_WORD = re.compile(r"(\w[\w.-]*)…(?=[\s│┃]|$)")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_screen_ends_a_text_in_a_cut_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    async def visit(pilot: Pilot[None], name: str) -> None:
+        seen.append(name)
+        # A reason in the list of runs is cut behind a word; the run under the cursor has it whole.
+        reasons = set(re.findall(r"[\w.-]+", " ".join(row.reason for row in rows_of(pilot))))
+        cut = [word for word in CUT_WORD.findall(text_of(pilot)) if word not in reasons]
+        assert cut == [], f"{name}: {cut} in\n{text_of(pilot)}"
+
+    on_every_screen(some_runs(tmp_path / "runs"), size, visit, looks=True)
+    assert {"runs", "run", "compare", "flip", "new run", "contracts", "drills"} <= {*seen}
+
+
+def rows_of(pilot: Pilot[None]) -> tuple[RunRow, ...]:
+    """The runs in the list, which is below every screen."""
+    return pilot.app.screen_stack[1].query_one(RunsTable).rows_shown
+
+
+def test_a_list_wraps_its_texts_and_drops_words_that_its_details_have() -> None:
+    rows = [
+        Row(key=name, name=name, text="PASS  4d09h", words=f"{name} plants one defect of the loss")
+        for name in ("rotary_missing", "nan_masked")
+    ]
+    assert lines_of(rows, 80)[1].endswith("nan_masked plants one defect of the loss")
+    assert lines_of(rows, 60) == ["rotary_missing  PASS  4d09h", "nan_masked      PASS  4d09h"]
+    tree = Row(key="n2", text="└─n2  refuted: the dense upload causes the OOM kill of the trainer")
+    (text,) = lines_of([tree], 44)
+    assert text.splitlines() == [
+        "└─n2  refuted: the dense upload causes the",
+        "      OOM kill of the trainer",
+    ]
+
+
+def test_a_list_is_as_wide_as_its_rows_and_as_high(tmp_path: Path) -> None:
+    listed = tuple(Row(key=f"{n}", name=f"drill-{n}", text="PASS") for n in range(3))
+
+    class Feed:
+        def poll(self) -> Listing:
+            return Listing(head="three", rows=listed)
+
+    async def script(pilot: Pilot[None]) -> None:
+        screen = BrowseScreen(pilot.app.screen.context, "three", Feed())  # type: ignore[attr-defined]
+        pilot.app.push_screen(screen)
+        await settle(pilot)
+        rows, details = screen.query_one(RowList), screen.query_one("DetailsPane")
+        assert (rows.outer_size.width, details.outer_size.width) == (36, 84)
+        await resize(pilot, (80, 24))
+        assert (rows.outer_size.height, details.outer_size.height) == (5, 17)
+
+    on_screen([tmp_path], (120, 40), script)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_a_comparison_without_alerts_has_no_pane_of_alerts(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    for name in ("a", "b"):
+        killed(tmp_path / name)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "space", "down", "space", "c")
+        assert "4 alerts" not in words_of(pilot)
+        await press(pilot, "4")
+        assert "4 alerts" in words_of(pilot)
+
+    on_screen([tmp_path], size, script)
+
+
+def test_an_empty_list_of_runs_offers_no_key_that_needs_a_run(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        assert words_of(pilot).endswith("? help q quit n new r refresh")
+
+    on_screen([tmp_path], (80, 24), script)
