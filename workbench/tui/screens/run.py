@@ -110,7 +110,11 @@ class RunScreen(PollingScreen):
         #right { width: 3fr; }
         .pane { border: round $foreground 40%; height: 1fr; padding: 0 1; }
         .pane:focus, .pane:focus-within { border: heavy $primary; }
-        #loss { height: 1fr; min-height: 40%; padding: 0; }
+        #loss { padding: 0; }
+    }
+    /* Several panes in a column: those of text are as high as their lines, one of each column takes the rest. */
+    RunScreen.-columns {
+        #loss { min-height: 40%; }
         #pace { height: auto; max-height: 35%; }
         #device { height: auto; max-height: 10; }
         #alerts { height: auto; max-height: 9; }
@@ -257,7 +261,8 @@ class RunScreen(PollingScreen):
         layout = self._layout()
         classes = {f"-{mode}": layout.mode == mode for mode in ("grid", "tabs", "single", "status")}
         # In one update: each change of classes makes Textual restyle every widget of the screen.
-        self.update_classes({**classes, "-zoomed": self._zoomed})
+        in_columns = layout.mode == "grid" and not self._zoomed
+        self.update_classes({**classes, "-zoomed": self._zoomed, "-columns": in_columns})
         columns = {pane.column for pane in PANES if pane.id in layout.panes}
         for pane in PANES:
             self.query_one(f"#{pane.id}").display = pane.id in layout.panes

@@ -13,6 +13,7 @@ from tests.support.every_screen import on_every_screen, some_runs
 from tests.support.run_folders import killed, running
 from tests.support.screens import on_screen, press, resize, settle, text_of, words_of
 from workbench.listing import Listing, Row
+from workbench.panes import PANES
 from workbench.runs_feed import RunRow
 from workbench.tui.screens.browse import BrowseScreen
 from workbench.tui.screens.run import RunScreen
@@ -85,6 +86,22 @@ def test_a_pane_takes_no_more_rows_than_it_has_lines(tmp_path: Path, size: tuple
         lines = {str(pane.id): pane.query_one("Static").size.height for pane in shown}
         assert {name for name, rows in lines.items() if rows == 0} == set()
         assert all(rows <= 0 for rows in spare.values()), spare
+
+    on_screen([path], size, script)
+
+
+@pytest.mark.parametrize("size", [(60, 14), *SIZES])
+def test_a_pane_alone_takes_all_its_room(tmp_path: Path, size: tuple[int, int]) -> None:
+    path = killed(tmp_path / "run").path
+
+    async def script(pilot: Pilot[None]) -> None:
+        screen = pilot.app.screen
+        for pane in PANES:
+            # The first is chosen already, so that its key zooms; the others stay zoomed.
+            await press(pilot, pane.key)
+            column = screen.query_one(f"#{pane.id}")
+            assert column.parent is not None
+            assert column.outer_size.height == column.parent.size.height, pane.id  # type: ignore[attr-defined]
 
     on_screen([path], size, script)
 
