@@ -19,6 +19,7 @@ from engine.log.text import (
     OTHERS_DATA,
     OTHERS_KERNELS,
     OTHERS_RESULT,
+    OTHERS_SAMPLES,
     alert_lines,
     check_lines,
     clock_text,
@@ -32,6 +33,7 @@ from engine.log.text import (
     ledger_line,
     result_lines,
     run_device_lines,
+    sample_lines,
 )
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds
@@ -168,6 +170,11 @@ def data_words(snapshot: Snapshot) -> list[str]:
     return [*lines, "", "decoded samples, lengths and duplicates: engine data SPEC"]
 
 
+def sample_words(snapshot: Snapshot) -> list[str]:
+    """Return what the models made of one held-out prompt at each evaluation."""
+    return [OTHERS_SAMPLES] if snapshot.command is not None else sample_lines(snapshot.view)
+
+
 def kernel_words(snapshot: Snapshot) -> list[str]:
     """Return the kernel caches: hits, misses, and each compile, newest first."""
     view = snapshot.view
@@ -299,6 +306,11 @@ DATA_HELP = """# Data
 What the run trains on: documents, tokens, what has labels, and what was left out and why. The digests are of the
 tokens as they stand in rows: a resumed run must find the same.
 """
+SAMPLES_HELP = """# Samples of text
+
+One prompt of the held-out text, and what teacher and student find most likely after it, token by token, at each
+evaluation: what a loss means. `eval.sample_tokens` says how many tokens; 0 asks for none.
+"""
 PANES: tuple[Pane, ...] = (
     Pane(
         id="loss",
@@ -354,6 +366,7 @@ PANES: tuple[Pane, ...] = (
     Pane(id="kernels", title="JIT", words=kernel_words, label="JIT", when="tall", page=5),
     Pane(id="alerts", title="alerts", words=alert_words, when="alerts", page=1),
     Pane(id="data", title="data", words=data_words, help=DATA_HELP, page=7),
+    Pane(id="samples", title="samples of text", words=sample_words, help=SAMPLES_HELP, page=8),
 )
 """In the order of their keys."""
 

@@ -377,6 +377,10 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
     """Both None where a script that is not ours says its loss by `apr_watch.log(held_out=...)`."""
     saved: bool = False
     """Whether it is of the saved student, read back from its files at the end of the run."""
+    prompt: str = ""
+    """The beginning of a held-out row, the same in every evaluation; empty where the model was not asked."""
+    sample: str = ""
+    """The most likely continuation of the prompt, token by token."""
 
 
 class Logged(Event, frozen=True, kw_only=True, tag="logged"):

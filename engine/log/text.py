@@ -6,6 +6,7 @@ An unknown value reads "not measured" or gives its reason; a non-finite number r
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -190,6 +191,7 @@ def _event_text(event: AnyEvent) -> str:
             return (
                 f"held-out loss of the {whose} at step {event.step}: {nats_text(event.loss)} "
                 f"({event.labelled} tokens, {format_seconds(event.eval_s)})"
+                f"{event.sample and '; '}{event.sample and _sample_text(event)}"
             )
         case NonFinite():
             return f"NON-FINITE: {event.field} is {event.value} at step {event.step}"
@@ -646,6 +648,36 @@ def result_lines(view: RunView) -> list[str]:
     return [one_line(line) for line in lines]
 
 
+SAMPLES = 40
+"""The newest of them are shown."""
+
+
+def sample_lines(view: RunView) -> list[str]:
+    """Render what the models made of one held-out prompt at each evaluation, the newest last."""
+    asked = [done for done in view.evals if done.sample]
+    if not asked:
+        return [
+            "no evaluation has continued a prompt: eval.sample_tokens is 0, or the tokenizer is not known"
+        ]
+    lines = ["prompt", f"  {_quoted(asked[0].prompt)}"]
+    for done in asked[-SAMPLES:]:
+        whose = {"student": f"student at step {done.step}", "untrained": "student before training"}
+        lines += [
+            f"{whose.get(done.subject, done.subject)}  {nats_text(done.loss)}",
+            f"  {_quoted(done.sample)}",
+        ]
+    return lines
+
+
+def _sample_text(done: Evaluated) -> str:
+    return f"{_quoted(done.prompt)} goes on {_quoted(done.sample)}"
+
+
+def _quoted(text: str) -> str:
+    """Return a text in one line, with its spaces and ends of lines visible."""
+    return one_line(json.dumps(text, ensure_ascii=False))
+
+
 def _before_saving(view: RunView, done: Evaluated) -> str:
     """Say what the loss was before the student was rounded to the type of its files; empty when it is the same."""
     at_once = [
@@ -768,6 +800,9 @@ OTHERS_RESULT = (
     "held-out losses and checkpoints of a script that is not ours are not seen; it may say the first by "
     "apr_watch.log(held_out=...)"
 )
+
+
+OTHERS_SAMPLES = "a script that is not ours is not asked to go on with a text"
 
 
 GROUPS = 6

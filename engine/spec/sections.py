@@ -392,6 +392,12 @@ class EvalSection:
     rows: int = setting(
         64, "Held-out rows in each evaluation.", low=1, most=1 << 20, changes_results=True
     )
+    sample_tokens: int = setting(
+        16,
+        "Tokens by which each evaluation continues one held-out prompt, to be read; 0 asks for none.",
+        low=0,
+        most=256,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 Every evaluation uses the same rows, so two losses differ only because the models differ. Student,
 untrained student and teacher are all evaluated by the same function. Logits are kept in fp32 whatever the
 dtype of the hidden states: rounding them to bf16 would hide the differences of interest.
+
+What a model makes of one fixed prompt of that text (`continued`) shows what a loss means.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.data.batches import Batch
-from engine.models.head import Head, operand_dtype, project, sum_dtype
+from engine.models.head import Head, logits_of, operand_dtype, project, sum_dtype
 from engine.plan.memory import EVAL_CHUNK_ROWS
 
 # Shapes: B rows, T tokens, N labelled tokens, D width, V vocabulary
@@ -58,3 +60,56 @@ def heldout_loss(
                 logits_NV, labels_N[start : start + EVAL_CHUNK_ROWS], reduction="sum"
             ).double()
     return (float(total) / count if count else float("nan")), count
+
+
+PROMPT = 16
+"""Tokens of a prompt at most."""
+
+
+def prompt_of(heldout: Sequence[Batch]) -> list[int]:
+    """Return the tokens before a label of the first held-out rows, PROMPT of them where their document has as many;
+    of a conversation those before what is to be learnt of it."""
+    best: list[int] = []
+    for batch in heldout[:1]:
+        for tokens_T, documents_T, labels_T in zip(
+            batch.tokens_BT, batch.documents_BT, batch.labels_BT, strict=True
+        ):
+            for place in (labels_T >= 0).nonzero()[0].tolist()[: 4 * PROMPT]:
+                first = max(0, place + 1 - PROMPT)
+                same = documents_T[first : place + 1] == documents_T[place]
+                found = tokens_T[first : place + 1][same].tolist()
+                if len(found) > len(best):
+                    best = found
+                if len(best) == PROMPT:
+                    return best
+    return best
+
+
+@torch.inference_mode()
+def continued(
+    hidden: Callable[[Tensor, Tensor], Tensor],
+    head: Head,
+    prompt: Sequence[int],
+    count: int,
+    device: torch.device,
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> list[int]:
+    """Return the `count` tokens after `prompt` that a model finds most likely, one after the other.
+
+    Draws nothing at random. The row has its whole length from the first token on, and what was compiled for the
+    rows of training is not used, so nothing is compiled or tuned for this one.
+    """
+    begin, length = len(prompt), len(prompt) + count
+    tokens_BT = torch.zeros(1, length, dtype=torch.int64, device=device)
+    tokens_BT[0, :begin] = torch.tensor(prompt, device=device)
+    # What is not written yet is another document, which no token sees.
+    documents_BT = torch.ones(1, length, dtype=torch.int64, device=device)
+    with torch.compiler.set_stance("force_eager"):
+        for place in range(begin, length):
+            documents_BT[0, :place] = 0
+            with autocast():
+                hidden_D = hidden(tokens_BT, documents_BT)[0, place - 1]
+            logits_NV = logits_of(hidden_D[None], head, head.vocab_size)
+            tokens_BT[0, place] = logits_NV[0].argmax()
+    found: list[int] = tokens_BT[0, begin:].tolist()
+    return found

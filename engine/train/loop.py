@@ -42,6 +42,7 @@ from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
 from engine.plan.run_plan import Plan
+from engine.teachers.store.teacher import CachedTeacher
 from engine.train import record
 from engine.train.auditing import StepAudit
 from engine.train.checking import context_of
@@ -49,7 +50,7 @@ from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.compiles import Compiles
 from engine.train.data import Data
-from engine.train.heldout import heldout_loss
+from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
@@ -146,6 +147,7 @@ class TrainingLoop:
             hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
         )
         self.heldout_losses[subject] = loss
+        prompt, sample = self._sample(hidden, head, trainer)
         self.log(
             Evaluated(
                 # A teacher, and what is not yet trained, are as they were before the first step.
@@ -155,10 +157,25 @@ class TrainingLoop:
                 labelled=labelled,
                 eval_s=time.perf_counter() - begun_s,
                 saved=saved,
+                prompt=prompt,
+                sample=sample,
             )
         )
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
+
+    def _sample(
+        self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
+    ) -> tuple[str, str]:
+        """Return a prompt of the held-out text and what a model makes of it; empty where that cannot be asked."""
+        count = self.spec.eval.sample_tokens
+        tokenizer = next((one for one in self.inputs.tokenizers.values() if one is not None), None)
+        prompt = prompt_of(self.data.heldout)
+        stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
+        if not count or tokenizer is None or not prompt or stored:
+            return "", ""
+        found = continued(hidden, head, prompt, count, trainer.device, trainer.autocast)
+        return tokenizer.decode(prompt), tokenizer.decode(found)
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:
         """Compare the saved student with the trained one, `student`. Raises TrainingFailed when it is another."""

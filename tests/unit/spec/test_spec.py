@@ -185,7 +185,7 @@ def test_list_of_settings_is_frozen() -> None:
         "train.steps", "train.stop_after", "train.rows", "train.accumulation", "train.lr", "train.warmup_steps",
         "train.schedule", "train.final_lr_ratio", "train.weight_decay", "train.beta1", "train.beta2",
         "train.eps", "train.clip_norm", "train.update", "train.seed", "train.on_non_finite",
-        "eval.every", "eval.rows",
+        "eval.every", "eval.rows", "eval.sample_tokens",
         "checkpoint.every", "checkpoint.keep_last", "checkpoint.at_end", "checkpoint.sharded",
         "compute.device", "compute.gpus", "compute.collective_timeout_s", "compute.threads",
         "compute.thread_wait", "compute.slow_by",
@@ -216,7 +216,7 @@ KEEPS_RESULTS = """
     student.precision student.compile student.graphs student.attention student.checkpointing
     student.reshard student.save_as
     vocab.align loss.kernel loss.chunk_rows train.stop_after train.update
-    eval.every checkpoint.every checkpoint.keep_last checkpoint.at_end checkpoint.sharded
+    eval.every eval.sample_tokens checkpoint.every checkpoint.keep_last checkpoint.at_end checkpoint.sharded
     compute.device compute.collective_timeout_s compute.threads compute.thread_wait compute.slow_by
     compute.deterministic memory.allocator memory.budget memory.limit_gib kernels.prewarm
     watch.stall_seconds watch.on_stall watch.on_thrash watch.sample_seconds

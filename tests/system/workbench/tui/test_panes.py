@@ -32,11 +32,11 @@ from engine.log.folder import RunFolder
 path = Path(sys.argv[1])
 
 async def script(pilot):
-    await press(pilot, "f11")
-    assert "f11 all its toys" in words_of(pilot), words_of(pilot)
+    await press(pilot, "f12")
+    assert "f12 all its toys" in words_of(pilot), words_of(pilot)
     assert "kd-small has 60 toys" in words_of(pilot), words_of(pilot)
     await press(pilot, "question_mark")
-    assert "alerts, data, toys" in words_of(pilot), words_of(pilot)
+    assert "data, samples, toys" in words_of(pilot), words_of(pilot)
     await press(pilot, "escape", "1", "ctrl+p", *"pane toys")
     assert await shows(pilot, "pane toys"), words_of(pilot)
     await press(pilot, "enter")
@@ -44,9 +44,9 @@ async def script(pilot):
 
     await resize(pilot, (110, 24))
     await press(pilot, "1")
-    assert "toys" in words_of(pilot), words_of(pilot)
-    await press(pilot, "f11")
-    assert "[f11 toys]" in words_of(pilot) or "[f11]" in words_of(pilot), words_of(pilot)
+    assert "f12" in words_of(pilot), words_of(pilot)
+    await press(pilot, "f12")
+    assert "[f12 toys]" in words_of(pilot) or "[f12]" in words_of(pilot), words_of(pilot)
     assert "kd-small has 60 toys" in words_of(pilot)
 
 on_screen([path], (120, 40), script)
@@ -72,7 +72,7 @@ def test_one_more_row_is_a_pane_everywhere(tmp_path: Path) -> None:
 
 def test_every_pane_has_a_key_of_its_own_and_lines_or_a_widget() -> None:
     keys = [pane.key for pane in PANES]
-    assert keys == [*"123456789", "f10"]
+    assert keys == [*"123456789", "f10", "f11"]
     chosen = {b.key: b.action for b in bindings_of(RunScreen) if b.action.startswith("pane(")}  # type: ignore[arg-type]
     assert chosen == {pane.key: f"pane('{pane.id}')" for pane in PANES}
     assert [p.id for p in PANES if not p.has_lines] == ["loss", "log"]
@@ -80,5 +80,5 @@ def test_every_pane_has_a_key_of_its_own_and_lines_or_a_widget() -> None:
 
 def test_the_page_has_its_panes_in_their_order() -> None:
     assert list(page_panes()) == [
-        *("alerts", "result", "checks", "decisions", "kernels", "device", "data")
+        *("alerts", "result", "checks", "decisions", "kernels", "device", "data", "samples")
     ]
