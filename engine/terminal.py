@@ -28,7 +28,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from engine import limits
@@ -167,6 +167,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
     other_names: Mapping[str, str] = {}
     """What to suggest for a word that resembles no command: `distill` for `train`."""
+    words_options: Collection[str] = ()
+    """Options whose value is words of another command, and may begin with `-`: `--a --fused`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        for place in reversed(range(end - 1)):
+            if words[place] in self.words_options:
+                words[place : place + 2] = [f"{words[place]}={words[place + 1]}"]
+        return super().parse_known_args(words, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if not isinstance(action, argparse._SubParsersAction) or value in action.choices:

@@ -20,10 +20,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from engine.errors import BadInput, RunLogError
@@ -35,6 +35,8 @@ from engine.terminal import say
 PROBE = Path(__file__).parent / "probe"
 RUN_VARIABLE = "APR_WATCH_RUN"
 ASK_VARIABLE = "APR_WATCH_ASK"
+STEPS_VARIABLE = "APR_WATCH_STEPS"
+SLOW_VARIABLE = "APR_WATCH_SLOW_BY"
 RUNS = Path("runs")
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
@@ -43,8 +45,14 @@ RECORDED_S = 5.0
 """How long recording the end of the command may keep the terminal waiting."""
 
 
-def new_run(arguments: Sequence[str], folder: Path | None, name: str | None) -> RunFolder:
-    """Create the run folder of a command. Secrets in its arguments are redacted.
+def new_run(
+    arguments: Sequence[str],
+    folder: Path | None,
+    name: str | None,
+    variables: Sequence[str] = (),
+) -> RunFolder:
+    """Create the run folder of a command. Secrets in its arguments, and in the `NAME=VALUE` of its environment that are
+    kept with them, are redacted.
 
     Without a `folder` it is made in `runs`, or, where that cannot be written, in the user's folder for such things,
     and that is said. Raises BadInput when there is no such command.
@@ -58,6 +66,8 @@ def new_run(arguments: Sequence[str], folder: Path | None, name: str | None) -> 
         "folder": os.getcwd(),
         "commit": _commit(),
     }
+    if variables:
+        about["environment"] = list(Redactor().argv(variables)[0])
     effective = {"spec": {}, COMMAND: about}
     if folder is not None:
         return create_run((folder / name).absolute(), "", effective)
@@ -78,9 +88,20 @@ def _users_folder() -> Path:
     return Path(state, "apr-workbench", "runs").absolute()
 
 
-def run_command(arguments: Sequence[str], run: RunFolder, asked: Sequence[str] = ()) -> int:
+def run_command(
+    arguments: Sequence[str],
+    run: RunFolder,
+    asked: Sequence[str] = (),
+    *,
+    steps: int | None = None,
+    slow_by: float = 0.0,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    keep_output: bool = False,
+) -> int:
     """Run a command to its end; returns its exit code, minus the number of the signal that ended it. `asked` are the
-    questions that need a forward pass of the probe's own.
+    questions that need a forward pass of the probe's own; after `steps` optimizer steps its training ends, and each
+    is lengthened by `slow_by` of itself; `variables` are added to its environment; with `keep_output` its output goes
+    to the run folder.
 
     Raises BadInput when it cannot be started.
     """
@@ -90,11 +111,14 @@ def run_command(arguments: Sequence[str], run: RunFolder, asked: Sequence[str] =
         # A handler, and not SIG_IGN, which the command would inherit.
         signal.signal(number, lambda _number, _frame: None)
     supervisor = _start_supervisor(run)
-    probed = os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, RUN_VARIABLE: str(run.path), "PYTHONPATH": probed}
+    environment = {**os.environ, **variables, RUN_VARIABLE: str(run.path)}
+    probed = os.pathsep.join(filter(None, (str(PROBE), environment.get("PYTHONPATH"))))
+    environment["PYTHONPATH"] = probed
     environment[ASK_VARIABLE] = ",".join(asked)
+    environment |= {STEPS_VARIABLE: str(steps or ""), SLOW_VARIABLE: str(slow_by or "")}
     try:
-        process = subprocess.Popen(arguments, env=environment)
+        with run.stderr.open("ab") if keep_output else contextlib.nullcontext() as output:
+            process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=output)
     except OSError as error:
         _leave(supervisor, None)
         raise BadInput.expected(

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from engine import limits
+from engine.errors import UsageError
 from engine.terminal import clipped, say
 
 if TYPE_CHECKING:
@@ -71,6 +73,14 @@ def add_real(parser: Parser, name: str, most: float, what: str, **more: Any) -> 
 def add_repeated(parser: Parser, name: str, metavar: str, what: str, **more: Any) -> None:
     """Add an option that may be given several times: its value is a list."""
     parser.add_argument(name, action="append", default=[], metavar=metavar, help=what, **more)
+
+
+def read_variable(option: str, text: str) -> tuple[str, str]:
+    """Read the name and the value of a variable from `NAME=VALUE`. Raises UsageError."""
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UsageError(f"{option}: expected NAME=VALUE, found {clipped(text, _SHOWN)!r}")
+    return name, value
 
 
 def add_json(parser: Parser, what: str = "print one JSON value") -> None:

@@ -1,10 +1,14 @@
-"""Test a suspicion: run two arms of a spec alternately, with one setting changed, until it is clear which is
-better.
+"""Test a suspicion: run two arms of a spec, or of a training script that is not ours, alternately, with one setting
+changed, until it is clear which is better.
 
     engine flip runs/kd-1 --set teacher.backend=quantized     a run's spec against the changed one
     engine flip kd.toml --set compute.threads=1 --budget 3m   at most 3 minutes for all pairs
     engine flip kd.toml --set compute.threads=1 --controls run   with both controls: a measured verdict
+    engine flip --a "--workers 0" --b "--workers 4" -- python train.py {}   a script: {} is replaced by the arm's words
+    engine flip --env-b TOKENIZERS_PARALLELISM=true -- python train.py --out {out}   {out}: a folder of each run's own
     engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
+
+A script is ended after --steps optimizer steps, with its trackers offline; {seed} is the number of the pair.
 
 The plan is written and hashed before the first run. Ctrl-C keeps what was measured and prints what it
 shows so far. Exit codes: 0 decided, 1 the arms compute different things, 2 invalid or inconclusive,
@@ -27,9 +31,10 @@ from engine.cli.arguments import (
     add_number,
     add_path,
     add_repeated,
+    read_variable,
 )
 from engine.errors import UsageError
-from engine.terminal import put, put_json, say
+from engine.terminal import ArgumentParser, put, put_json, say
 
 if TYPE_CHECKING:
     from engine.flips.conclusion import FlipVerdict
@@ -39,9 +44,22 @@ HELP = "test a setting: two arms in turn, and a verdict"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "source", "RUN|SPEC", "arm A: a run folder or a spec", nargs="?")
+    assert isinstance(parser, ArgumentParser)
+    parser.words_options = ("--a", "--b")
+    parser.add_argument(
+        "source",
+        nargs="*",
+        metavar="RUN|SPEC|COMMAND",
+        help="arm A: a run folder or a spec; or, after --, the command of both arms",
+    )
     otherwise = "what arm B does otherwise; more than one names the bundle, not a cause"
     add_repeated(parser, "--set", "KEY=VALUE", otherwise)
+    for arm in ("a", "b"):
+        what = f"what replaces {{}} in the command of arm {arm.upper()}"
+        parser.add_argument(f"--{arm}", metavar="WORDS", help=what)
+    for arm in ("a", "b"):
+        what = f"a variable of the environment of arm {arm.upper()}"
+        add_repeated(parser, f"--env-{arm}", "NAME=VALUE", what)
     for name, metavar, default, what in (
         ("--hypothesis", "TEXT", "", "what is to be tested"),
         ("--budget", "TIME", "5m", "of all pairs, as 90s or 5m (5m)"),
@@ -68,9 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.cli.flip_progress import Progress
     from engine.flips.flip import resume_flip, run_flip
 
-    if (arguments.source is None) == (arguments.resume is None):
+    if bool(arguments.source) == (arguments.resume is not None):
         raise UsageError(
-            "expected either a run or spec, or --resume DIR", hint="engine flip --help"
+            "expected either a run or spec, a command after --, or --resume DIR",
+            hint="engine flip --help",
         )
     how: dict[str, Any] = {"use_controls": arguments.controls, "share": arguments.share}
     if arguments.resume is not None:
@@ -98,38 +117,60 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse_with_resume(arguments: argparse.Namespace) -> None:
     given = [
         f"--{name}"
-        for name in ("set", "hypothesis", "steps", "pairs", "metric", "seed", "out", "dry_run")
-        if getattr(arguments, name)
+        for name in (*_OF_SPEC, *_OF_COMMAND, *_OF_PLAN)
+        if getattr(arguments, name.replace("-", "_"))
     ]
     if given:
         raise UsageError(f"--resume goes on with the plan as it was registered, without {given[0]}")
+
+
+_OF_SPEC = ("set",)
+_OF_COMMAND = ("a", "b", "env-a", "env-b")
+_OF_PLAN = ("hypothesis", "steps", "pairs", "metric", "seed", "out", "dry-run")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     """Build the plan that the command line describes, with its inputs checked for both arms."""
     import os
 
-    from engine.flips.plan import make_plan, parse_share, parse_time
+    from engine.flips.command import WORDS
+    from engine.flips.plan import make_command_plan, make_plan, parse_share, parse_time
     from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
 
-    if not arguments.set:
+    of_command = arguments.a is not None or arguments.b is not None
+    of_command = of_command or bool(arguments.env_a or arguments.env_b)
+    if of_command and arguments.set:
+        raise UsageError(
+            "expected --set of a spec, or words and variables of a command, found both"
+        )
+    if not of_command and len(arguments.source) > 1:
+        raise UsageError(
+            "expected --a and --b, or --env-a and --env-b: what differs between the arms of a command",
+            hint='engine flip --a "--workers 0" --b "--workers 4" -- python train.py {}',
+        )
+    if not of_command and not arguments.set:
         raise UsageError(
             "expected --set KEY=VALUE, what arm B does otherwise",
             hint="`engine spec` lists the settings",
         )
     named = {"steps": arguments.steps, "pairs_max": arguments.pairs, "metric": arguments.metric}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    plan = make_plan(
-        arguments.source,
-        arguments.set,
-        order_seed=int(time.time()) if arguments.seed is None else arguments.seed,
-        base_sets=sets_from_environment(os.environ),
-        hypothesis=arguments.hypothesis,
-        margin=parse_share("--margin", arguments.margin),
-        budget_s=parse_time("--budget", arguments.budget),
-        **given,
-    )
+    given |= {
+        "order_seed": int(time.time()) if arguments.seed is None else arguments.seed,
+        "hypothesis": arguments.hypothesis,
+        "margin": parse_share("--margin", arguments.margin),
+        "budget_s": parse_time("--budget", arguments.budget),
+    }
+    if of_command:
+        arms: dict[str, dict[str, str | None]] = {}
+        for arm in ("a", "b"):
+            words, variables = getattr(arguments, arm), getattr(arguments, f"env_{arm}")
+            arms[arm] = dict(read_variable(f"--env-{arm}", text) for text in variables)
+            arms[arm] |= {} if words is None else {WORDS: words}
+        return make_command_plan(arguments.source, arms["a"], arms["b"], **given)
+    source, base_sets = Path(arguments.source[0]), sets_from_environment(os.environ)
+    plan = make_plan(source, arguments.set, base_sets=base_sets, **given)
     for b in (False, True):
         check_inputs(plan.arm(b, Path.cwd(), "flip"), Path.cwd() / "flips")
     return plan

@@ -12,7 +12,15 @@ from __future__ import annotations
 
 import argparse
 
-from engine.cli.arguments import add_flag, add_path
+from engine import limits
+from engine.cli.arguments import (
+    add_flag,
+    add_number,
+    add_path,
+    add_real,
+    add_repeated,
+    read_variable,
+)
 from engine.errors import UsageError
 from engine.terminal import say
 
@@ -32,6 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a question that needs a forward pass of its own behind the first step: causality, whether a "
         "language model sees the tokens that it is to predict",
     )
+    add_number(
+        parser,
+        "--steps",
+        limits.STEPS,
+        "end the script after N optimizer steps, as if it had no more",
+        least=1,
+        metavar="N",
+    )
+    what = (
+        "lengthen every step by this share of itself, 0.1 is a tenth: to try what would be noticed"
+    )
+    add_real(parser, "--slow-by", 10.0, what, metavar="SHARE", default=0.0)
+    what = "a variable of the command's environment, which the run folder keeps"
+    add_repeated(parser, "--env", "NAME=VALUE", what)
+    what = "what the command prints goes to stderr.txt of the run folder, not to the terminal"
+    add_flag(parser, "--keep-output", what)
     add_flag(parser, "--quiet", "say nothing at the end")
     parser.add_argument("program", nargs="*", metavar="COMMAND", help="after --: what to run")
 
@@ -45,8 +69,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "engine watch: expected a command after --", hint="engine watch -- python train.py"
         )
-    folder = new_run(command, arguments.runs, arguments.name)
-    code = run_command(command, folder, arguments.ask)
+    variables = dict(read_variable("--env", text) for text in arguments.env)
+    folder = new_run(command, arguments.runs, arguments.name, arguments.env)
+    code = run_command(
+        command,
+        folder,
+        arguments.ask,
+        steps=arguments.steps,
+        slow_by=arguments.slow_by,
+        variables=variables,
+        keep_output=arguments.keep_output,
+    )
     if not arguments.quiet:
         for line in summary_lines(folder):
             say(line)

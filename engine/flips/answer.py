@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.flips.arms import OVER_THE_LIMIT
+from engine.flips.arms import ENDED_EARLY, NO_STEPS, OVER_THE_LIMIT
+from engine.flips.command import WORDS
 from engine.flips.plan import METRICS, PAIRS_LIMIT, PAIRS_MIN
 from engine.flips.statistics import (
     ALPHA,
@@ -209,10 +210,24 @@ def _invalid(fields: Mapping[str, Any]) -> Answer:
         )
         if {run["state"] for run in failed} == {OVER_THE_LIMIT} and len(arms) == 2:
             return Answer(sentence, "run it again with a larger --budget")
+        states = {run["state"] for run in failed}
+        if len(states) == 1 and (short := _FELL_SHORT.get(states.pop())) is not None:
+            return short
         return Answer(sentence, f"read the log of {failed[0]['run']}")
     return Answer(f"nothing was measured: {fields['reason']}", "choose another --metric")
 
 
+_FELL_SHORT = {
+    ENDED_EARLY: Answer(
+        "not comparable: the script ended by itself before the steps of --steps",
+        "run it again with fewer --steps, or let the script make more",
+    ),
+    NO_STEPS: Answer(
+        "nothing was measured: no optimizer of torch stepped where the probe could see it",
+        "see what `engine watch` says of the command",
+    ),
+}
+"""What is said where a command succeeds and does too little."""
 _WORDS = {
     FASTER: _different,
     SLOWER: _different,
@@ -228,11 +243,12 @@ _WORDS = {
 
 
 def _settings(fields: Mapping[str, Any], *, b: bool) -> list[str]:
-    """The changed settings with their values in an arm, as `key=value`."""
+    """The changed settings with their values in an arm, as `key=value`; words of a command as they are."""
     found = []
     for change in fields["changes"]:
         key, _, values = change.partition(": ")
-        found.append(f"{key}={values.partition(' -> ')[2 if b else 0]}")
+        value = values.partition(" -> ")[2 if b else 0]
+        found.append(value if key == WORDS else f"{key}={value}")
     return found
 
 

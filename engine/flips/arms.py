@@ -21,23 +21,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.errors import RunLogError
-from engine.flips.plan import Plan
-from engine.log.folder import create_run
+from engine.errors import BadInput, RunLogError, write_error
+from engine.files import open_plain
+from engine.flips import command
+from engine.flips.plan import Kind, Plan
+from engine.log.folder import RunFolder, create_run, is_run
 from engine.log.follow import Follower
-from engine.log.text import has_ended
+from engine.log.held import ALLOCATOR, read_held
+from engine.log.text import has_ended, one_line
 from engine.log.view import RunView, Table
+from engine.signals import descendants, end
 from engine.spec import RunSpec, spec_to_toml
 from engine.version import VERSION
 from engine.watch.machine_guard import SUSPENDED
 from engine.watch.start_and_stop import Launched, launch
 
 OVER_THE_LIMIT = "over the limit"
+ENDED_EARLY, NO_STEPS = "ended early", "not seen"
+"""States of a command that succeeded, and did too little."""
 FROM_OUTSIDE = frozenset(
     {"killed_external", "terminated", "interrupted", "host_lost", "unknown", "stopped", "vanished"}
 )
 """States that say nothing about the arm: something else ended it, or the cause is unknown."""
 _STEPS_COMPARED = 3
+_TAIL_BYTES = 4096
+_TOLD = 200
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
 
@@ -101,12 +109,28 @@ class Outcome:
 
 
 def sum_up(
-    plan: Plan, arm: str, run: str, view: RunView, state: str, seconds: float, *, over: bool
+    plan: Plan,
+    arm: str,
+    run: str,
+    view: RunView,
+    state: str,
+    seconds: float,
+    *,
+    over: bool,
+    left: RunFolder | None = None,
 ) -> Outcome:
     """Summarise a run whose processes have ended. `state` is the view's state; `over` means that the run was
-    ended because it exceeded the plan's limit."""
+    ended because it exceeded the plan's limit; `left` is its folder, where a command leaves what its logs lack."""
     state, reason = _ending(plan, view, state, over=over)
     metrics = metrics_of(view, plan.warm_up_steps)
+    if left is not None and (held := read_held(left)) is not None and held.source == ALLOCATOR:
+        metrics.setdefault("peak_memory_bytes", held.peak_bytes)
+    if (
+        left is not None
+        and state not in ("completed", OVER_THE_LIMIT)
+        and (said := _last_line(left))
+    ):
+        reason = f"{reason.rstrip('.')}; its last line: {said}"
     value = metrics.get(plan.metric) if state == "completed" else None
     no_value = ""
     if value is None:
@@ -154,6 +178,8 @@ def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, 
         if view.stack_dump is not None:
             text += f"; {view.stack_dump.summary}"
         return OVER_THE_LIMIT, text
+    if plan.kind == "command":
+        return _ending_of_command(plan, view, state)
     done = view.finished
     if done is not None and (done.state == "completed" or _made_its_steps(plan, view)):
         return "completed", done.reason
@@ -167,6 +193,29 @@ def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, 
     return word, own or view.exit.sentence
 
 
+def _last_line(run: RunFolder) -> str:
+    """The last line that a command printed; empty where there is none."""
+    try:
+        with open_plain(run.stderr) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return ""
+    return one_line(lines[-1])[:_TOLD] if lines else ""
+
+
+def _ending_of_command(plan: Plan, view: RunView, state: str) -> tuple[str, str]:
+    if view.exit is None:
+        return state, ""
+    if view.exit.returncode != 0:
+        return view.exit.state.lower(), view.exit.sentence
+    if view.last_step >= plan.steps:
+        return "completed", f"ended after {plan.steps} steps"
+    if view.watched is None:
+        return NO_STEPS, "no optimizer of torch stepped in a Python process that the probe reached"
+    return ENDED_EARLY, f"the script ended by itself before the {plan.steps} of --steps"
+
+
 def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
     """Compute every metric that the logs of a run allow, over the steps after the warm-up."""
     out: dict[str, float] = {}
@@ -174,6 +223,7 @@ def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
     tokens = [n for n in view.steps.values("tokens", warm_up_steps) if n is not None]
     if seconds:
         out["step_s"] = statistics.median(seconds)
+    if seconds and tokens:
         out["tokens_per_s"] = sum(tokens) / sum(seconds)
     losses = [x for x in view.steps.values("loss", warm_up_steps) if x is not None]
     if losses and all(map(math.isfinite, losses)):
@@ -245,7 +295,7 @@ def _launches(view: RunView) -> dict[str, int] | None:
 
 def _facts(view: RunView) -> dict[str, Any]:
     """The facts of `proof.FACTS` that the run has logged by now; a run that hangs has logged few."""
-    started, data = view.started, view.data
+    started, data, watched = view.started, view.data, view.watched
     student, teacher = view.models.get("student"), view.models.get("teacher")
     found: dict[str, Any] = {}
     if started is not None:
@@ -265,6 +315,15 @@ def _facts(view: RunView) -> dict[str, Any]:
     if teacher is not None:
         found["teacher precision"] = teacher.precision
         found["teacher"] = teacher.sha256
+    if watched is not None:
+        found |= {
+            "device": watched.device,
+            "optimizer": watched.optimizer,
+            "trainable parameters": watched.parameters,
+            "ranks": watched.world,
+            "torch": watched.torch,
+            "rows per step": view.steps.values("rows", 0, _STEPS_COMPARED),
+        }
     if len(view.steps):
         found["tokens per step"] = view.steps.values("tokens", 0, _STEPS_COMPARED)
     return found
@@ -288,11 +347,9 @@ def run_arm(
     `watch` is called with the view while the run goes on. When `stop` returns True, the run is ended and
     Stopped is raised.
     """
-    spec = plan.arm(b, folder.parent, folder.name, pair)
-    run = create_run(folder, spec_to_toml(spec), _effective(spec, plan))
     begun_s = time.monotonic()
-    launched = launch(run)
-    follower = Follower(run)
+    launched = _STARTS[plan.kind](plan, b, pair, folder)
+    follower = Follower(launched.run)
     over = False
     try:
         while launched.process.poll() is None:
@@ -302,17 +359,24 @@ def run_arm(
                 raise Stopped
             if time.monotonic() - begun_s > plan.run_limit_s:
                 over = True
-                _end(launched, follower)
+                _end(plan, launched, follower)
             time.sleep(POLL_S)
     except BaseException:
         # When the experiment ends early, its arm ends with it.
-        _end(launched, follower)
+        _end(plan, launched, follower)
         raise
     finally:
         # Closing stdin tells the supervisor that we are gone; it may have gone first.
         with contextlib.suppress(BrokenPipeError):
-            assert launched.process.stdin is not None
-            launched.process.stdin.close()
+            if launched.process.stdin is not None:
+                launched.process.stdin.close()
+        said = ""
+        if launched.process.stderr is not None:
+            # Of the watch itself: it has refused the command.
+            with launched.process.stderr as pipe:
+                said = pipe.read().decode(errors="replace").strip()
+    if not is_run(folder):
+        raise BadInput(said)
     # Settle before the view is read: this reads the last lines of the logs.
     state = _settled(follower)
     return sum_up(
@@ -323,7 +387,38 @@ def run_arm(
         state,
         time.monotonic() - begun_s,
         over=over,
+        left=launched.run if plan.kind == "command" else None,
     )
+
+
+def _start_spec(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
+    spec = plan.arm(b, folder.parent, folder.name, pair)
+    return launch(create_run(folder, spec_to_toml(spec), _effective(spec, plan)))
+
+
+def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
+    assert plan.command is not None, "the arms are a command"
+    out = out_of(folder)
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise write_error("flip", out, "to create it", error) from error
+    words, variables = plan.arm_of_command(b, out, pair)
+    slow_by = 0.0 if b else plan.slow_a_by
+    where = plan.command.folder
+    return command.start(folder, words, variables, where, steps=plan.steps, slow_by=slow_by)
+
+
+_STARTS: dict[Kind, Callable[[Plan, bool, int, Path], Launched]] = {
+    "spec": _start_spec,
+    "command": _start_command,
+}
+"""How a run of an arm is started: with the plan, whether it is B, the number of the pair, and the run folder."""
+
+
+def out_of(folder: Path) -> Path:
+    """Where a command whose run folder is `folder` may write what is its own."""
+    return folder.parent.parent / "out" / folder.name
 
 
 def _effective(spec: RunSpec, plan: Plan) -> dict[str, Any]:
@@ -356,9 +451,11 @@ def _poll(follower: Follower) -> None:
         follower.poll()
 
 
-def _end(launched: Launched, follower: Follower) -> None:
+def _end(plan: Plan, launched: Launched, follower: Follower) -> None:
     """Ask the run to stop; if it does not, kill its trainer, then its supervisor."""
-    process = launched.process
+    process, pid = launched.process, follower.view.trainer_pid
+    # A run of ours ends what it has started; a command may leave that behind, as a launcher its workers.
+    left = descendants(pid) if plan.kind == "command" and pid is not None else {}
     if process.poll() is None:
         launched.send(signal.SIGTERM)
         _wait(launched, follower)
@@ -371,6 +468,7 @@ def _end(launched: Launched, follower: Follower) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
+    end(left.values())
 
 
 def _wait(launched: Launched, follower: Follower) -> None:

@@ -209,7 +209,6 @@ def _next(plan: Plan, flip: FlipFolder, verdict: FlipVerdict) -> list[str]:
     """The commands for the next action and for a look at the runs that did not complete."""
     if verdict.interrupted:
         return [f"go on: engine flip --resume {flip.path}"]
-    sets = "".join(f" --set {change.key}={change.b}" for change in plan.changes)
     failed = [run["run"] for run in verdict.raw_runs if run["state"] != "completed"]
     out = []
     if options := answer(verdict.fields()).options:
@@ -220,7 +219,7 @@ def _next(plan: Plan, flip: FlipFolder, verdict: FlipVerdict) -> list[str]:
             for name, text in texts.items()
             if getattr(plan, name) != usual[name] and f"--{name}" not in options
         ]
-        out.append(f"run: engine flip {plan.source}{sets}{''.join(same)} {options}")
+        out.append(f"run: {plan.command_line(' '.join((''.join(same), options)))}")
     if verdict.verdict in DID_NOT_COMPLETE.values():
         arm = verdict.censored["arm"]
         failed = [run["run"] for run in verdict.raw_runs if run["arm"] == arm]

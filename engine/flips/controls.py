@@ -115,7 +115,7 @@ def _speaks_of(control: Control, plan: Plan, surroundings: Surroundings) -> bool
         and control.metric == plan.metric
         and control.margin <= plan.margin
         and 0 <= time.time() - control.at_unix_s <= AGE_S
-        and _without(control.spec, plan.keys) == _without(plan.spec, plan.keys)
+        and _without(control.spec, plan.keys) == _without(plan.subject, plan.keys)
     )
 
 

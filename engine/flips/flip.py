@@ -191,11 +191,7 @@ class _Experiment:
             seconds=time.monotonic() - begun_s,
             a=a,
             b=b,
-            proofs={
-                "flipped": proof.flipped(plan, a, b, self.flip.path),
-                "equal": proof.equal(plan, a, b),
-                "parity": proof.parity(plan, a, b),
-            },
+            proofs=proof.proofs(plan, a, b, self.flip.path),
         )
 
     def run_controls(self) -> bool:
@@ -229,7 +225,7 @@ class _Experiment:
                     pairs=interval.pairs if interval else 0,
                     folder=str(flip.path),
                     plan_sha256=plan.sha256,
-                    spec=self.plan.spec,
+                    spec=self.plan.subject,
                 )
             )
         return False

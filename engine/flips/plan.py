@@ -9,6 +9,9 @@ exploratory.
 Apart from the setting both arms are the same run: same rows, same seeds, same length. Both are shortened in
 the same way: stopped after `steps` steps, no checkpoints, one held-out evaluation before the first step. When
 the metric is a loss, each pair has a seed of its own, since the same seed would give the same number again.
+
+An arm is a run of our spec, or of a command that is watched (`engine.flips.command`), whose words or environment
+differ; `Plan.kind` says which.
 """
 
 from __future__ import annotations
@@ -16,15 +19,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import random
 import re
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from engine.errors import BadInput, SpecError, UsageError
 from engine.files import parse_json
+from engine.flips.command import NOTHING, WORDS, Command
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder, must_have_settings
 from engine.spec import RunSpec, build_spec, load_spec, parse_set
@@ -72,8 +79,12 @@ METRICS = {
         "ends at a higher loss",
     ),
 }
-OLDER = {"level": 0.95, "prior_weight": 10.0}
+OLDER: dict[str, Any] = {"level": 0.95, "prior_weight": 10.0, "command": None}
 """Values of fields that older plans do not contain."""
+Kind: TypeAlias = Literal["spec", "command"]
+"""What an arm is."""
+_NAME = 40
+"""Characters of a change in the name of the flip's folder."""
 EXTERNAL = ("run",)
 """Sections that are not part of the experiment: they say where a run is stored."""
 
@@ -87,7 +98,14 @@ class Change:
     b: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.a} -> {self.b}"
+        return f"{self.key}: {self.text(b=False)} -> {self.text(b=True)}"
+
+    def text(self, *, b: bool) -> str:
+        """The value of an arm."""
+        value = self.b if b else self.a
+        if self.key == WORDS and value == "":
+            return NOTHING
+        return "unset" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +135,27 @@ class Plan:
     slow_a_by: float
     """Fraction by which every step of A is deliberately lengthened in a control, otherwise 0."""
     spec: Mapping[str, Mapping[str, Any]]
-    """Settings of arm A."""
+    """Settings of arm A; none where the arms are a command."""
     source: str
-    """Spec file or run folder that A comes from."""
+    """Spec file or run folder that A comes from, or the line of the command."""
     level: float = OLDER["level"]
     """Level of the deciding interval."""
     prior_weight: float = OLDER["prior_weight"]
     """Prior weight g of that interval."""
+    command: Command | None = OLDER["command"]
+    """What the arms run, where that is not a spec."""
+
+    @property
+    def kind(self) -> Kind:
+        return "spec" if self.command is None else "command"
+
+    @property
+    def subject(self) -> Mapping[str, Mapping[str, Any]]:
+        """What both arms have in common, and A's own, by section: a control speaks of the same."""
+        if self.command is None:
+            return self.spec
+        about = dataclasses.asdict(self.command)
+        return {"command": about | {"words": list(self.command.words), "steps": self.steps}}
 
     @property
     def sha256(self) -> str:
@@ -137,7 +169,10 @@ class Plan:
     def name(self) -> str:
         if not self.changes:
             return "control-slow" if self.slow_a_by else "control-same"
-        return "+".join(change.key.replace(".", "-") for change in self.changes)
+        names = (change.b if change.key == WORDS else change.key for change in self.changes)
+        return "+".join(
+            re.sub(r"[^\w+]+", "-", name).strip("-")[:_NAME] or "words" for name in names
+        )
 
     def to_json(self) -> str:
         fields = dataclasses.asdict(self)
@@ -157,6 +192,26 @@ class Plan:
         coins = random.Random(self.order_seed)
         first = [coins.random() < 0.5 for _ in range(0, self.pairs_max, 2)]
         return [order for coin in first for order in (coin, not coin)][: self.pairs_max]
+
+    def command_line(self, options: str = "") -> str:
+        """The `engine flip` that registers the same changes, with these options."""
+        if self.command is None:
+            sets = "".join(f" --set {change.key}={change.b}" for change in self.changes)
+            return f"engine flip {self.source}{sets}{options}"
+        arms = ""
+        for change in self.changes:
+            for arm, value in (("a", change.a), ("b", change.b)):
+                if change.key == WORDS:
+                    arms += f" --{arm} {shlex.quote(value)}"
+                elif value is not None:
+                    arms += f" --env-{arm} {shlex.quote(f'{change.key}={value}')}"
+        return f"engine flip{arms}{options} -- {self.command.line}"
+
+    def arm_of_command(self, b: bool, out: Path, pair: int) -> tuple[list[str], dict[str, str]]:
+        """The words and the variables of a command's run in pair number `pair`, whose own folder is `out`."""
+        assert self.command is not None, "the arms are a command"
+        changed = {change.key: change.b for change in self.changes if b}
+        return self.command.arm(changed, out, pair)
 
     def arm(self, b: bool, out: Path, name: str, pair: int = 0) -> RunSpec:
         """The spec of an arm's run in pair number `pair`, stored in the folder `name` of `out`."""
@@ -178,7 +233,7 @@ class Plan:
             self,
             hypothesis=f"A made slower by {200 * self.margin:g} % is seen as slower"
             if slow
-            else f"two runs of the same spec differ in {self.metric} by less than {100 * self.margin:g} %",
+            else f"two runs of the same {self.kind} differ in {self.metric} by less than {100 * self.margin:g} %",
             changes=(),
             order_seed=self.order_seed + (2 if slow else 1),
             slow_a_by=2 * self.margin if slow else 0.0,
@@ -189,6 +244,8 @@ def read_plan(text: str) -> Plan:
     """Read a plan that `to_json` wrote. Raises ValueError, TypeError or KeyError for another text."""
     fields = parse_json(text, "plan.json", "plan")
     fields["changes"] = tuple(Change(**change) for change in fields["changes"])
+    if command := fields.get("command"):
+        fields["command"] = Command(**command | {"words": tuple(command["words"])})
     return Plan(**fields)
 
 
@@ -205,49 +262,108 @@ def load_source(path: Path, sets: Sequence[str] = ()) -> RunSpec:
 
 
 def make_plan(
-    source: Path,
-    sets: Sequence[str],
-    *,
-    order_seed: int,
-    base_sets: Sequence[str] = (),
-    hypothesis: str = "",
-    metric: str = "step_s",
-    margin: float = MARGIN,
-    steps: int = STEPS,
-    pairs_max: int = PAIRS_MAX,
-    run_limit_s: float | None = None,
-    budget_s: float = BUDGET_S,
-    parity: float = PARITY,
+    source: Path, sets: Sequence[str], *, base_sets: Sequence[str] = (), **how: Any
 ) -> Plan:
-    """Make a plan, and check everything that can be checked before a process starts. Raises BadInput.
+    """Make a plan of a spec with one setting changed, and check everything that can be checked before a process starts.
+    Raises BadInput.
 
-    `sets` are the changes of arm B as on the command line, `teacher.backend=quantized`; `base_sets` are
-    settings of both arms. The limit of a run is half the budget, so that one pair always fits, and at most
-    RUN_LIMIT_S.
+    `sets` are the changes of arm B as on the command line, `teacher.backend=quantized`; `base_sets` are settings of
+    both arms; `how` are the fields of `_Numbers`.
     """
-    _check_numbers(metric, margin, steps, pairs_max, budget_s, order_seed)
+    numbers = _Numbers(**how)
     base = load_source(source, base_sets)
-    changes = _changes(base, sets)
-    return Plan(
-        hypothesis=hypothesis or _default_hypothesis(changes, metric, margin),
-        changes=changes,
-        metric=metric,
-        margin=margin,
-        alpha=ALPHA,
-        level=LEVEL,
-        prior_weight=PRIOR_WEIGHT,
-        pairs_min=PAIRS_MIN,
-        pairs_max=pairs_max,
-        steps=steps,
-        warm_up_steps=WARM_UP_STEPS,
-        run_limit_s=run_limit_s or min(RUN_LIMIT_S, budget_s / 2),
-        budget_s=budget_s,
-        parity=parity,
-        order_seed=order_seed,
-        slow_a_by=0.0,
-        spec=_shortened(base, steps),
-        source=str(source.absolute()),
+    spec = _shortened(base, numbers.steps)
+    return numbers.register(_changes(base, sets), spec=spec, source=str(source.absolute()))
+
+
+def make_command_plan(
+    words: Sequence[str],
+    a: Mapping[str, str | None],
+    b: Mapping[str, str | None],
+    **how: Any,
+) -> Plan:
+    """Make a plan of a command with other words or another environment. Raises BadInput.
+
+    `a` and `b` have for each arm what replaces `{}`, under WORDS, and variables by their names; one that an arm lacks
+    is as it is now.
+    """
+    numbers = _Numbers(**how)
+    usual: dict[str, str | None] = {name: os.environ.get(name) for name in {**a, **b}}
+    if WORDS in usual:
+        usual[WORDS] = ""
+    arms = {**usual, **a}, {**usual, **b}
+    command = Command(words=tuple(words), folder=os.getcwd(), settings=arms[0])
+    changes = tuple(
+        Change(key=key, a=value, b=arms[1][key])
+        for key, value in arms[0].items()
+        if value != arms[1][key]
     )
+    _check_command(command, changes, arms)
+    return numbers.register(changes, spec={}, source=command.line, command=command)
+
+
+def _check_command(
+    command: Command, changes: Sequence[Change], arms: Sequence[Mapping[str, str | None]]
+) -> None:
+    if WORDS in arms[0] and not any(WORDS in word for word in command.words):
+        raise BadInput.expected(
+            "command", command.line, f"{WORDS} where the words of --a and --b belong", "none"
+        )
+    if not changes:
+        found = ", ".join(f"{key} {value!r}" for key, value in arms[0].items())
+        raise BadInput.expected("arms", "of the flip", "two that differ", f"{found} in both")
+    for changed in arms:
+        try:
+            program = command.arm(changed, Path(), 0)[0][0]
+        except ValueError as error:
+            own = changed[WORDS]
+            raise BadInput.expected("words", repr(own), "words of a shell", str(error)) from error
+        except IndexError:
+            program = ""
+        if shutil.which(program) is None:
+            raise BadInput.expected("command", program or "''", "a program to start", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Numbers:
+    """What a plan fixes whatever its arms are."""
+
+    order_seed: int
+    hypothesis: str = ""
+    metric: str = "step_s"
+    margin: float = MARGIN
+    steps: int = STEPS
+    pairs_max: int = PAIRS_MAX
+    run_limit_s: float | None = None
+    """By default half the budget, so that one pair always fits, and at most RUN_LIMIT_S."""
+    budget_s: float = BUDGET_S
+    parity: float = PARITY
+
+    def __post_init__(self) -> None:
+        _check_numbers(
+            self.metric, self.margin, self.steps, self.pairs_max, self.budget_s, self.order_seed
+        )
+
+    def register(self, changes: tuple[Change, ...], **arms: Any) -> Plan:
+        return Plan(
+            hypothesis=self.hypothesis or _default_hypothesis(changes, self.metric, self.margin),
+            changes=changes,
+            metric=self.metric,
+            margin=self.margin,
+            alpha=ALPHA,
+            level=LEVEL,
+            prior_weight=PRIOR_WEIGHT,
+            pairs_min=PAIRS_MIN,
+            pairs_max=self.pairs_max,
+            steps=self.steps,
+            warm_up_steps=WARM_UP_STEPS,
+            run_limit_s=self.run_limit_s or min(RUN_LIMIT_S, self.budget_s / 2),
+            budget_s=self.budget_s,
+            parity=self.parity,
+            order_seed=self.order_seed,
+            slow_a_by=0.0,
+            **arms,
+        )
 
 
 def _check_numbers(

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from engine.flips.arms import Outcome
+from engine.flips.arms import Outcome, out_of
 from engine.flips.plan import EXTERNAL, Change, Plan
 from engine.flips.surroundings import CPU
-from engine.log.folder import RunFolder
+from engine.log.folder import COMMAND, RunFolder, is_run
 from engine.spec import CHANGE_RESULTS
 from engine.verdict import Level, Verdict, lowest
 
@@ -77,8 +78,62 @@ SAMPLING = "watch.sample_seconds"
 SLOWED_SHARE = 0.1
 """Largest allowed difference between the arms in the fraction of time that heat held the clocks down. A pair
 beyond it is worthless; the number is a judgement, not a law."""
+NO_CLOCKS = "no reading of the clocks fell into the measured steps of both arms"
+REDACTED = "[redacted: "
+"""How a secret begins in a run folder's words."""
 BACKEND = "teacher.backend"
 QUANTIZED = "quantized"
+
+
+def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict | None]:
+    """Every proof about a pair, by the names in `PROOFS`; None for one that does not apply."""
+    if plan.command is not None:
+        # What a script computes is its own affair: its words may change it on purpose.
+        return {
+            "flipped": _commands_differ(plan, a, b, flip),
+            "equal": _same_training(a, b),
+            "parity": None,
+        }
+    return {
+        "flipped": flipped(plan, a, b, flip),
+        "equal": equal(plan, a, b),
+        "parity": parity(plan, a, b),
+    }
+
+
+def _commands_differ(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
+    """Prove from both run folders that each arm was started with its own words and variables."""
+    assert plan.command is not None, "the arms are a command"
+    for outcome in (a, b):
+        run = RunFolder(flip / outcome.run)
+        number = int(run.path.name.partition("-")[0])
+        words, variables = plan.arm_of_command(outcome.arm == "B", out_of(run.path), number)
+        planned = [*words, *(f"{name}={text}" for name, text in variables.items())]
+        if not is_run(run.path):
+            return Verdict(Level.UNKNOWN, f"arm {outcome.arm} left no run folder")
+        told = run.read_effective()[COMMAND]
+        started = [*told["arguments"], *told.get("environment", ())]
+        for one, other in zip_longest(planned, started):
+            if one != other and REDACTED not in str(other):
+                text = f"NotFlipped: arm {outcome.arm} was started with {other!r}, not with {one!r}"
+                return Verdict(Level.FAIL, text)
+    what = " and ".join(map(str, plan.changes)) or "nothing"
+    return Verdict(Level.PASS, f"the commands that were started differ in {what} alone")
+
+
+def _same_training(a: Outcome, b: Outcome) -> Verdict:
+    """Whether both arms trained the same in the same way, as far as their probes saw it. What differs may be meant."""
+    if (disturbed := _disturbed(a, b)) is not None:
+        return disturbed
+    for name in a.facts.keys() & b.facts.keys():
+        if _differ(a.facts[name], b.facts[name]):
+            text = f"{name}: {_brief(a.facts[name])} in A, {_brief(b.facts[name])} in B, which may be meant"
+            return Verdict(Level.UNKNOWN, text)
+    if not a.facts or not b.facts:
+        return Verdict(Level.UNKNOWN, "no training was seen in both arms")
+    if a.facts["device"] != CPU and None in (a.slowed, b.slowed):
+        return Verdict(Level.UNKNOWN, NO_CLOCKS)
+    return Verdict(Level.PASS, f"the same in both arms: {', '.join(a.facts)}")
 
 
 def flipped(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
@@ -171,13 +226,8 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
         if name in a.facts and name in b.facts and _differ(a.facts[name], b.facts[name]):
             text = f"{name} is {_brief(a.facts[name])} in A and {_brief(b.facts[name])} in B"
             return Verdict(Level.FAIL, f"SilentFallback: {text}")
-    if a.suspended or b.suspended:
-        asleep = " and ".join(o.arm for o in (a, b) if o.suspended)
-        return Verdict(Level.FAIL, f"Suspended: the machine slept in {asleep}")
-    slowed = (a.slowed or 0.0, b.slowed or 0.0)
-    if abs(slowed[0] - slowed[1]) > SLOWED_SHARE:
-        text = f"clocks were held down {slowed[0]:.0%} of the time in A and {slowed[1]:.0%} in B"
-        return Verdict(Level.FAIL, f"Throttled: {text}")
+    if (disturbed := _disturbed(a, b)) is not None:
+        return disturbed
     missing = [name for name in FACTS if name not in a.facts or name not in b.facts]
     # A run without a teacher lacks the teacher's facts in both arms.
     missing = [
@@ -189,9 +239,20 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
         text = "device, precision, rows, tokens and models are the same; clocks are read as planned"
         return Verdict(Level.PASS, text)
     if a.facts["device"] != CPU and None in (a.slowed, b.slowed):
-        text = "no reading of the clocks fell into the measured steps of both arms"
-        return Verdict(Level.UNKNOWN, text)
+        return Verdict(Level.UNKNOWN, NO_CLOCKS)
     return Verdict(Level.PASS, "device, precision, rows, tokens and models are the same")
+
+
+def _disturbed(a: Outcome, b: Outcome) -> Verdict | None:
+    """Whether the machine itself treated the arms differently."""
+    if a.suspended or b.suspended:
+        asleep = " and ".join(o.arm for o in (a, b) if o.suspended)
+        return Verdict(Level.FAIL, f"Suspended: the machine slept in {asleep}")
+    slowed = (a.slowed or 0.0, b.slowed or 0.0)
+    if abs(slowed[0] - slowed[1]) > SLOWED_SHARE:
+        text = f"clocks were held down {slowed[0]:.0%} of the time in A and {slowed[1]:.0%} in B"
+        return Verdict(Level.FAIL, f"Throttled: {text}")
+    return None
 
 
 def _differ(a: object, b: object) -> bool:

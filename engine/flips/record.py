@@ -3,6 +3,7 @@
     plan.json      written before the first arm
     pairs.jsonl    first line: the hash of the plan, the machine; then one line per pair, append only
     arms/NN-a      ordinary run folders, NN-b likewise; a second try after an interruption is NN-a.2
+    out/NN-a       of a command that is not ours, what it wrote to `{out}`
     controls/      folders of the same kind, when the controls were run with the flip
     verdict.json   written at the end; after an interruption it holds the verdict so far
 

@@ -52,7 +52,8 @@ class Surroundings:
 
 def find_surroundings(plan: Plan) -> Surroundings:
     """Find where the arms of `plan` will run. They use the first GPU that CUDA shows."""
-    wanted = {plan.spec["compute"]["device"]}
+    # A command may use what there is.
+    wanted = {plan.spec["compute"]["device"] if plan.kind == "spec" else "auto"}
     wanted |= {change.b for change in plan.changes if change.key == "compute.device"}
     device, name = CPU, "the CPU"
     if wanted != {CPU} and (devices := ask_in_child().devices):
@@ -132,9 +133,8 @@ class Resources:
 
 def find_resources(plan: Plan, folder: Path, surroundings: Surroundings) -> Resources:
     """Estimate the resources that the flip needs; reads the source's logs."""
-    run_s, peak, source = None, None, "the source is a spec, not a run"
-    path = Path(plan.source)
-    if is_run(path):
+    run_s, peak, source = None, None, f"the source is a {plan.kind}, not a run"
+    if plan.kind == "spec" and is_run(path := Path(plan.source)):
         run_s, peak, source = _from_run(path, plan)
     above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     available = Host().memory().available_bytes.number if surroundings.device == CPU else None
@@ -222,6 +222,6 @@ def resource_lines(plan: Plan, resources: Resources, controls: int) -> list[str]
         f"device: {resources.surroundings.device_name}, kept from other experiments",
         f"time: {time_text}",
         f"limits: {text}",
-        f"memory of one run: {memory}; each arm checks its own",
+        f"memory of one run: {memory}{'; each arm checks its own' if plan.kind == 'spec' else ''}",
         f"disk: {format_bytes(resources.disk_bytes)} at most of {format_bytes(resources.disk_free_bytes)} free",
     ]

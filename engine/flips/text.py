@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from engine.flips.answer import affordable, answer, busy_with
 from engine.flips.arms import Outcome
+from engine.flips.command import SEED, TRACKERS
 from engine.flips.plan import METRICS, Plan
 from engine.flips.statistics import Interval
 from engine.flips.verdict import Pair, count_of
@@ -34,6 +35,7 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         f"hypothesis: {plan.hypothesis}",
         *(f"{what}: {change.key}  A {change.a!r}  B {change.b!r}" for change in plan.changes),
+        *_command_lines(plan),
         f"metric: {plan.metric} ({METRICS[plan.metric].definition}; less is better), margin {plan.margin:.1%},"
         f" level {plan.level:.0%}",
         f"pairs: {plan.pairs_min} to {plan.pairs_max} of {plan.steps} steps, the first {plan.warm_up_steps} warm up,"
@@ -41,6 +43,22 @@ def plan_lines(plan: Plan) -> list[str]:
         f"source: {plan.source}",
         f"plan sha256: {plan.sha256}",
     ]
+
+
+def _command_lines(plan: Plan) -> list[str]:
+    """What is done to a script that is not ours."""
+    if plan.command is None:
+        return []
+    trackers = " ".join(f"{name}={value}" for name, value in TRACKERS.items())
+    lines = [
+        f"each run: ended after {plan.steps} optimizer steps, in {plan.command.folder}",
+        f"trackers are offline: {trackers}",
+    ]
+    if plan.metric == "final_loss" and not any(SEED in word for word in plan.command.words):
+        lines.append(
+            f"seed: no {SEED} in the command, so that pairs may be copies of one another; the script's own counts"
+        )
+    return lines
 
 
 def pair_heading(plan: Plan) -> str:

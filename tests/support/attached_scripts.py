@@ -24,6 +24,28 @@ for epoch in range(2):
 save(net)
 """
 
+SLEEPING = """
+import argparse, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--sleep", type=float, default=0.0)
+parser.add_argument("--steps", type=int, default=1000)
+parser.add_argument("--out")
+arguments = parser.parse_args()
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+try:
+    for step in range(arguments.steps):
+        time.sleep(arguments.sleep)
+        optimizer.zero_grad()
+        net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+finally:
+    if arguments.out:
+        with open(arguments.out + "/closed", "w") as file:
+            file.write(os.environ["WANDB_MODE"])
+"""
+"""Its options say how long a step takes, and how many it makes without being ended."""
+
 ACCUMULATION = """
 from torch.utils.checkpoint import checkpoint
 body = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8), torch.nn.GELU())

@@ -288,7 +288,7 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ((), 64, "either a run or spec, or --resume"),
+        ((), 64, "either a run or spec, a command after --, or --resume"),
         (("SPEC",), 64, "expected --set KEY=VALUE"),
         (("SPEC", "--set", "train.row=8"), 65, "did you mean train.rows?"),
         (("SPEC", "--set", "train.rows=8", "--budget", "soon"), 64, "a time as 90s"),

@@ -28,7 +28,8 @@ comparison for each import. Standard library only, Python 3.10 on; it never impo
     writer.py        the lines of the log
 
 The run must never change: no random number is drawn, no stream is synchronised, no thread is started, and nothing
-that fails here reaches the script. A probe that fails removes itself and says so in the log.
+that fails here reaches the script. A probe that fails removes itself and says so in the log. What an experiment asks
+for is the exception: APR_WATCH_STEPS ends the process after so many steps, APR_WATCH_SLOW_BY lengthens each step.
 """
 
 from __future__ import annotations

@@ -132,6 +132,9 @@ class Hooks:
         def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not is_compiling():
                 self._ours(self._after_step, sys._getframe(1), optimizer)
+                if self._on and self._steps.are_enough:
+                    # As the script itself would end: what it has to close is closed, and its exit code is 0.
+                    sys.exit(0)
 
         def wrap_init(original: Any) -> Any:
             @functools.wraps(original)

@@ -23,12 +23,12 @@ class HeldMemory:
         self._torch = torch
         self._next_s = 0.0
 
-    def look(self, folder: str, step: int, device: Any) -> None:
+    def look(self, folder: str, step: int, device: Any, now: bool = False) -> None:
         counters = getattr(self._torch.cuda, "memory_stats_as_nested_dict", None)
-        now = time.monotonic()
-        if device.type != "cuda" or counters is None or now < self._next_s:
+        time_s = time.monotonic()
+        if device.type != "cuda" or counters is None or not (now or time_s >= self._next_s):
             return
-        self._next_s = now + SPACING_S
+        self._next_s = time_s + SPACING_S
         counts = counters(device)
         held, kept = (
             counts.get(f"{what}_bytes", {}).get("all") for what in ("allocated", "reserved")

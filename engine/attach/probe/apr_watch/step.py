@@ -33,6 +33,10 @@ HELD_OUT = "held_out"
 _TEXT = 500
 _PARTS = 64
 """Losses of a step, or groups of an optimizer, that are written one by one."""
+_STEPS = "APR_WATCH_STEPS"
+"""Of a process that is to end after so many steps."""
+_SLOW_BY = "APR_WATCH_SLOW_BY"
+"""By what share of itself each step is to be lengthened."""
 _EARLY = 1000
 """Lines that may wait for the first step."""
 
@@ -233,6 +237,8 @@ class Steps:
         self._batches = Batches(torch)
         self._compiles = Compiles()
         self._memory = HeldMemory(torch)
+        self._most = int(os.environ.get(_STEPS) or 0)
+        self._slow_by, self._slept_s = float(os.environ.get(_SLOW_BY) or 0.0), 0.0
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -248,6 +254,11 @@ class Steps:
         self._values = Values()
         self._forget_losses()
         self._forget_training()
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether the training has made the steps after which its process is to end."""
+        return 0 < self._most <= self._step
 
     def _forget_training(self) -> None:
         self.log: Log | None = None
@@ -474,6 +485,10 @@ class Steps:
         self._step += 1
         step_s, phases = self._clock.lap()
         lap = self._device_clock.lap(device)
+        if self._slow_by:
+            # A step takes as long as it would without, and that share more: the sleep is the next one's.
+            self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
+            time.sleep(self._slept_s)
         rows, tokens = self._batches.lap()
         if self._beat is not None:
             self._beat.done(self._step)
@@ -503,7 +518,7 @@ class Steps:
         self._values = Values()
         for compiled in self._compiles.since_last(self._step):
             log.write("compile", **compiled)
-        self._memory.look(folder, self._step, device)
+        self._memory.look(folder, self._step, device, now=self.are_enough)
         self._write_ready()
 
     def _say_identities(self) -> None:

@@ -1,0 +1,90 @@
+"""Flips of a training script that is not ours, with real runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.flips.command import WORDS
+from engine.flips.conclusion import FlipVerdict
+from engine.flips.flip import run_flip
+from engine.flips.plan import make_command_plan
+from engine.flips.record import find_flips, read_pairs, read_plan_of
+from engine.flips.text import answer_lines
+from engine.log.folder import RunFolder, read_command
+from tests.support.attached import BEGIN
+from tests.support.attached_scripts import SLEEPING
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the script lies, with a lock of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(BEGIN + SLEEPING)
+    return tmp_path
+
+
+def flip(
+    a: str, b: str, *words: str, out: str = "flips/1", use_controls: str = "skip", **how: Any
+) -> FlipVerdict:
+    command = words or (sys.executable, "train.py", "{}", "--out", "{out}")
+    how = {"order_seed": 1, "steps": 6, "budget_s": 900.0} | how
+    plan = make_command_plan(command, {WORDS: a}, {WORDS: b}, **how)
+    return run_flip(plan, Path(out), use_controls=use_controls)
+
+
+def answer_of(verdict: FlipVerdict) -> list[str]:
+    return answer_lines(json.loads(verdict.to_json()))
+
+
+def test_an_arm_whose_steps_take_several_times_as_long_is_slower(folder: Path) -> None:
+    verdict = flip("--sleep 0.02", "--sleep 0.2")
+    assert verdict.verdict == "B_SLOWER", verdict.reason
+    assert answer_of(verdict)[0].startswith("--sleep 0.2 is slower: time per step +")
+    assert verdict.controls["manipulation"]["level"] == "pass"
+    assert verdict.controls["equal"]["level"] == "pass"
+    (found,) = find_flips(folder / "flips")
+    assert read_plan_of(found).kind == "command"
+    for outcome in (o for pair in read_pairs(found) for o in pair.outcomes.values()):
+        # Ended by the probe as the script would end: what it has to close is closed, with trackers offline.
+        assert (outcome.state, outcome.steps) == ("completed", 6)
+        assert (found / "out" / Path(outcome.run).name / "closed").read_text() == "offline"
+        command = read_command(RunFolder(found / outcome.run))
+        assert command is not None and command.arguments[1] == "train.py"
+
+
+@pytest.mark.soak
+def test_a_script_with_fewer_steps_than_are_asked_for_is_said_to_have_them(folder: Path) -> None:
+    verdict = flip("--steps 4", "--steps 5", pairs_max=1)
+    assert verdict.verdict == "INVALID" and "ended early after 4 steps" in verdict.reason
+    assert "fewer --steps" in answer_of(verdict)[1]
+
+
+def test_a_script_that_fails_at_once_is_said_with_its_last_line(folder: Path) -> None:
+    verdict = flip("1", "2", sys.executable, "-c", "raise SystemExit('no data')", "{}", pairs_max=1)
+    assert verdict.verdict == "INVALID"
+    assert "A failed after 0 steps" in verdict.reason and "its last line: no data" in verdict.reason
+
+
+def test_a_command_without_a_training_is_said_to_have_no_step(folder: Path) -> None:
+    verdict = flip("1", "2", "true", "{}", pairs_max=1)
+    assert "no optimizer of torch stepped" in answer_of(verdict)[0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(3))
+def test_a_command_against_itself_is_never_faster_or_slower(folder: Path, number: int) -> None:
+    verdict = flip("--sleep 0.05", "--sleep 0.050", order_seed=number, steps=12)
+    assert verdict.verdict in ("EQUIVALENT", "INCONCLUSIVE"), verdict.reason
+
+
+@pytest.mark.soak
+def test_both_controls_of_a_command_are_run(folder: Path) -> None:
+    verdict = flip("--sleep 0.05", "--sleep 0.2", use_controls="run", steps=12)
+    assert {p.name for p in Path("flips/1/controls").iterdir()} == {"same", "slow"}
+    assert verdict.verdict == "B_SLOWER"
