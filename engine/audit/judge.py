@@ -215,15 +215,32 @@ def judge_record(
 
     `not_cleared` is a parameter that had a gradient when the step's first backward pass began.
     """
+    abouts = {about.id: about for about in STAGES}
+    for id, what, found, expected in (
+        ("step_rows", "rows are logged as taken since the start", logged.position, wanted.position),
+        ("step_rows", "tokens are logged", logged.tokens, wanted.tokens),
+        ("step_labels", "labels are logged", logged.labelled, wanted.labelled),
+    ):
+        if found != expected:
+            numbers = Numbers(logged=found, wanted=expected)
+            yield (
+                abouts[id],
+                numbers.failed(f"{found:,} {what}, the spec has {expected:,}"),
+            )
+    if not_cleared is not None:
+        yield (
+            abouts["step_gradients"],
+            Numbers().failed(
+                f"{not_cleared} still has a gradient when the step's first backward pass begins: that of the step "
+                "before is added to this one's"
+            ),
+        )
     for id, answer in (
-        ("step_rows", _taken(logged, wanted)),
-        ("step_labels", _labelled(logged, wanted)),
         ("step_loss", _total_loss(logged, wanted)),
-        ("step_gradients", _cleared(not_cleared)),
         ("step_weights", _rate(logged, wanted)),
     ):
         if answer.verdict.level is Level.FAIL:
-            yield next(about for about in STAGES if about.id == id), answer
+            yield abouts[id], answer
 
 
 # contract: distill-batch-honesty-v1
@@ -342,28 +359,6 @@ def _labels_are_next(step: _Step) -> Answer:
     if not labelled:
         return numbers.failed("no row of the step has a label: there is nothing to train on")
     return numbers.passed(f"{labelled:,} labels are the next tokens of their documents")
-
-
-def _taken(logged: Logged, wanted: Wanted) -> Answer:
-    numbers = Numbers(position=logged.position, wanted=wanted.position)
-    if logged.position != wanted.position:
-        return numbers.failed(
-            f"{logged.position:,} rows are logged as taken since the start, the spec has {wanted.position:,}"
-        )
-    if logged.tokens != wanted.tokens:
-        return numbers.failed(
-            f"{logged.tokens:,} tokens are logged, the spec has {wanted.tokens:,} in a step"
-        )
-    return numbers.passed(f"{wanted.tokens:,} tokens of {wanted.position:,} rows so far")
-
-
-def _labelled(logged: Logged, wanted: Wanted) -> Answer:
-    numbers = Numbers(labelled=wanted.labelled, logged=logged.labelled)
-    if logged.labelled != wanted.labelled:
-        return numbers.failed(
-            f"{logged.labelled:,} labels are logged, the rows of the step have {wanted.labelled:,}"
-        )
-    return numbers.passed(f"{wanted.labelled:,} labels")
 
 
 def _named(label: int) -> str:
@@ -568,16 +563,25 @@ def _as_in_files(step: _Step, model: Model | None) -> Answer | None:
         allowed_R = (
             2 * model.rounding * wanted_R.abs() + model.rounding / 64 * wanted_R.abs().amax()
         )
-        differing = ((found_R - wanted_R).abs() > allowed_R).nonzero()
-        if len(differing):
-            row, *place = differing[0].tolist()
-            where = f"{name}[{', '.join(map(str, (rows[row], *place)))}]"
-            at = (row, *place)
-            return Numbers(differing=len(differing)).failed(
-                f"{where} is {float(found_R[at]):.6g} in memory and {float(wanted_R[at]):.6g} in the files; "
-                f"{len(differing):,} of {wanted_R.numel():,} compared numbers of the tensor differ"
+        beyond = _first_beyond((found_R - wanted_R).abs(), allowed_R, name, rows)
+        if beyond is not None:
+            where, at = beyond
+            return Numbers().failed(
+                f"{where} is {float(found_R[at]):.6g} in memory and {float(wanted_R[at]):.6g} in the files"
             )
     return Numbers(compared_with_files=compared).passed("as in its files")
+
+
+def _first_beyond(
+    error: Tensor, allowed: Tensor, name: str, rows: Sequence[int] | Tensor
+) -> tuple[str, tuple[int, ...]] | None:
+    """Name the first number of some rows of a tensor that differs more than is allowed, and say where it is in them."""
+    beyond = (~(error <= allowed)).nonzero()
+    if not len(beyond):
+        return None
+    place = tuple(beyond[0].tolist())
+    where = f"{name}[{', '.join(map(str, (int(rows[place[0]]), *place[1:])))}]"
+    return f"{where}, and {len(beyond) - 1:,} more of {error.numel():,},", place
 
 
 def _fields(of: object) -> dict[str, Any]:
@@ -650,15 +654,6 @@ def _total_loss(logged: Logged, wanted: Wanted) -> Answer:
 
 
 # Gradients
-
-
-def _cleared(not_cleared: str | None) -> Answer:
-    if not_cleared is not None:
-        return Numbers().failed(
-            f"{not_cleared} still has a gradient when the step's first backward pass begins: that of the step "
-            "before is added to this one's"
-        )
-    return Numbers().passed("no gradient is left of an earlier step")
 
 
 def _gradients(step: _Step) -> Answer:
@@ -874,18 +869,6 @@ def _clipping(step: _Step) -> Answer:
     return numbers.passed(f"{found:.6g} is the norm of the gradients{clipped}")
 
 
-def _first_beyond(
-    error: Tensor, allowed: Tensor, one: ObservedParameter
-) -> tuple[str, tuple[int, ...]] | None:
-    beyond = (~(error <= allowed)).nonzero()
-    if not len(beyond):
-        return None
-    place = tuple(beyond[0].tolist())
-    row = int(one.rows_R[place[0]])
-    where = f"{one.name}[{', '.join(str(x) for x in (row, *place[1:]))}]"
-    return f"{where}, and {len(beyond) - 1:,} more of {error.numel():,}", place
-
-
 def _moments(step: _Step) -> Answer:
     seen = step.seen
     if not seen.logged.applied:
@@ -913,7 +896,7 @@ def _moments(step: _Step) -> Answer:
             ("mean", "mean square"), one.moments_after, wanted, scales, (1e-37, 1e-36), strict=True
         ):
             error = (found.to(step.device).double() - want).abs()
-            beyond = _first_beyond(error, 1e-5 * scale + floor, one)
+            beyond = _first_beyond(error, 1e-5 * scale + floor, one.name, one.rows_R)
             if beyond is not None:
                 where, place = beyond
                 return Numbers(clip_factor=factor).failed(
@@ -967,7 +950,10 @@ def _weights(step: _Step) -> Answer:
         )
         error = (after.double() - before.double() - update).abs()
         beyond = _first_beyond(
-            error, 2e-3 * update.abs() + 4 * ROUNDING * before.double().abs() + 1e-30, one
+            error,
+            2e-3 * update.abs() + 4 * ROUNDING * before.double().abs() + 1e-30,
+            one.name,
+            one.rows_R,
         )
         if beyond is not None:
             where, place = beyond

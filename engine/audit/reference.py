@@ -24,8 +24,9 @@ A decoder's gradients are found layer by layer from the last to the first, so th
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -228,7 +229,7 @@ def forward(
     for index in range(shape.layers):
         if keep:
             inputs.append(x_ND.cpu())
-        parts = [weight(name) for name in _names(shape, index)]
+        parts = {name: weight(f"layers.{index}.{name}") for name in _names(shape)}
         x_ND = _layer(shape, index, x_ND, turns, parts, rounding)
     if keep:
         inputs.append(x_ND.cpu())
@@ -255,33 +256,30 @@ def backward(
     flows = list(upstream)
 
     def through(
-        names: Sequence[str],
-        place: int,
-        run: Callable[[int, Forward, Tensor, list[Tensor]], Tensor],
+        place: int, prefix: str, names: Sequence[str], run: Callable[..., Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        parts = [weight(name).detach().requires_grad_() for name in names]
-        sums = [torch.zeros_like(part) for part in parts]
+        parts = {name: weight(prefix + name).detach().requires_grad_() for name in names}
+        sums = [torch.zeros_like(part) for part in parts.values()]
         for number, one in enumerate(passes):
             x_ND = one.inputs[place].to(flows[number].device).requires_grad_()
             with torch.enable_grad():
                 # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
-                along = (run(place, one, x_ND, parts) * flows[number]).sum()
-            flows[number], *found = torch.autograd.grad(along, [x_ND, *parts])
+                # A factor on the way forward, its rounding, is one on the way back.
+                along = (run(x_ND, one.turns, parts, one.rounding) * flows[number]).sum()
+            flows[number], *found = torch.autograd.grad(along, [x_ND, *parts.values()])
             for total, gradient in zip(sums, found, strict=True):
                 total += gradient
-        yield from zip(names, sums, strict=True)
+        yield from ((prefix + name, total) for name, total in zip(names, sums, strict=True))
 
     yield from through(
-        ["norm.weight"], shape.layers, lambda place, one, x_ND, parts: _norm(shape, x_ND, parts[0])
+        shape.layers,
+        "",
+        ["norm.weight"],
+        lambda x_ND, _, parts, __: _norm(shape, x_ND, parts["norm.weight"]),
     )
     for index in reversed(range(shape.layers)):
         yield from through(
-            _names(shape, index),
-            index,
-            # A factor on the way forward is one on the way back.
-            lambda place, one, x_ND, parts: _layer(
-                shape, place, x_ND, one.turns, parts, one.rounding
-            ),
+            index, f"layers.{index}.", _names(shape), functools.partial(_layer, shape, index)
         )
     embedding = torch.zeros_like(weight("embed.weight"))
     for one, flow_ND in zip(passes, flows, strict=True):
@@ -292,26 +290,20 @@ def backward(
 def tensor_names(shape: Shape) -> list[str]:
     """Return the names of all tensors of a decoder; the head of a tied one is its embedding."""
     ends = ["embed.weight", "norm.weight", *([] if shape.tied else ["head.weight"])]
-    return ends + [name for index in range(shape.layers) for name in _names(shape, index)]
+    return ends + [
+        f"layers.{index}.{name}" for index in range(shape.layers) for name in _names(shape)
+    ]
 
 
-def _names(shape: Shape, index: int) -> list[str]:
-    """Return the names of a layer's tensors, in the order of `_layer`."""
-    attention = [f"{name}.weight" for name in ("q", "k", "v", "o")]
-    if shape.bias:
-        attention += [f"{name}.bias" for name in ("q", "k", "v")]
-    if shape.qk_norm:
-        attention += ["q_norm.weight", "k_norm.weight"]
+def _names(shape: Shape) -> list[str]:
+    """Return the names of a layer's tensors, within it."""
     return [
-        f"layers.{index}.{name}"
-        for name in (
-            "mlp.gate.weight",
-            "mlp.up.weight",
-            "mlp.down.weight",
-            *(f"attention.{name}" for name in attention),
-            *(["attention_norm.weight", "mlp_norm.weight"] if shape.norms_in_front else []),
-            *(["attention_out_norm.weight", "mlp_out_norm.weight"] if shape.norms_behind else []),
-        )
+        *(f"mlp.{name}.weight" for name in ("gate", "up", "down")),
+        *(f"attention.{name}.weight" for name in "qkvo"),
+        *(f"attention.{name}.bias" for name in "qkv" if shape.bias),
+        *(f"attention.{name}_norm.weight" for name in "qk" if shape.qk_norm),
+        *(f"{name}_norm.weight" for name in ("attention", "mlp") if shape.norms_in_front),
+        *(f"{name}_out_norm.weight" for name in ("attention", "mlp") if shape.norms_behind),
     ]
 
 
@@ -320,27 +312,22 @@ def _layer(
     index: int,
     x_ND: Tensor,
     turns: dict[bool, list[Tensor]],
-    parts: Sequence[Tensor],
+    parts: Mapping[str, Tensor],
     rounding: float = 0.0,
 ) -> Tensor:
-    gate, up, down, *others = parts
-    norms = {
-        name.rpartition(".")[0]: part
-        for name, part in zip(_names(shape, index), parts, strict=True)
-    }
-    attention = others[: len(others) - 2 * (shape.norms_in_front + shape.norms_behind)]
-
     def normed(x_ND: Tensor, name: str) -> Tensor:
-        norm = norms.get(f"layers.{index}.{name}")
+        norm = parts.get(f"{name}.weight")
         return x_ND if norm is None else _moved(_norm(shape, x_ND, norm), rounding)
 
-    normed_ND = normed(x_ND, "attention_norm")
-    y_ND = _attention(shape, index, normed_ND, turns, attention, rounding)
+    def times(x_ND: Tensor, name: str) -> Tensor:
+        return x_ND @ parts[f"mlp.{name}.weight"].T
+
+    y_ND = _attention(shape, index, normed(x_ND, "attention_norm"), turns, parts, rounding)
     x_ND = _moved(x_ND + normed(y_ND, "attention_out_norm"), rounding)
     normed_ND = normed(x_ND, "mlp_norm")
-    gated = _moved(normed_ND @ gate.T, rounding)
-    both = _moved(_activated(shape, gated) * _moved(normed_ND @ up.T, rounding), rounding)
-    return _moved(x_ND + normed(both @ down.T, "mlp_out_norm"), rounding)
+    gated = _moved(times(normed_ND, "gate"), rounding)
+    both = _moved(_activated(shape, gated) * _moved(times(normed_ND, "up"), rounding), rounding)
+    return _moved(x_ND + normed(times(both, "down"), "mlp_out_norm"), rounding)
 
 
 def _activated(shape: Shape, x: Tensor) -> Tensor:
@@ -360,22 +347,22 @@ def _attention(
     index: int,
     x_ND: Tensor,
     turns: dict[bool, list[Tensor]],
-    parts: Sequence[Tensor],
+    parts: Mapping[str, Tensor],
     rounding: float,
 ) -> Tensor:
     """Attention over documents that follow each other."""
-    q, k, v, o, *others = parts
     window, scalar = shape.window_of(index), shape.query_scalar or shape.head_dim
-    found = [x_ND @ matrix.T for matrix in (q, k, v)]
-    if shape.bias:
-        found = [y + bias for y, bias in zip(found, others[:3], strict=True)]
-    if shape.qk_norm_whole:
-        found[:2] = [_norm(shape, y, norm) for y, norm in zip(found, others[-2:], strict=False)]
-    q_NHE, k_NKE, v_NKE = (y.reshape(len(x_ND), -1, shape.head_dim) for y in found)
-    if shape.qk_norm and not shape.qk_norm_whole:
-        q_norm, k_norm = others[-2:]
-        q_NHE, k_NKE = _norm(shape, q_NHE, q_norm), _norm(shape, k_NKE, k_norm)
-    q_NHE, k_NKE, v_NKE = (_moved(y, rounding) for y in (q_NHE, k_NKE, v_NKE))
+    found = []
+    for name in "qkv":
+        y = x_ND @ parts[f"attention.{name}.weight"].T + parts.get(f"attention.{name}.bias", 0.0)
+        y_NHE = y.reshape(len(x_ND), -1, shape.head_dim)
+        norm = parts.get(f"attention.{name}_norm.weight")
+        if norm is not None and shape.qk_norm_whole:
+            y_NHE = _norm(shape, y, norm).view(y_NHE.shape)
+        elif norm is not None:
+            y_NHE = _norm(shape, y_NHE, norm)
+        found.append(_moved(y_NHE, rounding))
+    q_NHE, k_NKE, v_NKE = found
     shared = shape.heads // shape.kv_heads
     answers, first = [], 0
     for turns_TR in turns[window is not None]:
@@ -395,7 +382,7 @@ def _attention(
                 if torch.is_grad_enabled() and len(turns_TR) > QUERIES
                 else _answers(part_HTE, k_HTE, v_HTE, scalar, begun, window)
             )
-    return _moved(torch.cat(answers), rounding) @ o.T
+    return _moved(torch.cat(answers), rounding) @ parts["attention.o.weight"].T
 
 
 def _answers(

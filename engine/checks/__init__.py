@@ -13,7 +13,7 @@ the data are bit for bit what they would be without it.
       resume_continues           a resume of which a tensor, moment, counter, random generator, the step or the row
                                  is not as in the checkpoint's files
     at the start
-      weights_alive              zero, constant or non-finite matrices; a teacher that was never trained
+      weights_alive              zero, constant or non-finite matrices
       forward_is_the_model       a token that attends to later ones or to another document, another norm eps, a
                                  student whose formula is another in fp32: interleaved rotary pairs, or none
       teacher_knows_text         a teacher whose cross entropy is no better than guessing: random weights, wrong

@@ -62,7 +62,7 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="weights_alive",
-        question="Are the matrices of both models finite and not constant, and was the teacher ever trained?",
+        question="Are the tensors of both models finite, and no matrix constant?",
         means="A model was left as it was allocated or initialised; its file was not read into it.",
         remedy="Load the file again and compare with `engine inspect --values`.",
         when=When.AT_START,
