@@ -22,6 +22,8 @@ from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.watch.rules.rule import read_settings
 from engine.watch.start_and_stop import stop
+from tests.support.attached import BEGIN
+from tests.support.attached_scripts import SLEEPING
 from tests.support.paths import ROOT
 
 WATCH = [sys.executable, "-m", "engine", "watch"]
@@ -252,3 +254,31 @@ def test_where_the_folder_cannot_be_written_the_run_lies_in_the_users_and_that_i
     # A folder that was named is the one that was meant.
     done = subprocess.run([*words[:4], "--runs", "/sys/x", *words[4:]], capture_output=True, **more)
     assert done.returncode == 65
+
+
+def test_a_script_is_ended_after_the_steps_that_were_asked_for_as_if_it_had_no_more(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(BEGIN + SLEEPING)
+    options = ["--steps", "4", "--slow-by", "0.5", "--env", "WANDB_MODE=offline", "--keep-output"]
+    words = [*WATCH, "--runs", str(tmp_path), "--name", "run", "--quiet", *options, "--"]
+    script = [sys.executable, "train.py", "--out", str(tmp_path), "--sleep", "0.05"]
+    done = subprocess.run([*words, *script], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    view = Follower(RunFolder(tmp_path / "run")).read_all()
+    assert view.last_step == 4 and view.exit is not None and view.exit.state == "COMPLETED"
+    assert view.script_ended is not None and view.script_ended.how == "returned"
+    # Each step is lengthened by half of what it takes, behind the first.
+    assert min(s for s in view.steps.values("step_s", 1) if s is not None) > 1.4 * 0.05
+    # What the script has to close is closed, in the environment that the run folder keeps.
+    assert (tmp_path / "closed").read_text() == "offline"
+    kept = RunFolder(tmp_path / "run").read_effective()["command"]
+    assert kept["environment"] == ["WANDB_MODE=offline"]
+
+
+@pytest.mark.parametrize("text", ["X", "=1", "1X=2"])
+def test_a_variable_without_a_name_and_a_value_is_refused(tmp_path: Path, text: str) -> None:
+    words = [*WATCH, "--runs", str(tmp_path), "--env", text, "--", "true"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 64 and "expected NAME=VALUE" in done.stderr
+    assert not list(tmp_path.iterdir())

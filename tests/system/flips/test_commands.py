@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.flips import arms
+from engine.flips.arms import Stopped, run_arm
 from engine.flips.command import WORDS
 from engine.flips.conclusion import FlipVerdict
 from engine.flips.flip import run_flip
@@ -16,6 +20,7 @@ from engine.flips.plan import make_command_plan
 from engine.flips.record import find_flips, read_pairs, read_plan_of
 from engine.flips.text import answer_lines
 from engine.log.folder import RunFolder, read_command
+from engine.log.view import RunView
 from tests.support.attached import BEGIN
 from tests.support.attached_scripts import SLEEPING
 
@@ -27,6 +32,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(BEGIN + SLEEPING)
     return tmp_path
+
+
+def ends(pid: int) -> bool:
+    """Whether the process has ended, or does so now that it was killed."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    found = select.select([process], [], [], 10.0)[0]
+    os.close(process)
+    return bool(found)
 
 
 def flip(
@@ -88,3 +104,25 @@ def test_both_controls_of_a_command_are_run(folder: Path) -> None:
     verdict = flip("--sleep 0.05", "--sleep 0.2", use_controls="run", steps=12)
     assert {p.name for p in Path("flips/1/controls").iterdir()} == {"same", "slow"}
     assert verdict.verdict == "B_SLOWER"
+
+
+def test_an_arm_that_is_ended_leaves_no_process_that_it_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "STOP_GRACE_S", 0.5)
+    # Neither the command nor what it starts heeds SIGTERM.
+    script = "trap '' TERM; sleep 600 & echo $! > worker; wait; wait"
+    words = ("sh", "-c", script, "sh", "{}")
+    plan = make_command_plan(words, {WORDS: "1"}, {WORDS: "2"}, order_seed=1)
+    seen: list[RunView] = []
+    with pytest.raises(Stopped):
+        run_arm(
+            plan,
+            b=True,
+            pair=1,
+            folder=folder / "flip" / "arms" / "01-b",
+            watch=seen.append,
+            stop=lambda: Path("worker").exists() and seen[-1].trainer_pid is not None,
+        )
+    worker = int(Path("worker").read_text())
+    assert seen[-1].trainer_pid is not None and ends(seen[-1].trainer_pid) and ends(worker)
