@@ -25,7 +25,7 @@ from engine.errors import EngineError
 from engine.terminal import as_html, printable
 from workbench.notebook.outputs import replace, show
 
-STILL_EVERY_S = 60.0
+STILL_EVERY_S = 10.0
 FIRST_LOOK_S = 0.5
 """Longest wait of a cell for the first reading, so that its still contains it: programs that execute notebooks
 drop outputs that arrive after the end of the cell; a page does not."""

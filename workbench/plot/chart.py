@@ -95,6 +95,8 @@ class Level:
 
     y: float
     name: str
+    always: bool = False
+    """Whether it is drawn however far it is."""
 
     def height(self, log_y: bool) -> float:
         """Return its position on an axis; a logarithmic axis has no level at or below 0."""
@@ -519,8 +521,8 @@ def span_of(
         return None
     low, high = min(values), max(values)
     room = (high / 2 - low / 2) * 0.8 if len(values) > FEW else math.inf
-    heights = [level.height(log_y) for level in levels]
-    near = [y for y in heights if low - room <= y <= high + room]
+    heights = [(level.height(log_y), level.always) for level in levels]
+    near = [y for y, always in heights if always or low - room <= y <= high + room]
     return min([low, *near]), max([high, *near])
 
 

@@ -495,7 +495,8 @@ def levels_of(view: RunView, on_top: str) -> tuple[Level, ...]:
     """Return what the losses on top are compared with: on held-out text those of the teacher and of the start; in
     training that of a uniform guess over V tokens (ln V), and CE's share of it in the objective."""
     if on_top == "held-out":
-        return tuple(Level(y=loss, name=name) for name, loss in references(view).items())
+        known = references(view).items()
+        return tuple(Level(y=loss, name=name, always=True) for name, loss in known)
     student, levels = view.models.get("student"), []
     if student is not None and student.vocab_size > 1:
         guessing = math.log(student.vocab_size)

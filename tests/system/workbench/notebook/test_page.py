@@ -22,6 +22,7 @@ from tests.support.notebook_lab import (
     HIGH,
     NOTEBOOKS,
     WIDE,
+    command,
     comms,
     open_notebook,
     run_cell,
@@ -233,10 +234,10 @@ runs = Path(os.environ["APR_NOTEBOOK_RUNS"])
 live = Live(os.environ["APR_NOTEBOOK_SPEC"], set=["train.steps=400"], out=runs / "busy")
 live.start()
 display(live)
-time.sleep(300)"""
+time.sleep(90)"""
 
 
-def test_a_page_loaded_again_while_its_cell_runs_shows_the_whole_run(
+def test_a_page_loaded_again_while_its_cell_runs_has_the_figures_of_when_it_was_saved(
     page: sync_api.Page, lab: str, folder: Path
 ) -> None:
     import nbformat
@@ -245,13 +246,12 @@ def test_a_page_loaded_again_while_its_cell_runs_shows_the_whole_run(
     notebook.cells = [nbformat.v4.new_code_cell(BUSY)]
     nbformat.write(notebook, folder / "10_busy.ipynb")
     open_notebook(page, lab, "10_busy.ipynb")
-    run_cell(page, 0)
-    until(lambda: "COMPLETED" in status(page), "the end of the run")
-    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    command(page, "notebook:run-all-cells")
+    still = page.locator("[data-apr-static]")
+    until(lambda: still.count() and "| step" in (still.text_content() or ""), "a still of steps")
+    command(page, "docmanager:save")
     page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
-    open_notebook(page, lab, "10_busy.ipynb")
-    page.wait_for_selector(".apr-live canvas")
-    rows = "Number(document.querySelector('.apr-live').dataset.rows)"
-    until(lambda: page.evaluate(rows) > 400, "the rows of the whole run")
-    assert "Busy" in page.inner_text("#jp-main-statusbar"), "the cell still runs"
-    page.evaluate("window.jupyterapp.commands.execute('notebook:interrupt-kernel')")
+    # A kernel that runs a cell answers no new page, so the widget itself comes when the cell is done.
+    page.reload()
+    page.wait_for_selector("[data-apr-static] img")
+    assert "| step" in still.inner_text() and page.locator(".apr-live").count() == 0
