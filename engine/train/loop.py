@@ -109,6 +109,8 @@ class TrainingLoop:
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
         self.heldout_losses: dict[str, float] = {}
         """Nats per token: `teacher`, `untrained`, `student`."""
+        self._continued: list[int] = []
+        """What the last evaluation made of the prompt: the next one's guess."""
         self.after_first_step: Callable[[], None] | None = None
         """What of the start may wait for the first step of this session."""
 
@@ -174,7 +176,9 @@ class TrainingLoop:
         stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
         if not count or tokenizer is None or not prompt or stored:
             return "", ""
-        found = continued(hidden, head, prompt, count, trainer.device, trainer.autocast)
+        guess = self._continued or [prompt[-1]] * count
+        found = continued(hidden, head, prompt, guess, trainer.device, trainer.autocast)
+        self._continued = found
         return tokenizer.decode(prompt), tokenizer.decode(found)
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:

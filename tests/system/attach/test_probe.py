@@ -30,7 +30,7 @@ from tests.support.attached import (
     watched_once,
 )
 from workbench.feed import Snapshot
-from workbench.panes import ledger_words
+from workbench.panes import speed_words
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_without_a_framework_a_step_says_the_batch_of_its_pass_and_no_total(
     view = view_of(plain)
     assert view.total_steps is None and view.batch == (6, 6)
     shown = cast(Snapshot, SimpleNamespace(view=view))
-    assert [line.split()[0] for line in ledger_words(shown, 80, True)[1:6]] == [
+    assert [line.split()[0] for line in speed_words(shown, 80, True)[1:6]] == [
         "data",
         "forward",
         "backward",

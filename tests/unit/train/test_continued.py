@@ -22,10 +22,23 @@ def test_a_continuation_is_that_of_generating_text() -> None:
     for length in (1, 5, PROMPT):
         prompt = list(range(3, 3 + length))
         state = torch.get_rng_state()
-        found = continued(decoder.hidden, head_of(decoder), prompt, 12, CPU)
         wanted = [one.token for one in generate(decoder, [prompt], max_tokens=12)]
-        assert found == wanted
+        for guess in ([0] * 12, wanted, wanted[::-1]):
+            assert continued(decoder.hidden, head_of(decoder), prompt, guess, CPU) == wanted
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_good_guess_takes_one_pass() -> None:
+    decoder, passes = lively(make_config(vocab_size=V)), []
+
+    def hidden(*rows: torch.Tensor) -> torch.Tensor:
+        passes.append(rows)
+        return decoder.hidden(*rows)
+
+    found = continued(hidden, head_of(decoder), [3, 4], [0] * 8, CPU)
+    assert len(passes) <= 9
+    passes.clear()
+    assert continued(hidden, head_of(decoder), [3, 4], found, CPU) == found and len(passes) == 1
 
 
 def test_a_prompt_is_the_beginning_of_a_document() -> None:
