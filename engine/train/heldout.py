@@ -10,6 +10,7 @@ What a model makes of one fixed prompt of that text (`continued`) shows what a l
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -106,7 +107,9 @@ def continued(
     begun = [*prompt, *(min(one, head.vocab_size - 1) for one in guess)]
     tokens_BT = torch.tensor([begun], device=device)
     documents_BT = torch.zeros_like(tokens_BT)
-    with torch.compiler.set_stance("force_eager"):
+    # A process that has not loaded the compiler has compiled nothing, and loading it takes seconds.
+    has_compiler = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if has_compiler else contextlib.nullcontext():
         for _ in range(len(guess) + 1):
             with autocast():
                 hidden_ND = hidden(tokens_BT, documents_BT)[0, len(prompt) - 1 : -1]

@@ -1,7 +1,7 @@
 """Which rows of the corpus a step is to train on, from the spec and the corpus alone: other code than the loader's
 (`engine.data.batches`), for those who judge it."""
 
-# Shapes: B rows, T tokens of a row
+# Shapes: B rows, T tokens of a row, S starts of documents in rows
 
 from __future__ import annotations
 
@@ -55,12 +55,24 @@ class PrescribedRows:
     def rows(self, row_ids: Int64Array) -> CorpusRows:
         """Return what the corpus holds in some rows: row r is the tokens r*T to (r+1)*T of its stream."""
         stream, length = self._stream, self._length
-        places_BT = row_ids[:, None] * length + np.arange(length)
+        begin_B = row_ids * length
+        places_BT = begin_B[:, None] + np.arange(length)
         exists_BT = places_BT + 1 < len(stream)
         next_BT = np.where(exists_BT, places_BT + 1, 0)
-        documents_BT = np.searchsorted(stream.starts, places_BT, side="right") - 1
-        following_BT = np.searchsorted(stream.starts, next_BT, side="right") - 1
-        predicted_BT = exists_BT & (following_BT == documents_BT)
+        # The document of the first token, one more at each start of a document behind it; T + 1 tokens of each row.
+        first_B, last_B = (
+            np.searchsorted(stream.starts, place_B, side="right") - 1
+            for place_B in (begin_B, begin_B + length)
+        )
+        count_B = last_B - first_B
+        row_S = np.repeat(np.arange(len(row_ids)), count_B)
+        before_S = np.repeat(np.cumsum(count_B) - count_B, count_B)
+        starts_S = stream.starts[first_B[row_S] + 1 + np.arange(len(row_S)) - before_S]
+        documents_BT = np.zeros((len(row_ids), length + 1), dtype=np.int64)
+        documents_BT[:, 0] = first_B
+        documents_BT[row_S, starts_S - begin_B[row_S]] += 1
+        documents_BT = documents_BT.cumsum(axis=1)
+        predicted_BT = exists_BT & (documents_BT[:, 1:] == documents_BT[:, :-1])
         if stream.labelled is not None:
             predicted_BT &= stream.labelled[next_BT]
         after_B = np.where(
@@ -69,7 +81,7 @@ class PrescribedRows:
         return CorpusRows(
             row_ids=row_ids.tolist(),
             tokens_BT=torch.from_numpy(stream.tokens[places_BT].astype(np.int64)),
-            documents_BT=torch.from_numpy(documents_BT.astype(np.int64)),
+            documents_BT=torch.from_numpy(documents_BT[:, :-1].copy()),
             predicted_BT=torch.from_numpy(predicted_BT),
             after_B=torch.from_numpy(after_B),
         )

@@ -1,11 +1,12 @@
-"""Real screens of real runs, as SVG: `.venv/bin/python evidence/screenshots/make.py RUNS RUN WATCHED`.
+"""Real screens of real runs, as SVG: `.venv/bin/python evidence/screenshots/make.py RUNS RUN WATCHED ON_GPU`.
 
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
 in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two for the colour-blind;
 WATCHED, a run of `make demo-watch`, at three sizes; a flip of RUN before it starts; help and palette;
 and each of the screens that can be opened from everywhere (contracts, drills, findings, doctor), as
 they are in the folder where this is started.
-`live.svg`, the picture of README, is a replay of the log of a run on an H200 (`evidence/distill/within`).
+`live.svg`, the picture of README, is a replay of ON_GPU, on an H100: `engine distill engine/demo/demo.toml --set
+train.rows=512 --set train.steps=1500 --set eval.every=100 --set watch.sample_seconds=0.5 --set checkpoint.every=500`.
 """
 
 import asyncio
@@ -20,7 +21,6 @@ from workbench.tui.places import PLACES
 from workbench.tui.screens.run import RunScreen
 
 HERE = Path(__file__).parent
-H200_RUN = HERE.parent / "distill" / "within"
 TOGETHER = 3
 """How many runs are compared."""
 
@@ -52,17 +52,20 @@ async def save(
         (HERE / name).write_text(app.export_screenshot(title="apr-workbench"))
 
 
-async def main(runs: Path, run: Path, watched: Path) -> None:
+async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
     wide = (120, 40)
-    # From the first step on by five times ten columns: step 51 of 60. Then the pane of alerts.
-    replay = ("home", *["greater_than_sign"] * 5, "p", "9")
-    await save(H200_RUN, (150, 54), "live.svg", *replay)
+    # From the first step on by five times ten columns, then the samples of text.
+    replay = ("home", *["greater_than_sign"] * 5, "p", "f11")
+    await save(on_gpu, (150, 54), "live.svg", *replay)
     await save(run, wide, "run.svg")
     await save(run, (80, 24), "run-80x24.svg")
+    await save(run, (200, 60), "run-200x60.svg")
     await save(run, wide, "run-light.svg", theme="light")
     await save(run, wide, "run-colourblind.svg", theme="colourblind-dark")
     await save(run, wide, "run-colourblind-light.svg", theme="colourblind-light")
     await save(runs, (120, 20), "runs.svg")
+    await save(runs, (80, 24), "runs-80x24.svg")
+    await save(runs, (200, 60), "runs-200x60.svg")
     await save(runs, wide, "compare.svg", *["space"] * TOGETHER, "c")
     await save(runs, wide, "new-run.svg", "n")
     await save(run, wide, "flip.svg", "F")
@@ -77,4 +80,4 @@ async def main(runs: Path, run: Path, watched: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*map(Path, sys.argv[1:4])))
+    asyncio.run(main(*map(Path, sys.argv[1:5])))

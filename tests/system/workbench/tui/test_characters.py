@@ -34,12 +34,12 @@ def test_every_size_has_a_layout_that_shows_the_chosen_pane(
 
 
 def test_a_wide_screen_has_every_pane_and_the_result_once_there_is_one() -> None:
-    looked_at = set(PANES) - {"checks", "kernels", "alerts", "data"}
+    looked_at = set(PANES) - {"checks", "kernels", "alerts", "data", "samples"}
     going = arrange(120, 40, chosen="loss", zoomed=False, ended=False).panes
     assert going == looked_at - {"result"}
     assert arrange(120, 40, chosen="loss", zoomed=False, ended=True).panes == looked_at
     tall = arrange(120, 52, chosen="loss", zoomed=False, ended=True).panes
-    assert tall == set(PANES) - {"alerts", "data"}
+    assert tall == set(PANES) - {"alerts", "data", "samples"}
     warned = arrange(120, 40, chosen="loss", zoomed=False, ended=False, alerts=True).panes
     assert warned == going | {"alerts"}
     instead = looked_at - {"decisions", "result"} | {"checks"}

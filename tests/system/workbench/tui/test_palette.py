@@ -207,7 +207,7 @@ def test_help_lists_each_key_what_works_everywhere_and_what_does_not_now(here: P
     assert "COMPLETED" in after
     assert "stop the run, after confirmation; not now" in words
     for expected in (
-        *("1-f10", "stop the run", "continue a run", "logarithmic", "this help"),
+        *("1-f11", "stop the run", "continue a run", "logarithmic", "this help"),
         "copy the pane as text",
         "find a command",
         *(p.tooltip for p in PLACES if p.key),
