@@ -39,6 +39,8 @@ from engine.spec.sections import section_type
 from workbench.engine_commands import command_text, distill_arguments
 from workbench.paths import path_text
 
+EXAMPLES = Path(str(importlib.resources.files("engine.demo")))
+
 OPTIONS = {option.key: option for option in options()}
 SECTIONS = tuple(dict.fromkeys(key.split(".")[0] for key in KEYS))
 SPECS_FOUND = 200
@@ -259,7 +261,9 @@ def begin_from(path: Path) -> Beginning:
     if is_run(path):
         run = RunFolder(path)
         return Beginning(kind="run", name=run.name, make=partial(draft_like, run))
-    return Beginning(kind="template", name=path_text(path), make=partial(open_draft, path))
+    own = path.is_relative_to(EXAMPLES)
+    name = f"{path.name}, an example of the package" if own else path_text(path)
+    return Beginning(kind="template", name=name, make=partial(open_draft, path))
 
 
 def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft:
@@ -317,7 +321,7 @@ def find_specs(folders: Sequence[Path]) -> list[Path]:
             if len(found) < SPECS_FOUND and _is_spec(path):
                 found.setdefault(os.path.realpath(path), path)
     specs = sorted(found.values(), key=lambda path: path.stat().st_mtime, reverse=True)
-    demo = Path(str(importlib.resources.files("engine.demo") / "demo.toml"))
+    demo = EXAMPLES / "demo.toml"
     return [*specs, *([demo] if demo.is_file() else [])]
 
 

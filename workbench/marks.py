@@ -151,7 +151,7 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
                 )
             )
     for saved in view.checkpoints:
-        title = f"checkpoint {saved.path}{', best so far' if saved.best else ''}"
+        title = f"checkpoint {Path(saved.path).name}{', best so far' if saved.best else ''}"
         about = (
             title,
             f"step {saved.step}, {format_bytes(saved.size_bytes)} in {format_seconds(saved.save_s)}",

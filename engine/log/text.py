@@ -363,7 +363,8 @@ def device_lines(view: RunView) -> list[str]:
         # Shown beside the utilisation, which counts any running kernel, however small.
         beside = "" if gpu.tensor_util_pct is None else f", tensor cores {cell('tensor_util_pct')}"
         limit = "" if gpu.gpu_power_limit_w is None else f" of {cell('gpu_power_limit_w')}"
-        held = f", held by {gpu.clock_event_reasons}" if gpu.clock_event_reasons else ""
+        holds = gpu.clock_event_reasons not in (None, "", "none")
+        held = f", held by {gpu.clock_event_reasons}" if holds else ""
         lines += [
             f"GPU {index}  util {cell('gpu_util_pct')}{beside}",
             f"       power {cell('gpu_power_w')}{limit}  {cell('gpu_temperature_c')}"
@@ -606,7 +607,7 @@ def _ending(view: RunView, state: str) -> list[str]:
 def reason_text(view: RunView, state: str) -> str:
     """Say in one sentence why a run failed, or what is wrong with it: how it ended, else its first failed check,
     else its first active alert. Empty when nothing is wrong."""
-    if has_ended(state) and (ending := _ending(view, state)):
+    if state != "completed" and has_ended(state) and (ending := _ending(view, state)):
         return one_line(ending[0])
     for check in view.checks.values():
         if check.level == "fail":

@@ -10,6 +10,7 @@ train.rows=512 --set train.steps=1500 --set eval.every=100 --set watch.sample_se
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from workbench.tui.app import WorkbenchApp
 from workbench.tui.places import PLACES
 from workbench.tui.screens.run import RunScreen
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).absolute().parent
 TOGETHER = 3
 """How many runs are compared."""
 
@@ -28,7 +29,9 @@ TOGETHER = 3
 async def save(
     path: Path, size: tuple[int, int], name: str, *keys: str, theme: str = "dark"
 ) -> None:
-    """Open the workbench on `path`, press keys, and save the screen as `name`."""
+    """Open the workbench on `path`, standing beside it, press keys, and save the screen as `name`."""
+    path = path.absolute()
+    os.chdir(path.parent)
     app = WorkbenchApp([path], refresh_s=3600.0, theme=theme)
     async with app.run_test(size=size) as pilot:
 
@@ -80,4 +83,4 @@ async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*map(Path, sys.argv[1:5])))
+    asyncio.run(main(*(Path(path).absolute() for path in sys.argv[1:5])))

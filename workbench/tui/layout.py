@@ -4,7 +4,7 @@
     single   below 18 rows      one pane, chosen by its key
     tabs     below 100 x 36     the timeline and one pane, chosen by its key
     grid     from  100 x 36     the main panes; the result when there is one, or when it is chosen;
-                                alerts while one is active; other panes replace decisions and result
+                                alerts while one is active; other panes replace decisions, result and kernels
                                 when they are chosen; checks and kernels as well from 52 rows
 
 A zoomed pane is alone in every mode. The table `workbench.panes` says when the grid shows a pane.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from workbench.panes import PANES, pane_of
 
 SINGLE, TALL = 18, 52
-GIVING_WAY = frozenset({"decisions", "result"})
-"""The panes that a chosen pane replaces, if it is not always shown."""
+GIVING_WAY = frozenset({"decisions", "result", "kernels"})
+"""The panes that a chosen pane replaces, if it is not shown anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def arrange(
         "tall": is_tall,
         "chosen": False,
     }
-    panes = {pane.id for pane in PANES if reasons[pane.when]} | {chosen}
-    if not is_tall and shown_when not in ("always", "ended"):
-        panes -= GIVING_WAY - {chosen}
-    return Layout(mode, frozenset(panes))
+    panes = {pane.id for pane in PANES if reasons[pane.when]}
+    if chosen not in panes:
+        panes -= GIVING_WAY
+    return Layout(mode, frozenset(panes | {chosen}))
