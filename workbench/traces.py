@@ -96,7 +96,8 @@ def smoothed(trace: Trace, reach: float) -> Trace:
             buckets.append(bucket)
             continue
         x = bucket.x_first / 2 + bucket.x_last / 2
-        kept = weight * math.exp(-(x - before) / reach) if reach > 0 else 0.0
+        # Places do not decrease, but a clock may have been set back between two logs.
+        kept = weight * math.exp(min(0.0, before - x) / reach) if reach > 0 else 0.0
         weight, before = kept + 1.0, x
         mean += ((bucket.low / 2 + bucket.high / 2) - mean) / weight
         buckets.append(replace(bucket, low=mean, high=mean))
@@ -113,7 +114,7 @@ class WindowTraces:
 
     def __init__(self) -> None:
         self._storage: object = None
-        self._kept: dict[tuple[str, int, int], Bucket] = {}
+        self._kept: dict[tuple[str, str, int, int], Bucket] = {}
 
     def traces(
         self,
@@ -136,7 +137,7 @@ class WindowTraces:
         for name in names:
             buckets = []
             for first, stop in pairwise(edges):
-                key = name, first, stop
+                key = name, x, first, stop
                 bucket = kept.get(key)
                 if bucket is None:
                     rows = table.range(name, first, stop)

@@ -19,7 +19,7 @@ from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Band, Chart, Line, dots_of, margin_of, render_chart
 from workbench.plot.window import SMALLEST, Window
-from workbench.traces import WindowTraces
+from workbench.traces import WindowTraces, points_of, smoothed
 from workbench.tui.widgets.timeline_pane import SIGNS, clock_ticks, signs_of
 
 WIDTH, HEIGHT = 60, 20
@@ -104,6 +104,25 @@ def test_one_spike_of_a_million_steps_is_drawn_and_zoomed_to() -> None:
     assert [x.high for x in near.buckets].count(9.0) == 1
     (close,) = seen.traces(table, ("loss",), 777_770, 777_790, 200)
     assert [x.x_first for x in close.buckets if x.high == 9.0] == [777_777.0]
+
+
+def test_the_same_rows_over_another_axis_stand_at_its_places() -> None:
+    rows = [{"step": float(n), "clock_s": 1e9 + n, "loss": 1.0} for n in range(1, 500)]
+    table = Table(("step", "clock_s", "loss")).extended(rows)
+    seen = WindowTraces()
+    seen.traces(table, ("loss",), 1, 499, 100)
+    (by_time,) = seen.traces(table, ("loss",), 1e9 + 1, 1e9 + 499, 100, x="clock_s")
+    assert all(bucket.x_first > 1e9 for bucket in by_time.buckets)
+
+
+def test_a_moving_average_forgets_with_distance_and_begins_at_the_first_value() -> None:
+    points = [(0.0, 8.0), (1.0, 4.0), (1.0, 4.0), (0.5, 4.0), (1e9, 2.0)]
+    found = [bucket.low for bucket in smoothed(points_of("loss", points), 10.0).buckets]
+    assert found[0] == 8.0 and found[-1] == pytest.approx(2.0)
+    assert found[1] == pytest.approx((8.0 * math.exp(-0.1) + 4.0) / (math.exp(-0.1) + 1.0))
+    broken = points_of("loss", [(0.0, 8.0), (1.0, math.nan), (2.0, 4.0)])
+    after = smoothed(broken, 10.0).buckets
+    assert after[1].non_finite and after[2].low == 4.0
 
 
 # What is drawn.
