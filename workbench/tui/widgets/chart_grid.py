@@ -33,7 +33,7 @@ class ChartGrid(ChartView):
     def made(self) -> Chart:
         return self.charts[0]
 
-    def rows(self) -> list[Row]:
+    def rows(self, chart: Chart) -> list[Row]:
         return render_grid(
             self.charts, self.columns, self.legend, *self.size, ascii_only=self._ascii_only
         )

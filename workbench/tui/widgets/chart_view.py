@@ -60,6 +60,7 @@ class ChartView(Widget):
         self._ascii_only = ascii_only
         self._drawn: tuple[object, ...] = ()
         self._rows: list[Row] = []
+        self._has_letters = False
 
     def on_resize(self) -> None:
         self.post_message(self.Resized())
@@ -77,16 +78,18 @@ class ChartView(Widget):
         """Return the chart for the current size."""
         return self.chart
 
-    def rows(self) -> list[Row]:
-        """Return the drawn rows."""
-        return render_chart(self.made(), *self.size, ascii_only=self._ascii_only)
+    def rows(self, chart: Chart) -> list[Row]:
+        """Return the drawn rows of a chart."""
+        return render_chart(chart, *self.size, ascii_only=self._ascii_only)
 
     def render_lines(self, crop: Region) -> list[Strip]:
         # Textual requests single lines: the chart is drawn once for all of them.
         wanted = (*self.charted(), self.size)
         if len(wanted) != len(self._drawn) or any(map(_differ, wanted, self._drawn)):
             self._drawn = wanted
-            self._rows = self.rows()
+            chart = self.made()
+            self._has_letters = any(line.letter for line in chart.lines)
+            self._rows = self.rows(chart)
         return super().render_lines(crop)
 
     def render_line(self, y: int) -> Strip:
@@ -96,7 +99,7 @@ class ChartView(Widget):
         return Strip(segments, self.size.width)
 
     def _style_of(self, role: str) -> Style:
-        if role.startswith("trace") and any(line.letter for line in self.made().lines):
+        if role.startswith("trace") and self._has_letters:
             colour = series_style(int(role.removeprefix("trace"))).colour
             return self.rich_style + Style(color=colour, bold=True)
         return self.get_component_rich_style(f"plot--{role}")

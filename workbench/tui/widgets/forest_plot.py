@@ -7,6 +7,7 @@ from textual.reactive import reactive
 
 from workbench.flips import FlipSnapshot
 from workbench.plot.canvas import Row
+from workbench.plot.chart import Chart
 from workbench.plot.forest import render_forest
 from workbench.tui.widgets.chart_view import ChartView
 
@@ -31,7 +32,7 @@ are the margin: an interval outside them decides, one inside shows that the arms
     def charted(self) -> tuple[object, ...]:
         return (self.snapshot,)
 
-    def rows(self) -> list[Row]:
+    def rows(self, chart: Chart) -> list[Row]:
         snapshot = self.snapshot
         if snapshot is None or snapshot.plan is None:
             return []
