@@ -172,7 +172,9 @@ def data_words(snapshot: Snapshot) -> list[str]:
 
 def sample_words(snapshot: Snapshot) -> list[str]:
     """Return what the models made of one held-out prompt at each evaluation."""
-    return [OTHERS_SAMPLES] if snapshot.command is not None else sample_lines(snapshot.view)
+    if snapshot.command is not None and not any(done.sample for done in snapshot.view.evals):
+        return [OTHERS_SAMPLES]
+    return sample_lines(snapshot.view)
 
 
 def kernel_words(snapshot: Snapshot) -> list[str]:

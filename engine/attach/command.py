@@ -7,12 +7,18 @@
 The command keeps stdin, stdout, stderr, the terminal and job control. The terminal sends Ctrl-C, Ctrl-\\ and
 Ctrl-Z to the whole process group, so this process ignores them; what is sent to this process alone is passed on.
 It ends as the command ends: with its exit code, or by the same signal.
+
+A script that has itself watched (`apr_watch.start`) runs this file for its run folder and its observer:
+
+    python train.py --(stdin)--> python -m engine.attach.command PID OUT ARGV...
+                                   |-- engine.attach.supervisor    goes on, with the same stdin
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import shutil
@@ -24,13 +30,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import IO, Any
 
-from engine.errors import BadInput, RunLogError
+from engine.errors import BadInput, EngineError, RunLogError
 from engine.findings.redact import Redactor
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.signals import dismiss_guard
-from engine.terminal import say
+from engine.terminal import put, say
 
 PROBE = Path(__file__).parent / "probe"
 RUN_VARIABLE = "APR_WATCH_RUN"
@@ -50,22 +56,24 @@ def new_run(
     folder: Path | None,
     name: str | None,
     variables: Sequence[str] = (),
+    pid: int | None = None,
 ) -> RunFolder:
-    """Create the run folder of a command. Secrets in its arguments, and in the `NAME=VALUE` of its environment that are
-    kept with them, are redacted.
+    """Create the run folder of a command; `pid` is the process of one that has itself watched. Secrets in its
+    arguments, and in the `NAME=VALUE` of its environment that are kept with them, are redacted.
 
     Without a `folder` it is made in `runs`, or, where that cannot be written, in the user's folder for such things,
     and that is said. Raises BadInput when there is no such command.
     """
     if shutil.which(arguments[0]) is None:
         raise BadInput.expected("command", arguments[0], "a program to start", "none")
-    word = next((Path(a).stem for a in arguments if a.endswith(".py")), Path(arguments[0]).stem)
-    name = name or f"{word}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = name or _name_of(arguments)
     about: dict[str, Any] = {
         "arguments": list(Redactor().argv(arguments)[0]),
         "folder": os.getcwd(),
         "commit": _commit(),
     }
+    if pid is not None:
+        about["pid"] = pid
     if variables:
         about["environment"] = list(Redactor().argv(variables)[0])
     effective = {"spec": {}, COMMAND: about}
@@ -80,6 +88,11 @@ def new_run(
         run = create_run(_users_folder() / name, "", effective)
         say(f"{RUNS.absolute()}: {cause.strerror}; the run folder is {run.path}")
         return run
+
+
+def _name_of(arguments: Sequence[str]) -> str:
+    word = next((Path(a).stem for a in arguments if a.endswith(".py")), Path(arguments[0]).stem)
+    return f"{word}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _users_folder() -> Path:
@@ -163,12 +176,14 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         return process.returncode
 
 
-def _start_supervisor(run: RunFolder) -> subprocess.Popen[str] | None:
+def _start_supervisor(
+    run: RunFolder, stdin: IO[str] | int = subprocess.PIPE
+) -> subprocess.Popen[str] | None:
     try:
         with run.stderr.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "engine.attach.supervisor", str(run.path)],
-                stdin=subprocess.PIPE,
+                stdin=stdin,
                 stdout=output,
                 stderr=output,
                 text=True,
@@ -210,3 +225,31 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None
+
+
+def main() -> int:
+    """Make the run folder of the process PID, start its observer, and print the path of the folder."""
+    pid, out, *arguments = sys.argv[1:]
+    wanted = Path(out) if out else RUNS / _name_of(arguments)
+    try:
+        for number in itertools.count(1):
+            path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+            if os.path.lexists(path):
+                continue
+            try:
+                run = new_run(arguments, path.parent if out else None, path.name, pid=int(pid))
+                break
+            except BadInput:
+                # Another process of the same sweep may have made it in the meantime.
+                if not os.path.lexists(path):
+                    raise
+    except EngineError as error:
+        say(error)
+        return error.exit_code
+    _start_supervisor(run, sys.stdin)
+    put(str(run.path), exact=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

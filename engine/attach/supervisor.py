@@ -5,6 +5,9 @@
 It is in a session of its own. It reads the probe's log and the machine, raises alerts, and records how the command
 ended. It signals nothing and stops nothing: when it dies, the command does not notice. When the process that
 started the command dies first, the command goes on, and its exit code is not known.
+
+A script that has itself watched (`apr_watch.start`) is at the other end itself: it says its pid, and OVER when it is
+watched no longer. How it ended is what its probe wrote.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from engine.watch.observe import RunObserver
 from engine.watch.stacks import FOLDER
 
 SAMPLE_SECONDS = 1.0
+OVER = "over"
 ENDED_S = 2.0
 """How long the exit code may come after the end of the command."""
 
@@ -139,6 +143,8 @@ class _Trainings:
     """The command's run, and those of the later trainings below it, as long as they go on."""
 
     def __init__(self, run: RunFolder, pid: int) -> None:
+        about = read_command(run)
+        self.has_itself_watched = about is not None and about.pid is not None
         self.command = _Training(run, pid, run)
         self._later: list[_Training] = []
         self._number = 2
@@ -176,7 +182,10 @@ class _Trainings:
             training.record_end()
         self._drop_recorded()
         observer = self.command.observer
-        if code is None:
+        if code is None and self.has_itself_watched:
+            observer.watcher.tick()
+            observer.write_watch(exit_of(observer.watcher.view, observer.pid))
+        elif code is None:
             text = "the command ended; its exit code went with the process that started it"
             observer.write_watch(Note(level="warning", text=text))
         else:
@@ -261,10 +270,10 @@ def _wait_for_end(trainings: _Trainings, launcher: _Launcher) -> int | None:
         while (left := min(trainings.left_s, ended_by_s - time.monotonic())) > 0:
             for key, _ in selector.select(left):
                 if key.data == "launcher" and (line := launcher.line()) is not None:
-                    return int(line)
+                    return None if line == OVER else int(line)
                 # Either of them is gone: the other may still come.
                 selector.unregister(key.fileobj)
-                if key.data == "launcher":
+                if key.data == "launcher" and not trainings.has_itself_watched:
                     observer.watch.write(LauncherGone(how="killed"))
                 ended_by_s = time.monotonic() + ENDED_S if key.data == "command" else ended_by_s
             if not selector.get_map():

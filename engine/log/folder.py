@@ -139,7 +139,7 @@ class WatchedCommand:
     part_of: str | None = None
     """Of a later training below the command: the name of the command's own run, which lies beside it."""
     pid: int | None = None
-    """Of a later training: the process that made its folder."""
+    """Of a later training, or of a script that has itself watched: the process that made its folder."""
 
     @property
     def line(self) -> str:

@@ -843,6 +843,10 @@ def data_lines(view: RunView) -> list[str]:
     return [one_line(line) for line in lines]
 
 
+SETTINGS = "settings of "
+"""How the note begins in which a framework's settings are recorded."""
+
+
 def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     """Render what is known of a script that is not ours, in the place of decisions."""
     lines = [
@@ -860,7 +864,9 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     ]
     if one.world > 1:
         lines.append(f"processes  {one.world}; rank {one.rank} is shown")
-    lines.append("settings   its own, not known here")
+    # Where a callback of ours runs in it (`apr_watch.callback`).
+    said = [note.text.partition(" of ")[2] for note in view.notes if note.text.startswith(SETTINGS)]
+    lines.append(f"settings   {said[-1] if said else 'its own, not known here'}")
     lines += [
         f"{'logged' if not at else '':11}{name} {format_value(value)} at step {step}"
         for at, (name, (step, value)) in enumerate(view.logged.items())

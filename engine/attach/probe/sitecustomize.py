@@ -15,7 +15,7 @@ def _start() -> None:
         try:
             import apr_watch
 
-            apr_watch.start(run)
+            apr_watch.follow(run)
         except Exception:  # noqa: BLE001  a probe that fails must never fail the user's process
             pass
 

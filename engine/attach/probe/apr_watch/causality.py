@@ -166,27 +166,58 @@ class Causality:
 
     def _logits(self, model: Any, args: Any, kwargs: Any, tokens_BT: Any) -> Any:
         """Of one call, (B, T, V); None where it gives none."""
+        with Untouched(self._torch, model):
+            given = model(*args, **kwargs)
+        return logits_of(self._torch, given, tokens_BT)
+
+
+class Untouched:
+    """Inside, a model is in eval mode, without a graph and uncompiled; behind it modes, buffers and random numbers are
+    what they were."""
+
+    def __init__(self, torch: Any, model: Any) -> None:
+        self._torch, self._modules = torch, list(model.modules())
+
+    def __enter__(self) -> None:
         torch = self._torch
-        modes = [(one, one.training) for one in model.modules()]
-        buffers = [(one, one.clone()) for one in model.buffers()]
-        generators = _Generators(torch)
-        try:
-            model.eval()
-            with torch.no_grad():
-                given = model(*args, **kwargs)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            with torch.no_grad():
-                for one, kept in buffers:
-                    if one.shape == kept.shape and not torch.equal(one, kept):
-                        one.copy_(kept)
-            generators.restore()
-        for one in _parts(given):
-            is_table = isinstance(one, torch.Tensor) and one.is_floating_point() and one.dim() == 3
-            if is_table and one.shape[:2] == tokens_BT.shape:
-                return one
-        return None
+        self._modes = [(one, one.training) for one in self._modules]
+        self._buffers = [
+            (buffers, name, one, one.clone())
+            for buffers in (vars(module)["_buffers"] for module in self._modules)
+            for name, one in buffers.items()
+            if one is not None
+        ]
+        self._generators = _Generators(torch)
+        self._contexts = [torch.no_grad()]
+        # Where nothing has been compiled, the compiler is not loaded for this.
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            self._contexts.append(torch.compiler.set_stance("force_eager"))
+        for context in self._contexts:
+            context.__enter__()
+        # Not by `eval()`, which a module may have made its own: some merge adapters there, and round.
+        for module in self._modules:
+            module.training = False
+
+    def __exit__(self, *raised: Any) -> None:
+        for module, mode in self._modes:
+            module.training = mode
+        # Without a graph, still.
+        for buffers, name, one, kept in self._buffers:
+            buffers[name] = one
+            if one.shape == kept.shape and not self._torch.equal(one, kept):
+                one.copy_(kept)
+        for context in reversed(self._contexts):
+            context.__exit__(None, None, None)
+        self._generators.restore()
+
+
+def logits_of(torch: Any, given: Any, tokens_BT: Any) -> Any:
+    """The logits in what a model gives for tokens, (B, T, V); None where there are none."""
+    for one in _parts(given):
+        is_table = isinstance(one, torch.Tensor) and one.is_floating_point() and one.dim() == 3
+        if is_table and one.shape[:2] == tokens_BT.shape:
+            return one
+    return None
 
 
 def _parts(given: Any) -> list[Any]:

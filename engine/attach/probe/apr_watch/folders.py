@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 PART_OF = "part_of"
+SETTINGS = "effective.json"
 _MOST = 10_000
 _MOST_TEXT = 1 << 24
 _TRIES, _PAUSE_S = 50, 0.002
@@ -48,7 +49,7 @@ def claim(run: str, training: int, world: int) -> str:
 
 def _is_ours(folder: str, run: str) -> bool:
     """Make the folder of a later training; whether it is there and belongs to `run`."""
-    settings = os.path.join(folder, "effective.json")
+    settings = os.path.join(folder, SETTINGS)
     try:
         os.mkdir(folder)
     except FileExistsError:
@@ -61,18 +62,29 @@ def _is_ours(folder: str, run: str) -> bool:
                 time.sleep(_PAUSE_S)
         return False
     try:
-        with open(os.path.join(run, "effective.json")) as file:
+        with open(os.path.join(run, SETTINGS)) as file:
             found = json.loads(file.read(_MOST_TEXT))
     except OSError:
-        found = {"spec": {}, "command": {"arguments": [], "folder": os.getcwd(), "commit": None}}
+        found = unknown_command()
     found["command"] = {**found["command"], PART_OF: os.path.basename(run), "pid": os.getpid()}
+    fill(folder, found)
+    return True
+
+
+def unknown_command() -> dict[str, Any]:
+    """The settings of a run of which no more is known than where it runs."""
+    return {"spec": {}, "command": {"arguments": [], "folder": os.getcwd(), "commit": None}}
+
+
+def fill(folder: str, settings: dict[str, Any]) -> None:
+    """Make a run folder of an empty one."""
     with open(os.path.join(folder, "spec.toml"), "x"):
         pass
-    with open(settings + ".partial", "x") as file:
-        json.dump(found, file, indent=2, sort_keys=True)
+    path = os.path.join(folder, SETTINGS)
+    with open(path + ".partial", "x") as file:
+        json.dump(settings, file, indent=2, sort_keys=True)
     # Last, and whole: a folder without it is not a run.
-    os.rename(settings + ".partial", settings)
-    return True
+    os.rename(path + ".partial", path)
 
 
 def _owner(folder: str, mine: str) -> str:

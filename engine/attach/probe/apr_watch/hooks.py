@@ -91,6 +91,10 @@ class Hooks:
         os.register_at_fork(after_in_child=lambda: self._ours(self._steps.forked))
         atexit.register(self._finish)
 
+    @property
+    def are_on(self) -> bool:
+        return self._on
+
     def log(self, values: dict[str, Any]) -> None:
         self._ours(self._steps.logged, values)
 
@@ -99,6 +103,18 @@ class Hooks:
 
     def end(self) -> None:
         self._ours(self._steps.end_chosen)
+
+    def note(self, level: str, text: str) -> None:
+        self._ours(self._steps.noted, level, text)
+
+    def stop(self, error: BaseException | None) -> None:
+        """The process is watched no longer; `error` ended the block in which it was."""
+        self._on = False
+        self.remove()
+        atexit.unregister(self._finish)
+        self._finish(error)
+        if self._steps.log is not None:
+            self._steps.log.close()
 
     def remove(self) -> None:
         """Restore the originals. A wrapper that the script has wrapped again stays, and does nothing."""
@@ -322,10 +338,10 @@ class Hooks:
             self.remove()
         return None
 
-    def _finish(self) -> None:
+    def _finish(self, error: BaseException | None = None) -> None:
         # Also after a failure: the steps whose values were not there yet are still true.
         try:
-            self._steps.finish()
+            self._steps.finish(error)
         except Exception:  # noqa: BLE001  the script's exit code is not ours to change
             pass
 

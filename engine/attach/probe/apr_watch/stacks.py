@@ -24,3 +24,8 @@ def register(folder: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     os.write(fd, f"main thread 0x{threading.main_thread().ident or 0:016x}\n".encode())
     faulthandler.register(DUMP_SIGNAL, file=fd, all_threads=True)
+
+
+def unregister() -> None:
+    """Let another run of this process register. The descriptor stays open."""
+    faulthandler.unregister(DUMP_SIGNAL)

@@ -30,7 +30,11 @@ from .writer import Log
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 HELD_OUT = "held_out"
+PROMPT, SAMPLE = "prompt", "sample"
+"""Texts that a script may say beside it."""
 _TEXT = 500
+_SAMPLE = 4000
+"""Characters of a text that the script says."""
 _PARTS = 64
 """Losses of a step, or groups of an optimizer, that are written one by one."""
 _STEPS = "APR_WATCH_STEPS"
@@ -437,19 +441,31 @@ class Steps:
     def logged(self, values: Mapping[str, Any]) -> None:
         """Values of the script's own, at the step that was done last; before the first they wait for the log."""
         kept = Values()
-        numbers = {name: self._number(value, kept) for name, value in values.items()}
-        lines: list[tuple[str, dict[str, Any]]] = []
-        if HELD_OUT in numbers:
-            held_out = {"step": self._step, "subject": "student", "loss": numbers.pop(HELD_OUT)}
-            lines.append(("eval", {**held_out, "labelled": None, "eval_s": None}))
+        texts = {
+            name: value[:_SAMPLE]
+            for name, value in values.items()
+            if name in (PROMPT, SAMPLE) and isinstance(value, str)
+        }
+        numbers = {
+            name: self._number(value, kept) for name, value in values.items() if name not in texts
+        }
+        if HELD_OUT in numbers or SAMPLE in texts:
+            loss = numbers.pop(HELD_OUT, None)
+            held_out = {"step": self._step, "subject": "student", "loss": loss}
+            self._say(kept, "eval", {**held_out, "labelled": None, "eval_s": None, **texts})
         if numbers:
-            lines.append(("logged", {"step": self._step, "values": numbers}))
-        for kind, fields in lines:
-            if self.log is not None:
-                self._waiting.append(Entry(kept, self.log, kind, fields))
-            elif len(self._early) < _EARLY and not rank_and_world(self._torch)[0]:
-                self._early.append((kept, kind, fields))
+            self._say(kept, "logged", {"step": self._step, "values": numbers})
         self._write_ready()
+
+    def noted(self, level: str, text: str) -> None:
+        self._say(Values(), "note", {"level": level, "text": text})
+        self._write_ready()
+
+    def _say(self, kept: Values, kind: str, fields: dict[str, Any]) -> None:
+        if self.log is not None:
+            self._waiting.append(Entry(kept, self.log, kind, fields))
+        elif len(self._early) < _EARLY and not rank_and_world(self._torch)[0]:
+            self._early.append((kept, kind, fields))
 
     def _number(self, value: Any, kept: Values) -> float | Kept | None:
         torch = self._torch
@@ -601,9 +617,10 @@ class Steps:
 
     # The end.
 
-    def finish(self) -> None:
-        """Write what is left, and how the script ended; a value that does not come is unknown."""
-        ended = how_it_ended()
+    def finish(self, error: BaseException | None = None) -> None:
+        """Write what is left, and how the script ended, or the block of it that was watched by `error`; a value that
+        does not come is unknown."""
+        ended = how_it_ended(error or getattr(sys, "last_value", None))
         try:
             self._end_ranks(at_exit=True)
             self._say_identities()
@@ -682,9 +699,8 @@ def _about_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {"parameters": sum(p.numel() for p in group["params"]), **known}
 
 
-def how_it_ended() -> dict[str, Any]:
-    """The exception that nobody caught, as the interpreter keeps it, with the line that raised it."""
-    error = getattr(sys, "last_value", None)
+def how_it_ended(error: BaseException | None) -> dict[str, Any]:
+    """The exception that ended it, with the line that raised it."""
     if error is None:
         return {"how": "returned"}
     trace, where = getattr(error, "__traceback__", None), ""

@@ -1,0 +1,292 @@
+"""One line in a framework, or in a plain loop: the run folder, the steps and the end as below `engine watch`, what the
+framework says itself, and the run unchanged to the byte."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine.log.events import Evaluated, Identity, Logged, Note, TrainerExited
+from engine.log.folder import RunFolder, read_command
+from engine.log.follow import Follower
+from engine.log.text import command_lines, sample_lines
+from engine.log.view import RunView
+from tests.support.attached import PROBE, Ran, begin_run, end_run
+from tests.support.paths import ROOT
+from tests.support.running import wait_until_ended
+
+ON_PATH = Path(f"{PROBE}{os.pathsep}{ROOT}")
+
+WORDS = """
+import tokenizers, transformers
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+vocabulary = {"<eos>": 0, "<pad>": 1, **{f"w{number}": number for number in range(2, 64)}}
+words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+net = Qwen2ForCausalLM(Qwen2Config(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, attention_dropout=0.2,
+    eos_token_id=0, pad_token_id=1, bos_token_id=None))
+
+def says_at_the_end():
+    ids = tokenizer("w5 w6 w7", return_tensors="pt")["input_ids"]
+    made = net.eval().generate(ids, max_new_tokens=5, do_sample=False)
+    say(sample=tokenizer.decode(made[0, 3:]))
+"""
+
+TRAINER = (
+    WORDS
+    + """
+callbacks = []
+#LINE from apr_watch.transformers import WatchCallback
+#LINE callbacks = [WatchCallback("line", prompt="w5 w6 w7", tokens=5)]
+
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(2, 64, (24, 12)).tolist()]
+
+def collate(rows):
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+class Tells(transformers.TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **more):
+        say(**{name: logs[name] for name in ("loss", "eval_loss") if name in logs})
+
+trainer = transformers.Trainer(
+    model=net, train_dataset=rows[4:], eval_dataset=rows[:4], data_collator=collate,
+    callbacks=[*callbacks, Tells()], processing_class=tokenizer,
+    args=transformers.TrainingArguments(
+        output_dir="out", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=8,
+        learning_rate=1e-2, logging_steps=1, eval_strategy="steps", eval_steps=4, report_to=[],
+        save_strategy="no", use_cpu=True, seed=3, disable_tqdm=True))
+trainer.remove_callback(transformers.PrinterCallback)
+trainer.train()
+save(net)
+says_at_the_end()
+"""
+)
+
+
+@dataclass(frozen=True)
+class Lined:
+    """A script that had a line of ours, and its run folder."""
+
+    ran: Ran
+    run: RunFolder
+    view: RunView
+
+
+def begin(folder: Path, script: str, **more: object) -> Ran:
+    begun = begin_run(folder, script.replace("#LINE ", ""), watched=False, path=ON_PATH)
+    return end_run(folder, begun)
+
+
+def with_and_without(folder: Path, script: str, run: str = "line") -> Lined:
+    """Run a script with the lines that it marks and without them, at the same time; both have to agree."""
+    begun = begin_run(folder / "lined", script.replace("#LINE ", ""), watched=False, path=ON_PATH)
+    alone = end_run(folder / "alone", begin_run(folder / "alone", script, watched=False))
+    ran = end_run(folder / "lined", begun)
+    for one in (ran, alone):
+        assert one.returncode == 0, one.stderr
+    assert ran.stdout == alone.stdout
+    assert ran.weights == alone.weights and alone.weights
+    assert ran.stderr.startswith(f"apr_watch: watched, apr-workbench {run}\n")
+    return lined(ran, run)
+
+
+def lined(ran: Ran, run: str = "line") -> Lined:
+    follower = wait_until_ended(ran.folder / run)
+    return Lined(ran, RunFolder(ran.folder / run), follower.view)
+
+
+def events_of(one: Lined, kind: type) -> list:  # type: ignore[type-arg]
+    return [line.event for line in one.view.lines if isinstance(line.event, kind)]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Lined:
+    folder = tmp_path_factory.mktemp("trainer")
+    return with_and_without(folder, TRAINER)
+
+
+def test_a_callback_in_a_trainer_of_transformers_changes_no_byte_and_records_what_engine_watch_does(
+    trainer: Lined,
+) -> None:
+    said = [one["loss"] for one in trainer.ran.said if "loss" in one]
+    losses = trainer.view.steps.values("loss")
+    assert losses == pytest.approx(said, rel=1e-4, abs=1e-4) and len(said) == 8
+    assert trainer.view.total_steps == 8
+    passed = {one.id for one in events_of(trainer, Identity) if one.degree == "pass"}
+    assert passed >= {"update", "label_shift", "accumulation_windows", "stale_parameters"}
+
+
+def test_a_callback_adds_the_held_out_loss_a_text_settings_and_what_the_framework_logs(
+    trainer: Lined,
+) -> None:
+    said = [one["eval_loss"] for one in trainer.ran.said if "eval_loss" in one]
+    evals = events_of(trainer, Evaluated)
+    assert [one.step for one in evals] == [4, 8]
+    assert [one.loss for one in evals] == pytest.approx(said)
+    # The words that the model's own greedy decoding makes.
+    assert evals[-1].sample == trainer.ran.said[-1]["sample"]
+    assert sample_lines(trainer.view)[:2] == ["prompt", '  "w5 w6 w7"']
+    assert trainer.view.logged["learning_rate"][0] == 8
+    command = read_command(trainer.run)
+    assert command is not None and command.arguments[-1] == "train.py"
+    (settings,) = [
+        line for line in command_lines(trainer.view, command) if line.startswith("settings")
+    ]
+    assert "TrainingArguments: " in settings and "learning_rate=0.01" in settings
+
+
+def test_what_is_watched_from_inside_is_seen_from_outside_and_its_end_recorded(
+    trainer: Lined,
+) -> None:
+    assert trainer.view.state(trainer.run.liveness()) == "completed"
+    (ended,) = events_of(trainer, TrainerExited)
+    assert ended.returncode is None and "parent alone" in ended.sentence
+    assert trainer.view.launcher_gone is None
+    assert trainer.view.host is not None
+
+
+LOOP = """
+import contextlib
+apr_watch = None
+#LINE import apr_watch
+
+def train(rate, steps, watched, fail=False):
+    net = model()
+    with watched:
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+        x = torch.randn(4, 8)
+        for number in range(steps):
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            say(loss=loss.item())
+        if apr_watch:
+            apr_watch.log(held_out=loss, prompt="a", sample="b")
+        if fail:
+            raise KeyError("mine")
+    save(net)
+
+def block(out):
+    return apr_watch.watch(out=out) if apr_watch else contextlib.nullcontext()
+
+train(0.1, 3, block("line"))
+train(0.9, 1, contextlib.nullcontext())
+try:
+    train(0.2, 2, block("line"), fail=True)
+except KeyError:
+    pass
+if apr_watch:
+    apr_watch.start("train.py/under a file")
+    apr_watch.stop()
+    apr_watch.start("line")
+train(0.3, 4, contextlib.nullcontext())
+"""
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> list[Lined]:
+    """Two blocks of one process, the second of which raises, and what follows to the end of the process."""
+    first = with_and_without(tmp_path_factory.mktemp("loop"), LOOP)
+    return [first, *(lined(first.ran, f"line-{number}") for number in (2, 3))]
+
+
+def test_a_block_of_a_plain_loop_is_a_run_with_an_end_of_its_own(loops: list[Lined]) -> None:
+    said = [one["loss"] for one in loops[0].ran.said]
+    found = [one.view.steps.values("loss") for one in loops]
+    assert found == [said[:3], said[4:6], said[6:]]
+    assert [one.view.steps.values("lr")[0] for one in loops] == [0.1, 0.2, 0.3]
+    states = [one.view.state(one.run.liveness()) for one in loops]
+    assert states == ["completed", "failed", "completed"]
+    (ended,) = events_of(loops[1], TrainerExited)
+    assert "KeyError: 'mine'" in ended.sentence or "mine" in ended.sentence
+
+
+def test_a_text_that_the_script_says_stands_beside_its_held_out_loss(loops: list[Lined]) -> None:
+    (done,) = events_of(loops[0], Evaluated)
+    assert (done.step, done.prompt, done.sample) == (3, "a", "b")
+    assert done.loss == loops[0].ran.said[2]["loss"]
+    assert not events_of(loops[0], Logged)
+
+
+def test_a_run_folder_that_cannot_be_made_is_said_and_the_script_goes_on(
+    loops: list[Lined],
+) -> None:
+    assert loops[0].ran.stderr.splitlines()[2].startswith("apr_watch: not watched: ")
+
+
+ONCE = """
+import apr_watch
+apr_watch.start("line")
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.ones(2, 8)).mean().backward()
+optimizer.step()
+apr_watch.log(held_out=2.5)
+apr_watch.stop()
+optimizer.step()
+"""
+
+
+def test_below_engine_watch_a_line_begins_no_second_run(tmp_path: Path) -> None:
+    ran = end_run(tmp_path, begin_run(tmp_path, ONCE, watched=True))
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert not (tmp_path / "line").exists()
+    assert len(ran.steps) == 2
+    assert [line["loss"] for line in ran.of_kind("eval")] == [2.5]
+
+
+def test_where_the_engine_cannot_be_run_the_log_says_that_nobody_watches_from_outside(
+    tmp_path: Path,
+) -> None:
+    """As in an environment of its own, or in a repository with a module of that name on its path."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "engine.py").write_text("")
+    path = Path(f"{tmp_path / 'mine'}{os.pathsep}{PROBE}")
+    ran = end_run(tmp_path, begin_run(tmp_path, ONCE, watched=False, path=path))
+    assert ran.returncode == 0, ran.stderr
+    view = Follower(RunFolder(tmp_path / "line")).read_all()
+    assert len(view.steps) == 1
+    assert any(note.text.startswith("nobody watches from outside: ") for note in view.notes)
+    command = read_command(RunFolder(tmp_path / "line"))
+    assert command is not None and command.short.endswith("train.py")
+
+
+FAILS = """
+from apr_watch.callback import Ours, Prompt
+import apr_watch
+apr_watch.start("line")
+
+def asked(number):
+    say(asked=number)
+    raise ValueError("wrong")
+
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+ours, prompt = Ours("WatchCallback"), Prompt("w5", 4, lambda text: {"input_ids": [5]})
+for number in range(3):
+    net(torch.ones(2, 8)).mean().backward()
+    optimizer.step()
+    ours(asked, number)
+    prompt.of(net)
+save(net)
+"""
+
+
+def test_a_callback_that_fails_removes_itself_says_so_and_the_steps_go_on(tmp_path: Path) -> None:
+    one = lined(begin(tmp_path, FAILS))
+    assert one.ran.returncode == 0, one.ran.stderr
+    assert [said["asked"] for said in one.ran.said] == [0]
+    assert len(one.view.steps) == 3
+    texts = [note.text for note in events_of(one, Note) if note.level == "warning"]
+    assert texts[0] == "WatchCallback removed itself, the run goes on: ValueError: wrong"
+    assert texts[1].startswith("the prompt is not asked again: TypeError: ")
+    assert len(texts) == 2
