@@ -190,6 +190,14 @@ COLUMNS_FILE = Limit(
 )
 LOG_PID = Limit(what="the number of a process in a log", most=1 << 22, unit="", beyond=_BROKEN_LINE)
 LOG_GPU = Limit(what="the number of a GPU in a log", most=255, unit="", beyond=_BROKEN_LINE)
+# What `engine import` reads.
+IMPORT_FILE = Limit(what="a file of `engine import`", most=16 * GIB, unit="bytes")
+IMPORT_FILES = Limit(what="event files of `engine import`", most=1000, unit="files")
+IMPORT_VALUES = Limit(what="values of `engine import`: 24 bytes each", most=1 << 26, unit="values")
+IMPORT_NAME = Limit(what="a name in `engine import`", most=500, unit="characters")
+IMPORT_SETTINGS = Limit(
+    what="settings of `engine import`", most=2000, unit="settings", beyond="counted"
+)
 # Findings
 FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
 ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")

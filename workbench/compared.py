@@ -224,9 +224,10 @@ class _Followed:
             slot=self.slot,
             snapshot=snapshot,
             tokens=self._tokens,
-            settings=_command_settings(snapshot.command, snapshot.view)
-            if snapshot.command
-            else effective_settings(self._effective(), snapshot.view),
+            settings={
+                **effective_settings(self._effective(), snapshot.view),
+                **(_command_settings(snapshot.command, snapshot.view) if snapshot.command else {}),
+            },
         )
 
     def _effective(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from engine.cli import (
     gate,
     generate,
     init,
+    interchange,
     prepare,
     publish,
     report,
@@ -88,6 +89,15 @@ COMMANDS = (
     Command("runs", "list runs: state, progress, losses", runs.add_runs_arguments, runs.list_runs),
     Command("tag", "tag a run, or note something beside it", runs.add_tag_arguments, runs.tag),
     Command("stop", "ask a run to save and stop", runs.add_stop_arguments, runs.stop_run),
+    Command(
+        "import",
+        interchange.IMPORT_HELP,
+        interchange.add_import_arguments,
+        interchange.import_,
+    ),
+    Command(
+        "export", interchange.EXPORT_HELP, interchange.add_export_arguments, interchange.export
+    ),
     # Testing a suspicion, and keeping what was learnt.
     Command("flip", flip.HELP, flip.add_arguments, flip.run),
     Command("flips", flips.HELP, flips.add_arguments, flips.run),
@@ -152,7 +162,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("note", "label", "annotate"), "tag"),
     **dict.fromkeys(("settings", "config", "options"), "spec"),
     **dict.fromkeys(("info", "describe"), "inspect"),
-    **dict.fromkeys(("export", "quantize", "quantise"), "convert"),
+    **dict.fromkeys(("quantize", "quantise"), "convert"),
     **dict.fromkeys(("sample", "chat", "infer"), "generate"),
     **dict.fromkeys(("benchmark",), "bench"),
     **dict.fromkeys(("cache", "precompute"), "prepare"),

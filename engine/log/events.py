@@ -155,6 +155,18 @@ class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):
     """The line that raised it."""
 
 
+class Imported(Event, frozen=True, kw_only=True, tag="imported"):
+    """The files of another tool from which a run was made afterwards (`engine import`): nobody watched it."""
+
+    source: str
+    """`tensorboard`, `wandb` or `csv`."""
+    path: str
+    files: list[tuple[str, Count, str]] = []
+    """Each file with its bytes and its SHA-256."""
+    names: dict[str, str] = {}
+    """Of each value that has a name here the name that it has there; others keep theirs (`Logged`)."""
+
+
 TRAINING = "training"
 """The phase that begins with the first step; before it a run has nothing to save."""
 
@@ -614,6 +626,7 @@ Known: TypeAlias = (
     | RunStarted
     | Watched
     | ScriptEnded
+    | Imported
     | Phase
     | DecisionMade
     | DataReady

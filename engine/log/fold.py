@@ -36,6 +36,7 @@ from engine.log.events import (
     GpuSample,
     HostSample,
     Identity,
+    Imported,
     KernelCounts,
     LauncherGone,
     Logged,
@@ -74,6 +75,7 @@ _NEWEST: dict[type, str] = {
     StudentSaved: "student",
     Watched: "watched",
     ScriptEnded: "script_ended",
+    Imported: "imported",
     RunFinished: "finished",
 }
 """View fields that hold the newest event of a kind."""

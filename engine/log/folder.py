@@ -143,7 +143,8 @@ class WatchedCommand:
 
     @property
     def line(self) -> str:
-        return shlex.join(self.arguments)
+        """The command as typed; of an imported run it may be on no record."""
+        return shlex.join(self.arguments) or "unknown"
 
     @property
     def short(self) -> str:

@@ -29,6 +29,7 @@ from engine.log.events import (
     GpuSample,
     HostSample,
     Identity,
+    Imported,
     KernelCounts,
     LauncherGone,
     Logged,
@@ -137,6 +138,8 @@ def _event_text(event: AnyEvent) -> str:
             return _watched_text(event)
         case ScriptEnded():
             return _script_ended_text(event)
+        case Imported():
+            return imported_text(event)
         case RunStarted():
             return _started_text(event)
         case Phase():
@@ -238,6 +241,13 @@ def _watched_text(event: Watched) -> str:
         f"watching process {event.pid}: {event.optimizer} of {format_count(event.parameters)} parameters on "
         f"{event.device}, torch {event.torch}, Python {event.python}"
     )
+
+
+def imported_text(event: Imported) -> str:
+    """Say which files of which tool a run was made from."""
+    size = format_bytes(sum(size for _, size, _ in event.files))
+    count = f"{len(event.files)} file{'' if len(event.files) == 1 else 's'}"
+    return f"imported from {event.source}: {event.path} ({count}, {size})"
 
 
 def _script_ended_text(event: ScriptEnded) -> str:
@@ -792,7 +802,7 @@ def audit_text(view: RunView) -> str:
     return f"audited: {'; '.join(parts)}"
 
 
-UNSEEN_COMMAND = "no probe reported a step: seen from outside only"
+UNSEEN_COMMAND = "no probe reported a step: its optimizer and gradients were not seen"
 OTHERS_KERNELS = "nothing compiled by torch.compile was seen"
 OTHERS_DATA = (
     "the data of a script that is not ours is not read; what its batches hold is in the steps"
@@ -849,11 +859,15 @@ SETTINGS = "settings of "
 
 def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     """Render what is known of a script that is not ours, in the place of decisions."""
+    no_commit = "unknown" + ("" if view.imported else ": no git repository was found there")
     lines = [
         f"command    {command.line}",
         f"folder     {command.folder}",
-        f"commit     {commit_text(command) or 'unknown: no git repository was found there'}",
+        f"commit     {commit_text(command) or no_commit}",
     ]
+    if view.imported is not None:
+        lines += _imported_lines(view.imported)
+        return [one_line(line) for line in [*lines, *_logged_lines(view)]]
     if view.watched is None:
         return [one_line(line) for line in [*lines, f"optimizer  {UNSEEN_COMMAND}"]]
     one = view.watched
@@ -867,11 +881,33 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     # Where a callback of ours runs in it (`apr_watch.callback`).
     said = [note.text.partition(" of ")[2] for note in view.notes if note.text.startswith(SETTINGS)]
     lines.append(f"settings   {said[-1] if said else 'its own, not known here'}")
-    lines += [
+    return [one_line(line) for line in [*lines, *_logged_lines(view)]]
+
+
+def _logged_lines(view: RunView) -> list[str]:
+    return [
         f"{'logged' if not at else '':11}{name} {format_value(value)} at step {step}"
         for at, (name, (step, value)) in enumerate(view.logged.items())
     ]
-    return [one_line(line) for line in lines]
+
+
+FILES = 6
+"""So many files of an import are shown."""
+
+
+def _imported_lines(imported: Imported) -> list[str]:
+    lines = [f"source     {imported_text(imported)}"]
+    lines += [
+        f"{'sha256' if not at else '':11}{sha256[:16]} {name}"
+        for at, (name, _, sha256) in enumerate(imported.files[:FILES])
+    ]
+    if len(imported.files) > FILES:
+        lines.append(f"           {len(imported.files) - FILES} more files")
+    lines += [
+        f"{'names' if not at else '':11}{name} is its {theirs}"
+        for at, (name, theirs) in enumerate(imported.names.items())
+    ]
+    return lines
 
 
 def _group_lines(watched: Watched) -> list[str]:

@@ -28,6 +28,7 @@ from engine.log.events import (
     GpuSample,
     HostSample,
     Identity,
+    Imported,
     KernelCounts,
     MemoryMeasured,
     MemoryPlanned,
@@ -100,6 +101,8 @@ class RunView:
     watched: Watched | None = None
     """The script that trains, where it is not ours."""
     script_ended: ScriptEnded | None = None
+    imported: Imported | None = None
+    """The files that the run was made from, where another tool has logged it."""
     logged: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
     """What the script says by `apr_watch.log`: of each name the newest value, and its step."""
     session_unix_s: float | None = None
@@ -177,6 +180,11 @@ class RunView:
     stack_dump_unix_s: float | None = None
     lines: tuple[LogLine, ...] = ()
     """The newest LINES_KEPT events of all logs without readings, ordered by time."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a script trains that is not ours, whose settings are its own."""
+        return self.watched is not None or self.imported is not None
 
     @property
     def total_steps(self) -> int | None:

@@ -30,6 +30,7 @@ LACKS = {
     "llama.cpp": "make peers",
     "JupyterLab": "pip install -e .[dev]",
     "pyarrow and zstandard": "pip install -e .[data]",
+    "TensorBoard and W&B": "pip install -e .[import]",
     "TRL": "make frameworks",
     "Lightning": "make frameworks",
     "an ordinary user": "run the tests as one, not as root",
@@ -43,6 +44,7 @@ _NOTEBOOK = ("anywidget", "comm", "ipywidgets", "nbclient", "nbformat", "plotly"
 """Modules that are there with JupyterLab: a file of tests that imports one is skipped where it is not."""
 
 _DATA = ("pyarrow", "zstandard")
+_IMPORT = ("tensorboard", "wandb")
 
 _SAID = "this machine lacks "
 
@@ -151,6 +153,8 @@ class File(pytest.Module):
                 pytest.skip(reason_of("JupyterLab", cause), allow_module_level=True)
             if isinstance(cause, ImportError) and cause.name in _DATA:
                 pytest.skip(reason_of("pyarrow and zstandard", cause), allow_module_level=True)
+            if isinstance(cause, ImportError) and cause.name in _IMPORT:
+                pytest.skip(reason_of("TensorBoard and W&B", cause), allow_module_level=True)
             raise
 
 

@@ -16,7 +16,7 @@ NAMED = 3
     threshold="one contradiction",
 )
 def identity_fails(case: Case) -> Symptom | None:
-    if case.view.watched is None:
+    if not case.view.is_foreign:
         raise CannotJudge("the audit of a run of ours looks at more (engine checks)")
     if not case.view.identities:
         raise CannotJudge("no identity has been looked at yet")

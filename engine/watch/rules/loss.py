@@ -40,7 +40,7 @@ HELDOUT_IN_A_ROW = 3
     threshold="one number",
 )
 def non_finite(case: Case) -> Symptom | None:
-    if case.view.watched is not None:
+    if case.view.is_foreign:
         return _not_finite_loss(case)
     seen = case.view.non_finite
     if not seen:
@@ -252,7 +252,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
     limit = losses[best] + HELDOUT_WORSE_NATS
     if len(since) < HELDOUT_IN_A_ROW or min(since[-HELDOUT_IN_A_ROW:]) < limit:
         return None
-    watched = case.view.watched is not None
+    watched = case.view.is_foreign
     then, now = _train_ce(case, evals[best].step), _train_ce(case, evals[-1].step)
     if now >= then:
         return None
@@ -278,5 +278,5 @@ def _train_ce(case: Case, step: int) -> float:
         row -= 1
     if not row:
         raise CannotJudge(f"step {step} is not in the log")
-    name = "loss" if case.view.watched is not None else "ce"
+    name = "loss" if case.view.is_foreign else "ce"
     return mean(case.column(name, range(max(0, row - 20), row)))

@@ -234,6 +234,7 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     threshold=f"{UNUSED_SHARE:.0%} of the memory free in the last minute, and twice what was asked for",
 )
 def allocator_ceiling(case: Case) -> Symptom | None:
+    case.must_have_been_watched()
     view = case.view
     said = view.finished.reason if view.finished else view.exit.sentence if view.exit else None
     if said is None:

@@ -183,6 +183,7 @@ def step_time_drift(case: Case) -> Symptom | None:
     threshold="one compile after warm-up",
 )
 def compile_after_warm_up(case: Case) -> Symptom | None:
+    case.must_have_been_watched()
     case.steps(1, at_least=1)
     late = [c for c in case.view.compiles if c.after_warm_up]
     if not late:

@@ -76,7 +76,7 @@ class Case:
     @property
     def started(self) -> RunStarted:
         if self.view.started is None or self.view.started_unix_s is None:
-            why = "the run has not said what it will do" if self.view.watched is None else OTHERS
+            why = "the run has not said what it will do" if not self.view.is_foreign else OTHERS
             raise CannotJudge(why)
         return self.view.started
 
@@ -84,19 +84,19 @@ class Case:
     def spec(self) -> RunSpec:
         if self.settings is None:
             why = "the settings of the run (effective.json) cannot be read"
-            raise CannotJudge(why if self.view.watched is None else OTHERS)
+            raise CannotJudge(why if not self.view.is_foreign else OTHERS)
         return self.settings
 
     def lower_rate(self, times: float) -> dict[str, str]:
         """The flip to a rate so many times lower; of a script that is not ours, what to try in it."""
-        if self.view.watched is not None:
+        if self.view.is_foreign:
             return {"no_flip": f"set a rate {times:g} times lower in the script"}
         return {"flip": f"--set train.lr={self.started.peak_lr / times:g}"}
 
     @property
     def cross_entropy(self) -> str:
         """The column that has it: of a script that is not ours the loss itself, where that is one."""
-        if self.view.watched is None:
+        if not self.view.is_foreign:
             return "ce"
         if self._seen("label_coverage", "vocabulary") is None:
             raise CannotJudge("the loss is not known to be one cross entropy of a language model")
@@ -105,7 +105,7 @@ class Case:
     @property
     def clip_norm(self) -> float:
         """The norm that gradients are clipped to; 0 where they are not."""
-        if self.view.watched is None:
+        if not self.view.is_foreign:
             return self.spec.train.clip_norm
         limit = self._seen("clipping", "max_norm")
         if limit is None:
@@ -120,7 +120,7 @@ class Case:
     @property
     def vocabulary_nats(self) -> float:
         """ln V of the student: the loss of a uniform guess, in nats."""
-        if self.view.watched is not None:
+        if self.view.is_foreign:
             vocabulary = self._seen("label_coverage", "vocabulary")
             if vocabulary is None or vocabulary < 2:
                 raise CannotJudge(
@@ -135,6 +135,10 @@ class Case:
     @property
     def is_over(self) -> bool:
         return self.view.finished is not None or self.view.exit is not None
+
+    def must_have_been_watched(self) -> None:
+        if self.view.imported is not None:
+            raise CannotJudge("nobody watched the run: it was imported")
 
     def must_go_on(self) -> None:
         if self.is_over:

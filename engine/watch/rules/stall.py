@@ -103,6 +103,7 @@ class Silence:
 def silence(case: Case) -> Silence:
     """Return the trainer's silence now; CannotJudge when it has ended or has logged nothing and has no start time."""
     view = case.view
+    case.must_have_been_watched()
     case.must_go_on()
     # A process that never opened its log has been silent since it was started.
     since_unix_s = view.heartbeat_unix_s or view.trainer_started_unix_s
@@ -137,7 +138,7 @@ def _limit(case: Case) -> tuple[float, str]:
             return FIRST_STEP_S, "before the first step"
         named = next((s for name, s in PHASE_S.items() if phase.startswith(name)), None)
         return named or OTHER_PHASE_S, f"phase {phase!r}"
-    if view.watched is not None:
+    if view.is_foreign:
         return UNSEEN_WORK_S, "evaluating or saving in a script is not seen"
     rows = range(max(view.session_row, len(view.steps) - STEPS), len(view.steps))
     if len(rows) < 2:
@@ -254,6 +255,7 @@ def _steps_in_session(case: Case) -> int:
     clear_after_s=0.0,
 )
 def stalled_at_start(case: Case) -> Symptom | None:
+    case.must_have_been_watched()
     if _steps_in_session(case):
         return None
     return _stalled(case, "no step was done and nothing was said")

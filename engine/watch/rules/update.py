@@ -35,7 +35,7 @@ def gradient_zero(case: Case) -> Symptom | None:
 
 
 def _without_gradient(case: Case) -> dict[str, str]:
-    if case.view.watched is not None:
+    if case.view.is_foreign:
         return {"no_flip": "look for detach(), no_grad() and masked labels in the script"}
     if case.started.alpha < 1:
         return {"flip": "--set loss.alpha=1"}
@@ -79,7 +79,7 @@ def always_clipped(case: Case) -> Symptom | None:
         raise CannotJudge("train.clip_norm is 0: nothing is clipped")
     rows = case.steps(CLIPPED_STEPS, at_least=CLIPPED_STEPS)
     norms = case.column("grad_norm", rows)
-    watched = case.view.watched is not None
+    watched = case.view.is_foreign
     share = sum(norm > limit for norm in norms) / len(norms)
     if share < CLIPPED_SHARE or median(norms) < CLIPPED_TIMES * limit:
         return None

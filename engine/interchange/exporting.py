@@ -1,0 +1,161 @@
+"""Write the values of a run, ours or another's, as a TensorBoard folder, a CSV file or a Parquet file.
+
+    step         every number of its record; `phases/data`, `host/launch` and `losses/0` are the nested ones
+    evaluation   held_out (the student), held_out/teacher, held_out/untrained
+    logged       what a script said, by its own names
+
+A value that is absent is an empty cell, no value or null; NaN and infinities stay what they are. CSV and Parquet keep
+every bit; TensorBoard has 32 bits for a value. Of a resumed run, the steps that the resume repeats stand once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadInput, write_error
+from engine.interchange.names import COUNTS, HELD_OUT
+from engine.interchange.series import Series, by_step
+from engine.interchange.sources import missing
+from engine.log.events import AnyEvent, Evaluated, Logged, LogOpened, RunStarted, StepDone
+from engine.log.folder import RunFolder
+from engine.log.read import LogReader
+
+ENVELOPE = frozenset({"v", "seq", "t_s", "nf", "step"})
+_SUBJECTS = {subject: name for name, subject in HELD_OUT.items()}
+
+
+def export_run(run: RunFolder, to: str, path: Path) -> int:
+    """Write the values of a run to a new file or folder; returns how many. Raises BadInput, RunLogError, DiskFull."""
+    if path.exists():
+        hint = "--out names another"
+        raise BadInput.expected("export", path, "nothing of that name", "something", hint=hint)
+    series = read_series(run)
+    count = sum(len(one.steps) for one in series.values())
+    if not count:
+        raise BadInput.expected("run", run.path, "a step with a number", "none")
+    try:
+        WRITERS[to](series, path)
+    except OSError as error:
+        raise write_error("export", path, "to write it", error) from error
+    return count
+
+
+def read_series(run: RunFolder) -> dict[str, Series]:
+    """Read every value of a run's own log. Raises RunLogError for a log that is broken."""
+    series: dict[str, Series] = {}
+    reader, opened_s = LogReader(run.events), 0.0
+    while events := reader.poll():
+        for event in events:
+            if isinstance(event, LogOpened):
+                opened_s = event.unix_s
+            elif isinstance(event, RunStarted) and event.resumed_from is not None:
+                for one in series.values():
+                    one.rewind(event.resumed_from + 1)
+            for name, step, value in _values(event):
+                series.setdefault(name, Series()).add(step, opened_s + event.t_s, value)
+    return series
+
+
+def _values(event: AnyEvent) -> Iterator[tuple[str, int, float]]:
+    found: Iterable[tuple[str, Any]] = ()
+    if isinstance(event, StepDone):
+        found = _nested(event)
+    elif isinstance(event, Evaluated):
+        found = [(_SUBJECTS.get(event.subject, f"held_out/{event.subject}"), event.loss)]
+    elif isinstance(event, Logged):
+        found = event.values.items()
+    for name, value in found:
+        if isinstance(value, int | float):
+            yield name, event.step, float(value)  # type: ignore[union-attr]
+
+
+def _nested(step: StepDone) -> Iterator[tuple[str, Any]]:
+    for name in step.__struct_fields__:
+        value = getattr(step, name)
+        if isinstance(value, dict):
+            yield from ((f"{name}/{key}", one) for key, one in value.items())
+        elif isinstance(value, list):
+            yield from ((f"{name}/{at}", one) for at, one in enumerate(value))
+        elif value is not None and name not in ENVELOPE:
+            yield name, value
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """Give the name under which a file is written before it is there whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _header(series: dict[str, Series]) -> list[str]:
+    # A name of a script's own may be one of ours.
+    return ["step", "unix_s", *(name for name in series if name not in ("step", "unix_s"))]
+
+
+def _rows(series: dict[str, Series], header: list[str]) -> Iterator[list[int | float | None]]:
+    """Yield a row for each step; its time is that of its last value."""
+    at = {name: place for place, name in enumerate(header)}
+    for step, points in by_step(series):
+        row: list[int | float | None] = [step, 0.0, *[None] * (len(header) - 2)]
+        for _, unix_s, name, value in points:
+            if name not in ("step", "unix_s"):
+                row[at[name]] = int(value) if name in COUNTS and math.isfinite(value) else value
+            row[1] = max(row[1] or 0.0, unix_s)
+        yield row
+
+
+def write_csv(series: dict[str, Series], path: Path) -> None:
+    header = _header(series)
+    with _new_file(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for row in _rows(series, header):
+            writer.writerow(["" if cell is None else repr(cell) for cell in row])
+
+
+def write_parquet(series: dict[str, Series], path: Path) -> None:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing("pyarrow", "to write Parquet", "data") from None
+    header = _header(series)
+    kinds = [pyarrow.int64() if n in COUNTS or n == "step" else pyarrow.float64() for n in header]
+    columns = zip(*_rows(series, header), strict=True)
+    arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, kinds, strict=True)]
+    with _new_file(path) as partial:
+        pyarrow.parquet.write_table(pyarrow.table(arrays, names=header), partial)
+
+
+def write_tensorboard(series: dict[str, Series], path: Path) -> None:
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError:
+        raise missing("tensorboard", "to write event files") from None
+    writer = EventFileWriter(str(path))
+    for step, points in by_step(series):
+        for unix_s, at_once in groupby(
+            sorted(points, key=lambda one: one.unix_s), lambda one: one.unix_s
+        ):
+            values = [Summary.Value(tag=one.name, simple_value=one.value) for one in at_once]
+            writer.add_event(Event(step=step, wall_time=unix_s, summary=Summary(value=values)))
+    writer.close()
+
+
+WRITERS: dict[str, Callable[[dict[str, Series], Path], None]] = {
+    "tensorboard": write_tensorboard,
+    "csv": write_csv,
+    "parquet": write_parquet,
+}

@@ -1,0 +1,265 @@
+"""Make a run folder of what another tool has logged: the same records as of a script that is watched, at their times.
+
+The rules are asked afterwards, as a supervisor would have asked them while the run went on, and their alerts are
+written at their times into watch.jsonl, where every surface looks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine import limits
+from engine.errors import BadInput
+from engine.files import parse_json
+from engine.findings.redact import Redactor
+from engine.interchange.names import COUNTS, HELD_OUT, our_names
+from engine.interchange.series import Point, by_step
+from engine.interchange.sources import Recorded, read_table, read_tensorboard, read_wandb
+from engine.log.events import (
+    TRAINING,
+    AlertCleared,
+    AlertRaised,
+    Evaluated,
+    Event,
+    Imported,
+    Logged,
+    Note,
+    Phase,
+    RunFinished,
+    StepDone,
+)
+from engine.log.folder import COMMAND, RunFolder, create_run
+from engine.log.write import LogWriter
+from engine.units import format_count
+from engine.watch.replay import diagnose
+
+READERS: dict[str, Callable[[Path, Mapping[str, str], bool], Recorded]] = {
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "csv": read_table,
+}
+STATE = "imported"
+"""The state of a run of which it is not known how it ended."""
+_AT_ONCE = 200
+"""Names in one line of the log."""
+_SHOWN = 8
+_TEXT = 2000
+_NAME = 100
+
+
+def import_run(
+    source: str,
+    path: Path,
+    folder: Path,
+    *,
+    name: str | None = None,
+    given: Mapping[str, str] | None = None,
+    partial: bool = False,
+) -> tuple[RunFolder, list[Note]]:
+    """Make `folder`/NAME of the files at `path`; returns it with what is to be said of it, which its log has too.
+
+    `given` has the names that the user gives: ours to theirs. Raises BadInput; then nothing was written.
+    """
+    given = given or {}
+    recorded = READERS[source](path, given, partial)
+    names = our_names(recorded.series, given)
+    if not any(ours not in HELD_OUT for ours in names):
+        found = _listed(recorded.series) or "no number"
+        raise BadInput.expected(
+            source,
+            path,
+            "a loss or another value of a step",
+            found,
+            hint="--map loss=NAME says which",
+        )
+    notes = [Note(level="info", text=text) for text in _about(recorded, names)]
+    notes += [Note(level="warning", text=text) for text in recorded.warnings]
+    name = name or re.sub(r"[^\w.-]+", "-", recorded.name).strip(".-")[:_NAME] or source
+    place = (folder / name).absolute()
+    if os.path.lexists(place):
+        hint = "--name gives it another name"
+        raise BadInput.expected("run folder", place, "a new folder", "one that exists", hint=hint)
+    run = create_run(place, "", _effective(recorded))
+    try:
+        imported = Imported(
+            source=source, path=str(path.absolute()), files=recorded.files, names=names
+        )
+        _write_events(run, recorded, [imported, *notes], names)
+        _write_alerts(run)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return run, notes
+
+
+def _listed(names: Iterable[str]) -> str:
+    there = sorted(names)
+    return ", ".join([*there[:_SHOWN], *([f"{len(there) - _SHOWN} more"] * (len(there) > _SHOWN))])
+
+
+def _about(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
+    """Say what became of every name."""
+    texts = [f"{ours} is its {theirs}" for ours, theirs in names.items()]
+    lines = [f"names: {', '.join(texts)}"]
+    if others := recorded.series.keys() - set(names.values()):
+        lines.append(f"logged under its own name: {_listed(others)}")
+    if recorded.left_out:
+        texts = [f"{name} ({what})" for name, what in recorded.left_out.items()]
+        lines.append(f"left out, no number: {_listed(texts)}")
+    if replaced := sum(one.replaced for one in recorded.series.values()):
+        lines.append(
+            f"{format_count(replaced)} values were replaced: a restart went back to an earlier step"
+        )
+    if not recorded.is_timed:
+        lines.append(
+            "no time of day: the times are those of the steps, counted from the time of the file"
+        )
+    return lines
+
+
+def _effective(recorded: Recorded) -> dict[str, Any]:
+    """Return what effective.json has: the settings by section, redacted, and the command."""
+    spec: dict[str, dict[str, Any]] = {}
+    for number, (name, value) in enumerate(_leaves(recorded.settings)):
+        if number < limits.IMPORT_SETTINGS.most:
+            section, dot, key = name.partition(".")
+            spec.setdefault(section if dot else "config", {})[key if dot else name] = value
+        elif number == limits.IMPORT_SETTINGS.most:
+            recorded.warnings.append(f"settings: {limits.IMPORT_SETTINGS} are kept")
+    redactor = Redactor()
+    command = {
+        "arguments": list(redactor.argv(recorded.arguments)[0]),
+        "folder": recorded.folder,
+        "commit": recorded.commit,
+    }
+    kept: dict[str, Any] = parse_json(
+        redactor.text(json.dumps(spec)).text, recorded.path, "settings"
+    )
+    return {"spec": kept, COMMAND: command}
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield prefix + name, str(value)
+        elif value is None or isinstance(value, bool | int | float):
+            yield prefix + name, value
+        else:
+            yield prefix + name, (value if isinstance(value, str) else json.dumps(value))[:_TEXT]
+
+
+class _Clock:
+    """The time of the log's next line: that of the values, held where it goes back."""
+
+    def __init__(self, begin_unix_s: float) -> None:
+        self.now_s = begin_unix_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def reach(self, unix_s: float) -> None:
+        self.now_s = max(self.now_s, unix_s)
+
+
+def _write_events(
+    run: RunFolder, recorded: Recorded, first: Iterable[Event], names: Mapping[str, str]
+) -> None:
+    clock = _Clock(min(one.unix_s[0] for one in recorded.series.values() if one.unix_s))
+    ours_of = {theirs: ours for ours, theirs in names.items()}
+    last = 0
+    with LogWriter(run.events, writer="import", monotonic=clock, wall=clock) as log:
+        for event in (*first, Phase(name=TRAINING)):
+            log.write(event)
+        # A value that was logged long after its step must not delay the steps behind it.
+        waiting: list[tuple[float, Event]] = []
+        for step, points in by_step(recorded.series):
+            last = step
+            done_s, done, others = _events(step, points, ours_of)
+            if done is not None:
+                _write_in_time(log, clock, waiting, done_s)
+                waiting = []
+                clock.reach(done_s if recorded.is_timed else clock.now_s + _known(done.step_s))
+                log.write(done)
+            waiting += others
+        _write_in_time(log, clock, waiting, math.inf)
+        log.write(_end(recorded, last))
+        log.sync()
+
+
+def _known(seconds: float | None) -> float:
+    return seconds if seconds is not None and 0 < seconds < limits.LOG_ELAPSED.most else 0.0
+
+
+def _write_in_time(
+    log: LogWriter, clock: _Clock, events: Iterable[tuple[float, Event]], until_s: float
+) -> None:
+    for unix_s, event in events:
+        clock.reach(min(unix_s, until_s))
+        log.write(event)
+
+
+def _events(
+    step: int, points: Iterable[Point], ours_of: Mapping[str, str]
+) -> tuple[float, StepDone | None, list[tuple[float, Event]]]:
+    """Return the record of a step, if it has one, with its time in front; and its other records with theirs."""
+    values: dict[str, Any] = {}
+    logged: dict[str, float | None] = {}
+    evals: list[tuple[float, Event]] = []
+    done_s = logged_s = 0.0
+    for _, unix_s, theirs, value in points:
+        ours = ours_of.get(theirs)
+        if ours in HELD_OUT:
+            subject = HELD_OUT[ours]
+            loss = Evaluated(step=step, subject=subject, loss=value, labelled=None, eval_s=None)
+            evals.append((unix_s, loss))
+        elif ours is None or (ours in COUNTS and not _is_count(value)):
+            logged[theirs], logged_s = value, max(logged_s, unix_s)
+        else:
+            values[ours] = int(value) if ours in COUNTS else value
+            done_s = max(done_s, unix_s)
+    done = StepDone(step=step, **values) if values else None
+    named = list(logged.items())
+    parts = [dict(named[begin : begin + _AT_ONCE]) for begin in range(0, len(named), _AT_ONCE)]
+    said: list[tuple[float, Event]] = [(logged_s, Logged(step=step, values=one)) for one in parts]
+    return done_s, done, said + evals
+
+
+def _is_count(value: float) -> bool:
+    return value.is_integer() and 0 <= value <= limits.LOG_COUNT.most
+
+
+def _end(recorded: Recorded, last: int) -> RunFinished:
+    code = recorded.exit_code
+    if code is None:
+        reason = "how it ended is not in its files"
+        return RunFinished(state=STATE, reason=reason, exit_code=0, step=last)
+    state = "failed" if code else "completed"
+    return RunFinished(
+        state=state, reason=f"exit code {code}, as its files say", exit_code=code, step=last
+    )
+
+
+def _write_alerts(run: RunFolder) -> None:
+    found = diagnose(run, None).raised
+    if not found:
+        return
+    events: list[tuple[float, Event]] = [(one.unix_s, one.alert) for one in found]
+    for one in found:
+        if one.cleared_unix_s is not None:
+            stood_s = one.cleared_unix_s - one.unix_s
+            events.append((one.cleared_unix_s, AlertCleared(id=one.alert.id, stood_s=stood_s)))
+    events.sort(key=lambda one: (one[0], isinstance(one[1], AlertRaised)))
+    clock = _Clock(events[0][0])
+    with LogWriter(run.watch, writer="import", monotonic=clock, wall=clock) as log:
+        for unix_s, event in events:
+            clock.reach(unix_s)
+            log.write(event)

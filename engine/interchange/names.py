@@ -1,0 +1,80 @@
+"""The one table of names: what other tools call the values of a step, and what they are called here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from engine.errors import BadInput
+from engine.interchange.series import Series
+from engine.log.events import Count, StepDone
+from engine.log.table import STEP_FIELDS
+
+HELD_OUT = {"held_out": "student", "held_out/teacher": "teacher", "held_out/untrained": "untrained"}
+"""The names of held-out losses, and whose each is."""
+COUNTS = frozenset(
+    field.name for field in msgspec.structs.fields(StepDone) if field.type == Count | None
+)
+"""The values of a step that are integers."""
+OF_STEP = tuple(
+    name for name in STEP_FIELDS if name in StepDone.__struct_fields__ and name != "step"
+)
+
+_TABLE = """
+loss        train_loss loss_train training_loss train_loss_step loss_step loss_train_loss epoch_loss
+loss        train_epoch_loss train_loss_epoch batch_loss train_batch_loss lm_loss
+held_out    held_out_loss heldout_loss eval_loss loss_eval val_loss loss_val valid_loss validation_loss
+held_out    loss_validation loss_valid dev_loss test_loss loss_test validation_epoch_loss val_loss_epoch
+held_out    loss_val_loss loss_validation_loss loss_test_loss
+lr          learning_rate train_lr train_learning_rate lr_adamw lr_adam lr_sgd
+grad_norm   train_grad_norm gradient_norm gradnorm global_grad_norm total_norm
+step_s      step_time step_time_s train_step_time time_per_step seconds_per_step iter_time
+tokens      tokens_per_step step_tokens batch_tokens tokens_in_step
+ce          ce_loss cross_entropy train_ce train_ce_loss loss_ce task_loss
+kd          kd_loss distill_loss distillation_loss train_kd_loss loss_kd
+"""
+NAMES: dict[str, list[str]] = {}
+for _ours, *_theirs in map(str.split, _TABLE.strip().splitlines()):
+    NAMES.setdefault(_ours, []).extend(_theirs)
+"""In lower case, with `_` for every other sign; our own names need no row. Tokens are those of one step: names of
+running sums are not here."""
+STEP = ("global_step", "train_global_step", "trainer_global_step", "step", "iteration", "iter")
+"""Of a row. W&B's own `_step` counts calls, so a step of the script's comes first."""
+TIME = ("unix_s", "wall_time", "timestamp")
+"""Of a table: unix seconds."""
+OURS = (*OF_STEP, *HELD_OUT)
+MAPPED = (*OURS, "step", "time")
+"""What `--map` takes."""
+_SHOWN = 12
+
+
+def plain(name: str) -> str:
+    """Return a name as the table has it: `Loss/train` is `loss_train`."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def find(wanted: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the name that is written like the first of `wanted` that there is."""
+    # The shortest of those that are written alike: `step`, not `_step`.
+    there = {plain(name): name for name in sorted(names, key=len, reverse=True)}
+    return next((there[one] for one in wanted if one in there), None)
+
+
+def our_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict[str, str]:
+    """Return their name of each of OURS that is among the series: the one that `--map` gives, else the one in the
+    table with most values. Raises BadInput for a given name that is not there."""
+    for ours, theirs in given.items():
+        if ours in OURS and theirs not in series:
+            shown = ", ".join([*sorted(series)[:_SHOWN], *["..."] * (len(series) > _SHOWN)])
+            raise BadInput.expected("--map", f"{ours}={theirs}", "a name in the files", shown)
+    found = {ours: theirs for ours, theirs in given.items() if ours in OURS}
+    for ours in OURS:
+        also = [plain(ours), *NAMES.get(ours, [])]
+        free = [name for name in series if name not in given.values() and plain(name) in also]
+        if ours not in found and free:
+            found[ours] = max(
+                free, key=lambda name: (len(series[name].steps), -also.index(plain(name)))
+            )
+    return {ours: found[ours] for ours in OURS if ours in found}

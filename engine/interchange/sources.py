@@ -1,0 +1,466 @@
+"""Read what other tools have logged of one run: TensorBoard's event files, an offline run of W&B, a table.
+
+Nothing is guessed of a broken file: it is refused with the place of the fault, or, where the user asks for it, read up
+to there. Everything is read before a run folder is made.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+import struct
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from engine import limits
+from engine.errors import BadInput
+from engine.files import open_regular, parse_json
+from engine.interchange.names import STEP, TIME, find
+from engine.interchange.series import Series
+
+_SHOWN = 40
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorded:
+    """What the files of another tool say of one run."""
+
+    path: Path
+    name: str
+    partial: bool
+    """Whether a broken file is read up to its fault."""
+    files: list[tuple[str, int, str]] = field(default_factory=list)
+    """Path, bytes and SHA-256."""
+    series: dict[str, Series] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    folder: str | None = None
+    commit: str | None = None
+    exit_code: int | None = None
+    """None where it is not known how the run ended."""
+    is_timed: bool = True
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Names that have no numbers, and what they have."""
+    warnings: list[str] = field(default_factory=list)
+    count: int = 0
+
+    def take_file(self, path: Path, what: str) -> None:
+        """Note a file with its hash. Raises BadInput for one that is empty or too large."""
+        with open_regular(path, what) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size or size > limits.IMPORT_FILE.most:
+                found = f"{size:,}" if size else "an empty file"
+                raise BadInput.expected(what, path, str(limits.IMPORT_FILE), found)
+            self.files.append((str(path), size, hashlib.file_digest(file, "sha256").hexdigest()))
+
+    def add(self, name: str, step: int, unix_s: float, value: float, where: object) -> None:
+        """Add a value. Raises BadInput for a step or a time that no log can hold, and for too many values."""
+        if not 0 <= step <= limits.LOG_COUNT.most:
+            raise BadInput.expected(
+                "step", where, f"0 to {limits.LOG_COUNT.most:,}", f"{step:,} of {name}"
+            )
+        if not 0 <= unix_s <= limits.LOG_UNIX.most:
+            raise BadInput.expected("time", where, "seconds since 1970", f"{unix_s} of {name}")
+        self.count += 1
+        if self.count > limits.IMPORT_VALUES.most or len(name) > limits.IMPORT_NAME.most:
+            limit = (
+                limits.IMPORT_VALUES if len(name) <= limits.IMPORT_NAME.most else limits.IMPORT_NAME
+            )
+            raise BadInput.expected("values", where, str(limit), "more")
+        self.series.setdefault(name, Series()).add(step, unix_s, value)
+
+    def broken(self, what: str, where: object, expected: str, found: str) -> None:
+        """Raises BadInput for a fault, unless what is in front of it was asked for."""
+        if not self.partial:
+            hint = "--partial imports what is in front of it"
+            raise BadInput.expected(what, where, expected, found, hint=hint)
+        self.warnings.append(f"{where}: read up to the fault: expected {expected}, found {found}")
+
+
+# TensorBoard.
+
+_EVENTS = "event file"
+_PARTS = frozenset({"train", "training", "validation", "val", "valid", "eval", "test", "dev"})
+"""Folders of one run that Keras and others make beside each other."""
+
+
+def read_tensorboard(path: Path, given: Mapping[str, str], partial: bool) -> Recorded:
+    """Read the event files of one run: a file, or a folder with those of the folders inside it, whose names are put in
+    front of their values. Raises BadInput."""
+    try:
+        from google.protobuf.message import DecodeError
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.tensorflow_stub import errors
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+    except ImportError:
+        raise missing("tensorboard", "to read event files") from None
+    root, files = _event_files(path)
+    recorded = Recorded(path=path, name=root.resolve().name, partial=partial)
+    scalars: set[str] = set()
+    for file in files:
+        recorded.take_file(file, _EVENTS)
+        inside = file.parent.relative_to(root).as_posix()
+        prefix = "" if inside == "." else f"{inside}/"
+        reader, number = PyRecordReader_New(str(file)), 0
+        while True:
+            try:
+                reader.GetNext()
+                event = event_pb2.Event.FromString(reader.record())
+                if not number and not event.file_version.startswith("brain.Event"):
+                    raise DecodeError("no version of events in the first record")
+            except errors.OutOfRangeError:
+                break
+            except (errors.OpError, DecodeError, OverflowError, MemoryError) as error:
+                said = "one of another kind"
+                if isinstance(error, errors.OpError):
+                    said = f"one that {str(error.message).removeprefix(str(file)).strip()}"
+                expected = "a whole record of TensorBoard"
+                recorded.broken(_EVENTS, f"{file} record {number + 1}", expected, said)
+                break
+            number += 1
+            _take_event(recorded, event, prefix, scalars, f"{file} record {number}")
+    return recorded
+
+
+def _event_files(path: Path) -> tuple[Path, list[Path]]:
+    """Return the folder of a run, and its event files."""
+    if path.is_file():
+        return path.parent, [path]
+    files = sorted(path.rglob("*tfevents*")) if path.is_dir() else []
+    files = [file for file in files if file.is_file()]
+    if not files:
+        found = "none" if path.is_dir() else "nothing there"
+        raise BadInput.expected(_EVENTS, path, "files named *tfevents* in the folder", found)
+    if len(files) > limits.IMPORT_FILES.most:
+        raise BadInput.expected(_EVENTS, path, str(limits.IMPORT_FILES), f"{len(files):,}")
+    # Folders beside each other are runs of their own, unless one run has made them.
+    root = Path(os.path.commonpath([file.parent for file in files]))
+    folders = sorted({file.parent.relative_to(root) for file in files})
+    tops = {folder.parts[0] if folder.parts else "" for folder in folders}
+    if "" not in tops and len(tops) > 1 and not tops <= _PARTS:
+        shown = ", ".join(str(folder) for folder in folders[:4])
+        raise BadInput.expected(
+            _EVENTS, path, "one run", f"{len(folders)}: {shown}", hint="name one"
+        )
+    return root, files
+
+
+def _take_event(recorded: Recorded, event: Any, prefix: str, scalars: set[str], where: str) -> None:
+    if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+        # The writer says that it begins again here.
+        for name, one in recorded.series.items():
+            if name.startswith(prefix):
+                one.rewind(event.step)
+    for value in event.summary.value:
+        name, plugin = prefix + value.tag, value.metadata.plugin_data.plugin_name
+        if plugin == "scalars":
+            scalars.add(name)
+        if value.HasField("simple_value"):
+            recorded.add(name, event.step, event.wall_time, value.simple_value, where)
+        elif value.HasField("tensor") and name in scalars:
+            from tensorboard.util.tensor_util import make_ndarray
+
+            number = float(make_ndarray(value.tensor).reshape(-1)[0])
+            recorded.add(name, event.step, event.wall_time, number, where)
+        elif plugin == "hparams":
+            recorded.settings.update(_hyperparameters(value.metadata.plugin_data.content))
+        else:
+            recorded.left_out.setdefault(name, plugin or value.WhichOneof("value") or "nothing")
+
+
+def _hyperparameters(content: bytes) -> dict[str, Any]:
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    return {
+        name: getattr(value, value.WhichOneof("kind") or "null_value")
+        for name, value in found.items()
+    }
+
+
+# Weights & Biases.
+
+_RUN = "W&B run"
+_MAGIC = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
+_BLOCK, _HEAD = 1 << 15, struct.Struct("<IHB")
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def read_wandb(path: Path, given: Mapping[str, str], partial: bool) -> Recorded:
+    """Read the log of an offline run: its file, its folder, or the folder `wandb` with one run in it. Raises
+    BadInput."""
+    try:
+        from google.protobuf.message import DecodeError
+        from wandb.proto.wandb_internal_pb2 import Record
+    except ImportError:
+        raise missing("wandb", "to read W&B runs") from None
+    file = _run_file(path)
+    recorded = Recorded(path=path, name=file.stem, partial=partial)
+    recorded.take_file(file, _RUN)
+    rows: list[dict[str, Any]] = []
+    number = 0
+    try:
+        for data in _records(file):
+            number += 1
+            record = Record.FromString(data)
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                rows.append(_history_row(record.history))
+            elif kind in ("config", "run"):
+                _take_config(recorded, record.config if kind == "config" else record.run.config)
+                recorded.name = (kind == "run" and record.run.display_name) or recorded.name
+            elif kind == "environment":
+                _take_environment(recorded, record.environment)
+            elif kind == "exit":
+                recorded.exit_code = record.exit.exit_code
+            elif kind == "stats":
+                recorded.left_out.setdefault("readings of the machine", "stats")
+    except (_Broken, DecodeError, BadInput) as error:
+        recorded.broken(
+            _RUN, f"{file} record {number + 1}", "a whole record of W&B", str(error)[:80]
+        )
+    # A step of the script's own is one if all rows have it; else it is W&B's count of calls.
+    shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
+    _take_rows(recorded, enumerate(rows, 1), given, shared)
+    recorded.series.pop("_step", None)
+    return recorded
+
+
+class _Broken(ValueError):
+    """The frames of a file are not whole."""
+
+
+def _run_file(path: Path) -> Path:
+    if path.is_file() or not path.is_dir():
+        return path
+    found = sorted({file.resolve() for file in (*path.glob("*.wandb"), *path.glob("*/*.wandb"))})
+    if len(found) != 1:
+        names = ", ".join(str(file.parent.name) for file in found[:4])
+        text = f"{len(found)}: {names}" if found else "none"
+        raise BadInput.expected(_RUN, path, "one run-ID.wandb", text, hint="name one run's folder")
+    return found[0]
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a log in LevelDB's format, in blocks of 32 KiB. wandb 0.31 reads it in Go alone, so its
+    frames are read here. Raises _Broken."""
+    with open_regular(path, _RUN) as file:
+        if (magic := file.read(len(_MAGIC))) != _MAGIC:
+            raise _Broken(f"{magic!r} at its begin")
+        parts: list[bytes] = []
+        while True:
+            left = _BLOCK - file.tell() % _BLOCK
+            if left < _HEAD.size:
+                file.read(left)
+            head = file.read(_HEAD.size)
+            if not head and not parts:
+                return
+            if len(head) < _HEAD.size:
+                raise _Broken("its end in the middle of a record")
+            checksum, size, kind = _HEAD.unpack(head)
+            body = file.read(size)
+            if len(body) < size:
+                raise _Broken("its end in the middle of a record")
+            is_next = kind in ((_MIDDLE, _LAST) if parts else (_FULL, _FIRST))
+            if zlib.crc32(body, zlib.crc32(bytes([kind]))) != checksum or not is_next:
+                raise _Broken(f"other bytes at {file.tell() - size - _HEAD.size:,}")
+            parts.append(body)
+            if kind in (_FULL, _LAST):
+                yield b"".join(parts)
+                parts = []
+
+
+def _history_row(history: Any) -> dict[str, Any]:
+    row = {
+        ".".join(item.nested_key) or item.key: parse_json(item.value_json, item.key, _RUN)
+        for item in history.item
+    }
+    row.setdefault("_step", history.step.num)
+    row.pop("_runtime", None)
+    return row
+
+
+def _take_config(recorded: Recorded, config: Any) -> None:
+    for item in config.update:
+        name = ".".join(item.nested_key) or item.key
+        if name != "_wandb" and not name.startswith("_wandb."):
+            recorded.settings[name] = parse_json(item.value_json, item.key, _RUN)
+    for item in config.remove:
+        recorded.settings.pop(".".join(item.nested_key) or item.key, None)
+
+
+def _take_environment(recorded: Recorded, about: Any) -> None:
+    # A second record adds the hardware.
+    if about.program:
+        recorded.arguments = [about.executable or "python", about.program, *about.args]
+    recorded.folder = about.root or recorded.folder
+    recorded.commit = about.git.commit or recorded.commit
+
+
+# Tables.
+
+_TABLE = "table"
+_EMPTY = ("", "null", "none", "na", "n/a")
+Row: TypeAlias = tuple[int, dict[str, Any]]
+"""The number of a line, and its cells by the names of their columns."""
+
+
+def read_table(path: Path, given: Mapping[str, str], partial: bool) -> Recorded:
+    """Read a table with a header: .csv, .tsv, .jsonl (an object a line) or .parquet. Raises BadInput."""
+    readers: dict[str, Callable[[Recorded], Iterator[Row]]] = {
+        ".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows, ".parquet": _parquet_rows,
+    }  # fmt: skip
+    if path.suffix.lower() not in readers:
+        expected = f"a file that ends in {', '.join(readers)}"
+        raise BadInput.expected(_TABLE, path, expected, path.suffix or "no ending")
+    recorded = Recorded(path=path, name=path.stem, partial=partial)
+    recorded.take_file(path, _TABLE)
+    rows = readers[path.suffix.lower()](recorded)
+    _take_rows(recorded, rows, given)
+    return recorded
+
+
+def _csv_rows(recorded: Recorded) -> Iterator[Row]:
+    path = recorded.path
+    with open_regular(path, _TABLE) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+        line = 1
+        try:
+            first = file.readline(limits.LOG_LINE.most)
+            separator = max("\t,;" if path.suffix.lower() == ".tsv" else ",;\t", key=first.count)
+            header = next(csv.reader([first], delimiter=separator), [])
+            if len(header) != len(set(header)) or not all(header):
+                recorded.broken(
+                    _TABLE,
+                    f"{path} line 1",
+                    "a name of its own for each column",
+                    f"{first[:_SHOWN]!r}",
+                )
+                return
+            reader = csv.reader(file, delimiter=separator, strict=True)
+            for cells in reader:
+                line = reader.line_num + 1
+                if cells and len(cells) != len(header):
+                    expected = f"{len(header)} cells"
+                    recorded.broken(_TABLE, f"{path} line {line}", expected, str(len(cells)))
+                    return
+                if cells:
+                    yield line, dict(zip(header, cells, strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            recorded.broken(_TABLE, f"{path} line {line + 1}", "a row of text", str(error)[:80])
+
+
+def _json_rows(recorded: Recorded) -> Iterator[Row]:
+    with open_regular(recorded.path, _TABLE) as file:
+        number = 0
+        while line := file.readline(limits.LOG_LINE.most):
+            number += 1
+            try:
+                row = parse_json(line, number, _TABLE)
+            except BadInput:
+                row = None
+            if not isinstance(row, dict):
+                where = f"{recorded.path} line {number}"
+                recorded.broken(_TABLE, where, "a JSON object", f"{line[:_SHOWN]!r}")
+                return
+            yield number, row
+
+
+def _parquet_rows(recorded: Recorded) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing("pyarrow", "to read Parquet", "data") from None
+    number = 0
+    with open_regular(recorded.path, _TABLE) as file:
+        try:
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+        except (OSError, pyarrow.ArrowException) as error:
+            said = " ".join(str(error).split())[:80]
+            recorded.broken(_TABLE, f"{recorded.path} row {number + 1}", "Parquet", said)
+
+
+def _take_rows(
+    recorded: Recorded, rows: Iterable[Row], given: Mapping[str, str], names: Collection[str] = ()
+) -> None:
+    """Take the numbers of rows. Their step is in the column that is given or one of STEP, else it is the number of the
+    row; their time is in the one that is given or one of TIME, else it is the time of the file. Both are looked for
+    among `names`, by default those of the first row."""
+    path, file_unix_s = recorded.path, recorded.path.stat().st_mtime
+    step_name = time_name = None
+    for number, (line, row) in enumerate(rows, 1):
+        where = f"{path} line {line}"
+        if number == 1:
+            names = names or row.keys()
+            for ours in {"step", "time"} & given.keys():
+                if given[ours] not in names:
+                    found = ", ".join(list(names)[:8])
+                    raise BadInput.expected("--map", f"{ours}={given[ours]}", "a column", found)
+            step_name = given.get("step") or find(STEP, names)
+            time_name = given.get("time") or find(TIME, names)
+            recorded.is_timed = time_name is not None
+        step = number if step_name is None else _whole(row.get(step_name))
+        unix_s = file_unix_s if time_name is None else _unix_s(row.get(time_name))
+        if step is None or unix_s is None:
+            name, cell = (step_name, "an integer") if step is None else (time_name, "a time")
+            recorded.broken(_TABLE, where, f"{cell} in {name}", f"{row.get(str(name))!r:.{_SHOWN}}")
+            return
+        for name, value in _flat(row):
+            if name not in (step_name, time_name):
+                try:
+                    found_number = _number(value)
+                except (TypeError, ValueError, OverflowError):
+                    recorded.left_out.setdefault(name, f"{value!r:.{_SHOWN}}")
+                    continue
+                if found_number is not None:
+                    recorded.add(name, step, unix_s, found_number, where)
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        # W&B keeps images, tables and histograms as objects with a type.
+        if isinstance(value, dict) and "_type" not in value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _number(value: object) -> float | None:
+    """Return a number; None for an empty cell. Raises TypeError, ValueError or OverflowError for anything else."""
+    if value is None or (isinstance(value, str) and value.strip().lower() in _EMPTY):
+        return None
+    return float(value)  # type: ignore[arg-type]
+
+
+def _whole(value: object) -> int | None:
+    try:
+        number = _number(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return int(number) if number is not None and number.is_integer() else None
+
+
+def _unix_s(value: object) -> float | None:
+    try:
+        return value.timestamp() if isinstance(value, datetime) else _number(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def missing(package: str, purpose: str, extra: str = "import") -> BadInput:
+    """Return the error of a package that is not installed."""
+    hint = f"pip install 'apr-workbench[{extra}]'"
+    return BadInput.expected("library", package, purpose, "that it is not installed", hint=hint)
