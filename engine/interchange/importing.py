@@ -36,6 +36,7 @@ from engine.log.events import (
     StepDone,
 )
 from engine.log.folder import COMMAND, RunFolder, create_run
+from engine.log.text import one_line
 from engine.log.write import LogWriter
 from engine.units import format_count
 from engine.watch.replay import diagnose
@@ -79,8 +80,9 @@ def import_run(
             found,
             hint="--map loss=NAME says which",
         )
-    notes = [Note(level="info", text=text) for text in _about(recorded, names)]
-    notes += [Note(level="warning", text=text) for text in recorded.warnings]
+    said = [("info", text) for text in _about(recorded, names)]
+    said += [("warning", text) for text in recorded.warnings]
+    notes = [Note(level=level, text=one_line(text)) for level, text in said]
     name = name or re.sub(r"[^\w.-]+", "-", recorded.name).strip(".-")[:_NAME] or source
     place = (folder / name).absolute()
     if os.path.lexists(place):

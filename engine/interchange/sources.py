@@ -63,7 +63,7 @@ class Recorded:
         """Add a value. Raises BadInput for a step or a time that no log can hold, and for too many values."""
         if not 0 <= step <= limits.LOG_COUNT.most:
             raise BadInput.expected(
-                "step", where, f"0 to {limits.LOG_COUNT.most:,}", f"{step:,} of {name}"
+                "step", where, f"0 to {limits.LOG_COUNT.most:,}", f"{step:.6g} of {name}"
             )
         if not 0 <= unix_s <= limits.LOG_UNIX.most:
             raise BadInput.expected("time", where, "seconds since 1970", f"{unix_s} of {name}")
@@ -86,6 +86,7 @@ class Recorded:
 # TensorBoard.
 
 _EVENTS = "event file"
+_NO_NUMBER = (TypeError, ValueError, IndexError)
 _PARTS = frozenset({"train", "training", "validation", "val", "valid", "eval", "test", "dev"})
 """Folders of one run that Keras and others make beside each other."""
 
@@ -114,9 +115,11 @@ def read_tensorboard(path: Path, given: Mapping[str, str], partial: bool) -> Rec
                 event = event_pb2.Event.FromString(reader.record())
                 if not number and not event.file_version.startswith("brain.Event"):
                     raise DecodeError("no version of events in the first record")
+                _take_event(recorded, event, prefix, scalars, f"{file} record {number + 1}")
             except errors.OutOfRangeError:
                 break
-            except (errors.OpError, DecodeError, OverflowError, MemoryError) as error:
+            # The last ones are of a length that is none, and of tensors that hold no number.
+            except (errors.OpError, DecodeError, OverflowError, MemoryError, *_NO_NUMBER) as error:
                 said = "one of another kind"
                 if isinstance(error, errors.OpError):
                     said = f"one that {str(error.message).removeprefix(str(file)).strip()}"
@@ -124,7 +127,6 @@ def read_tensorboard(path: Path, given: Mapping[str, str], partial: bool) -> Rec
                 recorded.broken(_EVENTS, f"{file} record {number + 1}", expected, said)
                 break
             number += 1
-            _take_event(recorded, event, prefix, scalars, f"{file} record {number}")
     return recorded
 
 
@@ -333,7 +335,7 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
         try:
             first = file.readline(limits.LOG_LINE.most)
             separator = max("\t,;" if path.suffix.lower() == ".tsv" else ",;\t", key=first.count)
-            header = next(csv.reader([first], delimiter=separator), [])
+            header = next(csv.reader([first], delimiter=separator, strict=True), [])
             if len(header) != len(set(header)) or not all(header):
                 recorded.broken(
                     _TABLE,
@@ -418,7 +420,7 @@ def _take_rows(
             if name not in (step_name, time_name):
                 try:
                     found_number = _number(value)
-                except (TypeError, ValueError, OverflowError):
+                except (*_NO_NUMBER, OverflowError):
                     recorded.left_out.setdefault(name, f"{value!r:.{_SHOWN}}")
                     continue
                 if found_number is not None:

@@ -73,12 +73,19 @@ with SummaryWriter(sys.argv[1]) as writer:
     writer.add_scalar("new/style", 1.5, 11, walltime=at + 4, new_style=True)
     writer.add_histogram("weights", torch.arange(9.0), 3, walltime=at)
     writer.add_hparams({{"lr": 1e-3, "optimizer": "adamw"}}, {{"best": 0.5}}, run_name=".")
+for begin, end, loss in ((0, 8, 1.0), (5, 12, 2.0)):
+    with SummaryWriter(sys.argv[1] + "/../../restarted", filename_suffix=str(begin)) as writer:
+        for step in range(begin, end):
+            writer.add_scalar("loss", loss, step, walltime=1e9 + 100 * begin + step)
+for name in ("keras/train", "keras/validation", "sweep/lr-1", "sweep/lr-2"):
+    with SummaryWriter(f"{{sys.argv[1]}}/../../{{name}}") as writer:
+        writer.add_scalar("epoch_loss", 1.0, 1)
 """
 
 
 @pytest.fixture(scope="module")
 def event_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("logs") / "lr-3"
+    folder = tmp_path_factory.mktemp("logs") / "one" / "lr-3"
     python(SUMMARIES, folder)
     return folder
 
@@ -112,51 +119,32 @@ def test_the_run_says_which_files_it_was_made_from(event_files: Path, tmp_path: 
     assert len(found.files) == len(list(event_files.iterdir()))
 
 
-RESTARTED = """
-import sys
-from torch.utils.tensorboard import SummaryWriter
-for begin, end, loss in ((0, 8, 1.0), (5, 12, 2.0)):
-    with SummaryWriter(sys.argv[1], filename_suffix=str(begin)) as writer:
-        for step in range(begin, end):
-            writer.add_scalar("loss", loss, step, walltime=1e9 + 100 * begin + step)
-"""
-
-
-def test_steps_that_go_back_in_a_second_file_replace_those_of_the_first(tmp_path: Path) -> None:
-    python(RESTARTED, tmp_path / "logs")
-    run, said = imported("tensorboard", tmp_path / "logs")
+def test_steps_that_go_back_in_a_second_file_replace_those_of_the_first(
+    event_files: Path, tmp_path: Path
+) -> None:
+    run, said = imported("tensorboard", event_files.parents[1] / "restarted", out=tmp_path)
     view = read(run)
     assert column(view, "step") == list(range(12))
     assert column(view, "loss") == [1.0] * 5 + [2.0] * 7
     assert "3 values were replaced: a restart went back" in said
 
 
-PARTS = """
-import sys
-from torch.utils.tensorboard import SummaryWriter
-for name in sys.argv[2:]:
-    with SummaryWriter(f"{sys.argv[1]}/{name}") as writer:
-        writer.add_scalar("epoch_loss", 1.0, 1)
-"""
-
-
 def test_folders_beside_each_other_are_one_run_only_where_their_names_say_so(
-    tmp_path: Path,
+    event_files: Path, tmp_path: Path
 ) -> None:
-    python(PARTS, tmp_path / "keras", "train", "validation")
-    python(PARTS, tmp_path / "sweep", "lr-1", "lr-2")
-    run, _ = imported("tensorboard", tmp_path / "keras")
+    logs = event_files.parents[1]
+    run, _ = imported("tensorboard", logs / "keras", out=tmp_path)
     found = read(run).imported
     assert found is not None
     assert found.names == {"loss": "train/epoch_loss", "held_out": "validation/epoch_loss"}
-    refused = engine_here("import", "tensorboard", tmp_path / "sweep", "--out", tmp_path / "runs")
+    refused = engine_here("import", "tensorboard", logs / "sweep", "--out", tmp_path / "no")
     assert refused.returncode == 65 and "expected one run, found 2: lr-1, lr-2" in refused.stderr
 
 
 # Weights & Biases.
 
 LOGGED = """
-import math, wandb
+import math, sys, wandb
 config = {"lr": 0.1, "optimizer": {"name": "adamw", "betas": [0.9, 0.95]}, "hub_token": "hf_" + "a" * 30}
 run = wandb.init(mode="offline", project="p", name="first try", config=config)
 for step in range(600):
@@ -165,6 +153,10 @@ run.config.update({"seed": 3})
 run.log({"train/loss": math.nan, "train/global_step": 6000, "nested": {"a": math.inf}})
 run.log({"eval/loss": 0.25, "train/global_step": 6000, "picture": wandb.Histogram([1, 2, 3])})
 run.finish()
+for number in range(2):
+    run = wandb.init(mode="offline", project="p", dir=sys.argv[1])
+    run.log({"loss": 1.0})
+    run.finish(exit_code=3)
 """
 
 
@@ -172,7 +164,14 @@ run.finish()
 def offline_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """More than one block of 32 KiB."""
     folder = tmp_path_factory.mktemp("wandb")
-    python(LOGGED, WANDB_DIR=str(folder), WANDB_SILENT="true", WANDB_ERROR_REPORTING="false")
+    (folder / "failed").mkdir()
+    python(
+        LOGGED,
+        folder / "failed",
+        WANDB_DIR=str(folder),
+        WANDB_SILENT="true",
+        WANDB_ERROR_REPORTING="false",
+    )
     return folder / "wandb"
 
 
@@ -223,6 +222,21 @@ def test_without_a_record_of_its_end_a_run_is_not_called_completed(
         "imported",
         "how it ended is not in its files",
     )
+
+
+def test_a_run_that_failed_says_so_and_of_several_one_is_named(
+    offline_run: Path, tmp_path: Path
+) -> None:
+    failed = offline_run.parent / "failed" / "wandb"
+    refused = engine_here("import", "wandb", failed, "--out", tmp_path)
+    assert (
+        refused.returncode == 65
+        and "expected one run-ID.wandb, found 2: offline-run-" in refused.stderr
+    )
+    run, _ = imported("wandb", next(failed.glob("offline-run-*")), out=tmp_path)
+    finished = read(run).finished
+    assert finished is not None and (finished.state, finished.exit_code) == ("failed", 3)
+    assert "exit code 3" in engine_here("runs", run.path).stdout
 
 
 # Tables.
@@ -354,6 +368,8 @@ BROKEN: list[tuple[str, str, Callable[[bytes], bytes], str]] = [
     ("csv", "a.csv", lambda data: b"", "an empty file"),
     ("csv", "a.csv", lambda data: b"step,loss\n1,2\n3", "found 1"),
     ("csv", "a.csv", lambda data: b"loss,loss\n1,2\n", "found 'loss,loss"),
+    ("csv", "a.csv", lambda data: b'"loss\n1', "unexpected end of data"),
+    ("csv", "a.jsonl", lambda data: b'{"loss": 1, "step": 1e300}', "found 1e+300 of loss"),
     ("csv", "a.csv", lambda data: b"step,loss\n1,\xff\n", "can't decode"),
     ("csv", "a.csv", lambda data: b"step,loss\n1.5,3\n", "an integer in step, found '1.5'"),
     ("csv", "a.csv", lambda data: b"step,loss\n-1,3\n", "found -1 of loss"),
@@ -384,6 +400,58 @@ def test_a_broken_file_is_refused_in_one_line_and_leaves_nothing(
     assert "expected " in first and ", found " in first
     assert all(line.startswith("hint: ") for line in rest) and len(rest) < 2
     assert not (tmp_path / "runs").exists()
+
+
+HOSTILE = """
+import struct, sys
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+def write(name, data, *, length=None):
+    with open(f"{sys.argv[1]}/{name}.tfevents", "wb") as file:
+        records = RecordWriter(file)
+        records.write(Event(file_version="brain.Event:2", wall_time=1e9).SerializeToString())
+        if length is None:
+            records.write(data)
+        else:
+            size = struct.pack("<Q", length)
+            file.write(size + struct.pack("<I", masked_crc32c(size)) + data)
+
+def event(plugin, content=b"", **tensor):
+    data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
+    value = {"tensor": TensorProto(**tensor)} if tensor else {}
+    value = Summary.Value(tag="loss", metadata=SummaryMetadata(plugin_data=data), **value)
+    return Event(step=1, wall_time=1e9, summary=Summary(value=[value])).SerializeToString()
+
+write("length", b"x" * 99, length=1 << 62)
+write("foreign", b"not an event at all")
+write("settings", event("hparams", bytes([255] * 3)))
+write("empty", event("scalars", dtype=1))
+write("text", event("scalars", dtype=7, string_val=[b"x"], tensor_shape={"dim": [{"size": 1}]}))
+write("shape", event("scalars", dtype=1, tensor_shape={"dim": [{"size": 1 << 40}]}))
+"""
+
+
+def test_records_that_no_writer_writes_are_refused(tmp_path: Path) -> None:
+    python(HOSTILE, tmp_path)
+    files = sorted(tmp_path.glob("*.tfevents"))
+    assert len(files) == 6
+    for path in files:
+        done = engine_here("import", "tensorboard", path, "--out", tmp_path / "runs")
+        assert done.returncode == 65 and f"{path} record 2 — expected" in done.stderr, done.stderr
+
+
+def test_names_of_any_signs_are_kept_and_said_in_one_line(tmp_path: Path) -> None:
+    row = {"loss": 1, "a\x1b[31m\nb/~1": 2, "": 3, "caf\u00e9 \u202e": 4}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    run, said = imported("csv", tmp_path / "a.jsonl")
+    assert {name: value for name, (_, value) in read(run).logged.items()} == {
+        name: value for name, value in row.items() if name != "loss"
+    }
+    assert len(said.splitlines()) == 3 and "\x1b" not in said
 
 
 def test_what_is_in_front_of_a_fault_is_imported_on_demand(
