@@ -39,6 +39,10 @@ QUERIES = 256
 """Query tokens whose attention weights are in memory at a time."""
 CHUNK_NUMBERS = 1 << 21
 """Logits of one side that are in memory at a time."""
+FP32_ROUNDING = 2.0**-24
+"""Largest relative error of one rounding to fp32."""
+SCORE_ROUNDINGS = 4
+"""Roundings in the sum of a score and in the logarithm that is subtracted from it."""
 
 HEAD_ROWS = 8192
 """Rows of a head that are widened at a time."""
@@ -212,8 +216,10 @@ def forward(
 
     The tokens of a document must be contiguous, and no two rows may share a document. With `rounding` every number
     that a 16-bit model would round is moved by that share of itself, up or down: what becomes of that shows how far
-    rounding errors alone may carry the answers.
+    rounding errors alone may carry the answers. At the rounding of fp32 the pass is also computed in float64, for the
+    sums of a matmul then round as much as what is stored, and more where their terms cancel.
     """
+    weight = _widened(weight, rounding)
     lengths = [
         length
         for documents_T in documents_BT
@@ -237,6 +243,12 @@ def forward(
     return Forward(tokens_N, turns, inputs, hidden_ND, rounding)
 
 
+def _widened(weight: Weight, rounding: float) -> Weight:
+    if not 0 < rounding <= FP32_ROUNDING:
+        return weight
+    return lambda name, rows_N=None: weight(name, rows_N).double()
+
+
 def _moved(x: Tensor, share: float) -> Tensor:
     if not share:
         return x
@@ -253,7 +265,8 @@ def backward(
 
     `upstream` is the gradient of each pass's hidden states, (N, D). Passes must have kept their inputs.
     """
-    flows = list(upstream)
+    weight = _widened(weight, passes[0].rounding)
+    flows = [flow_ND.to(weight("norm.weight").dtype) for flow_ND in upstream]
 
     def through(
         place: int, prefix: str, names: Sequence[str], run: Callable[..., Tensor]
@@ -378,15 +391,21 @@ def _attention(
             part_HTE = q_HTE[:, begun : begun + QUERIES]
             # The weights of all queries of a long document would not fit in memory for the backward pass.
             answers.append(
-                _Recomputed.apply(part_HTE, k_HTE, v_HTE, scalar, begun, window)  # type: ignore[no-untyped-call]
+                _Recomputed.apply(part_HTE, k_HTE, v_HTE, scalar, begun, window, rounding)  # type: ignore[no-untyped-call]
                 if torch.is_grad_enabled() and len(turns_TR) > QUERIES
-                else _answers(part_HTE, k_HTE, v_HTE, scalar, begun, window)
+                else _answers(part_HTE, k_HTE, v_HTE, scalar, begun, window, rounding)
             )
     return _moved(torch.cat(answers), rounding) @ parts["attention.o.weight"].T
 
 
 def _answers(
-    q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, scalar: float, first: int, window: int | None
+    q_HTE: Tensor,
+    k_HTE: Tensor,
+    v_HTE: Tensor,
+    scalar: float,
+    first: int,
+    window: int | None,
+    rounding: float,
 ) -> Tensor:
     """Return the attention output of the queries from token `first` of a document on, heads concatenated."""
     last = first + q_HTE.shape[1]
@@ -395,8 +414,42 @@ def _answers(
     if window is not None:
         seen_TS = seen_TS.triu(first - window + 1)
     # Masked before the maximum is taken: that of a later token may be larger by any amount.
-    weights_HTS = torch.softmax(scores_HTS.masked_fill(~seen_TS, -math.inf), dim=2)
-    return (weights_HTS @ v_HTE[:, :last]).transpose(0, 1).flatten(1)
+    scores_HTS = scores_HTS.masked_fill(~seen_TS, -math.inf)
+    v_HTE = v_HTE[:, :last]
+    found_HTE: Tensor = (
+        _RoundedAttention.apply(scores_HTS, v_HTE, rounding)  # type: ignore[no-untyped-call]
+        if rounding
+        else torch.softmax(scores_HTS, dim=2) @ v_HTE
+    )
+    return found_HTE.transpose(0, 1).flatten(1)
+
+
+class _RoundedAttention(torch.autograd.Function):
+    """softmax(scores) @ v, rounded where fused attention rounds (Dao et al., 2022).
+
+    Its backward pass makes the weights anew, P = exp(S - L) with scores S and L = log(sum(exp S)) in fp32 at any
+    precision: where scores are in the thousands few bits are left for a weight. The gradient of the scores is
+    P (dP - D), dP = dO v' and D = sum(dO O) rounded apart: they cancel where a weight is nearly 1.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, v: Tensor, rounding: float) -> Tensor:
+        weights = torch.softmax(scores, dim=-1)
+        finite = scores.masked_fill(scores.isinf(), 0)
+        anew = weights * (1 + _moved(finite, SCORE_ROUNDINGS * FP32_ROUNDING) - finite)
+        ctx.save_for_backward(weights, anew, v)
+        ctx.rounding = rounding
+        return weights @ v
+
+    @staticmethod
+    def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, anew, v = ctx.saved_tensors
+        flow, across = flows[0], v.transpose(-1, -2)
+        into_weights = flow @ across
+        mean = (weights * into_weights).sum(-1, keepdim=True)
+        terms = flow.abs() @ across.abs()
+        rounded = into_weights + _moved(terms, ctx.rounding) - terms
+        return anew * (rounded - mean), anew.transpose(-1, -2) @ flow, None
 
 
 class _Recomputed(torch.autograd.Function):
@@ -414,9 +467,10 @@ class _Recomputed(torch.autograd.Function):
         scalar: float,
         first: int,
         window: int | None,
+        rounding: float,
     ) -> Tensor:
         ctx.save_for_backward(q_HTE, k_HTE, v_HTE)
-        ctx.place = scalar, first, window
+        ctx.place = scalar, first, window, rounding
         return _answers(q_HTE, k_HTE, v_HTE, *ctx.place)
 
     @staticmethod
@@ -424,7 +478,7 @@ class _Recomputed(torch.autograd.Function):
         q_HTE, k_HTE, v_HTE = (part.detach().requires_grad_() for part in ctx.saved_tensors)
         with torch.enable_grad():
             along = (_answers(q_HTE, k_HTE, v_HTE, *ctx.place) * flows[0]).sum()
-        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), None, None, None
+        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), None, None, None, None
 
 
 def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:

@@ -116,22 +116,30 @@ def test_a_gradient_that_is_mostly_rounding_is_unknown_and_says_so(
 
 
 def with_sharp_attention(trainer: Trainer) -> None:
-    """Scores so large that their rounding chooses the tokens that are attended to."""
+    """Scores so large that their rounding chooses the tokens that are attended to: in fp32 those of a run that
+    diverged.
+    """
+    factor = 128 if trainer.dtype is torch.bfloat16 else 8192
     with torch.no_grad():
         for name, parameter in trainer.student.named_parameters():
             if name.endswith(("attention.q.weight", "attention.k.weight")):
-                parameter.mul_(128)
+                parameter.mul_(factor)
 
 
-def test_gradients_that_rounding_decides_are_set_aside(world: World) -> None:
-    run = make_run(world, precision="bf16", change=with_sharp_attention)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_gradients_that_rounding_decides_are_set_aside(world: World, precision: str) -> None:
+    run = make_run(world, precision=precision, change=with_sharp_attention)
     run.step(1)
+    assert run.failures() == {}
     verdict = run.results["step_gradients"].verdict
-    assert verdict.level is Level.PASS and "that rounding decides" in verdict.reason, verdict
+    assert "rounding" in verdict.reason and verdict.level in (Level.PASS, Level.UNKNOWN), verdict
 
 
-def test_a_wrong_gradient_is_named_among_those_that_rounding_decides(world: World) -> None:
-    run = make_run(world, precision="bf16", change=with_sharp_attention)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_wrong_gradient_is_named_among_those_that_rounding_decides(
+    world: World, precision: str
+) -> None:
+    run = make_run(world, precision=precision, change=with_sharp_attention)
     wrong = run.trainer.student.get_parameter("layers.1.attention.o.weight")
     wrong.register_hook(lambda gradient: 4 * gradient)
     run.step(1)
