@@ -18,6 +18,11 @@ STALE = {"COLUMNS": "71", "LINES": "17"}
 """A size that no terminal of a test has, exported as a shell or a test runner exports an earlier terminal's."""
 ENTER_ALTERNATE, LEAVE_ALTERNATE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR, MOUSE_OFF = "\x1b[?25h", "\x1b[?1000l"
+ASKS_FOR_FRAMES, HAS_FRAMES = "\x1b[?2026$p", "\x1b[?2026;2$y"
+"""Whether the terminal shows whole frames only (mode 2026), and that it does."""
+FRAME_ENDS = b"\x1b[?2026l"
+QUIET_S = 0.15
+"""A key has been answered in full when the screen has written nothing for so long."""
 
 
 def set_size(fd: int, columns: int, rows: int) -> None:
@@ -80,6 +85,21 @@ class Terminal:
                 break
         self.deadline_s = time.monotonic() + DEADLINE_S
         return self.bytes_read - before
+
+    def frames_after(self, keys: str) -> list[float]:
+        """Press keys, and return the seconds until the end of each frame that they caused had been read: those before
+        the first pause of QUIET_S. The program has to know that its terminal `HAS_FRAMES`."""
+        begun_s = time.monotonic()
+        self.press(keys)
+        ends: list[float] = []
+        rest = b""
+        while select.select([self.fd], [], [], QUIET_S if ends else DEADLINE_S)[0]:
+            block = rest + os.read(self.fd, 65536)
+            ends += [time.monotonic() - begun_s] * block.count(FRAME_ENDS)
+            # Whatever of a mark was read may go on in the next block, and a whole mark must not count twice.
+            rest = block[block.rfind(FRAME_ENDS) + 1 :][-len(FRAME_ENDS) + 1 :]
+        assert ends, f"expected a frame after {keys!r}"
+        return ends
 
     def resize(self, columns: int, rows: int) -> None:
         """Change the size, which the kernel reports to the process by SIGWINCH."""

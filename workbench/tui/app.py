@@ -4,6 +4,7 @@ the command palette, and read-only mode."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ from workbench.tui.keys import is_refused
 from workbench.tui.places import PLACES, place
 from workbench.tui.printable import Printable, drawable
 from workbench.tui.screens.help import HelpScreen
+from workbench.tui.screens.polling import Polled
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.screens.runs import RunsScreen
 from workbench.tui.themes import OWN, OWN_NAMES, THEME_VARIABLES
@@ -50,6 +52,11 @@ def _palette_commands() -> type[Provider]:
     from workbench.tui.palette import WorkbenchCommands
 
     return WorkbenchCommands
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def refresh_seconds(environ: Mapping[str, str]) -> float:
@@ -114,6 +121,7 @@ class WorkbenchApp(App[None]):
         self.theme = theme
         # A key changes the screen at once, because animation frames arrive late over ssh.
         self.animation_level = "none"
+        self._is_kept = False
         self.context = Context(tuple(paths), refresh_s, read_only, ascii_only)
 
     def on_mount(self) -> None:
@@ -149,6 +157,14 @@ class WorkbenchApp(App[None]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), self._printable]
+
+    @on(Polled)
+    def keep_for_good(self, message: Polled) -> None:
+        """Leave what the first screen consists of out of later garbage collections: it stays to the end, and walking
+        all of it takes longer than several frames."""
+        if not (message.behind or self._is_kept or self.is_headless):
+            self._is_kept = True
+            self.call_after_refresh(_freeze)
 
     def on_load(self) -> None:
         # A terminated program must not leave its terminal in another mode.

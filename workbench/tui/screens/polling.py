@@ -11,6 +11,7 @@ from textual import on, work
 from textual.events import Resize, ScreenResume
 from textual.geometry import Size
 from textual.message import Message
+from textual.reactive import reactive
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Tooltip
@@ -75,6 +76,9 @@ class PollingScreen(Screen[None]):
 
     POLLS_BEHIND: ClassVar[bool] = False
     """Whether it keeps polling while another screen covers it."""
+    focused = reactive[Widget | None](None, repaint=False)
+    """The widget with the focus. Textual would draw the whole screen again, where the two widgets that it concerns
+    draw themselves."""
     ACTING: ClassVar[frozenset[str]] = frozenset()
     """The actions of this class that start, stop or change a run, a flip or evidence; read-only mode
     refuses them."""

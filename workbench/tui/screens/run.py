@@ -113,7 +113,7 @@ class RunScreen(PollingScreen):
         #loss { padding: 0; }
     }
     /* Several panes in a column: those of text are as high as their lines, one of each column takes the rest. */
-    RunScreen.-columns {
+    RunScreen.-grid {
         #loss { min-height: 40%; }
         #pace { height: auto; max-height: 35%; }
         #device { height: auto; max-height: 10; }
@@ -123,7 +123,7 @@ class RunScreen(PollingScreen):
         #checks { height: auto; max-height: 40%; }
         #kernels { height: auto; max-height: 12; }
     }
-    RunScreen.-tabs, RunScreen.-single, RunScreen.-zoomed {
+    RunScreen.-tabs, RunScreen.-single {
         #top { layout: vertical; height: 1fr; }
         #left, #right { width: 1fr; }
         .pane { height: 1fr; max-height: 100%; }
@@ -137,6 +137,7 @@ class RunScreen(PollingScreen):
         #loss { height: 3fr; }
         #pace { height: 2fr; }
     }
+    RunScreen .pane.-zoomed { height: 1fr !important; max-height: 100% !important; }
     RunScreen.-grid PaneTabs { display: none; }
     RunScreen.-status {
         #body, PaneTabs, KeyBar { display: none; }
@@ -260,12 +261,15 @@ class RunScreen(PollingScreen):
             return  # a last resize of a screen that is taken down
         layout = self._layout()
         classes = {f"-{mode}": layout.mode == mode for mode in ("grid", "tabs", "single", "status")}
-        # In one update: each change of classes makes Textual restyle every widget of the screen.
-        in_columns = layout.mode == "grid" and not self._zoomed
-        self.update_classes({**classes, "-zoomed": self._zoomed, "-columns": in_columns})
+        # In one update: each change of classes of the screen makes Textual restyle every widget on it.
+        self.update_classes(classes)
         columns = {pane.column for pane in PANES if pane.id in layout.panes}
         for pane in PANES:
-            self.query_one(f"#{pane.id}").display = pane.id in layout.panes
+            widget = self.query_one(f"#{pane.id}")
+            widget.display = pane.id in layout.panes
+            if widget.display:
+                # A class of the screen would restyle the hidden panes as well.
+                widget.set_class(self._zoomed, "-zoomed")
         for column in ("left", "right"):
             self.query_one(f"#{column}").display = column in columns
         self.query_one("#top").display = columns != {"below"}

@@ -153,6 +153,8 @@ class RunsScreen(PollingScreen):
         self._snapshot: RunsSnapshot | None = None
         self._pattern, self._filter = "", Filter()
         self._marked: dict[Path, int] = {}
+        self._is_stale = False
+        """Whether the description is still that of another run."""
         self._edited: tuple[str, Path] | None = None
         """What the line of an edit changes: `tags` or `note`, of which run."""
 
@@ -162,7 +164,7 @@ class RunsScreen(PollingScreen):
         yield Static(id="wrong", markup=False)
         with Horizontal(id="rows"):
             yield RunsTable(ascii_only=self.context.ascii_only)
-            yield TextPane("run", id="preview")
+            yield TextPane("run", id="preview", is_fixed=True)
         yield WordsView(id="empty")
         yield Static(id="detail", markup=False)
         yield FilterLine("", id="edit")
@@ -190,7 +192,7 @@ class RunsScreen(PollingScreen):
             return
         rows = [row for row in snapshot.rows if self._filter.matches(row.subject)]
         with self.app.batch_update():
-            self.query_one("#head", Static).update(self._heading(snapshot, len(rows)))
+            self._write_head(self._heading(snapshot, len(rows)))
             self.set_class(not rows, "-empty")
             words = nothing(snapshot, self._pattern).splitlines()
             self.query_one("#empty", WordsView).lines = tuple(words)
@@ -223,29 +225,43 @@ class RunsScreen(PollingScreen):
         room = self.size.width - len(counted) - sum(len(part) + 2 for part in parts) - 2
         return "  ".join([counted + shortened(_folders(snapshot), max(12, room)), *parts])
 
+    def _write_head(self, words: str) -> None:
+        head = self.query_one("#head", Static)
+        if words != head.content:
+            head.update(words, layout=False)
+
     def _draw_detail(self) -> None:
+        """Describe the run under the cursor, beside the table or below it."""
+        self._is_stale = False
         row = self.query_one(RunsTable).selected
-        lines = [] if row is None else detail_lines(row)
-        if is_low(*self.size):
-            # Leave the key row visible: one line each, with the beginning and the end of a path.
-            lines = [shortened(line, max(1, self.size.width - 2)) for line in lines[:2]]
-        self.query_one("#detail", Static).update("\n".join(lines))
-        preview = self.query_one("#preview", TextPane)
-        preview.show_title("" if row is None else row.name)
-        words = [] if row is None else preview_lines(row)
-        preview.show(lambda _width: words)
+        if self.has_class("-wide"):
+            preview = self.query_one("#preview", TextPane)
+            preview.show_title("" if row is None else row.name)
+            words = [] if row is None else preview_lines(row)
+            preview.show(lambda _width: words)
+        else:
+            lines = [] if row is None else detail_lines(row)
+            if is_low(*self.size):
+                # Leave the key row visible: one line each, with the beginning and the end of a path.
+                lines = [shortened(line, max(1, self.size.width - 2)) for line in lines[:2]]
+            detail, text = self.query_one("#detail", Static), "\n".join(lines)
+            if text != detail.content:
+                detail.update(text)
         self.draw_keys()
 
     @on(DataTable.RowHighlighted)
     def describe(self) -> None:
-        """Show the details of the run under the cursor."""
-        self._draw_detail()
+        """Describe the run under the cursor, once the cursor is drawn: it may be on the next row by then."""
+        if not self._is_stale:
+            self._is_stale = True
+            self.call_after_refresh(self._draw_detail)
 
     @on(Resize)
     def place_preview(self) -> None:
         """Show the run under the cursor beside the table where there is width to spare."""
         width, height = self.size
         self.set_class(width >= WIDE and not is_low(width, height), "-wide")
+        self._draw_detail()
 
     @on(DataTable.HeaderSelected)
     def sort_by_header(self, event: DataTable.HeaderSelected) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
+from textual.strip import Strip
 from textual.widgets import DataTable
 
 Texts = Mapping[str, Sequence[str]]
@@ -65,6 +69,41 @@ class CellTable(DataTable[Text]):
         if before is not None and before in texts:
             self.move_cursor(row=keys.index(before), animate=False)
 
+    def render_line(self, y: int) -> Strip:
+        # Textual renders each cell as a document of its own, in a cache that any change of any cell makes void: for a
+        # screen of rows that takes longer than all the rest of a frame. A cell here is one line with one style.
+        left, top = self.scroll_offset
+        is_header = y < self.header_height
+        row = -1 if is_header else y - self.header_height + top
+        if row >= self.row_count:
+            return Strip.blank(self.size.width, self.rich_style)
+        base = self._get_row_style(row, self.rich_style)
+        over, last = self._row_styles(row, css_first=True)
+        columns = self.ordered_columns
+        cells = [column.label for column in columns] if is_header else self.get_row_at(row)
+        segments = []
+        for place, (column, cell) in enumerate(zip(columns, cells, strict=True)):
+            style = base + _at(row, place) + over + Style.parse(str(cell.style)) + last
+            segments.append(Segment(_padded(cell, column.width), style))
+        room = self.size.width - sum(column.width for column in columns)
+        beyond = base + self._row_styles(row, css_first=False)[0] + _at(row, None)
+        strip = Strip([*segments, Segment(" " * max(0, room), beyond)])
+        return strip.crop_extend(left, left + self.size.width, self.rich_style).simplify()
+
+    def _row_styles(self, row: int, *, css_first: bool) -> tuple[Style, Style]:
+        """Return the styles over and under that of the text of a row's cells, which say where cursor and mouse are."""
+        return self._get_styles_to_render_cell(
+            row == -1,
+            False,
+            False,
+            row == self.hover_row,
+            row == self.cursor_row,
+            self.show_cursor,
+            self._show_hover_cursor,
+            css_first and self.cursor_foreground_priority == "css",
+            css_first and self.cursor_background_priority == "css",
+        )
+
     def _write_titles(self, titles: Sequence[Text]) -> None:
         for column, title in zip(self.ordered_columns, titles, strict=True):
             column.label = title
@@ -88,3 +127,17 @@ class CellTable(DataTable[Text]):
             ):
                 if old != new:
                     self.update_cell(key, name, cell)
+
+
+@lru_cache(4096)
+def _at(row: int, column: int | None) -> Style:
+    """Return the style by which Textual finds the cell under the mouse; None is right of the last column."""
+    place = {"row": row, "column": column or 0}
+    return Style.from_meta(place if column is not None else {**place, "out_of_bounds": True})
+
+
+def _padded(cell: Text, width: int) -> str:
+    """Return the text of a cell at the width of its column."""
+    if cell.justify == "right":
+        return " " * (width - cell.cell_len) + cell.plain
+    return set_cell_size(cell.plain, width)

@@ -70,6 +70,8 @@ class KeyBar(Static):
     def __init__(self) -> None:
         super().__init__(markup=False)
         self._shown: Sequence[Binding] = ()
+        self._drawn: object = None
+        """What is drawn, and for which width."""
 
     def on_resize(self) -> None:
         self.draw(self._shown)
@@ -77,6 +79,9 @@ class KeyBar(Static):
     def draw(self, bindings: Sequence[Binding]) -> None:
         """Show these keys."""
         self._shown = bindings
+        if (bindings, self.size.width) == self._drawn:
+            return
+        self._drawn = (bindings, self.size.width)
         groups = grouped(bindings)
         # Help comes first: it lists the keys that do not fit.
         groups.sort(key=lambda group: group[2][0].action not in ("help", "app.help"))

@@ -47,4 +47,4 @@ class PaneTabs(Static):
             parts.append(content.stylize(Style.from_meta({"@click": f"screen.pane('{pane}')"})))
         # Separated by a space where that fits.
         gap = " " if sum(len(part.plain) + 1 for part in parts) <= width else ""
-        self.update(Content(gap).join(parts))
+        self.update(Content(gap).join(parts), layout=False)

@@ -275,10 +275,11 @@ class RunsTable(CellTable):
     """Draws rows; `sorted_by` is the name of a column, `backwards` reverses its order, and `marked` maps marked
     runs to the index of their style."""
 
-    rows_shown: reactive[tuple[RunRow, ...]] = reactive((), init=False)
-    sorted_by: reactive[str] = reactive(AGE, init=False)
-    backwards: reactive[bool] = reactive(False, init=False)
-    marked: reactive[Mapping[Path, int]] = reactive({}, init=False)
+    # What changes of the cells is drawn, and nothing else: at each poll only ages change.
+    rows_shown: reactive[tuple[RunRow, ...]] = reactive((), init=False, repaint=False)
+    sorted_by: reactive[str] = reactive(AGE, init=False, repaint=False)
+    backwards: reactive[bool] = reactive(False, init=False, repaint=False)
+    marked: reactive[Mapping[Path, int]] = reactive({}, init=False, repaint=False)
 
     def __init__(self, *, ascii_only: bool) -> None:
         super().__init__()

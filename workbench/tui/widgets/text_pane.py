@@ -32,10 +32,15 @@ def text_of(line: str | Line) -> str:
 class TextPane(VerticalScroll, can_focus=True):
     """Draws the lines that are made for its width."""
 
-    DEFAULT_CSS = "TextPane { scrollbar-size-vertical: 1; }"
+    DEFAULT_CSS = """
+    TextPane { scrollbar-size-vertical: 1; }
+    TextPane.-fixed > Static { min-height: 100%; }
+    """
 
-    def __init__(self, title: str, *, id: str, help: str = "") -> None:
-        super().__init__(id=id, classes="pane")
+    def __init__(self, title: str, *, id: str, help: str = "", is_fixed: bool = False) -> None:
+        """With `is_fixed` its height is not that of its lines."""
+        super().__init__(id=id, classes="pane -fixed" if is_fixed else "pane")
+        self._is_fixed = is_fixed
         self.border_title = as_title(title)
         self.HELP = help or None  # type: ignore[misc]
         self._lines_for: LinesFor | None = None
@@ -75,8 +80,9 @@ class TextPane(VerticalScroll, can_focus=True):
         self._lines, self._drawn = lines, (lines, width)
         rows = _rows(lines, width)
         # A layout of the whole screen is the most expensive part of an update.
-        self.query_one(Static).update(Content("\n").join(rows), layout=len(rows) != self._height)
-        self._height = len(rows)
+        height = max(len(rows), self.scrollable_content_region.height if self._is_fixed else 0)
+        self.query_one(Static).update(Content("\n").join(rows), layout=height != self._height)
+        self._height = height
 
 
 def _rows(lines: Sequence[str | Line], width: int) -> list[Content]:
