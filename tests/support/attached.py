@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from tests.support.made_once import made_once
 from tests.support.paths import ROOT
+from tests.support.running import wait_until_ended
 
 PROBE = ROOT / "engine" / "attach" / "probe"
+_ON_PATH = Path(f"{PROBE}{os.pathsep}{ROOT}")
 
 BEGIN = """
 import json, os, sys
@@ -201,3 +205,39 @@ def _agree(
     assert [line["seq"] for line in lines] == list(range(len(lines)))
     assert [line["kind"] for line in lines[:3]] == ["log_opened", "watched", "phase"]
     assert lines[-1]["kind"] == "script_ended"
+
+
+@dataclass(frozen=True)
+class Lined:
+    """A script that had a line of ours, and its run folder."""
+
+    ran: Ran
+    run: RunFolder
+    view: RunView
+
+
+def begin_lined(folder: Path, script: str) -> subprocess.Popen[str]:
+    """Start a script with the lines that it marks with #LINE; it finds the probe and the engine."""
+    return begin_run(folder, script.replace("#LINE ", ""), watched=False, path=_ON_PATH)
+
+
+def with_and_without(folder: Path, script: str, run: str = "line") -> Lined:
+    """Run a script with the lines that it marks and without them, at the same time; both have to agree."""
+    begun = begin_lined(folder / "lined", script)
+    alone = end_run(folder / "alone", begin_run(folder / "alone", script, watched=False))
+    ran = end_run(folder / "lined", begun)
+    for one in (ran, alone):
+        assert one.returncode == 0, one.stderr
+    assert ran.stdout == alone.stdout
+    assert ran.weights == alone.weights and alone.weights
+    assert ran.stderr.startswith(f"apr_watch: watched, apr-workbench {run}\n")
+    return lined(ran, run)
+
+
+def lined(ran: Ran, run: str = "line") -> Lined:
+    follower = wait_until_ended(ran.folder / run)
+    return Lined(ran, RunFolder(ran.folder / run), follower.view)
+
+
+def events_of(one: Lined, kind: type) -> list:  # type: ignore[type-arg]
+    return [line.event for line in one.view.lines if isinstance(line.event, kind)]

@@ -4,7 +4,6 @@ framework says itself, and the run unchanged to the byte."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,16 @@ from engine.log.events import Evaluated, Identity, Logged, Note, TrainerExited
 from engine.log.folder import RunFolder, read_command
 from engine.log.follow import Follower
 from engine.log.text import command_lines, sample_lines
-from engine.log.view import RunView
-from tests.support.attached import PROBE, Ran, begin_run, end_run
-from tests.support.paths import ROOT
-from tests.support.running import wait_until_ended
-
-ON_PATH = Path(f"{PROBE}{os.pathsep}{ROOT}")
+from tests.support.attached import (
+    PROBE,
+    Lined,
+    begin_lined,
+    begin_run,
+    end_run,
+    events_of,
+    lined,
+    with_and_without,
+)
 
 WORDS = """
 import tokenizers, transformers
@@ -69,42 +72,6 @@ save(net)
 says_at_the_end()
 """
 )
-
-
-@dataclass(frozen=True)
-class Lined:
-    """A script that had a line of ours, and its run folder."""
-
-    ran: Ran
-    run: RunFolder
-    view: RunView
-
-
-def begin(folder: Path, script: str, **more: object) -> Ran:
-    begun = begin_run(folder, script.replace("#LINE ", ""), watched=False, path=ON_PATH)
-    return end_run(folder, begun)
-
-
-def with_and_without(folder: Path, script: str, run: str = "line") -> Lined:
-    """Run a script with the lines that it marks and without them, at the same time; both have to agree."""
-    begun = begin_run(folder / "lined", script.replace("#LINE ", ""), watched=False, path=ON_PATH)
-    alone = end_run(folder / "alone", begin_run(folder / "alone", script, watched=False))
-    ran = end_run(folder / "lined", begun)
-    for one in (ran, alone):
-        assert one.returncode == 0, one.stderr
-    assert ran.stdout == alone.stdout
-    assert ran.weights == alone.weights and alone.weights
-    assert ran.stderr.startswith(f"apr_watch: watched, apr-workbench {run}\n")
-    return lined(ran, run)
-
-
-def lined(ran: Ran, run: str = "line") -> Lined:
-    follower = wait_until_ended(ran.folder / run)
-    return Lined(ran, RunFolder(ran.folder / run), follower.view)
-
-
-def events_of(one: Lined, kind: type) -> list:  # type: ignore[type-arg]
-    return [line.event for line in one.view.lines if isinstance(line.event, kind)]
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +249,7 @@ save(net)
 
 
 def test_a_callback_that_fails_removes_itself_says_so_and_the_steps_go_on(tmp_path: Path) -> None:
-    one = lined(begin(tmp_path, FAILS))
+    one = lined(end_run(tmp_path, begin_lined(tmp_path, FAILS)))
     assert one.ran.returncode == 0, one.ran.stderr
     assert [said["asked"] for said in one.ran.said] == [0]
     assert len(one.view.steps) == 3
@@ -290,3 +257,48 @@ def test_a_callback_that_fails_removes_itself_says_so_and_the_steps_go_on(tmp_pa
     assert texts[0] == "WatchCallback removed itself, the run goes on: ValueError: wrong"
     assert texts[1].startswith("the prompt is not asked again: TypeError: ")
     assert len(texts) == 2
+
+
+ACCELERATE = """
+from accelerate import Accelerator
+
+trackers = None
+#LINE from apr_watch.accelerate import WatchTracker
+#LINE trackers = WatchTracker("line")
+accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, log_with=trackers)
+accelerator.init_trackers("mine", config={"lr": 0.1, "name": "first"})
+net = model()
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+rows = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 1))
+loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+for epoch in range(2):
+    for x, y in loader:
+        with accelerator.accumulate(net):
+            loss = (net(x) - y).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    say(held_out=loss.item())
+    accelerator.log({"eval_loss": loss.item(), "epoch": epoch, "word": "a"}, step=100 * epoch)
+accelerator.end_training()
+save(net)
+"""
+
+
+def test_a_tracker_of_accelerate_adds_what_the_script_logs_and_changes_no_byte(
+    tmp_path: Path,
+) -> None:
+    one = with_and_without(tmp_path, ACCELERATE)
+    assert len(one.view.steps) == 4
+    said = [said["held_out"] for said in one.ran.said]
+    # At the optimizer's steps, not at the script's own count.
+    assert [(done.step, done.loss) for done in events_of(one, Evaluated)] == list(
+        zip((2, 4), said, strict=True)
+    )
+    assert [(e.step, e.values) for e in events_of(one, Logged)] == [
+        (2, {"epoch": 0.0, "word": None}),
+        (4, {"epoch": 1.0, "word": None}),
+    ]
+    notes = [note.text for note in events_of(one, Note)]
+    assert "settings of the script: lr=0.1, name=first" in notes

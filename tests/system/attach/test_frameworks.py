@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.attached import Ran, agree, run_twice
+from engine.log.events import Evaluated
+from tests.support.attached import Ran, agree, events_of, run_twice, with_and_without
 from tests.support.lacks import needs
 
 HF = """
@@ -68,9 +69,13 @@ tokenizer = transformers.PreTrainedTokenizerFast(
 rows = [{"prompt": " ".join(f"w{number}" for number in row[:4]),
          "completion": " " + " ".join(f"w{number}" for number in row[4:])}
         for row in torch.randint(2, 64, (24, 12)).tolist()]
+callbacks = [Tells()]
+#LINE from apr_watch.transformers import WatchCallback
+#LINE callbacks.append(WatchCallback("line", prompt="w5 w6 w7", tokens=5))
 train(SFTTrainer(
-    model=net, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Tells()],
-    args=SFTConfig(**settings, bf16=False, max_length=32)))
+    model=net, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=callbacks,
+    eval_dataset=Dataset.from_list(rows[:4]),
+    args=SFTConfig(**settings, bf16=False, max_length=32, eval_strategy="epoch")))
 """
 )
 
@@ -106,7 +111,12 @@ class Module(lightning.LightningModule):
             self.losses.clear()
 
     def validation_step(self, batch, number):
-        self.net(batch[0])
+        x, y = batch
+        self.log("val_loss", (self.net(x) - y).square().mean())
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            held_out.append(self.trainer.callback_metrics["val_loss"].item())
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -121,13 +131,17 @@ x, y = torch.randn(40, 8), torch.randn(40, 1)
 sized = torch.utils.data.TensorDataset(x, y)
 loader = torch.utils.data.DataLoader(%s, batch_size=4)
 check = torch.utils.data.DataLoader(sized, batch_size=20)
-module = Module()
+module, held_out, ours = Module(), [], {"logger": False}
+#LINE from apr_watch.lightning import WatchCallback, WatchLogger
+#LINE ours = {"callbacks": WatchCallback("line"), "logger": False}
 lightning.Trainer(
-    max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, accelerator="cpu", devices=1, logger=False,
+    max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, accelerator="cpu", devices=1, **ours,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 ).fit(module, loader, check)
 save(module)
 """
+
+OURS = '{"callbacks": WatchCallback("line"), "logger": False}'
 
 ACCELERATE = """
 from accelerate import Accelerator
@@ -218,3 +232,36 @@ def test_a_loop_on_accelerate_is_the_same_to_the_byte_and_every_step_is_in_the_l
     agree(watched)
     assert len(watched.weights) == ranks
     assert watched.of_kind("watched")[0]["world"] == ranks
+
+
+@needs("TRL", find_spec("trl"))
+def test_a_callback_in_a_trainer_of_trl_changes_no_byte_and_adds_its_evaluations(
+    tmp_path: Path,
+) -> None:
+    one = with_and_without(tmp_path, SFT)
+    assert len(one.view.steps) == 12
+    evals = events_of(one, Evaluated)
+    assert [done.step for done in evals] == [6, 12]
+    assert all(done.loss and done.sample and done.prompt == "w5 w6 w7" for done in evals)
+    assert one.view.logged["num_tokens"][0] == 12
+
+
+@needs("Lightning", find_spec("lightning"))
+@pytest.mark.parametrize(
+    "ours",
+    [
+        '{"callbacks": WatchCallback("line"), "logger": False}',
+        '{"logger": WatchLogger("line")}',
+        '{"callbacks": WatchCallback("line"), "logger": WatchLogger()}',
+    ],
+)
+def test_a_callback_and_a_logger_of_lightning_change_no_byte_and_add_its_validations_once(
+    tmp_path: Path, ours: str
+) -> None:
+    script = LIGHTNING % "sized"
+    assert script.count(OURS) == 1
+    one = with_and_without(tmp_path, script.replace(OURS, ours) + "say(held_out=held_out)\n")
+    assert len(one.view.steps) == 10
+    evals = events_of(one, Evaluated)
+    assert [done.step for done in evals] == [5, 10]
+    assert [done.loss for done in evals] == pytest.approx(one.ran.said[-1]["held_out"])

@@ -11,14 +11,16 @@ Without `engine watch` it may have itself watched, by one of these lines:
 
     apr_watch.start()                               to the end of the process, or to apr_watch.stop()
     with apr_watch.watch(out="runs/first"):
-    WatchCallback()                                 of apr_watch.transformers
+    WatchCallback()                                 of apr_watch.transformers or apr_watch.lightning
+    WatchLogger(), WatchTracker()                   of apr_watch.lightning, apr_watch.accelerate
 
 Below `engine watch` it is started by the `sitecustomize` beside it and waits for the script to import torch. Until then
 it costs one comparison for each import. Standard library only, Python 3.10 on; it never imports torch itself.
 
     __init__.py      waits for the import of torch
     line.py          how a line of the script starts the watch
-    callback.py      what the callbacks of frameworks share: transformers.py
+    callback.py      what the callbacks of frameworks share: transformers.py, lightning.py,
+                     accelerate.py
     hooks.py         what is hooked in torch, and how it is removed again
     step.py          what a step is: its time, its batches, when its line is written
     device_clock.py  the phases of a step by a GPU's own clock

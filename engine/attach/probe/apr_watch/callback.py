@@ -49,6 +49,7 @@ class Prompt:
             return {}
         try:
             asked = self._tokenizer or tokenizer
+            asked = getattr(asked, "tokenizer", asked)  # of a processor of several kinds of input
             return {
                 "prompt": self._text,
                 "sample": continued(model, asked, self._text, self._tokens),
@@ -92,7 +93,16 @@ def _is_shard(parameter: Any) -> bool:
     return any(hasattr(parameter, mark) for mark in marks)
 
 
+def logged(values: Mapping[str, Any], held_out: str) -> None:
+    """Record what a framework logs; its value `held_out` is the held-out loss."""
+    said = {"held_out" if name == held_out else name: one for name, one in values.items()}
+    if said:
+        apr_watch.log(**said)
+
+
 def settings(of: str, values: Mapping[str, Any]) -> None:
     """Record settings of a framework in one line of the log."""
+    if not values:
+        return
     words = ", ".join(f"{name}={str(value)[:_VALUE]}" for name, value in values.items())
     apr_watch.note(f"settings of {of}: {words}")

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 import apr_watch
 
-from .callback import Ours, Prompt, settings
+from .callback import Ours, Prompt, logged, settings
 
 
 class WatchCallback(TrainerCallback):
@@ -36,9 +36,7 @@ class WatchCallback(TrainerCallback):
 
     def _log(self, logs: dict[str, Any]) -> None:
         # The held-out loss comes once more with the evaluation, beside the text.
-        values = {name: value for name, value in logs.items() if name != "eval_loss"}
-        if values:
-            apr_watch.log(**values)
+        logged({name: value for name, value in logs.items() if name != "eval_loss"}, "")
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **more: Any
@@ -46,11 +44,9 @@ class WatchCallback(TrainerCallback):
         self._ours(self._evaluated, metrics or {}, more)
 
     def _evaluated(self, metrics: dict[str, Any], more: dict[str, Any]) -> None:
-        loss = {"held_out": metrics["eval_loss"]} if "eval_loss" in metrics else {}
+        loss = {name: value for name, value in metrics.items() if name == "eval_loss"}
         tokenizer = more.get("processing_class") or more.get("tokenizer")
-        said = {**loss, **self._prompt.of(more.get("model"), tokenizer)}
-        if said:
-            apr_watch.log(**said)
+        logged({**loss, **self._prompt.of(more.get("model"), tokenizer)}, "eval_loss")
 
 
 def _set(arguments: Any) -> dict[str, Any]:
