@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
 
 from .folders import fill, rank_and_world, unknown_command
 
@@ -21,8 +20,9 @@ _MOST = 10_000
 class Begun:
     """The run folder of this process, and the line to its observer."""
 
-    def __init__(self, run: str, observer: Any = None, alone: str = "") -> None:
-        """`alone`: why nobody watches from outside; empty where somebody does."""
+    def __init__(self, run: str, observer: int | None = None, alone: str = "") -> None:
+        """`observer`: a socket's descriptor, open as long as the process. `alone`: why nobody watches from outside;
+        empty where somebody does."""
         self.run, self.alone, self._pid = run, alone, os.getpid()
         self._observer = observer
 
@@ -32,12 +32,12 @@ class Begun:
             return  # a forked child
         os.environ.pop(RUN, None)
         if self._observer is not None:
-            try:
-                # Not as a pipe, which would raise SIGPIPE if the observer is gone.
-                self._observer.sendall(b"over\n", socket.MSG_NOSIGNAL)
-            except OSError:
-                pass
-            self._observer.close()
+            with socket.socket(fileno=self._observer) as observer:
+                try:
+                    # Not a pipe, which would raise SIGPIPE if the observer is gone.
+                    observer.sendall(b"over\n", socket.MSG_NOSIGNAL)
+                except OSError:
+                    pass
 
 
 def begin(out: str) -> Begun | None:
@@ -64,7 +64,7 @@ def begin(out: str) -> Begun | None:
     if done is not None and done.returncode == 0:
         if said:
             print(said, file=sys.stderr)
-        begun = Begun(done.stdout.rstrip("\n"), ours)
+        begun = Begun(done.stdout.rstrip("\n"), ours.detach())
     else:
         ours.close()
         begun = Begun(_made_here(out), None, said.splitlines()[-1] if said else "no answer")
