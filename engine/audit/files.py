@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Files:
     count: Callable[[str], int]
     """The rows of a tensor of our name; of a vector, its numbers. 0 where there is none."""
     rows: Callable[[str, Sequence[int]], Tensor]
-    """Some rows of it, in fp32."""
+    """Some rows of it, in fp32; a range without gaps is read at once."""
 
 
 def open_files(path: str | Path) -> Files | None:
@@ -121,7 +121,13 @@ def _apart(files: Files) -> Files:
         kind, places = inner.get(name.split(".")[-2], ("", range(0)))
         if not places:
             return files.rows(name, which)
-        return files.rows(whole(name, kind), [places[row] for row in which])
+        return files.rows(
+            whole(name, kind),
+            # A range of a range stays one, and is read at once.
+            places[which.start : which.stop]
+            if isinstance(which, range)
+            else [places[row] for row in which],
+        )
 
     return Files(files.shape, count, rows)
 
@@ -224,6 +230,8 @@ def _folder(path: Path) -> Files:
 
     def rows(name: str, which: Sequence[int]) -> Tensor:
         found = stored(name)
+        if isinstance(which, range):
+            return cast(Tensor, found[which.start : which.stop].float())
         return torch.cat([found[row : row + 1] for row in which]).float()
 
     return _apart(Files(_shape_in_json(path / "config.json"), count, rows))

@@ -46,6 +46,12 @@ LEAST_MOVED = 0.01
 NOT_APPLIED = "the step was not applied: its loss or its gradient is not finite"
 MOSTLY_ROUNDING = 0.1
 """Share of a gradient that may be rounding before nothing can be said of it."""
+TARGETS_COMPARED = 64
+"""Positions of which a few tokens in the teacher's place are compared, at least."""
+TARGETS_ALLOWED = 8
+"""What a softmax makes of the rounding of hidden states: logits are some times as long."""
+DEVIATIONS = 6
+"""Standard deviations of the mean of draws: once in a billion audits by chance."""
 FILE_ROWS = 16
 """Of every tensor, that are compared with its file."""
 ROUNDED_ROWS = 2
@@ -504,9 +510,11 @@ def _teacher(step: _Step) -> Answer:
         return Numbers(changed=len(changed)).failed(
             f"{len(changed)} tensors of the teacher changed in the step, first {changed[0]}"
         )
-    hidden = [one.teacher_hidden_NE for one in seen.passes if one.teacher_hidden_NE is not None]
-    if seen.teacher is None or len(hidden) < len(seen.passes):
+    if seen.teacher is None:
         return unknown(seen.no_teacher)
+    if any(one.targets is not None for one in seen.passes):
+        return _targets(step, seen.teacher)
+    hidden = [one.teacher_hidden_NE for one in seen.passes if one.teacher_hidden_NE is not None]
     answer = _forward_pass(step, seen.teacher, step.teacher_forwards, hidden, "teacher")
     if answer.verdict.level is Level.FAIL or seen.teacher_head in (None, reference.LOGITS):
         return answer
@@ -522,6 +530,54 @@ def _teacher(step: _Step) -> Answer:
             f"the head that the loss gets is {error:.2g} (relative) from the teacher's"
         )
     return replace(answer, numbers=dict(numbers))
+
+
+def _targets(step: _Step, model: Model) -> Answer:
+    """Compare a few tokens of each position, in the teacher's place, with the distribution that the reference has
+    there at the loss's temperature: the probabilities of the likeliest, or how likely the draws are."""
+    ids, found, hidden = [], [], []
+    for number, one in enumerate(step.seen.passes):
+        if one.targets is None or not (rows := step.rows[number]):
+            continue
+        shape = (*one.tokens_BT.shape, -1)
+        hidden.append(_joined(step.teacher_forwards[number]))
+        ids.append(one.targets.ids_NK.view(shape)[rows].flatten(0, 1))
+        if one.targets.log_probs_NK is not None:
+            found.append(one.targets.log_probs_NK.view(shape)[rows].flatten(0, 1))
+    hidden_PE, vocabulary = torch.cat(hidden), step.seen.student.vocabulary
+    every = -(-len(hidden_PE) // max(TARGETS_COMPARED, 4 * LOGITS // vocabulary))
+    ids_PK = torch.cat(ids).to(step.device)[::every].long()
+    logits = [
+        hidden_PE[::every] @ model.weight(model.head_name, torch.arange(first, end)).T
+        for first in range(0, vocabulary, reference.HEAD_ROWS)
+        for end in (min(first + reference.HEAD_ROWS, vocabulary),)
+    ]
+    scaled_PV = torch.cat(logits, dim=1).double() / step.seen.wanted.objective.temperature
+    log_p_PV = torch.log_softmax(scaled_PV, dim=1)
+    log_p_PK, allowed = log_p_PV.gather(1, ids_PK), TARGETS_ALLOWED * _allowed(model)
+    numbers = Numbers(positions=len(ids_PK), all_positions=step.positions, allowed=allowed)
+    if found:
+        p_PK = torch.cat(found).to(step.device)[::every].double().exp()
+        best_PK = log_p_PV.topk(ids_PK.shape[1], dim=1).values.exp()
+        error = float((p_PK - log_p_PK.exp()).norm() / log_p_PK.exp().norm())
+        missed = 1 - float(log_p_PK.exp().sum() / best_PK.sum())
+        numbers |= dict(error=error, missed=missed)
+        text = (
+            f"probabilities are {error:.2g} (relative) from a plain forward pass, and {max(missed, 0):.2g} of the "
+            "likeliest tokens' is missed"
+        )
+        beyond = not max(error, missed) <= allowed
+    else:
+        entropy_P = -(log_p_PV.exp() * log_p_PV).sum(1)
+        variance_P = (log_p_PV.exp() * log_p_PV.square()).sum(1) - entropy_P.square()
+        drawn, entropy = -float(log_p_PK.mean()), float(entropy_P.mean())
+        deviation = math.sqrt(float(variance_P.sum()) / ids_PK.shape[1]) / len(ids_PK)
+        numbers |= dict(drawn=drawn, entropy=entropy, deviation=deviation)
+        text = f"draws have {drawn:.4g} nats under a plain forward pass, whose entropy is {entropy:.4g}"
+        beyond = not abs(drawn - entropy) <= DEVIATIONS * deviation + allowed * (1 + entropy)
+    if beyond:
+        return numbers.failed(f"stored {text}; {allowed:.1g} is allowed")
+    return numbers.passed(f"stored {text}, at {len(ids_PK):,} positions")
 
 
 # The chain begins with the files.

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from engine.audit.reference import AdamW, HeadRows, Objective, Runs, Shape, Targets, Weight
 
-NOT_IN_MEMORY = "the teacher's outputs are read from a store: it is not in memory"
+NOT_IN_FILES = (
+    "the teacher's outputs are read from a store, and its files are none that another library reads, or too large to "
+    "be read at each audit"
+)
 NOT_WIDENED = "not compared: a copy of the teacher in fp32 beside it would be too large"
 
 
@@ -152,4 +155,4 @@ class ObservedStep:
     logged: Logged
     wanted: Wanted
     seed: int
-    no_teacher: str = NOT_IN_MEMORY
+    no_teacher: str = NOT_IN_FILES

@@ -123,6 +123,13 @@ OTHERS: tuple[Defect, ...] = tuple(
             "caches that are filled in another order than they are read",
         ),
         (
+            "stored_rows_turned_later",
+            "defects_store",
+            "step_teacher",
+            "each row of a batch gets the stored outputs of the row before it, from batch 24 on",
+            "a store that was proved at the start, and is read wrongly later",
+        ),
+        (
             "stored_outputs_scaled",
             "defects_store",
             "stored_outputs",
@@ -341,6 +348,13 @@ DRILLS: tuple[Drill, ...] = (
     *(
         _other(id, Expected(kind=CHECK, id="stored_outputs"), stored=True)
         for id in ("stored_rows_turned", "stored_outputs_scaled")
+    ),
+    _other(
+        "stored_rows_turned_later",
+        Expected(kind=CHECK, id="step_teacher"),
+        sets={"train.steps": 60, "checkpoint.every": 0, "checks.every": 10},
+        stored=True,
+        from_step=20,
     ),
     *(
         _other(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from engine.audit import reference
 from engine.audit.bounds import COMPARED_NUMBERS, WIDENED
+from engine.audit.files import open_files
 from engine.audit.judge import judge, judge_record
 from engine.audit.observed import (
-    NOT_IN_MEMORY,
+    NOT_IN_FILES,
     NOT_WIDENED,
     Logged,
     Model,
@@ -37,13 +39,19 @@ from engine.checks.catalogue import skipped_ids
 from engine.checks.check import About, Answer, Result, unknown
 from engine.checks.weights import held, shape_of, weights_of
 from engine.data.tokens import TokenStream
+from engine.formats.open import open_weights
 from engine.log.events import StepDone, nan_if_absent
+from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, operand_dtype
 from engine.models.packed import tensor_names
+from engine.models.read_config import config_of
 from engine.models.transformers_decoder import TransformersDecoder
 from engine.runtime.ranks import is_shared, own_part, whole
 from engine.spec import RunSpec
+from engine.teachers.build import DTYPES
+from engine.teachers.store.keys import Identity
+from engine.teachers.store.teacher import CachedTeacher
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
@@ -334,7 +342,7 @@ class StepAudit(StepObserver):
             logged=_logged(step),
             wanted=self._wanted(seen.step),
             seed=spec.train.seed,
-            no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_MEMORY,
+            no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_FILES,
         )
 
     def _student_runs(self, seen: _Seen) -> reference.Runs:
@@ -403,6 +411,8 @@ class StepAudit(StepObserver):
 
     def _teacher(self, first: bool) -> Model | None:
         decoder = self.teacher_decoder
+        if isinstance(self.trainer.teacher, CachedTeacher):
+            return self._stored_teacher(self.trainer.teacher.store.identity)
         # A layer that is spread over the ranks is gathered by all of them.
         if decoder is None or decoder.shards is not None or self._too_wide:
             return None
@@ -422,6 +432,37 @@ class StepAudit(StepObserver):
             runs=runs,
             proved=decoder.config.native,
             files=self.spec.teacher.path if first and decoder.config.native else "",
+        )
+
+    def _stored_teacher(self, identity: Identity) -> Model | None:
+        """The teacher whose outputs were stored, with weights that are read from its files as they are needed: it is
+        never in memory as a whole."""
+        path = self.spec.teacher.path
+        files = open_files(path) if Path(path).exists() else None
+        if files is None or not files.count("norm.weight"):
+            return None
+        with open_weights(path) as weights:
+            config = config_of(weights, self.spec.model)
+        parameters = count_parameters(config)
+        if not config.native or parameters > WIDENED:
+            return None
+        dtype, device = DTYPES[identity.precision], self.trainer.device
+
+        def weight(name: str, rows_N: Tensor | None = None) -> Tensor:
+            if rows_N is None:
+                return files.rows(name, range(files.count(name))).to(device, dtype).float()
+            found, which_N = torch.unique(rows_N, return_inverse=True)
+            return files.rows(name, found.tolist()).to(device, dtype).float()[which_N]
+
+        shape = shape_of(config)
+        return Model(
+            shape=shape,
+            weight=weight,
+            vocabulary=config.vocab_size,
+            rounding=NARROW.get(identity.precision, ROUNDING[dtype]),
+            parameters=parameters,
+            head_name="embed.weight" if shape.tied else "head.weight",
+            runs=reference.PlainDecoder(shape, weight),
         )
 
     @property

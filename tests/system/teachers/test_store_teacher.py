@@ -14,9 +14,10 @@ from torch import Tensor
 from engine.data.batches import Batch, Batches
 from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
+from engine.drills.defects_store import stored_rows_turned
 from engine.errors import TrainingFailed
 from engine.formats.tokenizer import open_tokenizer
-from engine.log.events import Note
+from engine.log.events import Checked, Note
 from engine.log.folder import open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -423,9 +424,8 @@ def test_a_whole_run_reads_its_teacher_out_of_a_store_and_never_loads_it(
     items = {name for name, _, _ in view.memory_plan.items} if view.memory_plan else set()
     assert "teacher head" in items and "teacher weights" not in items
     levels = {c.id: (c.level, c.reason) for c in view.checks.values()}
-    for name in ("teacher_knows_text", "teacher_not_student", "step_gradients"):
+    for name in ("teacher_knows_text", "teacher_not_student", "step_gradients", "step_teacher"):
         assert levels[name][0] == "pass", levels[name]
-    assert levels["step_teacher"][0] == "unknown", levels["step_teacher"]
     assert not [reason for level, reason in levels.values() if "broke" in reason]
     notes = [line.event for line in view.lines if isinstance(line.event, Note)]
     assert [note.text for note in notes if note.level == "warning"] == []
@@ -475,9 +475,28 @@ def test_a_run_compares_its_stored_outputs_with_the_teacher_before_it_uses_them(
     counts = {"hidden": 0, "top_k": 16, "sampled": 8}
     make_store(spec, tmp_path / "store", form=form, count=counts[form])
     run, code = carry_out(spec, tmp_path / "run", "checkpoint.at_end=false")
-    check = Follower(run).read_all().checks["stored_outputs"]
+    checks = Follower(run).read_all().checks
+    check = checks["stored_outputs"]
     assert code == 0 and check.level == "pass", check
     assert "4 rows" in check.reason
+    assert checks["step_teacher"].level == "pass", checks["step_teacher"]
+
+
+@pytest.mark.parametrize("form", ["hidden", "top_k", "sampled"])
+def test_stored_outputs_of_other_rows_are_named_by_the_audit_of_a_step(
+    form: str, kit: Kit, tmp_path: Path
+) -> None:
+    spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=4)
+    make_store(spec, tmp_path / "store", form=form, count={"top_k": 16, "sampled": 8}.get(form, 0))
+    sets = ["checks.skip=stored_outputs", "checks.every=2", "checks.on_fail=report"]
+    with stored_rows_turned():
+        run, _ = carry_out(spec, tmp_path / "run", *sets)
+    found = [
+        (line.event.step, line.event.level)
+        for line in Follower(run).read_all().lines
+        if isinstance(line.event, Checked) and line.event.id == "step_teacher"
+    ]
+    assert found == [(1, "fail"), (2, "fail"), (4, "fail")]
 
 
 def test_a_teacher_that_does_not_fit_is_not_loaded_to_be_compared(
