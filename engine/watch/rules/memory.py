@@ -11,9 +11,11 @@ fragmentation the last two, another process only the last.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
+from engine.log.table import Table
 from engine.units import format_bytes, format_seconds
 from engine.watch.rules.rule import ERROR, CannotJudge, Case, Number, Symptom, mean, median, rule
 
@@ -24,7 +26,13 @@ TREND_STEPS = 20
 GROWTH_SHARE = 0.02
 """Growth within the window as a share of the total; less is the noise of other processes."""
 HORIZON_S = 3600.0
-"""A limit that will be reached later than this is not worth an alert."""
+"""A limit that will be reached later than this, at the pace of the window, is not worth an alert."""
+LONG_WINDOW_S = 3 * TREND_WINDOW_S
+"""From here on the whole session counts too, but for its first tenth: a slow leak shows over hours."""
+LONG_READINGS = 120
+"""Means of the long window: their number, so that a run of days costs no more to judge than one of an hour."""
+UNKNOWN_END_S = 86400.0
+"""How far ahead the long window looks where nobody knows the run's last step."""
 PRESSURE_PCT = 10.0
 PRESSURE_WINDOW_S = 30.0
 _INNER_SHARE = 0.5
@@ -38,7 +46,8 @@ UNUSED_SHARE = 0.25
     asks="Does memory grow from step to step towards its end?",
     reads=("gpu_mem_used_bytes or host_available_bytes", "step"),
     threshold=f"medians of three thirds of up to {format_seconds(TREND_WINDOW_S)} rise evenly, by "
-    f"{GROWTH_SHARE:.0%} of the total or more, and reach it within {format_seconds(HORIZON_S)}",
+    f"{GROWTH_SHARE:.0%} of the total or more, and reach it within {format_seconds(HORIZON_S)}; or those of a session "
+    f"of {format_seconds(LONG_WINDOW_S)} or more, without its first tenth, before the run's last step",
 )
 def memory_ceiling(case: Case) -> Symptom | None:
     """Judge the GPU's own memory where it has some, the allocator's reservation in it, and the host's memory."""
@@ -46,54 +55,111 @@ def memory_ceiling(case: Case) -> Symptom | None:
     case.steps(TREND_STEPS, at_least=TREND_STEPS)
     reasons = []
     pools = (_gpu_pool, _allocator_pool, _host_pool)
-    for pool in pools:
+    windows = [window for window in (_short(case), _long(case)) if window is not None]
+    for window, pool in itertools.product(windows, pools):
         try:
-            name, used, total = pool(case)
+            name, used, total = pool(window)
         except CannotJudge as missing:
             reasons.append(str(missing))
             continue
-        if pool is _host_pool and _others_take_it(case, used):
+        if pool is _host_pool and _others_take_it(window, used):
             continue
-        whose = _LEAK
-        if pool is not _host_pool:
-            whose = _owner(case, used, TREND_WINDOW_S, TREND_READINGS)
-        if (found := _trend(case, name, used, total, whose)) is not None:
+        whose = _LEAK if pool is _host_pool else _owner(window, used)
+        if (found := _trend(window, name, used, total, whose)) is not None:
             return found
-    if len(reasons) == len(pools):
-        raise CannotJudge("; ".join(reasons))
+    if len(reasons) == len(windows) * len(pools):
+        raise CannotJudge("; ".join(dict.fromkeys(reasons)))
     return None
 
 
-def _gpu_pool(case: Case) -> tuple[str, list[float], float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """A time in which a trend is looked for, and how far it is carried on."""
+
+    case: Case
+    seconds: float
+    horizon_s: float
+    in_words: str
+    """Of the horizon."""
+    means: int = 0
+    """The number of means that stand for the readings; 0 for the readings themselves."""
+
+    def host(self, name: str) -> list[float]:
+        return self._readings(self.case.view.hosts, name, "")
+
+    def gpu(self, index: int, name: str) -> list[float]:
+        return self._readings(self.case.view.gpu_tables[index], name, f"gpu{index}")
+
+    def _readings(self, table: Table, name: str, subject: str) -> list[float]:
+        if not self.means:
+            return self.case.readings(
+                table, name, self.seconds, at_least=TREND_READINGS, subject=subject
+            )
+        now_s = self.case.now_unix_s
+        edges = [now_s - self.seconds * place / self.means for place in range(self.means, -1, -1)]
+        found = [v for v in table.means(name, "unix_s", edges) if v is not None]
+        if len(found) < self.means / 2:
+            raise CannotJudge(f"needs more readings of {name}")
+        return found
+
+
+def _short(case: Case) -> _Window:
+    return _Window(
+        case=case,
+        seconds=TREND_WINDOW_S,
+        horizon_s=HORIZON_S,
+        in_words=f"under {format_seconds(HORIZON_S)}",
+    )
+
+
+def _long(case: Case) -> _Window | None:
+    first_s = case.view.first_step_unix_s
+    session_s = 0.0 if first_s is None else case.now_unix_s - first_s
+    if session_s < LONG_WINDOW_S:
+        return None
+    left_s = case.view.eta_s()
+    return _Window(
+        case=case,
+        seconds=0.9 * session_s,
+        horizon_s=UNKNOWN_END_S if left_s is None else left_s,
+        in_words="within a day" if left_s is None else "before the run's last step",
+        means=LONG_READINGS,
+    )
+
+
+def _gpu_pool(window: _Window) -> tuple[str, list[float], float]:
+    case = window.case
     gpu = case.gpu
-    used = case.gpu_readings("gpu_mem_used_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+    used = window.gpu(gpu, "gpu_mem_used_bytes")
     total = case.view.gpus[gpu].gpu_mem_total_bytes if gpu in case.view.gpus else None
     if not total:
         raise CannotJudge(case.view.absent.get(f"gpu{gpu}.gpu_mem_total_bytes", "no total"))
     return f"memory of GPU {gpu}", used, total
 
 
-def _allocator_pool(case: Case) -> tuple[str, list[float], float]:
+def _allocator_pool(window: _Window) -> tuple[str, list[float], float]:
     """Return torch's reserved memory on a GPU without counters of its own, such as one that shares the host's
     memory."""
-    kept = case.host_readings("memory_reserved_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
-    plan = case.view.memory_plan
+    kept = window.host("memory_reserved_bytes")
+    plan = window.case.view.memory_plan
     if plan is None or not plan.available_bytes:
         raise CannotJudge("what the run may take of the device was not planned")
     return "memory that the allocator may take", kept, plan.available_bytes
 
 
-def _host_pool(case: Case) -> tuple[str, list[float], float]:
-    free = case.host_readings("host_available_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+def _host_pool(window: _Window) -> tuple[str, list[float], float]:
+    case = window.case
+    free = window.host("host_available_bytes")
     total = case.view.host.host_total_bytes if case.view.host else None
     if not total:
         raise CannotJudge(case.view.absent.get("host_total_bytes", "no total of the host's memory"))
     return "memory of the host", [total - available for available in free], total
 
 
-def _others_take_it(case: Case, used: list[float]) -> bool:
+def _others_take_it(window: _Window, used: list[float]) -> bool:
     """Whether another process fills the host's memory. False when that is not known, because the trainer's
     resident size does not cover all its memory: CUDA allocations in shared memory, or several ranks."""
+    case = window.case
     if case.settings is not None and case.settings.compute.gpus > 1:
         return False
     try:
@@ -105,7 +171,7 @@ def _others_take_it(case: Case, used: list[float]) -> bool:
     ):
         return False
     try:
-        own = case.host_readings("trainer_rss_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+        own = window.host("trainer_rss_bytes")
     except CannotJudge:
         return False
     return _growth(own) < _growth(used) / 2
@@ -142,13 +208,10 @@ def _growth(values: list[float]) -> float:
     return median(values[2 * third :]) - median(values[:third])
 
 
-def _owner(case: Case, used: list[float], seconds: float, at_least: int) -> _Owner:
-    """Return who caused the growth of `used` in the last seconds; a leak when the allocator has no counts."""
+def _owner(window: _Window, used: list[float]) -> _Owner:
+    """Return who caused the growth of `used`; a leak when the allocator has no counts."""
     try:
-        held, reserved = (
-            case.host_readings(name, seconds, at_least=at_least)
-            for name in ("memory_held_bytes", "memory_reserved_bytes")
-        )
+        held, reserved = map(window.host, ("memory_held_bytes", "memory_reserved_bytes"))
     except CannotJudge:
         return _LEAK
     inner, outer, all_of_it = _growth(held), _growth(reserved), _growth(used)
@@ -165,26 +228,28 @@ def _owner(case: Case, used: list[float], seconds: float, at_least: int) -> _Own
     return _Owner(meaning=found.meaning, no_flip=found.no_flip, numbers=numbers)
 
 
-def _trend(case: Case, name: str, used: list[float], total: float, whose: _Owner) -> Symptom | None:
+def _trend(
+    window: _Window, name: str, used: list[float], total: float, whose: _Owner
+) -> Symptom | None:
     """Judge a trend by rising medians of three thirds: a single jump, or a sawtooth, is no trend."""
     third = len(used) // 3
     first, middle, last = (median(used[i * third : (i + 1) * third]) for i in range(3))
     grown = last - first
     if grown < GROWTH_SHARE * total or not (grown / 4 < middle - first < 3 * grown / 4):
         return None
-    table = case.view.hosts
-    times = case.reading_rows(table, TREND_WINDOW_S)
+    case, table = window.case, window.case.view.hosts
+    times = case.reading_rows(table, window.seconds)
     begin, end = (table.value("unix_s", r) or 0.0 for r in (times.start, times.stop - 1))
     per_s = grown / max((end - begin) * 2 / 3, 1.0)
     left_s = max(0.0, total - last) / per_s
-    if left_s > HORIZON_S:
+    if left_s > window.horizon_s:
         return None
     return Symptom(
         f"the {name} fills up: {format_bytes(total)} are reached in about {format_seconds(left_s)}",
         [
             ("used, GiB", last / 2**30, f"of {total / 2**30:.1f}"),
             ("growth, GiB per minute", 60 * per_s / 2**30, "over three thirds of the window"),
-            ("seconds left", left_s, f"under {HORIZON_S:g}"),
+            ("seconds left", left_s, window.in_words),
             *whose.numbers,
         ],
         case.recent(end - begin),

@@ -218,6 +218,29 @@ def test_memory_that_does_not_run_out_is_quiet(log: Log) -> None:
     quiet("memory_ceiling", log.case())
 
 
+def leaking(mib_per_minute: float, steps: int) -> Log:
+    """Two hours of a run whose process grows slowly; steps of 12 s."""
+
+    def host(t: float) -> dict[str, Any]:
+        grown = mib_per_minute * t / 60 * 2**20
+        return {
+            "host_available_bytes": 20 * GIB - grown,
+            "host_total_bytes": 64 * GIB,
+            "trainer_rss_bytes": 4 * GIB + grown,
+        }
+
+    return Log(device="cpu", count=600, every_s=12.0, host=host, start_changes={"steps": steps})
+
+
+def test_a_slow_leak_that_the_run_will_not_survive_is_named_hours_ahead() -> None:
+    # 20 MiB a minute are 0.3 % of 64 GiB in ten minutes, and 20 GiB in 17 hours.
+    alert = raised("memory_ceiling", leaking(20.0, steps=10_000).case())
+    assert "memory of the host" in alert.title
+    assert alert.numbers[2][1] == pytest.approx((20 * 1024 / 20 - 120) * 60, rel=0.1)
+    quiet("memory_ceiling", leaking(20.0, steps=2_000).case())  # over before
+    quiet("memory_ceiling", leaking(0.0, steps=10_000).case())
+
+
 def test_memory_without_readings_gives_both_reasons() -> None:
     unknown("memory_ceiling", Log(count=600).case(), "host_available_bytes")
     unknown("memory_ceiling", Log(count=3).case(), "needs 20 steps")
