@@ -25,6 +25,9 @@ from workbench.engine_commands import ENGINE, distill_arguments, start_run
 from workbench.feed import RunFeed, Snapshot
 
 DEFAULT_RUNS = Path("runs")
+ESCAPE_MS = "25"
+"""After so many milliseconds of silence an escape is that key, and not the beginning of another: terminals write a
+key at once, so Textual's 100 ms are felt and not needed. The variable is that of curses."""
 
 WATCH_HELP = """\
 Watch runs in the terminal. A folder of runs opens the list of them, the folder of one run opens
@@ -38,6 +41,7 @@ environment:
   NO_COLOR=1                    no colour; no meaning is carried by colour alone
   APR_WORKBENCH_THEME=NAME      as --theme; else TEXTUAL_THEME, else dark, or light where the
                                 terminal says in COLORFGBG that it is
+  ESCDELAY=MS                   wait so long for the rest of a key that begins with escape (25)
   APR_WORKBENCH_CAPTURES=DIR    where S saves panes and screens (default: apr-workbench-captures/)
 
 `?` shows the keys, ctrl+p finds every command by name.
@@ -228,6 +232,8 @@ def believe_the_terminal(environ: MutableMapping[str, str]) -> None:
 def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
     """Open the terminal UI and wait until it is closed. Returns 70 when it crashed (Textual has printed the
     traceback) and 143 when it was terminated."""
+    # Read when Textual is imported.
+    os.environ.setdefault("ESCDELAY", ESCAPE_MS)
     # Imported here, because --help and a demo without a terminal need no Textual.
     from workbench.tui.app import WorkbenchApp, refresh_seconds
     from workbench.tui.printable import is_utf8

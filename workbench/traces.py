@@ -132,28 +132,38 @@ class WindowTraces:
         if table.columns is not self._storage:
             self._storage, self._kept = table.columns, {}
         edges = _edges(table, low, high, count, x)
-        xs, kept, found = table.columns[x], self._kept, {}
+        kept = self._kept
+        found: dict[tuple[str, str, int, int], Bucket] = {}
         traces = []
         for name in names:
-            buckets = []
-            for first, stop in pairwise(edges):
-                key = name, x, first, stop
-                bucket = kept.get(key)
-                if bucket is None:
-                    rows = table.range(name, first, stop)
-                    bucket = Bucket(
-                        x_first=float(xs[first]),
-                        x_last=float(xs[stop - 1]),
-                        low=rows.low,
-                        high=rows.high,
-                        non_finite=rows.non_finite,
+            keys = [(name, x, first, stop) for first, stop in pairwise(edges)]
+            new = [place for place, key in enumerate(keys) if key not in kept]
+            if new:
+                # Those between two new ones are computed again: that costs less than one call for each.
+                begin, end = new[0], new[-1] + 1
+                kept.update(
+                    zip(
+                        keys[begin:end],
+                        _buckets(table, name, x, edges[begin : end + 1]),
+                        strict=True,
                     )
-                found[key] = bucket
-                buckets.append(bucket)
+                )
+            buckets = tuple(kept[key] for key in keys)
+            found.update(zip(keys, buckets, strict=True))
             last = table.value(name, edges[-1] - 1) if buckets else None
-            traces.append(Trace(name=name, buckets=tuple(buckets), last=last, gap=gap))
+            traces.append(Trace(name=name, buckets=buckets, last=last, gap=gap))
         self._kept = found
         return tuple(traces)
+
+
+def _buckets(table: Table, name: str, x: str, edges: Sequence[int]) -> list[Bucket]:
+    """Return the rows of a column between each two edges as buckets."""
+    xs, rows = table.columns[x], list(edges)
+    firsts, lasts = xs[rows[:-1]].tolist(), xs[[stop - 1 for stop in rows[1:]]].tolist()
+    return [
+        Bucket(x_first=first, x_last=last, low=r.low, high=r.high, non_finite=r.non_finite)
+        for first, last, r in zip(firsts, lasts, table.ranges(name, edges), strict=True)
+    ]
 
 
 def _edges(table: Table, low: float, high: float, count: int, x: str) -> Sequence[int]:
@@ -162,8 +172,8 @@ def _edges(table: Table, low: float, high: float, count: int, x: str) -> Sequenc
     if end - begin <= count:
         return range(begin, end + 1)
     width = _round_width((high - low) / count)
-    inner = {table.find(x, low + width * index) for index in range(1, count)}
-    return sorted({begin, end} | {row for row in inner if row < end})
+    inner = table.find_each(x, [low + width * index for index in range(1, count)])
+    return sorted({begin, end, *(row for row in inner if row < end)})
 
 
 def _round_width(width: float) -> float:

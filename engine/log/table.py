@@ -205,6 +205,23 @@ class Table:
             return Range(None, None, non_finite)
         return Range(float(part.min()), float(part.max()), non_finite)
 
+    def ranges(self, name: str, edges: Sequence[int]) -> list[Range]:
+        """Return what `range` does of the rows between each two of E + 1 increasing edges, (E,): one call for all, as
+        a call costs more than a few rows."""
+        import numpy as np
+
+        part = self._rows(name, edges[0], edges[-1])
+        begins = np.asarray(edges[:-1]) - edges[0]
+        finite = np.isfinite(part)
+        has_finite = np.logical_or.reduceat(finite, begins).tolist()
+        non_finite = np.logical_or.reduceat(~(finite | is_absent(part)), begins).tolist()
+        lows = np.minimum.reduceat(np.where(finite, part, math.inf), begins).tolist()
+        highs = np.maximum.reduceat(np.where(finite, part, -math.inf), begins).tolist()
+        return [
+            Range(low, high, odd) if known else Range(None, None, odd)
+            for low, high, odd, known in zip(lows, highs, non_finite, has_finite, strict=True)
+        ]
+
     def find(self, name: str, value: float) -> int:
         """Return the first row whose entry is at least `value`, in a non-decreasing column."""
         return self.find_each(name, (value,))[0]

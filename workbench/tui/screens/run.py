@@ -14,6 +14,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import DescendantFocus, Resize
+from textual.geometry import Size
+from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Input
@@ -39,6 +41,18 @@ from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
 PANE_KEYS = Binding.Group("pane")
+
+
+class _Row(Horizontal):
+    """The columns of panes. It never scrolls, so that another size needs no second layout."""
+
+    virtual_size = reactive(Size(0, 0), repaint=False)
+
+
+class _Column(Vertical):
+    """Panes one below the other, which never scroll as one."""
+
+    virtual_size = reactive(Size(0, 0), repaint=False)
 
 
 class RunScreen(PollingScreen):
@@ -165,10 +179,10 @@ class RunScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         ascii_only, read_only = self.context.ascii_only, self.context.read_only
         yield StatusLine(self.run.name, ascii_only=ascii_only, read_only=read_only, id="status")
-        with Vertical(id="body"):
-            with Horizontal(id="top"):
+        with _Column(id="body"):
+            with _Row(id="top"):
                 for column in ("left", "right"):
-                    with Vertical(id=column):
+                    with _Column(id=column):
                         yield from (self._made(pane) for pane in PANES if pane.column == column)
             yield from (self._made(pane) for pane in PANES if pane.column == "below")
         yield PaneTabs({pane.id: (pane.key, pane.name) for pane in PANES})

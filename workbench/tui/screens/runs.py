@@ -254,7 +254,7 @@ class RunsScreen(PollingScreen):
         """Describe the run under the cursor, once the cursor is drawn: it may be on the next row by then."""
         if not self._is_stale:
             self._is_stale = True
-            self.call_after_refresh(self._draw_detail)
+            self.call_later(self._draw_detail)
 
     @on(Resize)
     def place_preview(self) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
@@ -53,6 +53,8 @@ class ChartView(Widget):
     }
     """
 
+    virtual_size = reactive(Size(0, 0), repaint=False)
+    """It never scrolls, so that another size needs no second layout."""
     chart: reactive[Chart] = reactive(Chart())
 
     def __init__(self, *, ascii_only: bool, id: str | None = None, classes: str = "") -> None:

@@ -256,6 +256,8 @@ class LogPane(Vertical):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "clear_filter", "clear filter", show=False),
     ]
+    virtual_size = reactive(Size(0, 0), repaint=False)
+    """It never scrolls, its view does: another size needs no second layout."""
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
 
     def __init__(self, title: str, *, id: str) -> None:
