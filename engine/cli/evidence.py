@@ -156,7 +156,7 @@ def _as_json(one: Checked, *, rules: bool) -> dict[str, Any]:
 
 def _receipt(a: argparse.Namespace) -> int:
     from engine.findings.context import view_of
-    from engine.findings.receipt import check_receipt, read_receipt_or_facts
+    from engine.findings.receipt import check_receipt, not_looked_at, read_receipt_or_facts
     from engine.log.folder import open_run
     from engine.log.text import one_line
     from engine.verdict import lowest
@@ -166,10 +166,14 @@ def _receipt(a: argparse.Namespace) -> int:
     receipt, is_receipt = read_receipt_or_facts(folder, view)
     checks = check_receipt(folder, receipt, view) if is_receipt else {}
     verdict = lowest(checks.values())
+    left = not_looked_at(folder, receipt) if is_receipt else []
     if a.json:
         said = {n: {"level": v.level.name.lower(), "reason": v.reason} for n, v in checks.items()}
         level = verdict.level.name.lower()
-        put_json({"receipt": receipt, "is_receipt": is_receipt, "level": level, "checks": said})
+        put_json(
+            {"receipt": receipt, "is_receipt": is_receipt, "level": level, "checks": said}
+            | {"not_looked_at": left}
+        )
         return verdict.exit_code
     for line in _receipt_lines(receipt):
         put(one_line(line))
@@ -177,6 +181,8 @@ def _receipt(a: argparse.Namespace) -> int:
         put("no receipt: the run has not come to its end; this is what its logs say")
     for check in checks.values():
         put(f"{check.level.name:7}  {check.reason}")
+    for what in left:
+        put(f"         not looked at: {what}")
     return verdict.exit_code
 
 

@@ -20,7 +20,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,10 +29,10 @@ import msgspec
 from engine.errors import BadInput, RunLogError, SpecError
 from engine.files import open_plain
 from engine.findings.context import plain, sessions_of, spec_hash
-from engine.findings.finding import now_utc
-from engine.findings.logs import events_of
+from engine.findings.finding import canonical, digest, now_utc
+from engine.findings.logs import events_of, read_log
 from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
-from engine.log.events import CheckpointSaved, Event, RunStarted
+from engine.log.events import CheckpointSaved, Event, RunStarted, StudentSaved
 from engine.log.folder import RunFolder
 from engine.log.read import BrokenLog
 from engine.log.view import RunView
@@ -46,6 +46,14 @@ _AGREEING = (
     *("rows", "lineage", "differences"),
 )
 """Facts that must be the same in a receipt and in the logs."""
+_IN_RECEIPT = {"device": "device_facts"}
+"""Facts whose name in a receipt is another."""
+_OWN_PACE = frozenset(
+    {"notes.json", "memory.held", "reserve", "stop-asked", "stacks", "ranks", "columns"}
+)
+"""Files and folders of a run folder that are written beside training, and after it."""
+LATE_S = 30.0
+"""A log may lack this much of the time before its receipt: it is written by another process."""
 _FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
 
 
@@ -83,6 +91,9 @@ class _Form(msgspec.Struct):
 
     logs: dict[str, _Log | None] | None = None
     student_files: dict[str, _File] | None = None
+    files: dict[str, _File] | None = None
+    whole_sha256: dict[str, str] | None = None
+    finished_unix_s: float | None = None
     lineage: list[_Link] | None = None
     decisions: list[_Decided] | None = None
     differences: list[Difference] | None = None
@@ -112,7 +123,21 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
         "rows": rows_of(view),
         "lineage": lineage_of(run),
         "differences": [msgspec.structs.asdict(d) for d in differences(run, view)],
-        "logs": {path.name: digest_of_log(path) for path in (run.events, run.device, run.watch)},
+        "logs": {path.name: digest_of_log(path) for path in logs_of(run) if path.exists()},
+    }
+
+
+def logs_of(run: RunFolder) -> tuple[Path, ...]:
+    """Return the files of a run that only grow."""
+    return run.events, run.device, run.watch, run.stderr
+
+
+def facts_sha256(facts: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Return the hash of each of the facts that a receipt has under one of these names."""
+    return {
+        name: digest(canonical(facts[name]))
+        for name in _AGREEING
+        if _IN_RECEIPT.get(name, name) in names
     }
 
 
@@ -184,6 +209,28 @@ def digest_files(folder: Path) -> dict[str, dict[str, Any]]:
         for file in sorted(folder.iterdir())
         if file.is_file()
     }
+
+
+def digest_rest(run: RunFolder) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file of a run folder that is neither a log, nor of the student or a checkpoint, nor
+    written at a pace of its own."""
+    return {
+        name: {
+            "bytes": (run.path / name).stat().st_size,
+            "sha256": _sha256(run.path / name, STUDENT_FILE),
+        }
+        for name in _names(run)
+        if not name.startswith((f"{run.student.name}/", f"{run.checkpoints.name}/"))
+        and run.path / name not in logs_of(run)
+    }
+
+
+def _names(run: RunFolder) -> list[str]:
+    """The files of a run folder that a receipt answers for, as paths in it."""
+    files = (path for path in run.path.rglob("*") if path.is_symlink() or not path.is_dir())
+    parts = (path.relative_to(run.path).parts for path in files)
+    ours = (one for one in parts if one[0] not in _OWN_PACE and one != (run.receipt.name,))
+    return sorted("/".join(one) for one in ours)
 
 
 def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | None:
@@ -331,24 +378,92 @@ def _not_applied(view: RunView) -> set[int]:
 def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
     """Compare everything in a receipt that can be compared with the run's folder without torch.
 
-    Not checked: hashes of tensors beyond the agreement of log and receipt, because they need the tensors
-    loaded; the machine, the tool and the environment of that time.
+    `not_looked_at` says what is not checked. Nothing here is a signature: a folder in which everything was made anew,
+    log and receipt too, agrees with itself.
     """
+    recorded = view.receipt.sha256 if view.receipt is not None else None
     out = {
+        "receipt": Verdict(Level.UNKNOWN, "the log does not say which receipt was written")
+        if recorded is None
+        else _equal(
+            "sha256 of receipt.json, as the log says", recorded, _sha256(run.receipt, RUN_FILE)
+        ),
         "spec": _equal(
             "hash of effective.json's settings", receipt.get("spec_sha256"), spec_hash(run)["found"]
-        )
+        ),
     }
-    logs = {path.name: path for path in (run.events, run.device, run.watch)}
-    for name, recorded in (receipt.get("logs") or {}).items():
+    logs = {path.name: path for path in logs_of(run)}
+    for name, log in (receipt.get("logs") or {}).items():
         if name not in logs:
             out[name] = Verdict(Level.FAIL, f"{name}: expected a log of a run")
-        elif recorded is not None:
-            found = _sha256(logs[name], LOG_FILE, recorded["bytes"])
-            text = f"first {recorded['bytes']} bytes of {name}"
-            out[name] = _equal(text, recorded["sha256"], found)
+        elif log is not None:
+            found = _sha256(logs[name], LOG_FILE, log["bytes"])
+            text = f"first {log['bytes']} bytes of {name}"
+            out[name] = _equal(text, log["sha256"], found)
+            if found and (early := _ends_early(logs[name], log["bytes"], receipt)):
+                out[name] = Verdict(Level.FAIL, f"{text}: {early}")
     out |= check_student_files(run, receipt)
-    return out | _agreement(run, receipt, view) | _checkpoints(run, receipt)
+    for name, file in (receipt.get("files") or {}).items():
+        found = _sha256(run.path / name, STUDENT_FILE) if name in _names(run) else None
+        out[name] = _equal(f"sha256 of {name}", file["sha256"], found)
+    return (
+        out
+        | {"files": _every_file(run, receipt)}
+        | _agreement(run, receipt, view)
+        | _checkpoints(run, receipt)
+    )
+
+
+def _ends_early(log: Path, covered: int, receipt: dict[str, Any]) -> str:
+    """Say in what way the hashed beginning of a log is not all of it at the time of the receipt; empty when it is."""
+    if log.suffix != ".jsonl":
+        return ""
+    ended_unix_s, offset = receipt.get("finished_unix_s") or 0.0, 0
+    try:
+        for line in read_log(log):
+            if offset < covered:
+                offset += len(line.raw) + 1
+                continue
+            if isinstance(line.event, StudentSaved) or line.unix_s < ended_unix_s - LATE_S:
+                return f"line {line.event.seq} is of before the receipt"
+    except RunLogError as error:
+        return error.message
+    return "" if offset == covered > 0 else "they end within a line, or before the first"
+
+
+def _every_file(run: RunFolder, receipt: dict[str, Any]) -> Verdict:
+    """Find files that the receipt does not name."""
+    if receipt.get("files") is None:
+        return Verdict(Level.UNKNOWN, "files of the folder: the receipt does not name them all")
+    named = {*receipt["files"], *(receipt.get("logs") or {})}
+    named |= {f"{run.student.name}/{name}" for name in receipt.get("student_files") or {}}
+    there = [name for name in _names(run) if not name.startswith(f"{run.checkpoints.name}/")]
+    if extra := [name for name in there if name not in named]:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        return Verdict(
+            Level.FAIL,
+            f"{extra[0]}{more}: the receipt names no such file; move what is yours out of the run",
+        )
+    return Verdict(Level.PASS, f"{len(there)} files, and none that the receipt does not name")
+
+
+def not_looked_at(run: RunFolder, receipt: dict[str, Any]) -> list[str]:
+    """Say what `check_receipt` does not compare."""
+    out = [
+        f"{name}: what it says after its first {log['bytes']} bytes"
+        for name, log in (receipt.get("logs") or {}).items()
+        if log is not None
+        and (run.path / name).is_file()
+        and log["bytes"] < (run.path / name).stat().st_size
+    ]
+    if run.checkpoints.is_dir():
+        out.append("checkpoints: their contents, beyond the manifests")
+    out += [
+        f"{name}: written beside training, or after it"
+        for name in sorted(_OWN_PACE)
+        if (run.path / name).exists()
+    ]
+    return [*out, "the machine, the tool and the environment of that time"]
 
 
 def check_student_files(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
@@ -375,17 +490,19 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         "steps": view.last_step,
         "rows_trained": facts["rows"]["rows_trained"],
     } | {name: facts[name] for name in _AGREEING}
-    cleaned = bool(receipt.get("redacted"))
+    whole = receipt.get("whole_sha256") or {}
     out = {}
     for name, value in json.loads(json.dumps(found)).items():
-        recorded = receipt.get("device_facts" if name == "device" else name)
+        recorded = receipt.get(_IN_RECEIPT.get(name, name))
         if isinstance(recorded, dict) and isinstance(value, dict):
             # A receipt may hold more than the logs do.
             recorded = {key: recorded.get(key) for key in value}
-        said = _equal(f"{name}, as the logs say", recorded, value)
-        if cleaned and said.level == Level.FAIL:
-            said = Verdict(Level.UNKNOWN, f"{name}: not compared, secrets were taken out")
-        out[name] = said
+        text = f"{name}, as the logs say"
+        out[name] = (
+            _equal(f"{text} (redacted, otherwise whole)", whole[name], digest(canonical(value)))
+            if name in whole
+            else _equal(text, recorded, value)
+        )
     return out
 
 

@@ -439,6 +439,13 @@ class StudentSaved(Event, frozen=True, kw_only=True, tag="student_saved"):
     sha256: str
 
 
+class ReceiptWritten(Event, frozen=True, kw_only=True, tag="receipt_written"):
+    sha256: str
+    """Of receipt.json, which has the hashes of the other files of the run folder."""
+    files: Count
+    """Files that it names."""
+
+
 class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
     reason: str
     step: Count
@@ -644,6 +651,7 @@ Known: TypeAlias = (
     | NonFinite
     | CheckpointSaved
     | StudentSaved
+    | ReceiptWritten
     | StopRequested
     | Note
     | RunFinished

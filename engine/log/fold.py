@@ -47,6 +47,7 @@ from engine.log.events import (
     NonFinite,
     Note,
     Phase,
+    ReceiptWritten,
     RunFinished,
     RunStarted,
     ScriptEnded,
@@ -73,6 +74,7 @@ _NEWEST: dict[type, str] = {
     KernelCounts: "kernel_counts",
     VocabularyCut: "vocabulary_cut",
     StudentSaved: "student",
+    ReceiptWritten: "receipt",
     Watched: "watched",
     ScriptEnded: "script_ended",
     Imported: "imported",
@@ -335,7 +337,7 @@ class _Changes:
         self.changes["session_row"] = keep
         for name in ("evals", "non_finite", "checkpoints"):
             self.lists[name] = [event for event in self.list_of(name) if event.step <= step]
-        self.changes["student"] = None
+        self.changes["student"] = self.changes["receipt"] = None
 
     def newest(self, before: Sample | None, samples: Sequence[Sample], prefix: str) -> Sample:
         """Return the newest value of each reading, and put the reasons for missing ones into `absent`.

@@ -40,6 +40,7 @@ from engine.log.events import (
     NonFinite,
     Note,
     Phase,
+    ReceiptWritten,
     RunFinished,
     RunStarted,
     ScriptEnded,
@@ -206,6 +207,8 @@ def _event_text(event: AnyEvent) -> str:
         case StudentSaved():
             size = format_bytes(event.size_bytes)
             return f"student saved: {event.path} ({size}, sha256 {event.sha256[:12]})"
+        case ReceiptWritten():
+            return f"receipt written: {event.files} files by hash, its own is {event.sha256[:12]}"
         case StopRequested():
             return f"stop requested ({event.reason}) at step {event.step}"
         case Note():

@@ -36,6 +36,7 @@ from engine.log.events import (
     NonFinite,
     Note,
     Phase,
+    ReceiptWritten,
     RunFinished,
     RunStarted,
     ScriptEnded,
@@ -148,6 +149,7 @@ class RunView:
     audited_steps: tuple[int, ...] = ()
     """Steps of this session that were audited, in order."""
     student: StudentSaved | None = None
+    receipt: ReceiptWritten | None = None
     stop_requested: str | None = None
     finished: RunFinished | None = None
     """How this session ended, as the run recorded it; None again as soon as the run is resumed."""

@@ -18,12 +18,12 @@ from engine.data.batches import epoch_order
 from engine.data.chat_template import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, ChatTemplate
 from engine.errors import write_error
 from engine.findings.context import allowed_environment, engine_source, package_versions, view_of
-from engine.findings.finding import now_utc
-from engine.findings.receipt import digest_files, facts_of
+from engine.findings.finding import digest, now_utc
+from engine.findings.receipt import digest_files, digest_rest, facts_of, facts_sha256
 from engine.findings.redact import Redactor
 from engine.formats.safetensors import tensors_sha256
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
-from engine.log.events import DataReady, StudentSaved
+from engine.log.events import DataReady, ReceiptWritten, StudentSaved
 from engine.log.folder import RunFolder, write_whole
 from engine.log.write import read_boot_id
 from engine.models.decoder import Decoder
@@ -107,11 +107,12 @@ class Outcome:
     session_s: float
 
 
-def write_receipt(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
-    """Write receipt.json atomically and return its contents.
+def write_receipt(folder: RunFolder, outcome: Outcome) -> ReceiptWritten:
+    """Write receipt.json atomically, and return what the log is to say of it.
 
     The facts that identify the run come first, then what was done and measured. Everything except the
-    fields of `outcome` is read back from the run folder: logs, settings and files.
+    fields of `outcome` is read back from the run folder: logs, settings and files. Of facts from which a secret was
+    taken out, the receipt has the hash that they had with it.
     """
     facts = facts_of(folder, view_of(folder))
     spec = outcome.spec
@@ -148,6 +149,7 @@ def write_receipt(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         "eval_seal": {"sha256": None, "why": "no sealed evaluation takes part in a run"},
         "logs": facts["logs"],
         "student_files": digest_files(folder.student),
+        "files": digest_rest(folder),
         "torch": str(torch.__version__),
         "device": outcome.device,
         "spec": spec.to_dict(),
@@ -166,9 +168,13 @@ def write_receipt(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
     }
     kept, redacted = Redactor().bytes((json.dumps(receipt, indent=2) + "\n").encode())
     if redacted:
-        receipt = json.loads(kept) | {"redacted": redacted}
-    write_whole(folder.receipt, json.dumps(receipt, indent=2) + "\n")
-    return receipt
+        cleaned = json.loads(kept)
+        changed = [name for name, value in receipt.items() if cleaned[name] != value]
+        receipt = cleaned | {"redacted": redacted, "whole_sha256": facts_sha256(facts, changed)}
+    data = (json.dumps(receipt, indent=2) + "\n").encode()
+    write_whole(folder.receipt, data.decode())
+    named = sum(len(receipt[part]) for part in ("logs", "student_files", "files"))
+    return ReceiptWritten(sha256=digest(data), files=named)
 
 
 def order_sha256(outcome: Outcome) -> str:

@@ -447,4 +447,4 @@ class _Job:
             device=str(trainer.device),
             session_s=time.monotonic() - self.begun_s,
         )
-        write_receipt(self.folder, outcome)
+        self.log(write_receipt(self.folder, outcome))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from engine.data.batches import epoch_order
 from engine.findings.context import checkout_state, view_of
-from engine.findings.receipt import differences, lineage_of, rows_of
+from engine.findings.receipt import differences, facts_of, facts_sha256, lineage_of, rows_of
 from engine.log.events import Event
 from engine.log.folder import RunFolder
 from engine.spec import spec_from_dict
@@ -169,12 +170,203 @@ def test_a_receipt_that_says_something_else_than_the_log_is_found(
     assert ran.code == 1 and said in ran.out
 
 
-def test_a_receipt_of_fewer_fields_is_unknown_where_it_says_nothing(run: RunFolder) -> None:
+def test_a_receipt_of_fewer_fields_is_not_the_one_that_the_log_names(run: RunFolder) -> None:
     receipt = receipt_of(run)
     del receipt["decisions"], receipt["logs"]
     run.receipt.write_text(json.dumps(receipt))
     ran = ask("evidence", "receipt", run.path)
-    assert ran.code == 2 and "decisions, as the logs say: the receipt has none" in ran.out
+    assert ran.code == 1 and "decisions, as the logs say: the receipt has none" in ran.out
+    assert "FAIL     sha256 of receipt.json, as the log says" in ran.out
+
+
+def _altered(run: RunFolder, change: Callable[[dict[str, Any]], object], *, seal: bool) -> None:
+    """Change a receipt, and with `seal` also the hash of it in the log, as somebody would who knows of that."""
+    receipt = receipt_of(run)
+    change(receipt)
+    old = hashlib.sha256(run.receipt.read_bytes()).hexdigest()
+    run.receipt.write_text(json.dumps(receipt))
+    if seal:
+        new = hashlib.sha256(run.receipt.read_bytes()).hexdigest()
+        log = run.events.read_text()
+        assert old in log
+        run.events.write_text(log.replace(old, new))
+
+
+def _spoilt(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+
+
+def _no_student_files(run: RunFolder, seal: bool) -> None:
+    _spoilt(run.student / "model.safetensors")
+    _altered(run, lambda receipt: receipt["student_files"].clear(), seal=seal)
+
+
+def _student_files_of_another_name(run: RunFolder, seal: bool) -> None:
+    def renamed(receipt: dict[str, Any]) -> None:
+        receipt["student_files"] = {"x": receipt["student_files"].pop("config.json")}
+
+    _altered(run, renamed, seal=seal)
+
+
+def _no_logs(run: RunFolder, seal: bool) -> None:
+    _altered(run, lambda receipt: receipt["logs"].clear(), seal=seal)
+
+
+def _logs_are_none(run: RunFolder, seal: bool) -> None:
+    _altered(run, lambda receipt: receipt.update(logs=None), seal=seal)
+
+
+def _no_files(run: RunFolder, seal: bool) -> None:
+    _spoilt(run.path / "rows" / "0.bin")
+    _altered(run, lambda receipt: receipt["files"].clear(), seal=seal)
+
+
+def _one_file_left_out(run: RunFolder, seal: bool) -> None:
+    _spoilt(run.path / "tokenizer.json")
+    _altered(run, lambda receipt: receipt["files"].pop("tokenizer.json"), seal=seal)
+
+
+def _cut(name: str, covered: int) -> Callable[[RunFolder, bool], None]:
+    def tamper(run: RunFolder, seal: bool) -> None:
+        def cut(receipt: dict[str, Any]) -> None:
+            first = (run.path / name).read_bytes()[:covered]
+            receipt["logs"][name] = {
+                "bytes": len(first),
+                "sha256": hashlib.sha256(first).hexdigest(),
+            }
+
+        _altered(run, cut, seal=seal)
+
+    return tamper
+
+
+def _cut_after_the_first_line(run: RunFolder, seal: bool) -> None:
+    first = len(run.events.read_bytes().partition(b"\n")[0]) + 1
+    _cut("events.jsonl", first)(run, seal)
+
+
+def _redaction_is_claimed(run: RunFolder, seal: bool) -> None:
+    def claimed(receipt: dict[str, Any]) -> None:
+        receipt["redacted"], receipt["decisions"] = {"key": 1}, []
+
+    _altered(run, claimed, seal=seal)
+
+
+def _redaction_is_claimed_with_a_hash(run: RunFolder, seal: bool) -> None:
+    def claimed(receipt: dict[str, Any]) -> None:
+        receipt |= {"redacted": {"key": 1}, "whole_sha256": {"rows": "0" * 64}, "rows": {}}
+
+    _altered(run, claimed, seal=seal)
+
+
+def _extra(name: str) -> Callable[[RunFolder, bool], None]:
+    def tamper(run: RunFolder, seal: bool) -> None:
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).write_text("import os")
+
+    return tamper
+
+
+def _empty(name: str) -> Callable[[RunFolder, bool], None]:
+    def tamper(run: RunFolder, seal: bool) -> None:
+        (run.path / name).write_bytes(b"")
+
+    return tamper
+
+
+def _missing(name: str) -> Callable[[RunFolder, bool], None]:
+    def tamper(run: RunFolder, seal: bool) -> None:
+        (run.path / name).unlink()
+
+    return tamper
+
+
+def _linked(run: RunFolder, seal: bool) -> None:
+    (run.student / "weights.bin").symlink_to(run.student / "model.safetensors")
+
+
+def _log_without_the_receipt(run: RunFolder, seal: bool) -> None:
+    lines = run.events.read_bytes().splitlines(keepends=True)
+    run.events.write_bytes(b"".join(line for line in lines if b"receipt_written" not in line))
+    _altered(run, lambda receipt: receipt.update(tool={}), seal=False)
+
+
+def _other_weights_by_the_same_name(run: RunFolder, seal: bool) -> None:
+    _spoilt(run.student / "model.safetensors")
+    made = hashlib.sha256((run.student / "model.safetensors").read_bytes()).hexdigest()
+
+    def named(receipt: dict[str, Any]) -> None:
+        receipt["student_files"]["model.safetensors"]["sha256"] = made
+
+    _altered(run, named, seal=False)
+
+
+@pytest.mark.parametrize("seal", [False, True], ids=["", "and-the-log"])
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        _no_student_files,
+        _student_files_of_another_name,
+        _no_logs,
+        _logs_are_none,
+        _no_files,
+        _one_file_left_out,
+        pytest.param(_cut("events.jsonl", 100), id="events_cut"),
+        pytest.param(_cut("events.jsonl", 0), id="events_cut_to_nothing"),
+        pytest.param(_cut("device.jsonl", 100), id="device_cut"),
+        pytest.param(_cut("watch.jsonl", 10), id="watch_cut"),
+        _cut_after_the_first_line,
+        _redaction_is_claimed,
+        _redaction_is_claimed_with_a_hash,
+        pytest.param(_extra("student/modeling_x.py"), id="code_beside_the_student"),
+        pytest.param(_extra("student/__pycache__/x.pyc"), id="code_below_the_student"),
+        pytest.param(_extra("sitecustomize.py"), id="code_in_the_folder"),
+        pytest.param(_extra("rows/1.bin"), id="rows_of_another_rank"),
+        _linked,
+        pytest.param(_empty("tokenizer.json"), id="emptied"),
+        pytest.param(_empty("student/config.json"), id="emptied_of_the_student"),
+        pytest.param(_empty("rows/0.bin"), id="rows_emptied"),
+        pytest.param(_missing("rows/0.bin"), id="rows_missing"),
+        pytest.param(_missing("spec.toml"), id="spec_missing"),
+        pytest.param(_missing("student/tokenizer.json"), id="tokenizer_missing"),
+        pytest.param(_missing("device.jsonl"), id="log_missing"),
+        _log_without_the_receipt,
+        _other_weights_by_the_same_name,
+    ],
+)
+def test_no_way_to_tamper_with_a_run_or_its_receipt_verifies(
+    run: RunFolder, tamper: Callable[[RunFolder, bool], None], seal: bool
+) -> None:
+    assert ask("evidence", "receipt", run.path).code == 0
+    tamper(run, seal)
+    ran = ask("evidence", "receipt", run.path)
+    assert ran.code in (1, 65), ran.out
+
+
+def test_facts_without_their_secrets_are_whole_otherwise(run: RunFolder) -> None:
+    """A hash of what a fact was tells that nothing else of it was changed."""
+    receipt = receipt_of(run)
+    facts = facts_of(run, view_of(run))
+    whole = facts_sha256(facts, ["decisions"])
+
+    def redact(receipt: dict[str, Any]) -> None:
+        receipt["decisions"][0]["reason"] = "[redacted: key]"
+        receipt |= {"redacted": {"key": 1}, "whole_sha256": whole}
+
+    _altered(run, redact, seal=True)
+    ran = ask("evidence", "receipt", run.path)
+    assert ran.code == 0 and "redacted, otherwise whole" in ran.out, ran.out
+    assert receipt["decisions"] == facts["decisions"]
+
+
+def test_what_a_receipt_does_not_answer_for_is_said(run: RunFolder) -> None:
+    (run.path / "notes.json").write_text('{"note": "a note", "tags": []}')
+    ran = ask("evidence", "receipt", run.path)
+    assert ran.code == 0
+    for what in ("notes.json", "checkpoints", "events.jsonl", "the machine"):
+        assert f"not looked at: {what}" in ran.out, what
 
 
 def test_a_run_without_a_receipt_says_what_its_logs_say(tmp_path: Path) -> None:
