@@ -43,6 +43,7 @@ RUN_VARIABLE = "APR_WATCH_RUN"
 ASK_VARIABLE = "APR_WATCH_ASK"
 STEPS_VARIABLE = "APR_WATCH_STEPS"
 SLOW_VARIABLE = "APR_WATCH_SLOW_BY"
+SET_VARIABLE = "APR_WATCH_SET"
 RUNS = Path("runs")
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
@@ -57,9 +58,11 @@ def new_run(
     name: str | None,
     variables: Sequence[str] = (),
     pid: int | None = None,
+    changed: Mapping[str, str] = MappingProxyType({}),
 ) -> RunFolder:
     """Create the run folder of a command; `pid` is the process of one that has itself watched. Secrets in its
-    arguments, and in the `NAME=VALUE` of its environment that are kept with them, are redacted.
+    arguments, and in the `NAME=VALUE` of its environment that are kept with them, are redacted. `changed` are the
+    settings that the probe changes in the script.
 
     Without a `folder` it is made in `runs`, or, where that cannot be written, in the user's folder for such things,
     and that is said. Raises BadInput when there is no such command.
@@ -76,6 +79,8 @@ def new_run(
         about["pid"] = pid
     if variables:
         about["environment"] = list(Redactor().argv(variables)[0])
+    if changed:
+        about["set"] = dict(changed)
     effective = {"spec": {}, COMMAND: about}
     if folder is not None:
         return create_run((folder / name).absolute(), "", effective)
@@ -109,12 +114,13 @@ def run_command(
     steps: int | None = None,
     slow_by: float = 0.0,
     variables: Mapping[str, str] = MappingProxyType({}),
+    changed: Mapping[str, str] = MappingProxyType({}),
     keep_output: bool = False,
 ) -> int:
     """Run a command to its end; returns its exit code, minus the number of the signal that ended it. `asked` are the
     questions that need a forward pass of the probe's own; after `steps` optimizer steps its training ends, and each
-    is lengthened by `slow_by` of itself; `variables` are added to its environment; with `keep_output` its output goes
-    to the run folder.
+    is lengthened by `slow_by` of itself; `variables` are added to its environment; the probe changes the settings
+    `changed` in it; with `keep_output` its output goes to the run folder.
 
     Raises BadInput when it cannot be started.
     """
@@ -129,6 +135,7 @@ def run_command(
     environment["PYTHONPATH"] = probed
     environment[ASK_VARIABLE] = ",".join(asked)
     environment |= {STEPS_VARIABLE: str(steps or ""), SLOW_VARIABLE: str(slow_by or "")}
+    environment[SET_VARIABLE] = ";".join(f"{name}={value}" for name, value in changed.items())
     try:
         with run.stderr.open("ab") if keep_output else contextlib.nullcontext() as output:
             process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=output)

@@ -6,9 +6,10 @@ changed, until it is clear which is better.
     engine flip kd.toml --set compute.threads=1 --controls run   with both controls: a measured verdict
     engine flip --a "--workers 0" --b "--workers 4" -- python train.py {}   a script: {} is replaced by the arm's words
     engine flip --env-b TOKENIZERS_PARALLELISM=true -- python train.py --out {out}   {out}: a folder of each run's own
+    engine flip runs/train-1 --set loader.workers=4   a watched run: A is its command, the probe changes B
     engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
 
-A script is ended after --steps optimizer steps, with its trackers offline; {seed} is the number of the pair.
+Of a watched run each arm is started in a copy of the script's folder. A script is ended after --steps optimizer steps, with its trackers offline; {seed} is the number of the pair.
 
 The plan is written and hashed before the first run. Ctrl-C keeps what was measured and prints what it
 shows so far. Exit codes: 0 decided, 1 the arms compute different things, 2 invalid or inconclusive,
@@ -62,13 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_repeated(parser, f"--env-{arm}", "NAME=VALUE", what)
     for name, metavar, default, what in (
         ("--hypothesis", "TEXT", "", "what is to be tested"),
-        ("--budget", "TIME", "5m", "of all pairs, as 90s or 5m (5m)"),
+        ("--budget", "TIME", None, "of all pairs, as 90s or 5m (5m, or what a watched run needs)"),
         ("--margin", "SHARE", "5%", "what is too small to matter (5%%)"),
         ("--metric", "M", None, "step_s, peak_memory_bytes, energy_per_token_j, final_loss"),
     ):
         parser.add_argument(name, metavar=metavar, default=default, help=what)
     for name, limit, what in (
-        ("--steps", limits.STEPS, "steps of each run (12)"),
+        ("--steps", limits.STEPS, "steps of each run (12, or what a watched run needs)"),
         ("--pairs", limits.PAIRS, "pairs at most (16)"),
         ("--seed", limits.SEED, "of the order inside the pairs (from the clock)"),
     ):
@@ -135,18 +136,23 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
     from engine.flips.command import WORDS
     from engine.flips.plan import make_command_plan, make_plan, parse_share, parse_time
+    from engine.flips.script_settings import read_script_settings
+    from engine.flips.watched import watched_plan
     from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
 
-    of_command = arguments.a is not None or arguments.b is not None
-    of_command = of_command or bool(arguments.env_a or arguments.env_b)
-    if of_command and arguments.set:
+    changes_words = arguments.a is not None or arguments.b is not None
+    changes_words = changes_words or bool(arguments.env_a or arguments.env_b)
+    watched = _watched(arguments.source)
+    of_command = changes_words or len(arguments.source) > 1 or watched is not None
+    if of_command and not changes_words and not arguments.set:
+        if watched is not None:
+            raise UsageError(
+                "expected --set, --env-b or --b, what arm B does otherwise",
+                hint=f"engine flip {watched} --propose",
+            )
         raise UsageError(
-            "expected --set of a spec, or words and variables of a command, found both"
-        )
-    if not of_command and len(arguments.source) > 1:
-        raise UsageError(
-            "expected --a and --b, or --env-a and --env-b: what differs between the arms of a command",
+            "expected --a and --b, --env-a and --env-b, or --set: what differs between the arms of a command",
             hint='engine flip --a "--workers 0" --b "--workers 4" -- python train.py {}',
         )
     if not of_command and not arguments.set:
@@ -160,20 +166,37 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         "order_seed": int(time.time()) if arguments.seed is None else arguments.seed,
         "hypothesis": arguments.hypothesis,
         "margin": parse_share("--margin", arguments.margin),
-        "budget_s": parse_time("--budget", arguments.budget),
     }
+    if arguments.budget is not None:
+        given["budget_s"] = parse_time("--budget", arguments.budget)
     if of_command:
         arms: dict[str, dict[str, str | None]] = {}
         for arm in ("a", "b"):
             words, variables = getattr(arguments, arm), getattr(arguments, f"env_{arm}")
             arms[arm] = dict(read_variable(f"--env-{arm}", text) for text in variables)
             arms[arm] |= {} if words is None else {WORDS: words}
+        arms["b"] |= read_script_settings(arguments.set)
+        if watched is not None:
+            if arguments.a is not None or arguments.env_a:
+                raise UsageError(
+                    "arm A is the watched command as it was: expected no --a and --env-a"
+                )
+            return watched_plan(watched, arms["b"], **given)
         return make_command_plan(arguments.source, arms["a"], arms["b"], **given)
     source, base_sets = Path(arguments.source[0]), sets_from_environment(os.environ)
     plan = make_plan(source, arguments.set, base_sets=base_sets, **given)
     for b in (False, True):
         check_inputs(plan.arm(b, Path.cwd(), "flip"), Path.cwd() / "flips")
     return plan
+
+
+def _watched(source: list[str]) -> Path | None:
+    """The folder of a watched run, if that is what is to be flipped."""
+    from engine.log.folder import RunFolder, is_run, read_command
+
+    path = Path(source[0])
+    is_watched = len(source) == 1 and is_run(path) and read_command(RunFolder(path)) is not None
+    return path if is_watched else None
 
 
 def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:

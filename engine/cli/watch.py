@@ -22,6 +22,7 @@ from engine.cli.arguments import (
     read_variable,
 )
 from engine.errors import UsageError
+from engine.flips.script_settings import SCRIPT_SETTINGS, read_script_settings
 from engine.terminal import say
 
 HELP = "run a training script that is not ours, and watch it"
@@ -54,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_real(parser, "--slow-by", 10.0, what, metavar="SHARE", default=0.0)
     what = "a variable of the command's environment, which the run folder keeps"
     add_repeated(parser, "--env", "NAME=VALUE", what)
+    what = f"change a setting in the script without its help: {', '.join(SCRIPT_SETTINGS)}"
+    add_repeated(parser, "--set", "NAME=VALUE", what)
     what = "what the command prints goes to stderr.txt of the run folder, not to the terminal"
     add_flag(parser, "--keep-output", what)
     add_flag(parser, "--quiet", "say nothing at the end")
@@ -70,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
             "engine watch: expected a command after --", hint="engine watch -- python train.py"
         )
     variables = dict(read_variable("--env", text) for text in arguments.env)
-    folder = new_run(command, arguments.runs, arguments.name, arguments.env)
+    changed = read_script_settings(arguments.set)
+    folder = new_run(command, arguments.runs, arguments.name, arguments.env, changed=changed)
     code = run_command(
         command,
         folder,
@@ -78,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         slow_by=arguments.slow_by,
         variables=variables,
+        changed=changed,
         keep_output=arguments.keep_output,
     )
     if not arguments.quiet:

@@ -14,6 +14,7 @@ from typing import Any
 from engine.flips.arms import ENDED_EARLY, NO_STEPS, OVER_THE_LIMIT
 from engine.flips.command import WORDS
 from engine.flips.plan import METRICS, PAIRS_LIMIT, PAIRS_MIN
+from engine.flips.script_settings import OWN, SCRIPT_SETTINGS, by_hand
 from engine.flips.statistics import (
     ALPHA,
     Interval,
@@ -248,7 +249,10 @@ def _settings(fields: Mapping[str, Any], *, b: bool) -> list[str]:
     for change in fields["changes"]:
         key, _, values = change.partition(": ")
         value = values.partition(" -> ")[2 if b else 0]
-        found.append(value if key == WORDS else f"{key}={value}")
+        if value == OWN:
+            found.append(f"{OWN} {key}")
+        else:
+            found.append(value if key == WORDS else f"{key}={value}")
     return found
 
 
@@ -269,6 +273,12 @@ def _use(fields: Mapping[str, Any], *, b: bool) -> str:
     settings = _settings(fields, b=b)
     if not settings:
         return "change nothing"
+    if b:
+        pairs = [setting.partition("=") for setting in settings]
+        settings = [
+            by_hand(key, value) if key in SCRIPT_SETTINGS else f"{key}{equals}{value}"
+            for key, equals, value in pairs
+        ]
     return f"{'set' if b else 'keep'} {', '.join(settings)}"
 
 

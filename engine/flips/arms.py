@@ -4,8 +4,8 @@ The run is a process of its own that knows nothing of the experiment; everything
 logs. A run that takes too long is asked to stop, and killed when it does not react, because a process that
 hangs in a system call or was stopped by a signal cannot react. What it did until then stays in its folder.
 
-Times are medians over the steps after the warm-up. A run that did not complete has no metric value; its end
-is described by the exit attribution.
+Times are medians over the steps after the warm-up, of a script that is not ours `usual_step_s`. A run that did not
+complete has no metric value; its end is described by the exit attribution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from typing import Any
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import open_plain
 from engine.flips import command
-from engine.flips.plan import Kind, Plan
+from engine.flips.plan import BURSTS, Kind, Plan
+from engine.flips.script_folder import copy_folder, remove_copy
 from engine.log.folder import RunFolder, create_run, is_run
 from engine.log.follow import Follower
 from engine.log.held import ALLOCATOR, read_held
@@ -222,7 +223,7 @@ def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
     seconds = [s for s in view.steps.values("step_s", warm_up_steps) if s is not None and s > 0]
     tokens = [n for n in view.steps.values("tokens", warm_up_steps) if n is not None]
     if seconds:
-        out["step_s"] = statistics.median(seconds)
+        out["step_s"] = usual_step_s(seconds) if view.is_foreign else statistics.median(seconds)
     if seconds and tokens:
         out["tokens_per_s"] = sum(tokens) / sum(seconds)
     losses = [x for x in view.steps.values("loss", warm_up_steps) if x is not None]
@@ -242,6 +243,19 @@ def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
         # The window begins when the first measured step is done, so that step's tokens are outside.
         out["energy_per_token_j"] = power * (window[1] - window[0]) / sum(tokens[1:])
     return out
+
+
+def usual_step_s(seconds: Sequence[float]) -> float:
+    """The usual time of a step whose times are uneven by themselves: the mean, or of many steps the median of the means
+    of BURSTS steps in a row.
+
+    Several loader workers hand out their batches in bursts: one step of as many waits for all of them, and the median
+    of single steps would be one that does not wait.
+    """
+    if len(seconds) < 4 * BURSTS:
+        return statistics.fmean(seconds)
+    begins = range(len(seconds) - BURSTS + 1)
+    return statistics.median(statistics.fmean(seconds[b : b + BURSTS]) for b in begins)
 
 
 def _why_none(metric: str, view: RunView) -> str:
@@ -371,6 +385,8 @@ def run_arm(
             if launched.process.stdin is not None:
                 launched.process.stdin.close()
         said = ""
+        if plan.command is not None and plan.command.copied:
+            remove_copy(plan.command.where(out_of(folder)))
         if launched.process.stderr is not None:
             # Of the watch itself: it has refused the command.
             with launched.process.stderr as pipe:
@@ -403,10 +419,15 @@ def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
         out.mkdir(parents=True)
     except OSError as error:
         raise write_error("flip", out, "to create it", error) from error
-    words, variables = plan.arm_of_command(b, out, pair)
+    arm = plan.arm_of_command(b, out, pair)
     slow_by = 0.0 if b else plan.slow_a_by
-    where = plan.command.folder
-    return command.start(folder, words, variables, where, steps=plan.steps, slow_by=slow_by)
+    where = plan.command.where(out)
+    if plan.command.copied:
+        try:
+            copy_folder(Path(plan.command.folder), where)
+        except OSError as error:
+            raise write_error("flip", where, "to copy the script's folder", error) from error
+    return command.start(folder, arm, where, steps=plan.steps, slow_by=slow_by)
 
 
 _STARTS: dict[Kind, Callable[[Plan, bool, int, Path], Launched]] = {

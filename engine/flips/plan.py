@@ -31,7 +31,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from engine.errors import BadInput, SpecError, UsageError
 from engine.files import parse_json
-from engine.flips.command import NOTHING, WORDS, Command
+from engine.flips.command import NOTHING, WORDS, Arm, Command
+from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder, must_have_settings
 from engine.spec import RunSpec, build_spec, load_spec, parse_set
@@ -79,6 +80,10 @@ METRICS = {
         "ends at a higher loss",
     ),
 }
+BURSTS = 24
+"""Steps of a script are averaged over so many, a multiple of usual numbers of loader workers, which hand out their
+batches in bursts."""
+OF_BURSTS = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
 OLDER: dict[str, Any] = {"level": 0.95, "prior_weight": 10.0, "command": None}
 """Values of fields that older plans do not contain."""
 Kind: TypeAlias = Literal["spec", "command"]
@@ -105,7 +110,9 @@ class Change:
         value = self.b if b else self.a
         if self.key == WORDS and value == "":
             return NOTHING
-        return "unset" if value is None else str(value)
+        if value is None:
+            return OWN if self.key in SCRIPT_SETTINGS else "unset"
+        return str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +169,13 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @property
+    def definition(self) -> str:
+        """Of the metric, in words."""
+        if self.metric == "step_s" and self.kind == "command":
+            return OF_BURSTS
+        return METRICS[self.metric].definition
+
+    @property
     def keys(self) -> frozenset[str]:
         return frozenset(change.key for change in self.changes)
 
@@ -178,9 +192,10 @@ class Plan:
         fields = dataclasses.asdict(self)
         for name, value in OLDER.items():
             if fields[name] == value:
-                del fields[
-                    name
-                ]  # left out as in the older file, so that the plan's hash stays the same
+                # Left out as in the older file, so that the plan's hash stays the same.
+                del fields[name]
+        if self.command is not None and not self.command.copied:
+            del fields["command"]["copied"]
         return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False)
 
     def order(self) -> list[bool]:
@@ -198,17 +213,23 @@ class Plan:
         if self.command is None:
             sets = "".join(f" --set {change.key}={change.b}" for change in self.changes)
             return f"engine flip {self.source}{sets}{options}"
-        arms = ""
+        arms, is_of_run = "", self.source != self.command.line
         for change in self.changes:
             for arm, value in (("a", change.a), ("b", change.b)):
-                if change.key == WORDS:
+                if change.key == WORDS and is_of_run:
+                    arms += f" --b {shlex.quote(value)}" if arm == "b" else ""
+                elif change.key == WORDS:
                     arms += f" --{arm} {shlex.quote(value)}"
-                elif value is not None:
+                elif change.key in SCRIPT_SETTINGS:
+                    arms += f" --set {change.key}={value}" if arm == "b" else ""
+                elif value is not None and not (is_of_run and arm == "a"):
                     arms += f" --env-{arm} {shlex.quote(f'{change.key}={value}')}"
+        if is_of_run:
+            return f"engine flip {shlex.quote(self.source)}{arms}{options}"
         return f"engine flip{arms}{options} -- {self.command.line}"
 
-    def arm_of_command(self, b: bool, out: Path, pair: int) -> tuple[list[str], dict[str, str]]:
-        """The words and the variables of a command's run in pair number `pair`, whose own folder is `out`."""
+    def arm_of_command(self, b: bool, out: Path, pair: int) -> Arm:
+        """What a command's run in pair number `pair` is started with, whose own folder is `out`."""
         assert self.command is not None, "the arms are a command"
         changed = {change.key: change.b for change in self.changes if b}
         return self.command.arm(changed, out, pair)
@@ -280,26 +301,36 @@ def make_command_plan(
     words: Sequence[str],
     a: Mapping[str, str | None],
     b: Mapping[str, str | None],
+    *,
+    folder: str | None = None,
+    source: str = "",
+    copied: bool = False,
     **how: Any,
 ) -> Plan:
-    """Make a plan of a command with other words or another environment. Raises BadInput.
+    """Make a plan of a command with other words, another environment or a setting that the probe changes. Raises
+    BadInput.
 
-    `a` and `b` have for each arm what replaces `{}`, under WORDS, and variables by their names; one that an arm lacks
-    is as it is now.
+    `a` and `b` have for each arm what replaces `{}`, under WORDS, and variables and settings of SCRIPT_SETTINGS by
+    their names; a variable that an arm lacks is as it is now, a setting is the script's own. `folder` is where it is
+    started, the current one without it; `source` is the run folder that it comes from.
     """
     numbers = _Numbers(**how)
-    usual: dict[str, str | None] = {name: os.environ.get(name) for name in {**a, **b}}
+    usual: dict[str, str | None] = {
+        name: None if name in SCRIPT_SETTINGS else os.environ.get(name) for name in {**a, **b}
+    }
     if WORDS in usual:
         usual[WORDS] = ""
     arms = {**usual, **a}, {**usual, **b}
-    command = Command(words=tuple(words), folder=os.getcwd(), settings=arms[0])
+    command = Command(
+        words=tuple(words), folder=folder or os.getcwd(), settings=arms[0], copied=copied
+    )
     changes = tuple(
         Change(key=key, a=value, b=arms[1][key])
         for key, value in arms[0].items()
         if value != arms[1][key]
     )
     _check_command(command, changes, arms)
-    return numbers.register(changes, spec={}, source=command.line, command=command)
+    return numbers.register(changes, spec={}, source=source or command.line, command=command)
 
 
 def _check_command(
@@ -314,12 +345,14 @@ def _check_command(
         raise BadInput.expected("arms", "of the flip", "two that differ", f"{found} in both")
     for changed in arms:
         try:
-            program = command.arm(changed, Path(), 0)[0][0]
+            program = command.arm(changed, Path(), 0).words[0]
         except ValueError as error:
             own = changed[WORDS]
             raise BadInput.expected("words", repr(own), "words of a shell", str(error)) from error
         except IndexError:
             program = ""
+        if "/" in program:
+            program = os.path.join(command.folder, program)
         if shutil.which(program) is None:
             raise BadInput.expected("command", program or "''", "a program to start", "none")
 

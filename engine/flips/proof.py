@@ -26,6 +26,7 @@ from typing import Any
 
 from engine.flips.arms import Outcome, out_of
 from engine.flips.plan import EXTERNAL, Change, Plan
+from engine.flips.script_settings import SCRIPT_SETTINGS
 from engine.flips.surroundings import CPU
 from engine.log.folder import COMMAND, RunFolder, is_run
 from engine.spec import CHANGE_RESULTS
@@ -89,8 +90,10 @@ def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict 
     """Every proof about a pair, by the names in `PROOFS`; None for one that does not apply."""
     if plan.command is not None:
         # What a script computes is its own affair: its words may change it on purpose.
+        verdicts = [_commands_differ(plan, a, b, flip)]
+        verdicts += [_changed(c, b) for c in plan.changes if c.key in SCRIPT_SETTINGS]
         return {
-            "flipped": _commands_differ(plan, a, b, flip),
+            "flipped": lowest(verdicts),
             "equal": _same_training(a, b),
             "parity": None,
         }
@@ -107,18 +110,32 @@ def _commands_differ(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
     for outcome in (a, b):
         run = RunFolder(flip / outcome.run)
         number = int(run.path.name.partition("-")[0])
-        words, variables = plan.arm_of_command(outcome.arm == "B", out_of(run.path), number)
-        planned = [*words, *(f"{name}={text}" for name, text in variables.items())]
+        arm = plan.arm_of_command(outcome.arm == "B", out_of(run.path), number)
+        given = arm.variables | arm.changed
+        planned = [*arm.words, *(f"{name}={text}" for name, text in given.items())]
         if not is_run(run.path):
             return Verdict(Level.UNKNOWN, f"arm {outcome.arm} left no run folder")
         told = run.read_effective()[COMMAND]
+        changed = told.get("set", {}).items()
         started = [*told["arguments"], *told.get("environment", ())]
+        started += [f"{name}={text}" for name, text in changed]
         for one, other in zip_longest(planned, started):
             if one != other and REDACTED not in str(other):
                 text = f"NotFlipped: arm {outcome.arm} was started with {other!r}, not with {one!r}"
                 return Verdict(Level.FAIL, text)
     what = " and ".join(map(str, plan.changes)) or "nothing"
     return Verdict(Level.PASS, f"the commands that were started differ in {what} alone")
+
+
+def _changed(change: Change, b: Outcome) -> Verdict:
+    """Prove from its log that the probe changed a setting in arm B's script."""
+    text = f"{change.key}={change.b}"
+    if b.choices.get(change.key) == change.b:
+        return Verdict(Level.PASS, f"{text} was put in the place of what the script has")
+    if not b.completed:
+        return Verdict(Level.UNKNOWN, f"arm B did not come to {text}")
+    why = "the script has that itself, or nothing that it could change"
+    return Verdict(Level.FAIL, f"NotFlipped: {text} changed nothing in arm B: {why}")
 
 
 def _same_training(a: Outcome, b: Outcome) -> Verdict:

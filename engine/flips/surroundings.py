@@ -28,6 +28,7 @@ from engine.flips.arms import metrics_of
 from engine.flips.plan import Plan
 from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
+from engine.log.view import RunView
 from engine.machine.cuda_driver import ask_in_child
 from engine.machine.host import Host
 from engine.units import format_bytes, format_seconds
@@ -134,7 +135,7 @@ class Resources:
 def find_resources(plan: Plan, folder: Path, surroundings: Surroundings) -> Resources:
     """Estimate the resources that the flip needs; reads the source's logs."""
     run_s, peak, source = None, None, f"the source is a {plan.kind}, not a run"
-    if plan.kind == "spec" and is_run(path := Path(plan.source)):
+    if is_run(path := Path(plan.source)):
         run_s, peak, source = _from_run(path, plan)
     above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     available = Host().memory().available_bytes.number if surroundings.device == CPU else None
@@ -156,12 +157,21 @@ def _from_run(path: Path, plan: Plan) -> tuple[float | None, float | None, str]:
     except RunLogError as error:
         return None, None, f"the log of the source cannot be read: {error.message}"
     peak = view.memory_plan.predicted_bytes if view.memory_plan is not None else None
-    step_s = metrics_of(view, plan.warm_up_steps).get("step_s")
+    known = time_of_run(view, plan.warm_up_steps)
+    if known is None:
+        return None, peak, f"{path.name} has made too few steps to tell"
+    start_s, step_s = known
+    text = f"{path.name}: start {format_seconds(start_s)}, step {format_seconds(step_s)}"
+    return start_s + plan.steps * step_s, peak, text
+
+
+def time_of_run(view: RunView, warm_up_steps: int) -> tuple[float, float] | None:
+    """Seconds from the start of a run to its first step, and of a step; None where it has made too few."""
+    step_s = metrics_of(view, warm_up_steps).get("step_s")
     begun, first = view.trainer_started_unix_s, view.first_step_unix_s
     if step_s is None or begun is None or first is None:
-        return None, peak, f"{path.name} has made too few steps to tell"
-    text = f"{path.name}: start {format_seconds(first - begun)}, step {format_seconds(step_s)}"
-    return first - begun + plan.steps * step_s, peak, text
+        return None
+    return first - begun, step_s
 
 
 def with_room(plan: Plan, resources: Resources) -> Plan:

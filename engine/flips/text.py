@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from engine.flips.answer import affordable, answer, busy_with
 from engine.flips.arms import Outcome
 from engine.flips.command import SEED, TRACKERS
-from engine.flips.plan import METRICS, Plan
+from engine.flips.plan import Change, Plan
 from engine.flips.statistics import Interval
 from engine.flips.verdict import Pair, count_of
 from engine.units import NOT_MEASURED, format_bytes, format_seconds, format_value
@@ -34,9 +34,12 @@ def plan_lines(plan: Plan) -> list[str]:
     what = "flip" if len(plan.changes) == 1 else "bundle: its verdict names no single cause"
     return [
         f"hypothesis: {plan.hypothesis}",
-        *(f"{what}: {change.key}  A {change.a!r}  B {change.b!r}" for change in plan.changes),
+        *(
+            f"{what}: {change.key}  A {_side(change, b=False)}  B {_side(change, b=True)}"
+            for change in plan.changes
+        ),
         *_command_lines(plan),
-        f"metric: {plan.metric} ({METRICS[plan.metric].definition}; less is better), margin {plan.margin:.1%},"
+        f"metric: {plan.metric} ({plan.definition}; less is better), margin {plan.margin:.1%},"
         f" level {plan.level:.0%}",
         f"pairs: {plan.pairs_min} to {plan.pairs_max} of {plan.steps} steps, the first {plan.warm_up_steps} warm up,"
         f" order by seed {plan.order_seed}",
@@ -45,13 +48,21 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
 
 
+def _side(change: Change, *, b: bool) -> str:
+    value = change.b if b else change.a
+    return change.text(b=b) if value is None else repr(value)
+
+
 def _command_lines(plan: Plan) -> list[str]:
     """What is done to a script that is not ours."""
     if plan.command is None:
         return []
+    where = plan.command.folder
+    if plan.command.copied:
+        where = f"a copy of {where} that is removed afterwards"
     trackers = " ".join(f"{name}={value}" for name, value in TRACKERS.items())
     lines = [
-        f"each run: ended after {plan.steps} optimizer steps, in {plan.command.folder}",
+        f"each run: ended after {plan.steps} optimizer steps, in {where}",
         f"trackers are offline: {trackers}",
     ]
     if plan.metric == "final_loss" and not any(SEED in word for word in plan.command.words):

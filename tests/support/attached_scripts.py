@@ -46,6 +46,36 @@ finally:
 """
 """Its options say how long a step takes, and how many it makes without being ended."""
 
+LOADED = """
+import argparse, itertools, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=1000)
+parser.add_argument("--transform", type=float, default=0.005)
+parser.add_argument("--step-sleep", type=float, default=0.0)
+arguments = parser.parse_args()
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        time.sleep(arguments.transform)
+        return torch.full((8,), index / 1e5)
+
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+try:
+    for x in itertools.islice(torch.utils.data.DataLoader(Rows(), batch_size=8), arguments.steps):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        time.sleep(arguments.step_sleep)
+        optimizer.step()
+finally:
+    with open("kept.txt", "w") as file:
+        file.write("of this run")
+"""
+"""Its batches come from a slow place, and it writes a file into its folder at its end."""
+
 ACCUMULATION = """
 from torch.utils.checkpoint import checkpoint
 body = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8), torch.nn.GELU())

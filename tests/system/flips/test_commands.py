@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from engine.flips.flip import run_flip
 from engine.flips.plan import make_command_plan
 from engine.flips.record import find_flips, read_pairs, read_plan_of
 from engine.flips.text import answer_lines
+from engine.flips.watched import watched_plan
 from engine.log.folder import RunFolder, read_command
 from engine.log.view import RunView
 from tests.support.attached import BEGIN
-from tests.support.attached_scripts import SLEEPING
+from tests.support.attached_scripts import LOADED, SLEEPING
 
 
 @pytest.fixture
@@ -72,6 +74,28 @@ def test_an_arm_whose_steps_take_several_times_as_long_is_slower(folder: Path) -
         assert (found / "out" / Path(outcome.run).name / "closed").read_text() == "offline"
         command = read_command(RunFolder(found / outcome.run))
         assert command is not None and command.arguments[1] == "train.py"
+
+
+def test_a_watched_run_is_flipped_with_more_workers_in_a_copy_of_its_folder(folder: Path) -> None:
+    (folder / "loaded.py").write_text(BEGIN + LOADED)
+    watch = [sys.executable, "-m", "engine", "watch", "--quiet", "--name", "loaded", "--"]
+    subprocess.run([*watch, sys.executable, "loaded.py", "--steps", "45"], check=True)
+    (folder / "kept.txt").write_text("of the watched run")
+    plan = watched_plan(folder / "runs" / "loaded", {"loader.workers": "4"}, order_seed=1)
+    assert plan.steps == 45, "as many as the run made"
+    verdict = run_flip(plan, Path("flips/1"), use_controls="skip")
+    assert verdict.verdict == "B_FASTER", verdict.reason
+    assert answer_of(verdict)[1].startswith("next: set num_workers=4")
+    assert (folder / "kept.txt").read_text() == "of the watched run"
+    assert not (folder / "flips" / "1" / "work").exists()
+
+
+def test_a_setting_that_changes_nothing_in_b_is_not_judged(folder: Path) -> None:
+    words = (sys.executable, "train.py")
+    plan = make_command_plan(words, {}, {"loader.workers": "4"}, order_seed=1, steps=6, pairs_max=1)
+    verdict = run_flip(plan, Path("flips/1"), use_controls="skip")
+    assert verdict.verdict == "INVALID"
+    assert "loader.workers=4 changed nothing in arm B" in answer_of(verdict)[0]
 
 
 @pytest.mark.soak

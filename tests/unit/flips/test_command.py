@@ -12,9 +12,11 @@ import pytest
 from engine.cli.main import build_parser
 from engine.errors import EngineError
 from engine.flips.answer import answer
+from engine.flips.arms import usual_step_s
 from engine.flips.command import NOTHING, WORDS
 from engine.flips.controls import kinds_of
 from engine.flips.plan import Plan, make_command_plan, read_plan
+from engine.flips.script_settings import OWN
 from engine.flips.text import plan_lines
 from tests.support.flip_pairs import plan as plan_of_spec
 
@@ -30,7 +32,7 @@ def plan(
 def test_the_words_of_an_arm_replace_braces_as_a_shell_would_split_them() -> None:
     made = plan({WORDS: "--name 'a b'"}, {WORDS: ""}, (*TRAIN, "--out={out}", "--seed", "{seed}"))
     out = Path("/flip/out/02-a")
-    words, variables = made.arm_of_command(False, out, 2)
+    words, variables, _ = made.arm_of_command(False, out, 2)
     assert words[1:] == ["train.py", "--name", "a b", f"--out={out}", "--seed", "2"]
     assert made.arm_of_command(True, out, 2)[0][1:] == ["train.py", f"--out={out}", "--seed", "2"]
     assert variables["WANDB_MODE"] == "offline" and variables["WANDB_DIR"] == str(out)
@@ -46,8 +48,30 @@ def test_a_variable_that_one_arm_lacks_is_as_it_is_now(monkeypatch: pytest.Monke
     monkeypatch.delenv("ABSENT", raising=False)
     made = plan({}, {"PRESENT": "2", "ABSENT": "3"})
     assert [str(change) for change in made.changes] == ["PRESENT: 1 -> 2", "ABSENT: unset -> 3"]
-    variables = made.arm_of_command(False, Path(), 1)[1]
+    variables = made.arm_of_command(False, Path(), 1).variables
     assert variables["PRESENT"] == "1" and "ABSENT" not in variables
+
+
+def test_a_setting_is_the_scripts_own_in_one_arm_and_changed_by_the_probe_in_the_other() -> None:
+    made = plan({}, {"loader.workers": "4"}, TRAIN[:2])
+    assert str(made.changes[0]) == f"loader.workers: {OWN} -> 4"
+    assert made.arm_of_command(True, Path(), 1).changed == {"loader.workers": "4"}
+    a = made.arm_of_command(False, Path(), 1)
+    assert not a.changed and "loader.workers" not in a.variables
+    assert made.command_line().startswith("engine flip --set loader.workers=4 -- ")
+    assert read_plan(made.to_json()) == made
+
+
+def test_trackers_write_into_the_folder_of_the_run() -> None:
+    variables = plan({"X": "1"}, {"X": "2"}).arm_of_command(False, Path("/o"), 1).variables
+    assert variables["MLFLOW_TRACKING_URI"] == "file:///o/mlruns"
+    assert variables["COMET_AUTO_LOG_DISABLE"] == "1"
+
+
+def test_bursts_of_loader_workers_count_with_the_steps_that_wait_for_them() -> None:
+    burst = [40.0, 20.0, 4.0, 4.0]
+    assert usual_step_s(burst * 2) == usual_step_s(burst * 40) == 17.0
+    assert usual_step_s([1.0] * 99 + [500.0]) == 1.0, "a checkpoint among many steps"
 
 
 def test_a_plan_of_a_command_is_read_as_it_was_written() -> None:
@@ -109,6 +133,14 @@ def test_words_that_begin_with_a_dash_belong_to_the_option_in_front_of_them() ->
     assert found.source == ["python", "t.py", "{}", "--a", "--c"]
 
 
+DECIDED: dict[str, Any] = {
+    "effect": 0.5,
+    "interval": [0.4, 0.6],
+    "class": "measured",
+    "controls": {name: {"level": "pass", "reason": ""} for name in ("AA", "positive")},
+}
+
+
 def fields(change: str) -> dict[str, Any]:
     return {
         "verdict": "EQUIVALENT",
@@ -126,6 +158,8 @@ def test_the_answer_names_words_as_they_are_and_a_variable_with_its_value() -> N
     said = answer(fields("{}: --workers 0 -> --workers 4"))
     assert said.sentence.startswith("--workers 4 makes no difference that matters")
     assert said.action == "keep --workers 0 and look for another cause"
+    said = answer(fields(f"loader.workers: {OWN} -> 4") | {"verdict": "B_FASTER"} | DECIDED)
+    assert said.action == "set num_workers=4"
     assert answer(fields("X: unset -> 1")).sentence.startswith("X=1 makes no difference")
     empty = plan({WORDS: "--fused"}, {WORDS: ""}).changes[0]
     assert answer(fields(str(empty))).sentence.startswith(f"{NOTHING} makes no difference")

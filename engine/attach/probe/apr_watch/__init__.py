@@ -33,13 +33,15 @@ it costs one comparison for each import. Standard library only, Python 3.10 on; 
     textbook.py      an update held against the textbook's
     compiles.py      what torch.compile compiled
     memory.py        what torch's allocator holds on a GPU
+    settings.py      what an experiment changes without the script's help
     stacks.py        how the stacks of a process that hangs are taken from outside
     values.py        the values of tensors, read without making a GPU wait
     writer.py        the lines of the log
 
 The run must never change: no random number is drawn, no stream is synchronised, no thread is started, and nothing
 that fails here reaches the script. A probe that fails removes itself and says so in the log. What an experiment asks
-for is the exception: APR_WATCH_STEPS ends the process after so many steps, APR_WATCH_SLOW_BY lengthens each step.
+for is the exception: APR_WATCH_STEPS ends the process after so many steps, APR_WATCH_SLOW_BY lengthens each step,
+APR_WATCH_SET changes the settings that it names, and each change is in the log.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from . import (
     ranks,
     scaling,
     schedule,
+    settings,
     step,
     textbook,
     trainings,
@@ -90,6 +91,7 @@ class Hooks:
             raise
         os.register_at_fork(after_in_child=lambda: self._ours(self._steps.forked))
         atexit.register(self._finish)
+        self._change_settings()
 
     @property
     def are_on(self) -> bool:
@@ -115,6 +117,17 @@ class Hooks:
         self._finish(error)
         if self._steps.log is not None:
             self._steps.log.close()
+
+    def _change_settings(self) -> None:
+        """Change what an experiment asked to have changed; what torch refuses is said, and the script goes on."""
+
+        def say(kind: str, fields: dict[str, Any]) -> None:
+            self._ours(self._steps.said, kind, fields)
+
+        try:
+            settings.apply(self._torch, say)
+        except Exception as error:  # noqa: BLE001  the script's own import of torch has succeeded
+            self.note("error", f"--set was not carried out: {type(error).__name__}: {error}")
 
     def remove(self) -> None:
         """Restore the originals. A wrapper that the script has wrapped again stays, and does nothing."""
@@ -419,6 +432,7 @@ def _leave_alone_when_compiling(torch: Any) -> None:
         ranks,
         scaling,
         schedule,
+        settings,
         step,
         textbook,
         trainings,

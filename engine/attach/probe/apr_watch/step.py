@@ -458,7 +458,10 @@ class Steps:
         self._write_ready()
 
     def noted(self, level: str, text: str) -> None:
-        self._say(Values(), "note", {"level": level, "text": text})
+        self.said("note", {"level": level, "text": text})
+
+    def said(self, kind: str, fields: dict[str, Any]) -> None:
+        self._say(Values(), kind, fields)
         self._write_ready()
 
     def _say(self, kept: Values, kind: str, fields: dict[str, Any]) -> None:

@@ -1,0 +1,169 @@
+"""What an experiment changes in a script without its help, where `engine watch --set` asks for it and nowhere else.
+
+    loader.*        the arguments of each DataLoader that is made
+    attention.*     which kernels torch's scaled_dot_product_attention may take
+    matmul.*, cudnn.*, torch.*     switches of torch
+
+Each change is written to the log as a decision, with what was there before. What is changed stays so when the probe
+removes itself: an arm of an experiment is one thing from its beginning to its end.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+VARIABLE = "APR_WATCH_SET"
+"""`NAME=VALUE` of each setting, with `;` between them; `engine watch` has checked them."""
+LOADER = {
+    "loader.workers": "num_workers",
+    "loader.pin_memory": "pin_memory",
+    "loader.persistent_workers": "persistent_workers",
+}
+"""The argument of DataLoader of each setting."""
+_NEEDS_WORKERS = {
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "multiprocessing_context": None,
+    "timeout": 0,
+}
+"""Arguments that DataLoader refuses without workers, and what they are then."""
+ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
+_KERNELS = {"efficient": "mem_efficient"}
+Say = Callable[[str, dict[str, Any]], object]
+"""Writes a line: its kind and its fields."""
+
+
+def asked() -> dict[str, str]:
+    """The settings that are to be changed, by name."""
+    pairs = (part.partition("=") for part in os.environ.get(VARIABLE, "").split(";") if part)
+    return {name: value for name, _, value in pairs}
+
+
+def apply(torch: Any, say: Say) -> None:
+    """Change what is asked for in this process. Raises whatever torch raises."""
+    changes = Changes(say)
+    wanted = asked()
+    of_loader = {LOADER[name]: _value(text) for name, text in wanted.items() if name in LOADER}
+    loaders = sys.modules.get("torch.utils.data.dataloader")
+    if of_loader and loaders is not None:
+        _change_loaders(loaders.DataLoader, of_loader, changes)
+    for name, change in _SWITCHES.items():
+        if name in wanted:
+            before, now = change(torch, wanted[name])
+            changes.made(name, wanted[name], _TORCH[name], before, now)
+
+
+class Changes:
+    """Writes each change once, however often it is made."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._said: set[tuple[str, str]] = set()
+
+    def made(self, knob: str, choice: str, what: str, before: Any, now: Any) -> None:
+        if before == now:
+            text = f"{knob}={choice} changes nothing here: {what} is {now} in the script too"
+            self.once("note", text, {"level": "warning", "text": text})
+            return
+        text = f"the watch changed {what} {before} -> {now}, as --set asked"
+        fields = {"knob": knob, "choice": choice, "reason": text, "overridden": True}
+        self.once("decision", text, fields)
+
+    def once(self, kind: str, text: str, fields: dict[str, Any]) -> None:
+        if (kind, text) not in self._said:
+            self._said.add((kind, text))
+            self._say(kind, fields)
+
+
+def _value(text: str) -> Any:
+    return {"on": True, "off": False}.get(text, int(text) if text.isdecimal() else text)
+
+
+def _change_loaders(loader: Any, wanted: dict[str, Any], changes: Changes) -> None:
+    original = loader.__init__
+    signature = inspect.signature(original)
+    names = {argument: name for name, argument in LOADER.items()}
+    streams = sys.modules["torch.utils.data"].IterableDataset
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            original(self, *args, **kwargs)  # raises for the script as it would without us
+            return
+        bound.apply_defaults()
+        given = bound.arguments
+        for argument, value in wanted.items():
+            before = given.get(argument)
+            if argument == "num_workers" and value > 1 and isinstance(given["dataset"], streams):
+                text = (
+                    "loader.workers was not applied to a stream: each worker might read all of it"
+                )
+                changes.once("note", text, {"level": "warning", "text": text})
+                continue
+            given[argument] = value
+            changes.made(names[argument], _text(value), f"{argument} of DataLoader", before, value)
+        if not given["num_workers"]:
+            given.update({name: off for name, off in _NEEDS_WORKERS.items() if name in given})
+        original(*bound.args, **bound.kwargs)
+
+    loader.__init__ = __init__
+
+
+def _text(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _attend_with(torch: Any, kernel: str) -> tuple[str, str]:
+    """Leave one kernel, and the plain one where that cannot be used."""
+    cuda = torch.backends.cuda
+    wanted = {_KERNELS.get(kernel, kernel), "math"}
+    there = [name for name in ATTENTION if hasattr(cuda, f"enable_{name}_sdp")]
+
+    def enabled() -> str:
+        return "+".join(name for name in there if getattr(cuda, f"{name}_sdp_enabled")())
+
+    before = enabled()
+    for name in there:
+        getattr(cuda, f"enable_{name}_sdp")(name in wanted)
+    return before, enabled()
+
+
+def _matmul_precision(torch: Any, value: str) -> tuple[str, str]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value)
+    return before, torch.get_float32_matmul_precision()
+
+
+def _cudnn_benchmark(torch: Any, value: str) -> tuple[bool, bool]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = value == "on"
+    return before, torch.backends.cudnn.benchmark
+
+
+def _deterministic(torch: Any, value: str) -> tuple[bool, bool]:
+    before = torch.are_deterministic_algorithms_enabled()
+    # cuBLAS reads this when its first handle is made; without it some matmuls are not deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(value == "on", warn_only=True)
+    return before, torch.are_deterministic_algorithms_enabled()
+
+
+_SWITCHES: dict[str, Callable[[Any, str], tuple[Any, Any]]] = {
+    "attention.backend": _attend_with,
+    "matmul.precision": _matmul_precision,
+    "cudnn.benchmark": _cudnn_benchmark,
+    "torch.deterministic": _deterministic,
+}
+_TORCH = {
+    "attention.backend": "the kernels of scaled_dot_product_attention",
+    "matmul.precision": "torch's float32 matmul precision",
+    "cudnn.benchmark": "torch.backends.cudnn.benchmark",
+    "torch.deterministic": "torch's deterministic algorithms",
+}

@@ -1,0 +1,88 @@
+"""A copy of a script's folder for one run of an arm, so that short runs cannot write over what the script has written.
+
+What a run writes by an absolute path to elsewhere, or through a link, is not kept apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+COPY_BYTES, COPY_FILES = 256 << 20, 20_000
+"""A larger folder is not copied for each run."""
+LEFT_OUT = frozenset(
+    {"wandb", "mlruns", "lightning_logs", "__pycache__"}
+    | {".mypy_cache", ".ruff_cache", ".pytest_cache"}
+)
+"""Folders of trackers and caches: made again where they are needed."""
+LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
+"""Folders that a training reads: links to them take the place of copies."""
+
+
+def size_to_copy(folder: Path) -> int | None:
+    """The bytes of a folder that would be copied; None for more than is copied."""
+    total = 0
+    for count, entry in enumerate(_entries(folder), 1):
+        if entry.is_file(follow_symlinks=False):
+            total += entry.stat(follow_symlinks=False).st_size
+        if total > COPY_BYTES or count > COPY_FILES:
+            return None
+    return total
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """What a copy has, folders before what is in them, without what is left out and linked."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except PermissionError:
+        return
+    for entry in entries:
+        if entry.name in LEFT_OUT or entry.name in LINKED:
+            continue
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if is_folder and _is_ours(entry.path):
+            continue
+        yield entry
+        if is_folder:
+            yield from _entries(Path(entry.path))
+
+
+def _is_ours(folder: str) -> bool:
+    """Whether a folder is a run's or a flip's."""
+    return any(os.path.isfile(f"{folder}/{name}") for name in ("effective.json", "pairs.jsonl"))
+
+
+def copy_folder(folder: Path, to: Path) -> None:
+    """Copy the folder of a script to a new folder. Raises OSError."""
+    shutil.rmtree(to.parent, ignore_errors=True)
+    to.mkdir(parents=True)
+    for entry in _entries(folder):
+        target = to / os.path.relpath(entry.path, folder)
+        if entry.is_symlink():
+            os.symlink(_target(entry.path, folder), target)
+        elif entry.is_dir():
+            target.mkdir()
+        elif entry.is_file():
+            shutil.copy2(entry.path, target)
+    for name in LINKED:
+        if os.path.lexists(folder / name):
+            os.symlink(folder / name, to / name)
+
+
+def remove_copy(to: Path) -> None:
+    """Remove a copy, and the folder of copies with the last of them."""
+    shutil.rmtree(to.parent, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        to.parent.parent.rmdir()
+
+
+def _target(link: str, folder: Path) -> str:
+    """Where a copied link leads: inside the copy what it led to inside the folder."""
+    target = os.readlink(link)
+    whole = os.path.normpath(os.path.join(os.path.dirname(link), target))
+    is_inside = Path(whole).is_relative_to(folder) and not os.path.isabs(target)
+    return target if is_inside else whole

@@ -1,0 +1,181 @@
+"""A flip of a watched run: arm A is its command as the run folder keeps it, B the same with one difference.
+
+    engine flip runs/train-1 --set loader.workers=4         a setting that the probe changes
+    engine flip runs/train-1 --env-b OMP_NUM_THREADS=1      a variable of its environment
+    engine flip runs/train-1 --b "--num_workers 4"          words: an option that it has is replaced, another added
+
+Its runs must not write over what the script has written before. Each is started in a copy of the script's folder,
+where that is small, and what an output option names is replaced by `{out}`; where neither can be done nothing starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadInput
+from engine.flips.command import OUT, WORDS
+from engine.flips.plan import BUDGET_S, PAIRS_MIN, STEPS, WARM_UP_STEPS, Plan, make_command_plan
+from engine.flips.proof import REDACTED
+from engine.flips.script_folder import COPY_BYTES, COPY_FILES, size_to_copy
+from engine.flips.surroundings import time_of_run
+from engine.log.folder import COMMAND, RunFolder, read_command
+from engine.log.follow import Follower
+from engine.units import format_bytes
+
+OUTPUTS = frozenset(
+    f"--{name}".replace("_", between)
+    for name in (
+        *("output_dir", "output", "out", "out_dir", "outdir", "save_dir", "save_path"),
+        *("logging_dir", "log_dir", "logdir", "checkpoint_dir", "ckpt_dir", "run_dir"),
+        *("default_root_dir", "results_dir", "exp_dir", "work_dir", "project_dir"),
+    )
+    for between in "_-"
+)
+"""Options that name where a script writes."""
+MEASURED_S, LONGEST_S = 5.0, 120.0
+"""The measured steps of an arm are to last so long, and an arm at most so long."""
+STEPS_OF_LOADERS = 40
+"""Batches that workers have prepared while the first step was slow make the next steps faster than they are."""
+MOST_STEPS = 200
+
+
+def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:
+    """Make a plan of a watched run's command with what B has otherwise: words, variables, settings of
+    SCRIPT_SETTINGS. Steps and budget that are not given follow from the run. Raises BadInput."""
+    run = RunFolder(path)
+    command = read_command(run)
+    assert command is not None, "the run is of a command that was watched"
+    if command.part_of is not None:
+        found = f"a later training of {command.part_of}"
+        raise _refused(path, "the first training of a command", found)
+    told = run.read_effective()[COMMAND]
+    given = dict(text.split("=", 1) for text in told.get("environment", ()))
+    a: dict[str, str | None] = {**given, **told.get("set", {})}
+    words, changed = command.arguments, dict(b)
+    if not words or any(REDACTED in text for text in (*words, *given.values())):
+        found = "one with a secret, which is not kept" if words else "none"
+        raise _refused(path, "a command that the run folder keeps", found)
+    if not os.path.isdir(command.folder):
+        raise _refused(path, f"its folder {command.folder}", "no such folder")
+    if (own := changed.pop(WORDS, None)) is not None:
+        words, a[WORDS] = _without_options(words, own)
+        changed[WORDS] = own
+    words, outputs = _into_out(words)
+    is_small = size_to_copy(Path(command.folder)) is not None
+    if not is_small and not outputs:
+        raise _refused(
+            path,
+            f"a folder of at most {format_bytes(COPY_BYTES)} and {COPY_FILES:,} files to copy for each run, or an "
+            "output option that is known",
+            f"more in {command.folder}",
+            hint=f"say where it writes: engine flip --set ... -- {shlex.join(words)} --OPTION {OUT}",
+        )
+    usual_steps, usual_budget_s = lasting(
+        run, any("worker" in f"{k}{v}" for k, v in changed.items())
+    )
+    how = {"steps": usual_steps, "budget_s": usual_budget_s} | how
+    return make_command_plan(
+        words,
+        a,
+        {**a, **changed},
+        folder=command.folder,
+        source=str(path.absolute()),
+        copied=is_small,
+        **how,
+    )
+
+
+def _refused(path: Path, expected: str, found: str, hint: str | None = None) -> BadInput:
+    hint = (
+        hint
+        or 'write the command: engine flip --a "..." --b "..." -- python train.py {} --out {out}'
+    )
+    return BadInput.expected("watched run", path, expected, found, hint=hint)
+
+
+def lasting(run: RunFolder, is_of_loaders: bool) -> tuple[int, float]:
+    """Steps and seconds of all pairs with which an arm of a run's command lasts as long as it should."""
+    view = Follower(run).read_all()
+    known, made = time_of_run(view, WARM_UP_STEPS), view.last_step
+    least = STEPS_OF_LOADERS if is_of_loaders else STEPS
+    if known is None:
+        return least, BUDGET_S
+    start_s, step_s = known
+    steps = min(max(least, math.ceil(MEASURED_S / step_s)), MOST_STEPS)
+    steps = min(steps, max(STEPS, int(LONGEST_S / step_s)))
+    # The script may have no more steps than it made.
+    steps = max(min(steps, made), 2 * WARM_UP_STEPS)
+    return steps, max(BUDGET_S, 60.0 * math.ceil(4 * PAIRS_MIN * (start_s + steps * step_s) / 60))
+
+
+# Words.
+
+
+def option_of(word: str) -> str:
+    """The name of an option with `-` for `_`; empty for a word that is none."""
+    name = word.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else ""
+
+
+def options_of(words: Sequence[str]) -> dict[str, str]:
+    """Each option of a command with its value, by its name with `-` for `_`; empty for one without a value."""
+    return {option_of(words[i]): _value_of(words, i)[0] for i in _options(words)}
+
+
+def _options(words: Sequence[str]) -> Iterator[int]:
+    return (i for i, word in enumerate(words) if option_of(word))
+
+
+def _value_of(words: Sequence[str], at: int) -> tuple[str, int]:
+    """The value of the option at a place, and the place behind it."""
+    _, equals, value = words[at].partition("=")
+    if equals:
+        return value, at + 1
+    if at + 1 < len(words) and not words[at + 1].startswith("--"):
+        return words[at + 1], at + 2
+    return "", at + 1
+
+
+def _without_options(words: Sequence[str], other: str) -> tuple[tuple[str, ...], str]:
+    """Put `{}` into a command for the options that the words `other` name, or at its end, and return what stood
+    there."""
+    try:
+        named = set(filter(None, map(option_of, shlex.split(other))))
+    except ValueError as error:
+        raise BadInput.expected("words", repr(other), "words of a shell", str(error)) from error
+    if any(WORDS in word for word in words):
+        raise BadInput.expected("command", shlex.join(words), f"one without {WORDS}", "one with it")
+    kept: list[str] = []
+    taken: list[str] = []
+    at, has_value = 0, len(shlex.split(other)) > len(named)
+    while at < len(words):
+        end = at + 1
+        if option_of(words[at]) in named:
+            # A flag takes no value, and the word behind it is not its own.
+            end = _value_of(words, at)[1] if has_value else end
+            if not taken:
+                kept.append(WORDS)
+            taken += words[at:end]
+        else:
+            kept.append(words[at])
+        at = end
+    return tuple(kept if taken else [*kept, WORDS]), shlex.join(taken)
+
+
+def _into_out(words: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """Replace what output options name by a path in `{out}`; returns how many there were too."""
+    found, count = list(words), 0
+    for at in _options(words):
+        name, equals, _ = words[at].partition("=")
+        value, end = _value_of(words, at)
+        if name not in OUTPUTS or not value or OUT in value:
+            continue
+        inside = f"{OUT}/{Path(value).name}" if Path(value).name else OUT
+        found[at:end] = [f"{name}={inside}"] if equals else [name, inside]
+        count += 1
+    return tuple(found), count
