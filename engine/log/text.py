@@ -619,14 +619,26 @@ def _ending(view: RunView, state: str) -> list[str]:
 
 def reason_text(view: RunView, state: str) -> str:
     """Say in one sentence why a run failed, or what is wrong with it: how it ended, else its first failed check,
-    else its first active alert. Empty when nothing is wrong."""
-    if state != "completed" and has_ended(state) and (ending := _ending(view, state)):
-        return one_line(ending[0])
-    for check in view.checks.values():
-        if check.level == "fail":
-            return one_line(f"{check.id}: {check.reason}")
+    else its first active alert; behind that, of a script that is not ours, each contradiction and suspicion. Empty
+    when nothing is wrong."""
+    seen = {
+        degree: [seen_text(one) for one in view.identities if one.degree == degree]
+        for degree in ("contradiction", "suspicion")
+    }
+    failed = [f"{x.id}: {x.reason}" for x in view.checks.values() if x.level == "fail"]
     alerts = sorted(view.alerts.values(), key=lambda alert: alert.severity != "error")
-    return one_line(alerts[0].title) if alerts else ""
+    is_failure = state != "completed" and has_ended(state)
+    first = (is_failure and _ending(view, state)) or failed
+    if not first and not seen["contradiction"]:
+        # The alert on an identity that fails says what the contradictions say themselves.
+        first = [alert.title for alert in alerts]
+    parts = [*first[:1], *seen["contradiction"], *seen["suspicion"]]
+    return one_line("; ".join([*(part.rstrip(".") for part in parts[:-1]), *parts[-1:]]))
+
+
+def seen_text(seen: Identity) -> str:
+    """Say what was seen of an identity of a script that is not ours."""
+    return f"{seen.degree} {seen.id} at step {seen.step}: {seen.text}"
 
 
 def host_lost_text(view: RunView) -> str:

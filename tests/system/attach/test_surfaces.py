@@ -10,6 +10,7 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.attach.identities import CONTRADICTION, FACT, IDENTITIES, PASS, SUSPICION, UNKNOWN
+from engine.attach.summary import summary_lines
 from engine.log.events import (
     Event,
     Identity,
@@ -27,6 +28,7 @@ from tests.support.screens import on_screen, press, text_of, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.notebook import Live
 from workbench.panes import page_panes
+from workbench.runs_feed import RunsFeed
 
 LIMIT_S = 120.0
 WATCHED = Watched(
@@ -237,6 +239,30 @@ def test_the_exit_code_and_json_of_identities_say_what_could_be_judged(tmp_path:
         keys = ("id", "degree", "text", "numbers", "step", "means", "remedy")
         assert tuple(found["identities"][0]) == keys
     assert rows["update"]["text"] == "sharded (step 1)"
+
+
+def test_the_reason_in_the_list_names_what_is_wrong_in_the_words_of_the_summary(
+    tmp_path: Path,
+) -> None:
+    runs = {
+        "healthy": make(tmp_path / "healthy", HELD),
+        "doubted": make(tmp_path / "doubted", HELD, SHIFT),
+        "wrong": make(tmp_path / "wrong", SHIFT, KEPT),
+        "failed": make(tmp_path / "failed", SHIFT, code=1),
+    }
+    suspicion = "suspicion label_shift at step 1: the labels are shifted twice"
+    contradiction = "contradiction kept_gradients at step 2: nothing zeroed them"
+    rows = {row.name: row for row in RunsFeed([tmp_path], budget_s=LIMIT_S).poll().rows}
+    assert {name: row.reason for name, row in rows.items()} == {
+        "healthy": "",
+        "doubted": suspicion,
+        "wrong": f"{contradiction}; {suspicion}",
+        "failed": f"It ended; {suspicion}",
+    }
+    for name, said in (("doubted", suspicion), ("wrong", contradiction), ("wrong", suspicion)):
+        assert said in " ".join(" ".join(summary_lines(runs[name])).split())
+    (screen,) = texts_of(tmp_path, (200, 40))
+    assert "label_shift" in screen and "kept_gradients" in screen
 
 
 def test_a_command_without_a_probe_has_no_identities_and_says_so(tmp_path: Path) -> None:
