@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from engine.findings.receipt import effective_of
+from engine.log.downsample import bucket_at, buckets, equal_widths
 from engine.log.folder import RunFolder, WatchedCommand
 from engine.log.text import alert_lines, commit_text
 from engine.log.view import RunView
@@ -29,7 +30,7 @@ from engine.units import format_bytes, format_count, format_seconds, format_valu
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
 from workbench.groups import Samples, samples_of
 from workbench.paths import path_text
-from workbench.traces import Bucket, Trace
+from workbench.traces import Trace
 
 AXES = ("step", "tokens", "time")
 UNTIMED_S = 60.0
@@ -134,34 +135,21 @@ class Compared:
         name = self.snapshot.run.name
         if not metric.column:
             points = self._evaluations(axis)
-            buckets = [_point(x, y) for x, y in points if low <= x <= high]
-            return Trace(name=name, buckets=tuple(buckets), last=points[-1][1] if points else None)
+            single = tuple(bucket_at(x, y) for x, y in points if low <= x <= high)
+            return Trace(name=name, buckets=single, last=points[-1][1] if points else None)
         steps = self.view.steps
         xs, origin = self._xs(axis)
-
-        def row(x: float) -> int:
-            return bisect_left(xs, x + origin, 0, len(steps))
-
-        begin, end = row(low), bisect_right(xs, high + origin, 0, len(steps))
-        if end - begin <= count:
-            edges = list(range(begin, end + 1))
-        else:
-            width = (high - low) / count
-            edges = sorted({begin, end} | {row(low + width * i) for i in range(1, count)})
-        buckets = []
-        for first, stop in pairwise(edges):
-            found = steps.range(metric.column, first, stop)
-            buckets.append(
-                Bucket(
-                    x_first=xs[first] - origin,
-                    x_last=xs[stop - 1] - origin,
-                    low=found.low,
-                    high=found.high,
-                    non_finite=found.non_finite,
-                )
-            )
+        # A copy: the running count of tokens cannot grow while its memory is lent.
+        places = xs[: len(steps)]
+        edges = equal_widths(places, low + origin, high + origin, count)
+        found = buckets(places, steps.column(metric.column), edges)
+        if origin:
+            found = [
+                replace(one, x_first=one.x_first - origin, x_last=one.x_last - origin)
+                for one in found
+            ]
         last = steps.last(metric.column)
-        return Trace(name=name, buckets=tuple(buckets), last=last, gap=self._gap(axis))
+        return Trace(name=name, buckets=tuple(found), last=last, gap=self._gap(axis))
 
     def samples(self, metric: Metric, axis: str) -> Samples:
         """Return every row that has the metric."""
@@ -170,7 +158,7 @@ class Compared:
             return samples_of([x for x, _ in points], [y for _, y in points])
         count = len(self.view.steps)
         xs, origin = self._xs(axis)
-        ys = self.view.steps.columns[metric.column][:count]
+        ys = self.view.steps.column(metric.column)
         return samples_of(xs[:count], ys, origin=origin, gap=self._gap(axis))
 
     def _gap(self, axis: str) -> float:
@@ -193,12 +181,6 @@ class Compared:
         xs, origin = self._xs(axis)
         row = bisect_right(xs, x + origin, 0, len(self.view.steps)) - 1
         return self.view.steps.value(metric.column, max(0, row))
-
-
-def _point(x: float, y: float | None) -> Bucket:
-    bad = y is not None and not math.isfinite(y)
-    value = None if bad else y
-    return Bucket(x_first=x, x_last=x, low=value, high=value, non_finite=bad)
 
 
 class _Followed:

@@ -45,10 +45,11 @@ from engine.findings.text import (
 )
 from engine.findings.verify import Checked, check_bundle
 from engine.flips.text import ASCII, UNICODE
+from engine.log.downsample import buckets, equal_counts
 from engine.log.text import one_line
 from engine.units import format_bytes
 from workbench.listing import TONE_OF, Listing, Row, Tone
-from workbench.traces import Trace, buckets_of
+from workbench.traces import Trace
 
 EVIDENCE = "evidence"
 NEW = "new"
@@ -68,6 +69,8 @@ SIGNS: dict[Status, tuple[str, Tone]] = {
     "refuted": ("x", "quiet"),
     "unverified": ("?", "unsure"),
 }
+DRAWN = 1024
+"""So many points of a metric are drawn."""
 HEAD = "finding"
 """Key of the first row: the finding as a whole."""
 
@@ -397,9 +400,10 @@ def _trace_of(piece: Piece) -> Trace | None:
     if not isinstance(locator, MetricWindow):
         return None
     points = points_of(locator, piece.data, piece.evidence.id)
-    buckets = buckets_of([x - locator.from_unix_s for x, _ in points], [y for _, y in points])
+    xs, ys = [x - locator.from_unix_s for x, _ in points], [y for _, y in points]
+    found = buckets(xs, ys, equal_counts(len(points), DRAWN))
     last = points[-1][1] if points else None
-    return Trace(name=locator.metric, buckets=buckets, last=last, x_name="s")
+    return Trace(name=locator.metric, buckets=tuple(found), last=last, x_name="s")
 
 
 def node_of(finding: Finding, key: str) -> tuple[str, str]:

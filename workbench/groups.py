@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.log.downsample import Bucket
 from engine.log.table import is_absent
-from workbench.traces import Bucket, Trace
+from workbench.traces import Trace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +38,7 @@ class Samples:
 
 
 def samples_of(
-    xs: Sequence[float], ys: Sequence[float], *, origin: float = 0.0, gap: float = math.inf
+    xs: Sequence[float], ys: Sequence[float] | Floats, *, origin: float = 0.0, gap: float = math.inf
 ) -> Samples:
     """Return the rows of a column that are not absent, with x counted from `origin`."""
     import numpy as np

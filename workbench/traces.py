@@ -1,12 +1,4 @@
-"""Reduce columns of a run to as many points as can be drawn: buckets with the lowest and highest value of
-consecutive rows, so that a spike of one step in a million is still drawn.
-
-`WindowTraces` makes them from the columns of a table between two ends; `buckets_of` from a few rows that are
-not in a table.
-
-A bucket that contains NaN or infinity is flagged (`non_finite`), and its low and high are those of the finite
-values. Absent entries (None) are ignored; a bucket with only absent entries has no low and no high.
-"""
+"""Columns of a run as lines that can be drawn: `WindowTraces` makes them from a table, between two ends."""
 
 from __future__ import annotations
 
@@ -15,20 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from engine.log.downsample import Bucket, bucket_at, buckets, equal_widths
 from engine.log.table import Table
-
-LIMIT = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Consecutive rows of one column."""
-
-    x_first: float
-    x_last: float
-    low: float | None
-    high: float | None
-    non_finite: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,36 +31,10 @@ class Trace:
         return all(bucket.low is None and not bucket.non_finite for bucket in self.buckets)
 
 
-def _bucket_of(xs: Sequence[float], ys: Sequence[float | None]) -> Bucket:
-    present = [y for y in ys if y is not None] if None in ys else ys
-    # One sum shows whether every value is finite: NaN and infinity propagate.
-    finite = present
-    if not math.isfinite(sum(present)):  # type: ignore[arg-type]
-        finite = [y for y in present if y is not None and math.isfinite(y)]
-    return Bucket(
-        x_first=xs[0],
-        x_last=xs[-1],
-        low=min(finite, default=None),  # type: ignore[type-var]
-        high=max(finite, default=None),  # type: ignore[type-var]
-        non_finite=len(finite) != len(present),
-    )
-
-
-def buckets_of(
-    xs: Sequence[float], ys: Sequence[float | None], limit: int = LIMIT
-) -> tuple[Bucket, ...]:
-    """Return all rows in at most `limit` buckets of equal row counts."""
-    stride = max(1, -(-len(ys) // limit))
-    return tuple(
-        _bucket_of(xs[start : start + stride], ys[start : start + stride])
-        for start in range(0, len(ys), stride)
-    )
-
-
 def points_of(name: str, points: Sequence[tuple[float, float]]) -> Trace:
     """Return single points (x, y) as a line through them."""
-    buckets = tuple(_bucket_of([x], [y]) for x, y in points)
-    return Trace(name=name, buckets=buckets, last=points[-1][1] if points else None)
+    single = tuple(bucket_at(x, y) for x, y in points)
+    return Trace(name=name, buckets=single, last=points[-1][1] if points else None)
 
 
 def smoothed(trace: Trace, reach: float) -> Trace:
@@ -89,19 +43,19 @@ def smoothed(trace: Trace, reach: float) -> Trace:
     The weights are those of the points seen so far (as in Adam's bias correction), so it does not begin at 0. It
     begins again after a value that is not finite.
     """
-    buckets, mean, weight, before = [], 0.0, 0.0, 0.0
+    averaged, mean, weight, before = [], 0.0, 0.0, 0.0
     for bucket in trace.buckets:
         if bucket.low is None or bucket.high is None or bucket.non_finite:
             weight = 0.0 if bucket.non_finite else weight
-            buckets.append(bucket)
+            averaged.append(bucket)
             continue
         x = bucket.x_first / 2 + bucket.x_last / 2
         # Places do not decrease, but a clock may have been set back between two logs.
         kept = weight * math.exp(min(0.0, before - x) / reach) if reach > 0 else 0.0
         weight, before = kept + 1.0, x
         mean += ((bucket.low / 2 + bucket.high / 2) - mean) / weight
-        buckets.append(replace(bucket, low=mean, high=mean))
-    return replace(trace, buckets=tuple(buckets))
+        averaged.append(replace(bucket, low=mean, high=mean))
+    return replace(trace, buckets=tuple(averaged))
 
 
 class WindowTraces:
@@ -131,7 +85,8 @@ class WindowTraces:
         column."""
         if table.columns is not self._storage:
             self._storage, self._kept = table.columns, {}
-        edges = _edges(table, low, high, count, x)
+        xs = table.column(x)
+        edges = equal_widths(xs, low, high, count)
         kept = self._kept
         found: dict[tuple[str, str, int, int], Bucket] = {}
         traces = []
@@ -141,42 +96,11 @@ class WindowTraces:
             if new:
                 # Those between two new ones are computed again: that costs less than one call for each.
                 begin, end = new[0], new[-1] + 1
-                kept.update(
-                    zip(
-                        keys[begin:end],
-                        _buckets(table, name, x, edges[begin : end + 1]),
-                        strict=True,
-                    )
-                )
-            buckets = tuple(kept[key] for key in keys)
-            found.update(zip(keys, buckets, strict=True))
-            last = table.value(name, edges[-1] - 1) if buckets else None
-            traces.append(Trace(name=name, buckets=buckets, last=last, gap=gap))
+                made = buckets(xs, table.column(name), edges[begin : end + 1])
+                kept.update(zip(keys[begin:end], made, strict=True))
+            shown = tuple(kept[key] for key in keys)
+            found.update(zip(keys, shown, strict=True))
+            last = table.value(name, edges[-1] - 1) if shown else None
+            traces.append(Trace(name=name, buckets=shown, last=last, gap=gap))
         self._kept = found
         return tuple(traces)
-
-
-def _buckets(table: Table, name: str, x: str, edges: Sequence[int]) -> list[Bucket]:
-    """Return the rows of a column between each two edges as buckets."""
-    xs, rows = table.columns[x], list(edges)
-    firsts, lasts = xs[rows[:-1]].tolist(), xs[[stop - 1 for stop in rows[1:]]].tolist()
-    return [
-        Bucket(x_first=first, x_last=last, low=r.low, high=r.high, non_finite=r.non_finite)
-        for first, last, r in zip(firsts, lasts, table.ranges(name, edges), strict=True)
-    ]
-
-
-def _edges(table: Table, low: float, high: float, count: int, x: str) -> Sequence[int]:
-    """Return the rows where buckets begin, and the row after the last."""
-    begin, end = table.find(x, low), table.find(x, math.nextafter(high, math.inf))
-    if end - begin <= count:
-        return range(begin, end + 1)
-    width = _round_width((high - low) / count)
-    inner = table.find_each(x, [low + width * index for index in range(1, count)])
-    return sorted({begin, end, *(row for row in inner if row < end)})
-
-
-def _round_width(width: float) -> float:
-    """Round up to the next of eight widths per doubling: never more than an eighth wider."""
-    share, exponent = math.frexp(width)
-    return math.ldexp(math.ceil(share * 16) / 16, exponent)

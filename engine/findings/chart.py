@@ -7,9 +7,7 @@ are levels. A non-finite value breaks the line and is marked with a cross at the
 over a NaN hides what matters most. An absent value has no row, or breaks the line if its row holds None. A column
 that was never logged has no line, and a figure without any line says so. Colours of ink and ground are those of
 the page that the chart is in. The same rows give the same bytes.
-
-`thin` reduces very many rows to few. From each interval it keeps the lowest, the highest and one non-finite
-value, so a spike of one step in a million is still drawn. Not covered: logarithmic axes.
+Very many rows are downsampled (`engine.log.downsample`). Not covered: logarithmic axes.
 """
 
 from __future__ import annotations
@@ -21,8 +19,10 @@ from dataclasses import dataclass
 from engine.flips.plan import Plan
 from engine.flips.verdict import Pair
 from engine.log.axis import Axis
+from engine.log.downsample import Row, points
 from engine.log.figures import Curve, figures_of
-from engine.log.sparkline import Values, finite_of, intervals, value_range
+from engine.log.sparkline import value_range
+from engine.log.table import Column
 from engine.log.view import RunView
 from engine.terminal import as_html
 from engine.units import format_bytes
@@ -40,8 +40,6 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B97F00", "#3D97CC")
 _INK = "var(--apr-ink, var(--jp-ui-font-color1, #333333))"
 _GROUND = "var(--apr-ground, var(--jp-layout-color0, #ffffff))"
 _FAINT = "#999999"
-
-Row = tuple[float, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +61,9 @@ def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
     by_step = len(steps) > 1
     whole = (steps.value("step", 0) or 0.0, steps.last("step") or 0.0) if by_step else None
 
-    def places(curve: Curve) -> Values:
+    def places(curve: Curve) -> Column:
         if by_step and "step" in curve.table.columns:
-            return curve.table.values("step")
+            return curve.table.column("step")
         return placed([at or 0.0 for at in curve.table.values(curve.times)])
 
     def placed(times: list[float]) -> list[float]:
@@ -77,7 +75,7 @@ def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
     for figure in figures_of(view):
         series = []
         for curve in figure.curves:
-            rows = thin(places(curve), curve.table.values(curve.column), limit)
+            rows = points(places(curve), curve.table.column(curve.column), limit)
             rows = tuple((x, y if y is None else y / curve.full) for x, y in rows)
             series.append(Series(name=curve.name, rows=rows, points=figure.points))
         signs = zip(placed([mark.unix_s for mark in figure.marks]), figure.marks, strict=True)
@@ -110,44 +108,11 @@ def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
     return line_chart(title, series, x_name="pair", levels=levels, ends=ends)
 
 
-def metric_figure(points: Sequence[Row], title: str) -> str:
-    """A metric over the seconds since its first point; `points` are (unix seconds, value)."""
-    begin = points[0][0] if points else 0.0
-    rows = thin([x - begin for x, _ in points], [y for _, y in points], gaps=True)
+def metric_figure(window: Sequence[Row], title: str) -> str:
+    """A metric over the seconds since its first row; the rows are (unix seconds, value)."""
+    begin = window[0][0] if window else 0.0
+    rows = points([x - begin for x, _ in window], [y for _, y in window], LIMIT, gaps=True)
     return line_chart(title, [Series(name=title, rows=rows)], x_name="seconds")
-
-
-# Reducing rows
-
-
-def thin(xs: Values, ys: Values, limit: int = LIMIT, *, gaps: bool = False) -> tuple[Row, ...]:
-    """Return rows (x, y) without the absent ones; more than 2 * `limit` rows become at most 3 * `limit`.
-
-    With `gaps` an absent y is a row with None, and one such row per interval is kept. It works on slices, so a
-    million rows take a fraction of a second.
-    """
-
-    if len(ys) <= 2 * limit:
-        paired = zip(xs, ys, strict=True)
-        return tuple((x, y) for x, y in paired if x is not None and (gaps or y is not None))
-    rows: list[Row] = []
-    for begin, end in intervals(len(ys), limit):
-        share = ys[begin:end]
-        finite: Values = share
-        odd: dict[bool, int] = {}
-        # One sum tells whether every value is finite, because NaN and infinity propagate through it.
-        if None in share or not math.isfinite(sum(share)):  # type: ignore[arg-type]
-            finite = finite_of(share)
-            unlike = [
-                (y is None, i) for i, y in enumerate(share) if y is None or not math.isfinite(y)
-            ]
-            odd = dict(reversed(unlike))
-        if not gaps:
-            odd.pop(True, None)
-        chosen = {share.index(y) for y in (min(finite), max(finite))} if finite else set()  # type: ignore[type-var]
-        picked = [(xs[begin + i], share[i]) for i in sorted(chosen | set(odd.values()))]
-        rows += [(x, y) for x, y in picked if x is not None]
-    return tuple(rows)
 
 
 # Drawing

@@ -183,7 +183,7 @@ class Table:
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> list[float | None]:
         """Return entries [start, stop) of a column, as in a slice; None where absent."""
-        part = self._rows(name, start, stop)
+        part = self.column(name, start, stop)
         if not len(part):
             return []
         entries: list[float | None] = part.tolist()
@@ -195,7 +195,7 @@ class Table:
         """Return the lowest and highest finite value in rows [start, stop) of a column."""
         import numpy as np
 
-        part = self._rows(name, start, stop)
+        part = self.column(name, start, stop)
         finite = np.isfinite(part)
         non_finite = False
         if not finite.all():
@@ -205,23 +205,6 @@ class Table:
             return Range(None, None, non_finite)
         return Range(float(part.min()), float(part.max()), non_finite)
 
-    def ranges(self, name: str, edges: Sequence[int]) -> list[Range]:
-        """Return what `range` does of the rows between each two of E + 1 increasing edges, (E,): one call for all, as
-        a call costs more than a few rows."""
-        import numpy as np
-
-        part = self._rows(name, edges[0], edges[-1])
-        begins = np.asarray(edges[:-1]) - edges[0]
-        finite = np.isfinite(part)
-        has_finite = np.logical_or.reduceat(finite, begins).tolist()
-        non_finite = np.logical_or.reduceat(~(finite | is_absent(part)), begins).tolist()
-        lows = np.minimum.reduceat(np.where(finite, part, math.inf), begins).tolist()
-        highs = np.maximum.reduceat(np.where(finite, part, -math.inf), begins).tolist()
-        return [
-            Range(low, high, odd) if known else Range(None, None, odd)
-            for low, high, odd, known in zip(lows, highs, non_finite, has_finite, strict=True)
-        ]
-
     def find(self, name: str, value: float) -> int:
         """Return the first row whose entry is at least `value`, in a non-decreasing column."""
         return self.find_each(name, (value,))[0]
@@ -230,7 +213,7 @@ class Table:
         """Return that row for each of many values; one call for all, as a call costs more than a search."""
         import numpy as np
 
-        rows: list[int] = np.searchsorted(self._rows(name), values).tolist()
+        rows: list[int] = np.searchsorted(self.column(name), values).tolist()
         return rows
 
     def means(self, name: str, x: str, edges: Sequence[float]) -> list[float | None]:
@@ -239,7 +222,7 @@ class Table:
         distance between two."""
         import numpy as np
 
-        places, values = self._rows(x), self._rows(name)
+        places, values = self.column(x), self.column(name)
         known = np.isfinite(places) & np.isfinite(values)
         if not known.any():
             return [None] * (len(edges) - 1)
@@ -263,16 +246,18 @@ class Table:
         the first and after the last row it is theirs."""
         import numpy as np
 
-        found: list[float] = np.interp(at, self._rows(x), self._rows(name)).tolist()
+        found: list[float] = np.interp(at, self.column(x), self.column(name)).tolist()
         return found
 
     def last(self, name: str) -> float | None:
         """Return the newest entry; None when there is none or it is absent."""
         return self.value(name, -1) if self.length else None
 
-    def _rows(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+    def column(self, name: str, start: int = 0, stop: int | None = None) -> Numbers:
+        """Return rows [start, stop) of a column, (N,), as they are stored: not to be written, ABSENT where absent."""
         start, stop, _ = slice(start, stop).indices(self.length)
-        return self.columns[name][start:stop]
+        rows: Numbers = self.columns[name][start:stop]
+        return rows
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Compare: several runs in one figure that stays in the notebook.
 
-The figure is made by plotly: static data, thinned, no comm; it can be zoomed in a page and is part of the
+The figure is made by plotly: static data, downsampled, no comm; it can be zoomed in a page and is part of the
 notebook. Beside it, for pages without plotly, are the same lines as SVG and the runs as text.
 """
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UsageError
-from engine.findings.chart import LIMIT, Row, Series, line_chart, thin
+from engine.findings.chart import LIMIT, Series, line_chart
+from engine.log.downsample import Row, points
 from engine.log.folder import open_run
 from engine.terminal import as_html, printable
 from workbench.compared import (
@@ -150,7 +151,7 @@ class Curve:
 
 def _curve(name: str, run: Compared, metric: Metric) -> Curve:
     samples = run.samples(metric, "step")
-    return Curve(name, thin(samples.xs.tolist(), samples.ys.tolist(), LIMIT))
+    return Curve(name, points(samples.xs, samples.ys, LIMIT))
 
 
 def _band_curve(name: str, found: Spread) -> Curve:

@@ -1,6 +1,6 @@
 // The page's half of Live: the charts of chart.js, whose text precedes this one, and the text panes of one run.
 //
-// The kernel replies to `ready` with the whole run, thinned, and then sends what is added: which charts there
+// The kernel replies to `ready` with the whole run, downsampled, and then sends what is added: which charts there
 // are, rows of each series as one buffer of float32, first all x, then all y, and text that changed. Nothing is
 // kept in the state of the widget. A pointer on a chart shows the values there in all of them; a drag selects a
 // window, which is shaded and goes to the kernel as `window`.

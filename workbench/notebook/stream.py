@@ -6,7 +6,7 @@
     words   {"kind": "words", "panes": {name: text}}      only those that changed
 
 Its only state is how many rows of each table were sent. `reset` clears that, so that the next messages are
-the whole run again; a view that was opened or reloaded requests it. History is thinned to HISTORY buckets per
+the whole run again; a view that was opened or reloaded requests it. History is downsampled to HISTORY buckets per
 series, later additions to LIVE buckets per tick, so that neither a long run nor a fast one floods the page:
 at most 6 KB per series to open and 600 bytes per tick later.
 
@@ -22,9 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.findings.chart import Row, thin
+from engine.log.downsample import Row, points
 from engine.log.figures import Curve, Figure, figures_of
-from engine.log.table import Table
 from engine.terminal import printable
 from workbench.feed import Snapshot
 from workbench.panes import page_panes
@@ -65,20 +64,6 @@ class _Batch:
             self.buffers.append(array("f", xs).tobytes() + _floats(ys).tobytes())
 
 
-class _Since(Sequence[float | None]):
-    """The rows of a column from `start` on, minus an origin; thinning reads only a few of very many."""
-
-    def __init__(self, table: Table, name: str, start: int, begin: float) -> None:
-        self._table, self._name, self._start, self._begin = table, name, start, begin
-
-    def __len__(self) -> int:
-        return len(self._table) - self._start
-
-    def __getitem__(self, index: Any) -> Any:
-        value = self._table.value(self._name, self._start + index)
-        return None if value is None else value - self._begin
-
-
 def _floats(values: tuple[float, ...]) -> array[float]:
     """Convert to float32; values too large for it become infinite instead of raising."""
     limit = 3.4028234e38
@@ -108,7 +93,7 @@ class Stream:
         if self._is_new:
             self._is_new = False
             yield Message(content={"kind": "clear", "series": None})
-        # The rows of a long log arrive in parts while it is being read; they are thinned once, together.
+        # The rows of a long log arrive in parts while it is being read; they are downsampled once, together.
         if not snapshot.behind:
             if self._begin_unix_s is None:
                 self._begin_unix_s = snapshot.view.first_unix_s
@@ -174,8 +159,9 @@ class Stream:
             sent = self._sent[key] = _Sent(table.columns)
         if sent.rows == len(table):
             return
-        xs = _Since(table, curve.times, sent.rows, self._begin_unix_s or 0.0)
-        rows = thin(xs, table.values(curve.column, sent.rows), LIVE if sent.rows else self._history)
+        xs = table.column(curve.times, sent.rows) - (self._begin_unix_s or 0.0)
+        ys = table.column(curve.column, sent.rows)
+        rows = points(xs, ys, LIVE if sent.rows else self._history)
         batch.add(key, tuple((x, y if y is None else y / curve.full) for x, y in rows))
         sent.rows = len(table)
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from engine.log.axis import Axis
+from engine.log.downsample import Bucket
 from engine.units import format_value
 from workbench.plot.canvas import (
     ASCII,
@@ -43,7 +44,7 @@ from workbench.plot.canvas import (
     name_places,
 )
 from workbench.plot.spread import draw_spread
-from workbench.traces import Bucket, Trace
+from workbench.traces import Trace
 
 MIN_WIDTH, MIN_HEIGHT = 24, 4
 """Below this size no curve fits: the newest values are written instead."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,15 +29,6 @@ def test_a_range_is_what_its_rows_are(ys: list[float | None], data: st.DataObjec
     finite = [y for y in ys[start:stop] if y is not None and math.isfinite(y)]
     assert (found.low, found.high) == (min(finite, default=None), max(finite, default=None))
     assert found.non_finite == any(y is not None and not math.isfinite(y) for y in ys[start:stop])
-
-
-@given(st.lists(VALUES, min_size=1, max_size=320), st.data())
-def test_ranges_of_many_parts_are_those_of_each(
-    ys: list[float | None], data: st.DataObject
-) -> None:
-    table = table_of(ys)
-    edges = sorted(data.draw(st.sets(st.integers(0, len(ys)), min_size=2)))
-    assert table.ranges("y", edges) == [table.range("y", *part) for part in pairwise(edges)]
 
 
 def test_a_metric_that_appears_later_is_absent_in_the_rows_before() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from engine.log.downsample import Bucket
 from engine.log.folder import RunFolder
 from tests.support.run_folders import completed, corrupt, evaluated, killed, resumed, running, torn
 from tests.support.screens import on_screen, poll, press, resize, shows, text_of, words_of
@@ -28,7 +29,7 @@ from workbench.paths import path_text, with_short_paths
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Chart, Line, dots_of, render_chart
 from workbench.plot.series import SERIES
-from workbench.traces import Bucket, Trace
+from workbench.traces import Trace
 
 METRIC = {metric.name: metric for metric in METRICS}
 SIZES = [

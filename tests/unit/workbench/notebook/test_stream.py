@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine.findings.chart import Series, line_chart, thin
 from engine.log.events import Compiled
 from engine.log.figures import figures_of
 from tests.support.notebook_pages import rows_of
@@ -90,26 +87,6 @@ def test_held_out_losses_are_sent_once_and_again_when_one_is_added(tmp_path: Pat
     assert [y for _, y in first] == [6.0, 5.0]
     assert {"kind": "clear", "series": ["held-out.student"]} in [m.content for m in messages]
     assert [y for _, y in rows_of(messages)["held-out.student"]] == [6.0, 5.0, 4.0]
-
-
-@given(
-    st.lists(st.one_of(st.none(), st.floats(width=32)), max_size=400),
-    st.integers(min_value=1, max_value=40),
-)
-def test_thinning_loses_no_extreme_and_hides_no_nan(ys: list[float | None], limit: int) -> None:
-    xs = [float(i) for i in range(len(ys))]
-    kept = thin(xs, ys, limit)
-    assert len(kept) <= 3 * limit
-    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
-    finite = [y for y in ys if y is not None and math.isfinite(y)]
-    left = [y for _, y in kept if math.isfinite(y)]
-    assert (min(left, default=None), max(left, default=None)) == (
-        min(finite, default=None),
-        max(finite, default=None),
-    )
-    odd = any(y is not None and not math.isfinite(y) for y in ys)
-    assert any(not math.isfinite(y) for _, y in kept) == odd
-    line_chart("t", [Series(name="s", rows=kept)], x_name="step")
 
 
 def test_what_is_added_costs_little_however_fast_the_run_is(tmp_path: Path) -> None:

@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.log.axis import Axis
+from engine.log.downsample import bucket_at
 from workbench.plot.canvas import ASCII, UNICODE, plain
 from workbench.plot.chart import Band, LaneRow, Level, Point, chart_of, render_chart
-from workbench.traces import Trace, buckets_of
+from workbench.traces import Trace, points_of
 
 WIDTH, HEIGHT = 60, 12
 
 
 def trace_of(ys: Sequence[float | None], name: str = "loss", first: int = 1) -> Trace:
-    buckets = buckets_of([float(first + i) for i in range(len(ys))], ys)
-    return Trace(name=name, buckets=buckets, last=ys[-1] if ys else None)
+    buckets = [bucket_at(float(x), y) for x, y in enumerate(ys, first)]
+    return Trace(name=name, buckets=tuple(buckets), last=ys[-1] if ys else None)
 
 
 def rows_of(
@@ -256,8 +257,7 @@ def test_every_finite_axis_has_ticks(a: float, b: float, count: int) -> None:
 
 
 def test_the_x_axis_is_named_after_what_it_counts_and_keeps_the_digits_of_seconds() -> None:
-    buckets = buckets_of([0.0, 0.25, 0.75], [1.0, 2.0, 3.0])
-    seconds = Trace(name="loss", buckets=buckets, last=3.0, x_name="s")
+    seconds = replace(points_of("loss", [(0.0, 1.0), (0.25, 2.0), (0.75, 3.0)]), x_name="s")
     words = rows_of([seconds])[-1].split()
     assert words[0] == "s" and words[-1] == "0.75"
     assert lines_of([1.0, 2.0, 3.0])[-1].split()[0] == "step"

@@ -10,14 +10,13 @@ import pytest
 from workbench.plot.canvas import Span, plain
 from workbench.plot.chart import Chart, chart_of
 from workbench.plot.grid import render_grid, shape_of
-from workbench.traces import Trace, buckets_of
+from workbench.traces import points_of
 
 LEGEND = ((Span("A #", "trace0"), Span(" alpha", "legend")),)
 
 
 def chart(title: str) -> Chart:
-    ys = [3.0, float("nan"), 1.0]
-    trace = Trace(name="loss", buckets=buckets_of([1.0, 2.0, 3.0], ys), last=1.0)
+    trace = points_of("loss", [(1.0, 3.0), (2.0, float("nan")), (3.0, 1.0)])
     return replace(chart_of([trace]), title=title)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from engine.log.downsample import Bucket
 from workbench.plot.canvas import BRAILLE_BLANK, plain
 from workbench.plot.chart import Chart, Line, render_chart
-from workbench.traces import Bucket, Trace
+from workbench.traces import Trace
 
 
 def level(low: float | None, high: float | None, count: int = 40) -> Trace:

@@ -1,0 +1,165 @@
+"""Downsample columns of a run to as many points as can be drawn, for the terminal, the report and the notebook.
+
+Rows are cut into intervals, of equal width on x (`equal_widths`, for a window that is zoomed) or of equal row counts
+(`equal_counts`, so that a long pause does not flatten what lies around it). Of each interval the lowest and the
+highest value are kept, so a spike of one step in a million is still drawn, and whether a value was NaN or infinite.
+`buckets` gives intervals; `points` gives rows, each at its own place.
+"""
+
+# Shapes: N rows, I intervals
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from engine.log.table import Column, is_absent, numbers
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from engine.log.table import Numbers
+
+Row: TypeAlias = tuple[float, float | None]
+"""x, and y or None where it is absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Consecutive rows of one column."""
+
+    x_first: float
+    x_last: float
+    low: float | None
+    """The lowest finite value; None when there is none."""
+    high: float | None
+    non_finite: bool
+    """Whether a value is NaN or infinite; an absent one is neither."""
+
+
+def bucket_at(x: float, y: float | None) -> Bucket:
+    """Return one row as a bucket."""
+    finite = y if y is not None and math.isfinite(y) else None
+    return Bucket(x_first=x, x_last=x, low=finite, high=finite, non_finite=y is not finite)
+
+
+def equal_counts(count: int, limit: int) -> list[int]:
+    """Return the I + 1 edges of at most `limit` intervals of `count` rows, equally many in each."""
+    parts = min(count, limit)
+    return [round(part * count / parts) for part in range(parts + 1)] if parts else [0]
+
+
+def equal_widths(xs: Sequence[float] | Numbers, low: float, high: float, limit: int) -> list[int]:
+    """Return the I + 1 edges of at most `limit` intervals of the rows whose x, which does not decrease, is in
+    [low, high]. Their width is a round number, so that they stay the same while rows are appended."""
+    import numpy as np
+
+    begin = int(np.searchsorted(xs, low))
+    end = int(np.searchsorted(xs, high, side="right"))
+    if end - begin <= limit:
+        return list(range(begin, end + 1))
+    width = _round_width((high - low) / limit)
+    inner = np.searchsorted(xs, [low + width * index for index in range(1, limit)])
+    return sorted({begin, end, *inner[inner < end].tolist()})
+
+
+def _round_width(width: float) -> float:
+    """Round up to the next of eight widths per doubling: never more than an eighth wider."""
+    share, exponent = math.frexp(width)
+    return math.ldexp(math.ceil(share * 16) / 16, exponent)
+
+
+def buckets(xs: Column, ys: Column, edges: Sequence[int]) -> list[Bucket]:
+    """Return the rows between each two of I + 1 increasing edges, (I,)."""
+    if len(edges) < 2:
+        return []
+    at = list(edges)
+    places, column = numbers(xs), numbers(ys)
+    lows, highs, finite, odd = _extremes(column[at[0] : at[-1]], [row - at[0] for row in at])
+    return [
+        Bucket(
+            x_first=first,
+            x_last=last,
+            low=low if known else None,
+            high=high if known else None,
+            non_finite=is_odd,
+        )
+        for first, last, low, high, known, is_odd in zip(
+            places[at[:-1]].tolist(),
+            places[[row - 1 for row in at[1:]]].tolist(),
+            lows.tolist(),
+            highs.tolist(),
+            finite,
+            odd,
+            strict=True,
+        )
+    ]
+
+
+def points(xs: Column, ys: Column, limit: int, *, gaps: bool = False) -> tuple[Row, ...]:
+    """Return the rows that have a value; more than 2 * `limit` become at most 3 * `limit`: the lowest, the highest and
+    one that is not finite of each of `limit` intervals. With `gaps` absent values count as rows with None, of which an
+    interval keeps one more. A row without x is left out."""
+    import numpy as np
+
+    places, column = numbers(xs), numbers(ys)
+    rows = np.arange(len(column))
+    if len(column) > 2 * limit:
+        rows = _kept(column, equal_counts(len(column), limit))
+    absent = is_absent(column[rows])
+    shown = ~np.isnan(places[rows]) & (gaps | ~absent)
+    found = zip(
+        places[rows[shown]].tolist(),
+        column[rows[shown]].tolist(),
+        absent[shown].tolist(),
+        strict=True,
+    )
+    return tuple((x, None if is_gap else y) for x, y, is_gap in found)
+
+
+def _extremes(
+    column: Numbers, edges: Sequence[int]
+) -> tuple[Numbers, Numbers, list[bool], list[bool]]:
+    """Return of each interval of all rows the lowest and the highest finite value, whether there is one, and whether
+    there is one that is not finite, (I,) each: one call for all, as a call costs more than a few rows."""
+    import numpy as np
+
+    begins = edges[:-1]
+    finite = np.isfinite(column)
+    odd = ~(finite | is_absent(column))
+    return (
+        np.minimum.reduceat(np.where(finite, column, math.inf), begins),
+        np.maximum.reduceat(np.where(finite, column, -math.inf), begins),
+        np.logical_or.reduceat(finite, begins).tolist(),
+        np.logical_or.reduceat(odd, begins).tolist(),
+    )
+
+
+def _kept(column: Numbers, edges: Sequence[int]) -> NDArray[np.intp]:
+    """Return the first row of each interval that has its lowest value, its highest, one not finite, and none."""
+    import numpy as np
+
+    lows, highs, _, _ = _extremes(column, edges)
+    counts, finite, absent = np.diff(edges), np.isfinite(column), is_absent(column)
+    found = [
+        _firsts(mask, edges)
+        for mask in (
+            finite & (column == np.repeat(lows, counts)),
+            finite & (column == np.repeat(highs, counts)),
+            ~(finite | absent),
+            absent,
+        )
+    ]
+    return np.unique(np.concatenate(found))
+
+
+def _firsts(mask: NDArray[np.bool_], edges: Sequence[int]) -> NDArray[np.intp]:
+    """Return the first row of each interval that is true in `mask`, of those that have one."""
+    import numpy as np
+
+    true = np.append(np.flatnonzero(mask), edges[-1])
+    firsts = true[np.searchsorted(true, edges[:-1])]
+    return firsts[firsts < edges[1:]]
