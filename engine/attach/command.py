@@ -37,6 +37,7 @@ from engine.findings.redact import Redactor
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.signals import dismiss_guard
 from engine.terminal import put, say
+from engine.watch import flight_recorder
 
 PROBE = Path(__file__).parent / "probe"
 RUN_VARIABLE = "APR_WATCH_RUN"
@@ -133,6 +134,7 @@ def run_command(
     environment = {**os.environ, **variables, RUN_VARIABLE: str(run.path)}
     probed = os.pathsep.join(filter(None, (str(PROBE), environment.get("PYTHONPATH"))))
     environment["PYTHONPATH"] = probed
+    environment |= flight_recorder.variables(run.path, environment)
     environment[ASK_VARIABLE] = ",".join(asked)
     environment |= {STEPS_VARIABLE: str(steps or ""), SLOW_VARIABLE: str(slow_by or "")}
     environment[SET_VARIABLE] = ";".join(f"{name}={value}" for name, value in changed.items())

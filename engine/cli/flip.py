@@ -9,7 +9,8 @@ changed, until it is clear which is better.
     engine flip runs/train-1 --set loader.workers=4   a watched run: A is its command, the probe changes B
     engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
 
-Of a watched run each arm is started in a copy of the script's folder. A script is ended after --steps optimizer steps, with its trackers offline; {seed} is the number of the pair.
+Of a watched run each arm is started in a copy of the script's folder. A script is ended after --steps optimizer
+steps, with its trackers offline; {seed} is the number of the pair.
 
 The plan is written and hashed before the first run. Ctrl-C keeps what was measured and prints what it
 shows so far. Exit codes: 0 decided, 1 the arms compute different things, 2 invalid or inconclusive,

@@ -49,7 +49,7 @@ _AGREEING = (
 _IN_RECEIPT = {"device": "device_facts"}
 """Facts whose name in a receipt is another."""
 _OWN_PACE = frozenset(
-    {"notes.json", "memory.held", "reserve", "stop-asked", "stacks", "ranks", "columns"}
+    {"notes.json", "memory.held", "reserve", "stop-asked", "stacks", "ranks", "flight", "columns"}
 )
 """Files and folders of a run folder that are written beside training, and after it."""
 LATE_S = 30.0

@@ -595,6 +595,8 @@ class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     """The main thread, innermost first."""
     busy_threads: Count | None = None
     """Threads that were computing at the time, the main thread included."""
+    collective: str = ""
+    """In which collective the ranks hang, and which rank is missing from it; empty when not known."""
     missing: list[str] = []
     """What could not be collected, each with its reason."""
 

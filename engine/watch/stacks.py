@@ -7,7 +7,7 @@ that holds the GIL.
 In the supervisor, `Capture` works in two steps, one tick apart, so that the supervisor never waits:
 
     begin    the first look at /proc; the signal, if the trainer has a handler for it (otherwise the signal
-             would end it); py-spy with native frames, where it is installed
+             would end it); py-spy with native frames, where it is installed; the flight recorders of ranks
     finish   the second look, what was written since, and one file with all of it
 
 What the threads are doing is inferred from two samples of /proc, some time apart:
@@ -53,6 +53,7 @@ from engine.files import open_plain
 from engine.log.events import StackDump
 from engine.machine.reading import Reading, absent, measured
 from engine.machine.surroundings import find_command
+from engine.watch import flight_recorder
 
 FOLDER = "stacks"
 TRAINER_FILE = "trainer.txt"
@@ -65,7 +66,6 @@ _MAIN = re.compile(r"^main thread (0x[0-9a-f]+)$", re.MULTILINE)
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*:$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 BUSY_PCT = 50.0
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
 _X86 = {
     **{
         0: "read",
@@ -165,7 +165,11 @@ def own_frame(stack: Sequence[str]) -> str:
     library."""
     files = {frame: frame.partition(" in ")[0] for frame in stack}
     ours = (frame for frame, file in files.items() if "/engine/" in file)
-    scripts = (f for f, file in files.items() if not any(part in file for part in _LIBRARIES))
+    scripts = (
+        f
+        for f, file in files.items()
+        if not any(part in file for part in flight_recorder.LIBRARIES)
+    )
     return next(ours, next(scripts, ""))
 
 
@@ -335,6 +339,8 @@ class Capture:
     _offset: int = 0
     _py_spy: subprocess.Popen[bytes] | None = None
     _py_spy_file: Path | None = None
+    _asked_unix_s: float | None = None
+    """When the ranks' flight recorders were asked."""
     _missing: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -353,6 +359,7 @@ class Capture:
         else:
             os.kill(self.pid, DUMP_SIGNAL)
         self._start_py_spy(folder)
+        self._asked_unix_s = flight_recorder.ask(self.run)
 
     def _dump_size(self) -> int:
         try:
@@ -376,6 +383,9 @@ class Capture:
 
     def is_ready(self, now_s: float) -> bool:
         """Whether nothing is left to wait for."""
+        asked = self._asked_unix_s is not None
+        if asked and now_s - self.begun_s < flight_recorder.ANSWER_S:
+            return False
         if self._py_spy is None or self._py_spy.poll() is not None:
             return True
         if now_s - self.begun_s < PY_SPY_LIMIT_S:
@@ -396,12 +406,14 @@ class Capture:
         call = str(main.call.value) if main is not None and main.call.value is not None else ""
         state = main.state if main is not None else "ended"
         summary = self._summary(main, threads, stacks)
+        collective = self._collective()
         path = Path(FOLDER) / f"{self.name}.txt"
         (self.run / path).write_text(
             "\n".join(
                 [
                     f"{self.why}",
                     f"process {self.pid}: {summary}",
+                    *([f"collectives: {collective}"] if collective else []),
                     *(f"not had: {text}" for text in self._missing),
                     "",
                     "threads",
@@ -424,8 +436,21 @@ class Capture:
             native_frame=native or call,
             python_stack=list(stacks.main) if stacks else [],
             busy_threads=sum(t.state == COMPUTING for t in threads),
+            collective=collective,
             missing=self._missing,
         )
+
+    def _collective(self) -> str:
+        if self._asked_unix_s is None:
+            return ""
+        traces, refused = flight_recorder.read(self.run, self._asked_unix_s)
+        self._missing += refused
+        if not traces and not refused:
+            self._missing.append(
+                "collectives: no rank has recorded any; TORCH_FR_BUFFER_SIZE=2000 (before torch 2.9 "
+                "TORCH_NCCL_TRACE_BUFFER_SIZE) turns the flight recorder on"
+            )
+        return flight_recorder.sentence(traces)
 
     def _python(self) -> tuple[str, PythonStacks | None]:
         try:

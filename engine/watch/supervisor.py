@@ -48,6 +48,7 @@ from engine.log.write import LogWriter, repair
 from engine.machine.threads import VARIABLE, choose_thread_wait
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
+from engine.watch import flight_recorder
 from engine.watch.exit_cause import (
     exception_name,
 )
@@ -253,6 +254,8 @@ def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[b
     command += [] if ranks == 1 else ["--gpus", str(ranks)]
     wait = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
     environment = {**os.environ, VARIABLE: wait}
+    if ranks > 1:
+        environment |= flight_recorder.variables(run.path, environment)
     trainer = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, pass_fds=(read_end,), env=environment
     )

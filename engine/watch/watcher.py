@@ -173,7 +173,8 @@ class Watcher:
             dump = capture.finish()
             self._write(dump)
             if self._quiet is not None:
-                self._write(Note(level="info", text=quiet_text(self._quiet, dump)))
+                level = "warning" if dump.collective else "info"
+                self._write(Note(level=level, text=quiet_text(self._quiet, dump)))
         except OSError as error:
             self._write(Note(level="warning", text=f"the stacks could not be kept: {error}"))
         self._quiet = None
@@ -190,8 +191,9 @@ class Watcher:
 def quiet_text(still: Silence, dump: StackDump) -> str:
     """Describe a silence that is no stall yet, for the user."""
     frame = f" at {dump.python_frame}" if dump.python_frame else ""
+    first = f"{dump.collective}; " if dump.collective else ""
     return (
-        f"silent for {format_seconds(still.silent_s)} in {still.doing}{frame}: {dump.summary}; it counts as "
+        f"silent for {format_seconds(still.silent_s)} in {still.doing}{frame}: {first}{dump.summary}; it counts as "
         f"stalled after {format_seconds(still.limit_s)} ({still.held}); all threads are in {dump.path}"
     )
 

@@ -195,7 +195,8 @@ def _stalled(case: Case, what: str) -> Symptom | None:
     if dump is not None:
         where = f": {_state(dump)}" + (f" at {dump.python_frame}" if dump.python_frame else "")
         where += f" ({dump.native_frame})" if dump.native_frame else ""
-        meaning = f"{dump.summary}; all threads are in {dump.path}"
+        first = f"{dump.collective}; " if dump.collective else ""
+        meaning = f"{first}{dump.summary}; all threads are in {dump.path}"
     backend = case.choice("teacher.backend")
     in_teacher = dump is not None and any("engine/teachers/" in f for f in dump.python_stack)
     flip = ""

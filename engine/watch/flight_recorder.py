@@ -1,0 +1,258 @@
+"""Name the collective in which ranks hang, from the flight recorders of torch's NCCL groups.
+
+A rank whose recorder is on (TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE in earlier versions; on by itself in
+some) keeps its newest collectives in a ring. It writes them to a file when somebody writes to its named pipe, from a
+thread of its own that answers while the others wait in the GPU:
+
+    variables   where pipes and files are, for the environment of a command; what is set there already stays
+    ask         write to each pipe; a rank answers within a second or two
+    read        the files, each a pickle of plain containers; one that names a class is refused
+    sentence    which rank is missing from which collective, or how the ranks' collectives differ
+
+Collectives of a group have numbers (`collective_seq_id`) that are the same on all of its ranks. Where the newest of a
+rank is lower than another's, the rank has not entered what the other waits in; where two ranks have a number in
+different collectives, or of different sizes, neither can end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engine.files import open_plain
+
+LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
+"""Parts of the paths of files that are not the user's."""
+
+FOLDER = "flight"
+ANSWER_S = 5.0
+"""A rank looks at its pipe once a second."""
+LARGEST_BYTES = 256 << 20
+_PIPE, _TRACE = "ask-", "rank-"
+DONE = "completed"
+
+
+def variables(run: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what a command needs in its environment for its ranks to be asked, and make the folder that this names;
+    nothing is turned on by it."""
+    folder = (run / FOLDER).absolute()
+    wanted = {
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(folder / _PIPE),
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / _TRACE),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / _TRACE),
+    }
+    # Where one is the user's, the files are where the user looks for them.
+    if any(name in environ for name in wanted):
+        return {}
+    folder.mkdir(exist_ok=True)
+    return wanted
+
+
+def ask(run: Path) -> float | None:
+    """Ask every rank for its newest collectives. Returns the time at which they were asked (unix seconds); None when
+    there is no rank that can answer."""
+    asked_unix_s, asked = time.time(), 0
+    for pipe in sorted((run / FOLDER).glob(f"{_PIPE}*.pipe")):
+        try:
+            # Without waiting: a process that is gone reads no more.
+            number = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.ENXIO, errno.ENOENT):
+                raise
+            continue
+        with contextlib.suppress(OSError):
+            asked += os.write(number, b"1\n") > 0
+        os.close(number)
+    return asked_unix_s if asked else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One entry of a rank's recorder."""
+
+    group: str
+    number: int
+    """Of the collectives of its group, the same on all ranks."""
+    name: str
+    """all_reduce, broadcast, ..."""
+    sizes: str
+    state: str
+    """scheduled, started or completed."""
+    at: str
+    """The innermost line that is not of a library: `file:line in function`; empty when frames are not recorded."""
+
+    @property
+    def what(self) -> str:
+        return f"{self.name}({self.sizes})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What one rank recorded."""
+
+    rank: int
+    members: Mapping[str, tuple[int, ...]]
+    """The ranks of each group."""
+    newest: Mapping[str, Collective]
+    """By group."""
+    recorded: Mapping[tuple[str, int], Collective]
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes containers, numbers and text. A pickle that names anything else could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def read(run: Path, since_unix_s: float) -> tuple[list[Trace], list[str]]:
+    """Return what the ranks have written since then, by rank, and why a file could not be read."""
+    traces, refused = [], []
+    for path in sorted((run / FOLDER).glob(f"{_TRACE}*")):
+        rank = path.name.removeprefix(_TRACE)
+        try:
+            # File times have a coarser clock.
+            if not rank.isdecimal() or path.stat().st_mtime < since_unix_s - 1:
+                continue
+            with open_plain(path) as file:
+                traces.append(_trace(int(rank), file))
+        except (OSError, pickle.UnpicklingError, EOFError) as error:
+            refused.append(f"collectives of rank {rank}: {error}")
+        # What is no recording at all fails in as many ways as there are.
+        except Exception as error:  # noqa: BLE001
+            refused.append(f"collectives of rank {rank}: no recording ({type(error).__name__})")
+    return sorted(traces, key=lambda one: one.rank), refused
+
+
+def _trace(rank: int, file: BinaryIO) -> Trace:
+    if os.fstat(file.fileno()).st_size > LARGEST_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    found = _PlainUnpickler(file).load()
+    groups = {str(key): value for key, value in (found.get("pg_config") or {}).items()}
+    recorded: dict[tuple[str, int], Collective] = {}
+    newest: dict[str, Collective] = {}
+    for entry in found["entries"]:
+        if entry.get("is_p2p"):
+            continue
+        one = _collective(entry)
+        recorded[one.group, one.number] = one
+        if one.group not in newest or one.number >= newest[one.group].number:
+            newest[one.group] = one
+    return Trace(
+        rank=rank,
+        members={key: _ranks(value.get("ranks")) for key, value in groups.items()},
+        newest=newest,
+        recorded=recorded,
+    )
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    # "[0, 1]", or a list.
+    return tuple(map(int, re.findall(r"\d+", str(value or ""))))
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    group = entry.get("process_group") or (entry.get("pg_id", "0"),)
+    dtypes = entry.get("input_dtypes") or [""]
+    sizes = entry.get("input_sizes") or []
+    text = ", ".join(
+        f"{dtype} {list(size)}".strip()
+        for dtype, size in zip([*dtypes, *[dtypes[-1]] * len(sizes)], sizes, strict=False)
+    )
+    return Collective(
+        group=str(group[0]),
+        number=int(entry["collective_seq_id"]),
+        name=str(entry.get("profiling_name", "")).rpartition(":")[2],
+        sizes=text,
+        state=str(entry.get("state", "")),
+        at=next(_lines(entry.get("frames") or ()), ""),
+    )
+
+
+def _lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a stack, innermost first, that are not of a library."""
+    for frame in frames:
+        file = str(frame.get("filename", ""))
+        if file and not any(part in file for part in LIBRARIES):
+            yield f"{file}:{frame.get('line')} in {frame.get('name')}"
+
+
+def sentence(traces: Sequence[Trace]) -> str:
+    """Say in which collective the ranks hang, and whose fault that is; empty where none is going on."""
+    for group in sorted({group for one in traces for group in one.newest}, key=_natural):
+        of_group = [one for one in traces if group in one.newest]
+        if said := _of_group(group, of_group, _members(group, traces)):
+            return said
+    return ""
+
+
+def _natural(group: str) -> tuple[int, str]:
+    return (int(group), "") if group.isdecimal() else (1 << 30, group)
+
+
+def _members(group: str, traces: Sequence[Trace]) -> tuple[int, ...]:
+    listed = next((one.members[group] for one in traces if one.members.get(group)), ())
+    return listed or tuple(one.rank for one in traces)
+
+
+def _of_group(group: str, traces: Sequence[Trace], members: tuple[int, ...]) -> str:
+    # The first that has not ended anywhere: those behind it wait for it.
+    open_ = [
+        one
+        for trace in traces
+        for (of, _), one in trace.recorded.items()
+        if of == group and one.state != DONE
+    ]
+    if not open_:
+        return ""
+    number = min(one.number for one in open_)
+    there = {t.rank: t.recorded[group, number] for t in traces if (group, number) in t.recorded}
+    waiting = {rank: one for rank, one in there.items() if one.state != DONE}
+    rank, first = next(iter(sorted(waiting.items())))
+    name = f"{first.what}, number {number}{_in_group(group)}"
+    where = f" at {first.at}" if first.at else ""
+    behind = [t for t in traces if t.rank not in there and t.newest[group].number < number]
+    silent = sorted(set(members) - {t.rank for t in traces})
+    if behind:
+        last = behind[0].newest[group]
+        after = f"; its last was {last.what}" + (f" at {last.at}" if last.at else "")
+        return (
+            f"{_whose(t.rank for t in behind)} not entered {name}, in which {_whose(waiting, 'wait')}"
+            f"{where}{after}"
+        )
+    differing = {r: one for r, one in there.items() if one.what != first.what}
+    if differing:
+        other, second = next(iter(sorted(differing.items())))
+        at = f" at {second.at}" if second.at else ""
+        return (
+            f"ranks differ in collective {number}{_in_group(group)}: rank {rank} is in {first.what}{where}, rank "
+            f"{other} in {second.what}{at}; neither can end"
+        )
+    if silent:
+        return (
+            f"{_whose(silent)} not answered; {_whose(waiting, 'wait')} in {name}{where}: that rank is gone, or has "
+            "no recorder"
+        )
+    return (
+        f"all ranks are in {name}{where}, and it does not end: the GPUs or the network between them"
+    )
+
+
+def _in_group(group: str) -> str:
+    return "" if group in ("0", "default_pg") else f" of group {group}"
+
+
+def _whose(ranks: Any, verb: str = "have") -> str:
+    listed = sorted(ranks)
+    text = re.sub(r", (\d+)$", r" and \1", ", ".join(map(str, listed)))
+    if len(listed) == 1:
+        return f"rank {text} {'has' if verb == 'have' else f'{verb}s'}"
+    return f"ranks {text} {verb}"
