@@ -128,6 +128,7 @@ ALLOWED: dict[str, str] = {
     "engine/attach/probe/apr_watch/ranks.py": "small files of its own, at most so many bytes; it imports no engine",
     "engine/findings/context.py": "stderr of a run; files of a worktree, each looked at for kind and size before",
     "engine/teachers/store/folder.py": "rows of a shard whose header was read, at offsets of it",
+    "engine/watch/flight_recorder.py": WRITES,
     "engine/files.py": "it is the module",
 }
 """File -> why it may read by itself."""
