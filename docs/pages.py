@@ -118,12 +118,15 @@ def watch_identities() -> str:
 
 
 def commands() -> str:
-    from engine.cli.main import EPILOG, build_parser
+    from engine.cli.main import EPILOG, GROUPS, build_parser
 
     parser = build_parser()
     text = f"# Commands\n\n{parser.description}\n\n{EPILOG[0].upper()}{EPILOG[1:]}.\n"
-    for word, one in subcommands(parser):
-        text += command(one, f"engine {word}", level=2)
+    parsers = dict(subcommands(parser))
+    for title, group in GROUPS.items():
+        text += f"\n## {title[0].upper()}{title[1:]}\n"
+        for one in group:
+            text += command(parsers[one.name], f"engine {one.name}", level=3)
     return text
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -53,103 +54,116 @@ class Command(NamedTuple):
     """Its docstring, or that of its module, is the long text of `--help`."""
 
 
-COMMANDS = (
-    # Training.
-    Command("init", init.HELP, init.add_arguments, init.run),
-    Command("data", data.HELP, data.add_arguments, data.run),
-    Command(
-        "distill",
-        "distil a student from a spec, or resume a run",
-        distill.add_arguments,
-        distill.run,
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "every day": (
+        Command("watch", watch.HELP, watch.add_arguments, watch.run),
+        Command("init", init.HELP, init.add_arguments, init.run),
+        Command(
+            "distill",
+            "distil a student from a spec, or resume a run",
+            distill.add_arguments,
+            distill.run,
+        ),
+        Command(
+            "runs", "list runs: state, progress, losses", runs.add_runs_arguments, runs.list_runs
+        ),
+        Command(
+            "tail",
+            "show a run: state, losses, decisions, device, log",
+            runs.add_tail_arguments,
+            runs.tail,
+        ),
+        Command(
+            "diagnose",
+            "report what is wrong with a run, from its logs",
+            checks.add_diagnose_arguments,
+            checks.diagnose,
+        ),
+        Command("flip", flip.HELP, flip.add_arguments, flip.run),
+        Command("stop", "ask a run to save and stop", runs.add_stop_arguments, runs.stop_run),
+        Command("report", report.HELP, report.add_arguments, report.run),
+        Command(
+            "doctor",
+            "report what this machine can do, and what cannot be measured on it",
+            doctor.add_arguments,
+            doctor.run,
+        ),
     ),
-    Command(
-        "prepare", "run the teacher once and store its outputs", prepare.add_arguments, prepare.run
+    "more of a run": (
+        Command(
+            "checks",
+            "list the first-minute checks, or show their results in a run",
+            checks.add_checks_arguments,
+            checks.checks,
+        ),
+        Command("flips", flips.HELP, flips.add_arguments, flips.run),
+        Command("tag", "tag a run, or note something beside it", runs.add_tag_arguments, runs.tag),
+        Command(
+            "import",
+            interchange.IMPORT_HELP,
+            interchange.add_import_arguments,
+            interchange.import_,
+        ),
+        Command(
+            "export", interchange.EXPORT_HELP, interchange.add_export_arguments, interchange.export
+        ),
+        Command("why", why.HELP, why.add_arguments, why.run),
+        Command("evidence", evidence.HELP, evidence.add_arguments, evidence.run),
     ),
-    # Looking at a run.
-    Command("watch", watch.HELP, watch.add_arguments, watch.run),
-    Command(
-        "tail",
-        "show a run: state, losses, decisions, device, log",
-        runs.add_tail_arguments,
-        runs.tail,
+    "data and models": (
+        Command("data", data.HELP, data.add_arguments, data.run),
+        Command("spec", "print every setting, as TOML to start from", spec.add_arguments, spec.run),
+        Command(
+            "prepare",
+            "run the teacher once and store its outputs",
+            prepare.add_arguments,
+            prepare.run,
+        ),
+        Command(
+            "inspect",
+            "describe a weight file: safetensors, GGUF, .apr",
+            weights.add_inspect_arguments,
+            weights.inspect,
+        ),
+        Command(
+            "convert",
+            "write a model in another weight format",
+            weights.add_convert_arguments,
+            weights.convert,
+        ),
+        Command("generate", "generate text with a model", generate.add_arguments, generate.run),
+        Command(
+            "eval",
+            "evaluate a model: perplexity, programming problems",
+            eval.add_arguments,
+            eval.run,
+        ),
+        Command("gate", "report which gates a distillation passes", gate.add_arguments, gate.run),
+        Command(
+            "publish",
+            "publish a finished run's student, or verify a published folder",
+            publish.add_arguments,
+            publish.run,
+        ),
     ),
-    Command(
-        "diagnose",
-        "report what is wrong with a run, from its logs",
-        checks.add_diagnose_arguments,
-        checks.diagnose,
+    "the workbench itself": (
+        Command(
+            "drill",
+            "plant a known defect, and check that it is named",
+            drill.add_arguments,
+            drill.run,
+        ),
+        Command(
+            "bench",
+            "benchmark linear layers, a teacher, generation, the loss or whole steps against the roofline and rivals",
+            bench.add_arguments,
+            bench.run,
+        ),
+        Command("contracts", contracts.HELP, contracts.add_arguments, contracts.run),
     ),
-    Command(
-        "checks",
-        "list the first-minute checks, or show their results in a run",
-        checks.add_checks_arguments,
-        checks.checks,
-    ),
-    Command("runs", "list runs: state, progress, losses", runs.add_runs_arguments, runs.list_runs),
-    Command("tag", "tag a run, or note something beside it", runs.add_tag_arguments, runs.tag),
-    Command("stop", "ask a run to save and stop", runs.add_stop_arguments, runs.stop_run),
-    Command(
-        "import",
-        interchange.IMPORT_HELP,
-        interchange.add_import_arguments,
-        interchange.import_,
-    ),
-    Command(
-        "export", interchange.EXPORT_HELP, interchange.add_export_arguments, interchange.export
-    ),
-    # Testing a suspicion, and keeping what was learnt.
-    Command("flip", flip.HELP, flip.add_arguments, flip.run),
-    Command("flips", flips.HELP, flips.add_arguments, flips.run),
-    Command("why", why.HELP, why.add_arguments, why.run),
-    Command("evidence", evidence.HELP, evidence.add_arguments, evidence.run),
-    Command("report", report.HELP, report.add_arguments, report.run),
-    Command("contracts", contracts.HELP, contracts.add_arguments, contracts.run),
-    # Specs and models.
-    Command("spec", "print every setting, as TOML to start from", spec.add_arguments, spec.run),
-    Command(
-        "inspect",
-        "describe a weight file: safetensors, GGUF, .apr",
-        weights.add_inspect_arguments,
-        weights.inspect,
-    ),
-    Command(
-        "convert",
-        "write a model in another weight format",
-        weights.add_convert_arguments,
-        weights.convert,
-    ),
-    Command("generate", "generate text with a model", generate.add_arguments, generate.run),
-    Command(
-        "eval", "evaluate a model: perplexity, programming problems", eval.add_arguments, eval.run
-    ),
-    Command("gate", "report which gates a distillation passes", gate.add_arguments, gate.run),
-    Command(
-        "publish",
-        "publish a finished run's student, or verify a published folder",
-        publish.add_arguments,
-        publish.run,
-    ),
-    # This machine, and the workbench itself.
-    Command(
-        "doctor",
-        "report what this machine can do, and what cannot be measured on it",
-        doctor.add_arguments,
-        doctor.run,
-    ),
-    Command(
-        "drill",
-        "plant a known defect, and check that it is named",
-        drill.add_arguments,
-        drill.run,
-    ),
-    Command(
-        "bench",
-        "benchmark linear layers, a teacher, generation, the loss or whole steps against the roofline and rivals",
-        bench.add_arguments,
-        bench.run,
-    ),
-)
+}
+"""What people need most comes first; experts find theirs at the end."""
+COMMANDS = tuple(itertools.chain.from_iterable(GROUPS.values()))
 
 OTHER_NAMES = {
     **dict.fromkeys(("train", "run", "fit", "finetune", "kd", "start", "launch"), "distill"),
@@ -175,12 +189,23 @@ EPILOG = (
 )
 
 
+class _Grouped(argparse.HelpFormatter):
+    """Puts the title of a group above its first command."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        firsts = {commands[0].name: title for title, commands in GROUPS.items()}
+        title = None if action.option_strings else firsts.get(action.dest)
+        return f"\n  {title}\n{text}" if title else text
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine",
         description="Distil language models and see what is really happening. "
         "`apr-workbench` shows the same on screen.",
         epilog=EPILOG,
+        formatter_class=_Grouped,
     )
     parser.other_names = OTHER_NAMES
     parser.add_argument("--version", action="version", version=f"engine {VERSION}")
