@@ -60,21 +60,22 @@ def new_run(
     variables: Sequence[str] = (),
     pid: int | None = None,
     changed: Mapping[str, str] = MappingProxyType({}),
+    runs_in: str | None = None,
 ) -> RunFolder:
-    """Create the run folder of a command; `pid` is the process of one that has itself watched. Secrets in its
-    arguments, and in the `NAME=VALUE` of its environment that are kept with them, are redacted. `changed` are the
-    settings that the probe changes in the script.
+    """Create the run folder of a command; `pid` is the process of one that has itself watched, or that runs already
+    in the folder `runs_in`. Secrets in its arguments, and in the `NAME=VALUE` of its environment that are kept with
+    them, are redacted. `changed` are the settings that the probe changes in the script.
 
     Without a `folder` it is made in `runs`, or, where that cannot be written, in the user's folder for such things,
     and that is said. Raises BadInput when there is no such command.
     """
-    if shutil.which(arguments[0]) is None:
+    if runs_in is None and shutil.which(arguments[0]) is None:
         raise BadInput.expected("command", arguments[0], "a program to start", "none")
     name = name or _name_of(arguments)
     about: dict[str, Any] = {
         "arguments": list(Redactor().argv(arguments)[0]),
-        "folder": os.getcwd(),
-        "commit": _commit(),
+        "folder": runs_in or os.getcwd(),
+        "commit": _commit(runs_in),
     }
     if pid is not None:
         about["pid"] = pid
@@ -222,14 +223,16 @@ def _leave(supervisor: subprocess.Popen[str] | None, code: int | None) -> None:
         supervisor.wait(RECORDED_S)
 
 
-def _commit() -> str | None:
-    """Return the commit of the current folder, with `+` where files differ from it; None outside a repository."""
+def _commit(folder: str | None = None) -> str | None:
+    """Return the commit of a folder (None: the current one), with `+` where files differ from it; None outside a
+    repository."""
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
             capture_output=True,
             text=True,
             timeout=2,
+            cwd=folder,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

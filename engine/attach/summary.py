@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.attach.identities import BY_ID, CONTRADICTION, SUSPICION, UNKNOWN, outcomes
 from engine.errors import RunLogError
 from engine.log.beats import read_lost_rank
-from engine.log.events import IDLE, AlertRaised, Identity, StepDone
+from engine.log.events import IDLE, AlertRaised, HostSample, Identity, StepDone
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
 from engine.log.text import event_text, one_line
@@ -33,6 +33,8 @@ MOST_LINES = 20
 WHY_LINES = 10
 TEXT_LINES = 4
 """Of one text."""
+OTHER_THREADS = 3
+"""So many threads besides the main one are named."""
 LATER = 5
 """So many later trainings are named."""
 ALERTS = 3
@@ -99,15 +101,19 @@ class _Summary:
     def verdict(self) -> str:
         view, steps = self.view, self._steps
         done = f"after {_steps_text(steps)}" if steps else "without a step that was seen"
-        if self._is_outside:
+        if view.process is not None:
+            done = f"process {view.process.pid}, {OUTSIDE}: steps unknown"
+        elif self._is_outside:
             done = OUTSIDE
         took = self._took
         done = f"{done}, {took}" if took else done
         ended = view.exit
         if ended is None:
-            known = "its end was not recorded" if self.state == "vanished" else self.state
-            return f"{self.run.name}: {known}; {done}"
+            known = {"vanished": "its end was not recorded", "unwatched": "goes on, unwatched"}
+            return f"{self.run.name}: {known.get(self.state, self.state)}; {done}"
         how = f"with exit code {ended.returncode}"
+        if ended.returncode is None:
+            how = "with an exit code that is unknown"
         if ended.signal is not None:
             how = f"by {ended.signal}"
         if self._stall is not None:
@@ -115,10 +121,13 @@ class _Summary:
         elif ended.returncode == 0:
             how = "finished (exit code 0)" if steps else "ended with exit code 0"
         elif ended.state in _MEMORY:
-            how = f"out of memory: ended {how}"
+            memory = "out of memory" if ended.certainty != "probable" else "probably out of memory"
+            how = f"{memory}: ended {how}"
         elif ended.signal is not None:
             word = {"CRASHED": "crashed", "INTERRUPTED": "interrupted"}.get(ended.state, "ended")
             how = f"{word} {how}"
+        elif ended.returncode is None:
+            how = f"ended {how}"
         else:
             how = f"failed {how}"
         standing = len(self._alerts)
@@ -154,8 +163,11 @@ class _Summary:
 
     @property
     def _took(self) -> str:
-        begin, end = self.view.trainer_started_unix_s, self.view.exit_unix_s
-        return f"{format_seconds(end - begin)} in all" if begin and end and end >= begin else ""
+        view = self.view
+        begin, end, what = view.trainer_started_unix_s, view.exit_unix_s, "in all"
+        if view.process is not None:
+            end, what = end or view.last_unix_s, "watched"
+        return f"{format_seconds(end - begin)} {what}" if begin and end and end >= begin else ""
 
     # Why.
 
@@ -168,12 +180,15 @@ class _Summary:
                 if ended.state in ("TERMINATED", "INTERRUPTED")
                 else ended.sentence
             )
-        elif ended is not None and ended.state in _MEMORY:
+        elif ended is not None and (ended.state in _MEMORY or ended.returncode is None):
             lines.append(ended.sentence)
         elif ended is not None and ended.returncode:
             lines.append(self._failure())
         lines += [_seen_text(one) for one in self._of_degree(CONTRADICTION)]
-        if self._is_outside:
+        if view.process is not None:
+            missing = view.stack_dump.missing if view.stack_dump is not None else []
+            lines += [f"not read: {one}" for one in missing[:1]]
+        elif self._is_outside:
             lines.append(NO_STEP if self._imported_torch else NO_TORCH)
         lines += [note.text for note in view.notes if "probe removed itself" in note.text][:1]
         if (first := self._first_non_finite) is not None:
@@ -292,6 +307,7 @@ class _Summary:
         if view.stack_dump is not None:
             dump = view.stack_dump
             lines.append(f"stack: {dump.python_frame or dump.summary} ({dump.path})")
+            lines += dump.others[:OTHER_THREADS]
         files = [
             file.name
             for file in (self.run.events, self.run.watch, self.run.device)
@@ -333,6 +349,8 @@ class _Summary:
 
     def _memory(self) -> str:
         hosts, words = self.view.hosts, []
+        if self.view.process is not None and self.view.host is not None:
+            return self._memory_of_process(self.view.host)
         if (peak := hosts.last("memory_peak_bytes")) is not None:
             words.append(f"{format_bytes(peak)} as the command counts it")
         resident = [b for b in hosts.values("trainer_rss_bytes") if b is not None]
@@ -348,6 +366,22 @@ class _Summary:
             else "peak memory: unknown"
         )
 
+    def _memory_of_process(self, host: HostSample) -> str:
+        """The newest readings of a process that is watched from outside, and of all below it."""
+        words = []
+        if host.family_rss_bytes is not None:
+            count = int(host.family_processes or 1)
+            words.append(
+                f"{format_bytes(host.family_rss_bytes)} resident in {count} process{'es' * (count > 1)}"
+            )
+        for index, gpu in sorted(self.view.gpus.items()):
+            own = gpu.family_gpu_mem_bytes
+            reason = self.view.absent.get(f"gpu{index}.family_gpu_mem_bytes", "not read yet")
+            words.append(
+                f"of GPU {index} {format_bytes(own) if own is not None else f'unknown: {reason}'}"
+            )
+        return f"memory at the last look: {', '.join(words)}" if words else "memory: unknown"
+
     # Next step.
 
     @property
@@ -359,6 +393,12 @@ class _Summary:
 
     def next_step(self) -> str:
         ended, look = self.view.exit, f"apr-workbench {self.path}"
+        if (process := self.view.process) is not None:
+            if self.state == "unwatched":
+                return f"engine watch --pid {process.pid} goes on watching; {look}"
+            if self._alerts or (ended is not None and ended.signal == "SIGKILL"):
+                return f"engine diagnose {self.path}"
+            return f"{look}; to see its steps and its end, start it with engine watch -- COMMAND"
         if self._is_outside:
             return (
                 "let the script's optimizer step, and watch it again"

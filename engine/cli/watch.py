@@ -2,10 +2,13 @@
 
     engine watch -- python train.py --lr 1e-4
     engine watch --name try-3 -- torchrun --nproc-per-node 2 train.py
+    engine watch --pid 4242         a process that runs already, from outside: Ctrl-C ends the watching alone
     apr-workbench runs/NAME         the same run on screen, from another terminal, now or later
 
 The script is not changed and keeps its terminal, its signals and its exit code. In a Python process of it that
-imports torch, a probe of the standard library alone (`apr_watch`) notes each optimizer step.
+imports torch, a probe of the standard library alone (`apr_watch`) notes each optimizer step. Of a process that runs
+already only what the kernel, the GPU and py-spy tell is known: machine, stacks, whether it works at all, how it
+ended. Its steps and its loss are unknown.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ from engine.errors import UsageError
 from engine.flips.script_settings import SCRIPT_SETTINGS, read_script_settings
 from engine.terminal import say
 
-HELP = "run a training script that is not ours, and watch it"
+HELP = "run a training script that is not ours, and watch it; or watch one that runs already"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(
         parser, "--runs", "DIR", "folder for the run folder (runs; your own where it is read-only)"
     )
+    what = "watch this process, which runs already, and what it has started, without touching it"
+    add_number(parser, "--pid", limits.LOG_PID, what, least=1, metavar="PID")
     parser.add_argument("--name", help="name of the run folder (default: SCRIPT-DATE-TIME)")
     parser.add_argument(
         "--ask",
@@ -68,9 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.attach.summary import summary_lines
 
     command: list[str] = arguments.program
+    if arguments.pid is not None:
+        return _watch_pid(arguments)
     if not command:
         raise UsageError(
-            "engine watch: expected a command after --", hint="engine watch -- python train.py"
+            "engine watch: expected a command after --, or --pid PID",
+            hint="engine watch -- python train.py",
         )
     variables = dict(read_variable("--env", text) for text in arguments.env)
     changed = read_script_settings(arguments.set)
@@ -89,3 +97,36 @@ def run(arguments: argparse.Namespace) -> int:
         for line in summary_lines(folder):
             say(line)
     return end_as(code)
+
+
+def _watch_pid(arguments: argparse.Namespace) -> int:
+    from engine.attach.command import new_run
+    from engine.attach.process import find_process, hold, watch_process
+    from engine.attach.summary import summary_lines
+
+    names = ("program", "ask", "steps", "slow_by", "env", "keep_output")
+    given = [name for name in names if getattr(arguments, name)]
+    if given:
+        name = "a command" if given[0] == "program" else f"--{given[0].replace('_', '-')}"
+        raise UsageError(
+            f"engine watch: {name} — expected none beside --pid, which starts nothing, found it given",
+            hint="engine watch --pid PID",
+        )
+    found = find_process(arguments.pid)
+    held = hold(found)
+    folder = new_run(
+        found.arguments,
+        arguments.runs,
+        arguments.name,
+        found.variables,
+        pid=found.pid,
+        runs_in=found.folder,
+    )
+    say(
+        f"watching process {found.pid}; Ctrl-C ends the watching alone; apr-workbench {folder.path}"
+    )
+    watch_process(folder, found, held)
+    if not arguments.quiet:
+        for line in summary_lines(folder):
+            say(line)
+    return 0

@@ -496,10 +496,16 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
     trainer_rss_bytes: Number | None = None
     trainer_cpu_pct: Number | None = None
     trainer_threads: Number | None = None
+    trainer_state: str | None = None
+    """Of its main thread: R running, S sleeping, D uninterruptible in the kernel, T stopped."""
     family_cpu_pct: Number | None = None
     """CPU of the trainer and all its descendants; 100 is one core busy."""
     family_io_bytes_per_s: Number | None = None
     """Bytes per second that they read and wrote, by system calls and at disks."""
+    family_rss_bytes: Number | None = None
+    """Sum of their resident bytes; a page that several of them share counts once for each."""
+    family_processes: Number | None = None
+    family_threads: Number | None = None
     memory_held_bytes: Number | None = None
     """Memory in use as the trainer counts it: tensor bytes on a GPU, resident bytes of the process on a CPU."""
     memory_reserved_bytes: Number | None = None
@@ -524,6 +530,8 @@ class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
     gpu_mem_util_pct: Number | None = None
     gpu_mem_used_bytes: Number | None = None
     gpu_mem_total_bytes: Number | None = None
+    family_gpu_mem_bytes: Number | None = None
+    """What the watched process and its descendants use of it; read only of a process watched from outside."""
     gpu_power_w: Number | None = None
     gpu_power_limit_w: Number | None = None
     gpu_energy_j: Number | None = None
@@ -593,6 +601,8 @@ class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     """Innermost C function, or the system call, of the main thread; empty when not known."""
     python_stack: list[str] = []
     """The main thread, innermost first."""
+    others: list[str] = []
+    """The innermost Python line of each other thread, with the thread's name, where py-spy read them."""
     busy_threads: Count | None = None
     """Threads that were computing at the time, the main thread included."""
     collective: str = ""
@@ -617,6 +627,24 @@ class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
     cause: str
     certainty: str
     sentence: str
+
+
+class ProcessFound(Event, frozen=True, kw_only=True, tag="process"):
+    """A process that ran already when it began to be watched from outside (`engine watch --pid`), as /proc told it
+    then. Nothing inside it reports: its steps and its loss are unknown."""
+
+    pid: Pid
+    started_unix_s: UnixTime
+    user: str
+    executable: str
+    processes: Count
+    """It and its descendants."""
+    ranks: dict[str, Pid] = {}
+    """The processes below it that train, by the RANK of their environment."""
+    opens_gpu: bool | None = None
+    """Whether one of them has a device file of a GPU open; None where that may not be read."""
+    no_stacks: str = ""
+    """Why no stack of Python can be read, and what to do; empty where it can."""
 
 
 class LauncherGone(Event, frozen=True, kw_only=True, tag="launcher_gone"):
@@ -661,6 +689,7 @@ Known: TypeAlias = (
     | HostSample
     | GpuSample
     | TrainerStarted
+    | ProcessFound
     | TrainerExited
     | LauncherGone
     | StopForwarded

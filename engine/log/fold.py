@@ -47,6 +47,7 @@ from engine.log.events import (
     NonFinite,
     Note,
     Phase,
+    ProcessFound,
     ReceiptWritten,
     RunFinished,
     RunStarted,
@@ -77,6 +78,7 @@ _NEWEST: dict[type, str] = {
     ReceiptWritten: "receipt",
     Watched: "watched",
     ScriptEnded: "script_ended",
+    ProcessFound: "process",
     Imported: "imported",
     RunFinished: "finished",
 }

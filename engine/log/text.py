@@ -40,6 +40,7 @@ from engine.log.events import (
     NonFinite,
     Note,
     Phase,
+    ProcessFound,
     ReceiptWritten,
     RunFinished,
     RunStarted,
@@ -221,6 +222,8 @@ def _event_text(event: AnyEvent) -> str:
             return (
                 f"trainer started (pid {event.trainer_pid}, supervisor pid {event.supervisor_pid})"
             )
+        case ProcessFound():
+            return _process_text(event)
         case TrainerExited():
             return f"trainer exited: {event.sentence}"
         case LauncherGone():
@@ -237,6 +240,15 @@ def _event_text(event: AnyEvent) -> str:
             return sample_text(event)
         case Unrecognised():
             return f"{event.kind} (written by another version): {event.fields}"
+
+
+def _process_text(event: ProcessFound) -> str:
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.started_unix_s))
+    text = f"watching process {event.pid} from outside: {event.executable}, of {event.user}, started {began}"
+    ranks = ", ".join(f"rank {rank} is {pid}" for rank, pid in event.ranks.items())
+    below = f"; it and {event.processes - 1} below it" if event.processes > 1 else ""
+    stacks = f"; no Python stacks: {event.no_stacks}" if event.no_stacks else ""
+    return f"{text}{below}{f'; {ranks}' if ranks else ''}; its steps are unknown{stacks}"
 
 
 def _watched_text(event: Watched) -> str:

@@ -36,6 +36,7 @@ from engine.log.events import (
     NonFinite,
     Note,
     Phase,
+    ProcessFound,
     ReceiptWritten,
     RunFinished,
     RunStarted,
@@ -101,6 +102,8 @@ class RunView:
     started_unix_s: float | None = None
     watched: Watched | None = None
     """The script that trains, where it is not ours."""
+    process: ProcessFound | None = None
+    """The process that ran already when it began to be watched; nothing inside it reports."""
     script_ended: ScriptEnded | None = None
     imported: Imported | None = None
     """The files that the run was made from, where another tool has logged it."""
@@ -186,7 +189,7 @@ class RunView:
     @property
     def is_foreign(self) -> bool:
         """Whether a script trains that is not ours, whose settings are its own."""
-        return self.watched is not None or self.imported is not None
+        return any((self.watched, self.process, self.imported))
 
     @property
     def total_steps(self) -> int | None:
@@ -212,7 +215,7 @@ class RunView:
 
         The run's own record comes first, then its parent's. `vanished` is a dead run whose end nobody
         recorded; `host_lost` is one that began in another boot. A resumed run is starting again until it has
-        done a step.
+        done a step. Of a process that ran already, `unwatched` says that nobody watches it any more: it may go on.
         """
         if self.finished is not None:
             return _word_of_an_end(self.finished.state)
@@ -221,7 +224,11 @@ class RunView:
         if not alive.trainer and not alive.supervisor:
             if not self.clocks:
                 return "not started"
-            return "host_lost" if self._began_in_another_boot(alive) else "vanished"
+            if self._began_in_another_boot(alive):
+                return "host_lost"
+            return "vanished" if self.process is None else "unwatched"
+        if self.process is not None:
+            return "running"
         if self.stop_requested is not None:
             return "stopping"
         return "running" if len(self.steps) > self.session_row else "starting"

@@ -1,4 +1,4 @@
-"""CPU seconds and bytes moved so far by a process and all its descendants, from /proc.
+"""CPU seconds, bytes moved so far, resident bytes and threads of a process and all its descendants, from /proc.
 
     /proc/<pid>/task/<tid>/children   the children of each thread
     /proc/<pid>/stat                  CPU ticks of a process, and of the children it has waited for
@@ -21,6 +21,8 @@ from engine.machine.reading import Reading, absent, measured
 MOST = 4096
 """Most processes that are read; a run has some dozens."""
 _CPU = re.compile(rb"(?s).*\) \S+(?: \S+){10} (\d+) (\d+) (\d+) (\d+) ")
+_RSS = re.compile(rb"^VmRSS:\s+(\d+) kB$", re.MULTILINE)
+_THREADS = re.compile(rb"^Threads:\s+(\d+)$", re.MULTILINE)
 _IO = re.compile(rb"^(?:rchar|wchar|read_bytes|write_bytes): (\d+)$", re.MULTILINE)
 
 
@@ -30,29 +32,38 @@ class FamilyReadings:
     """User and system seconds."""
     io_bytes: Reading
     """Bytes read and written, by system calls and at disks; a byte may count twice."""
+    rss_bytes: Reading
+    """Sum of the resident bytes; shared pages count once for each process."""
+    threads: Reading
+    processes: Reading
 
 
 def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
     """Return the sums over `pid` and its descendants; absent where one of them cannot be read."""
     try:
-        pids = _members(pid, proc)
+        pids = members(pid, proc)
     except OSError as error:
         missing = absent(f"not readable: {error.strerror}", f"{proc}/{pid}/task/*/children")
-        return FamilyReadings(cpu_s=missing, io_bytes=missing)
+        return FamilyReadings(
+            cpu_s=missing, io_bytes=missing, rss_bytes=missing, threads=missing, processes=missing
+        )
     count = f"{proc}/PID/{{}} of {len(pids)} processes"
     ticks = _sum(pids, proc, "stat", _CPU)
-    moved = _sum(pids, proc, "io", _IO)
+
+    def reading(found: int | str, file: str, unit: float = 1) -> Reading:
+        source = count.format(file)
+        return absent(found, source) if isinstance(found, str) else measured(found * unit, source)
+
     return FamilyReadings(
-        cpu_s=absent(ticks, count.format("stat"))
-        if isinstance(ticks, str)
-        else measured(ticks / os.sysconf("SC_CLK_TCK"), count.format("stat")),
-        io_bytes=absent(moved, count.format("io"))
-        if isinstance(moved, str)
-        else measured(moved, count.format("io")),
+        cpu_s=reading(ticks, "stat", 1 / os.sysconf("SC_CLK_TCK")),
+        io_bytes=reading(_sum(pids, proc, "io", _IO), "io"),
+        rss_bytes=reading(_sum(pids, proc, "status", _RSS), "status", 1024),
+        threads=reading(_sum(pids, proc, "status", _THREADS), "status"),
+        processes=measured(len(pids), f"{proc}/{pid}/task/*/children"),
     )
 
 
-def _members(pid: int, proc: Path) -> list[int]:
+def members(pid: int, proc: Path) -> list[int]:
     """Return `pid` and its descendants. Raises OSError when `pid` does not exist, or the kernel has no such lists."""
     found: list[int] = []
     left = [pid]

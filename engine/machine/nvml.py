@@ -6,10 +6,11 @@ called `pynvml` is deprecated.
 What a monitor may query, and how often:
 
     once   names, driver, compute capability, memory total, addressing mode
-    slow   temperature, power limit in force, energy                      (every tenth tick)
+    slow   temperature, power limit in force, energy                      (every tenth tick);
+           the process list, only where a process is watched from outside
     fast   utilisation, memory, power, SM clock, clock event reasons,
            performance counters (`gpm.py`)                                (every tick)
-    never  process list, PCIe throughput, fans: they hold the driver's global lock for up to
+    never  PCIe throughput, fans: they, and the process list, hold the driver's global lock for up to
            milliseconds, against microseconds for the rest, and so disturb the run that is watched
 
 Every query is a `Query`, which remembers its failures (`engine.machine.nvml_query`).
@@ -25,7 +26,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +50,8 @@ _INIT_REASONS = {
     12: "no NVIDIA driver library (libnvidia-ml.so.1) on this machine",
     18: "the NVIDIA driver in the kernel and its library differ in version: reboot after an update",
 }
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""PROC_PID_INIT_INO of linux/proc_ns.h."""
 _ADDRESSING_MODES = {0: "none", 1: "hmm", 2: "ats"}
 
 
@@ -210,6 +214,21 @@ class Nvml:
     def slow(self, index: int) -> dict[str, Reading]:
         return self._gpus[index].slow()
 
+    def process_memory(
+        self, index: int, pids: Container[int], proc: Path = Path("/proc")
+    ) -> Reading:
+        """Return the bytes of a GPU that these processes use for CUDA."""
+        found = self.ask(index, "nvmlDeviceGetComputeRunningProcesses")
+        if isinstance(found, Reading):
+            return found
+        source = "nvmlDeviceGetComputeRunningProcesses"
+        used = [one.usedGpuMemory for one in found if one.pid in pids]
+        if not used and not _has_the_hosts_pids(proc):
+            return absent("NVML lists processes by the host's ids, which are others here", source)
+        if None in used:
+            return absent("NVML does not say how much the process uses", source)
+        return measured(sum(used), source)
+
     def ask(self, index: int, function: str, *arguments: Any) -> Any | Reading:
         """Return the result of one NVML function for a GPU now, or an absent Reading. For a diagnosis of the
         machine, not for the monitor: it has no memory of failures and may be slow."""
@@ -222,6 +241,13 @@ class Nvml:
         for gpu in self._gpus:
             gpu.gpm.close()
         self._module.nvmlShutdown()
+
+
+def _has_the_hosts_pids(proc: Path) -> bool:
+    try:
+        return (proc / "self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def find_binding(

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.machine.family import read_family
+from engine.machine.family import members, read_family
 from engine.machine.host import Cgroup, Host
 from engine.machine.nvml import Nvml
 from engine.machine.reading import Reading, absent, measured
@@ -44,6 +44,10 @@ DUTY_TICKS = 30
 """Ticks before the duty is judged, so that one tick delayed by another process does not decide."""
 LONGEST_TICK_S = 16.0
 _TWO_LOOKS = "needs two looks, some time apart"
+_OF_FAMILY = (
+    *("family_cpu_pct", "family_io_bytes_per_s"),
+    *("family_rss_bytes", "family_processes", "family_threads"),
+)
 _RATES = {
     "major_faults_per_s": "pgmajfault",
     "swap_in_pages_per_s": "pswpin",
@@ -72,12 +76,15 @@ class Sampler:
         tick_s: float = TICK_S,
         slow_every: int = 10,
         own_memory: Callable[[], Mapping[str, Reading]] = dict,
+        family: int | None = None,
     ) -> None:
         """`nvml` is the result of `open_nvml()`; `clock` is a monotonic clock in seconds; `own_memory` returns
-        the trainer's own account of its memory under the field names of a host sample."""
+        the trainer's own account of its memory under the field names of a host sample. `family` is the process
+        whose descendants are counted and asked for in NVML's process list, where it is not the trainer."""
         self._pid_of_trainer = pid_of_trainer
         self._nvml = nvml
         self._host = host or Host()
+        self._family = family
         self._clock = clock
         self._slow_every, self._own_memory = slow_every, own_memory
         self.tick_s = tick_s
@@ -136,13 +143,22 @@ class Sampler:
 
     def _gpu_sample(self, nvml: Nvml, index: int) -> Sample:
         if self._tick % self._slow_every == 0:
-            self._slow[index] = nvml.slow(index)
+            self._slow[index] = nvml.slow(index) | self._process_memory(nvml, index)
         readings = nvml.fast(index) | self._slow[index]
         return Sample(
             kind="gpu",
             fields={"index": index, **_values(readings)},
             absent=self._changed_reasons(f"gpu{index}", readings),
         )
+
+    def _process_memory(self, nvml: Nvml, index: int) -> dict[str, Reading]:
+        if self._family is None:
+            return {}
+        try:
+            found = nvml.process_memory(index, members(self._family, self._host.proc))
+        except OSError as error:
+            found = absent(f"not readable: {error.strerror}", f"{self._host.proc}/{self._family}")
+        return {"family_gpu_mem_bytes": found}
 
     def _changed_reasons(self, subject: str, readings: Mapping[str, Reading]) -> dict[str, str]:
         changed: dict[str, str] = {}
@@ -195,14 +211,17 @@ class Sampler:
     def _family_readings(self, pid: int | None, now_s: float) -> dict[str, Reading]:
         if pid is None:
             missing = absent("no trainer is running", "pid of the trainer")
-            return dict.fromkeys(("family_cpu_pct", "family_io_bytes_per_s"), missing)
-        family = read_family(pid, self._host.proc)
+            return dict.fromkeys(_OF_FAMILY, missing)
+        family = read_family(self._family or pid, self._host.proc)
         busy = self._rate("family_cpu_pct", family.cpu_s, now_s)
         return {
             "family_cpu_pct": busy
             if busy.number is None
             else measured(100 * busy.number, busy.source),
             "family_io_bytes_per_s": self._rate("family_io_bytes_per_s", family.io_bytes, now_s),
+            "family_rss_bytes": family.rss_bytes,
+            "family_processes": family.processes,
+            "family_threads": family.threads,
         }
 
     def _rate(self, name: str, count: Reading, now_s: float) -> Reading:
@@ -217,13 +236,14 @@ class Sampler:
     def _trainer_readings(self, pid: int | None) -> dict[str, Reading]:
         if pid is None:
             self._before = None
-            names = ("trainer_rss_bytes", "trainer_threads", "trainer_cpu_pct")
+            names = ("trainer_rss_bytes", "trainer_threads", "trainer_state", "trainer_cpu_pct")
             return dict.fromkeys(names, absent("no trainer is running", "pid of the trainer"))
         now_s = self._clock()
         process = self._host.process(pid)
         return {
             "trainer_rss_bytes": process.rss_bytes,
             "trainer_threads": process.threads,
+            "trainer_state": process.state,
             "trainer_cpu_pct": self._cpu_pct(pid, process.start_ticks, process.cpu_s, now_s),
         }
 

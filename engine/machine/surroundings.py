@@ -31,6 +31,11 @@ PACKAGES = (
 )
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 _CAP_SYS_PTRACE = 19
+LET_ATTACH = (
+    "run it with sudo, or allow it: echo 0 > /proc/sys/kernel/yama/ptrace_scope, in a container docker run --cap-add "
+    "SYS_PTRACE"
+)
+"""What to do where another process may not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,7 @@ def read_surroundings(
         versions=_versions(version_of),
         c_compiler=_first_command(compilers),
         kernel_log=kernel_log,
-        attach=_attach(host),
+        attach=may_attach(host),
         py_spy=_first_command(("py-spy",)),
         memory_pressure_pct=host.psi_pct("memory")[1],
         vmstat_oom_kill=counters.vmstat_oom_kill,
@@ -119,8 +124,9 @@ def _first_command(commands: Sequence[str]) -> Reading:
     return absent(f"{which} is {'not ' if len(commands) == 1 else ''}on the PATH", "PATH")
 
 
-def _attach(host: Host) -> Reading:
+def may_attach(host: Host | None = None) -> Reading:
     """Return the kernel's rule (Yama's ptrace_scope, 0 without Yama) together with this process's capability."""
+    host = host or Host()
     capabilities = host.status_word("CapEff")
     if capabilities.value is not None and int(str(capabilities.value), 16) >> _CAP_SYS_PTRACE & 1:
         return measured("allowed: this user has CAP_SYS_PTRACE", capabilities.source)

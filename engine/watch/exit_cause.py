@@ -21,6 +21,10 @@ rows.
     0, 1, 2, 64, 65, 70                           the meaning that `engine.errors` gives them
     any, and another boot id                      HOST_LOST
     not known                                     UNKNOWN
+    not known, of a process that is not ours:
+              any      any      yes           OOM_MEMCG or OOM_GLOBAL, proved
+              >= 1     >= 1     none          OOM_MEMCG, probable: another may be the victim
+              any other                       UNKNOWN
 
 A shell reports signal n as 128 + n. If a stop was requested and no evidence points to memory, SIGKILL is
 TERMINATED. The refinements below either weaken the claim or quote the kernel itself:
@@ -153,10 +157,8 @@ _CRASH_SIGNALS = frozenset(
         *(signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS),
     }
 )
-_ANOTHER_VICTIM = (
-    "its control group's counter did not move and no kernel line names this process: another"
-    " process may be the victim"
-)
+_NOT_NAMED = "no kernel line names this process: another process may be the victim"
+_ANOTHER_VICTIM = f"its control group's counter did not move and {_NOT_NAMED}"
 _BLIND = (
     " On an integrated GPU cgroup counters do not see CUDA memory: that they did not move does not"
     " rule memory exhaustion out; look at the lowest MemAvailable and at memory pressure."
@@ -210,6 +212,44 @@ def attribute_exit(
         return found
     recorded = "The run had recorded its end before this; its own record says how it ended."
     return replace(found, sentence=f"{found.sentence} {recorded}")
+
+
+def attribute_unseen_exit(
+    before: KillCounters, after: KillCounters, *, kernel_line: str | None, memory: str | None
+) -> ExitAttribution:
+    """Attribute the end of a process of which no exit status is known: out of memory only where the kernel's log
+    names it, and probably where its control group's counter rose; else unknown, with what the counters say."""
+    machine, group = (
+        _rise(before.vmstat_oom_kill, after.vmstat_oom_kill),
+        _group_rise(before, after),
+    )
+    rose = ", ".join(f"{one.source} rose by {one.number}" for one in (machine, group) if one.number)
+    of_group = _names_group(kernel_line) or (kernel_line is None and bool(group.number))
+    state = ExitState.OOM_MEMCG if of_group else ExitState.OOM_GLOBAL
+    whose = "its control group ran out of memory" if of_group else "the machine ran out of memory"
+    if kernel_line is not None:
+        text = (
+            f"The kernel's OOM killer ended the process because {whose}: its log names this process"
+        )
+        return _said(state, whose, Certainty.PROVED, text)
+    if machine.number and group.number:
+        text = f"The kernel's OOM killer probably ended the process because {whose}: {rose}; but {_NOT_NAMED}"
+        return _said(state, f"probably {whose}", Certainty.PROBABLE, text)
+    text = (
+        "The process ended; how is not known to a stranger, since its exit status went to its parent"
+        f" (to know it next time: engine watch -- COMMAND). {_counters_said(machine, rose)}"
+    )
+    return _said(
+        ExitState.UNKNOWN, "no exit status", Certainty.NONE, f"{text} {memory}" if memory else text
+    )
+
+
+def _counters_said(machine: Reading, rose: str) -> str:
+    if machine.number is None:
+        return f"Whether the kernel's OOM killer was at work is unknown: {machine.absent}."
+    if rose:
+        return f"The kernel's OOM killer ended something meanwhile ({rose}): whether this process is not proved."
+    return f"The kernel's OOM killer ended nothing meanwhile: {machine.source} did not move."
 
 
 def _signal_number(returncode: int) -> int | None:

@@ -10,7 +10,8 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from engine.errors import DiskFull, RunLogError
@@ -24,7 +25,13 @@ from engine.machine.facts import read_facts
 from engine.machine.kill_counters import read_kill_counters
 from engine.machine.nvml import open_nvml
 from engine.machine.sampler import Sampler
-from engine.watch.exit_cause import attribute_exit, find_kernel_line, memory_words
+from engine.watch.exit_cause import (
+    ExitAttribution,
+    attribute_exit,
+    attribute_unseen_exit,
+    find_kernel_line,
+    memory_words,
+)
 from engine.watch.machine_guard import ClockWatch, MemoryGuard, Warned
 from engine.watch.watcher import Watcher
 
@@ -44,18 +51,23 @@ class RunObserver:
         sample_seconds: float,
         stop: Callable[[str, bool], None],
         process: Callable[[RunView, Beat | None], tuple[int, str]] | None = None,
+        strangers: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         """`stop(why, now)` is called where a setting of the run says that a stall ends it. `process` returns the
         process that trains, where `pid` may only have started it, or a rank of it, and the file to which it writes
-        its stacks."""
+        its stacks. `strangers` returns the processes that train, the first of them first, where `pid` ran already
+        and is not told of by anything inside it."""
         self.run, self.pid, self.watch, self.device = run, pid, watch, device
         self._begun_s = time.monotonic()
-        self._before = read_kill_counters(pid=pid)
+        self.before = read_kill_counters(pid=pid)
+        """The kernel's counters that those at the end are compared with."""
         self._sample_seconds = sample_seconds
         self._guard, self._clocks = MemoryGuard(), ClockWatch()
         self._integrated_gpu = False
-        self.watcher = Watcher(run, pid, self.write_watch, stop, process=process)
-        self._process = process
+        self.watcher = Watcher(
+            run, pid, self.write_watch, stop, process=process, strangers=strangers
+        )
+        self._process, self._strangers = process, strangers
 
     def begin(self) -> None:
         """Read what is known of the machine, and get ready to sample it."""
@@ -68,6 +80,7 @@ class RunObserver:
             nvml=nvml,
             tick_s=self._sample_seconds,
             own_memory=partial(held_readings, self.run),
+            family=None if self._strangers is None else self.pid,
         )
         # Imported here because it imports numpy, which the trainer's start must not wait for.
         from engine.log.columns import SegmentWriter
@@ -118,7 +131,7 @@ class RunObserver:
     ) -> None:
         """Write how the process ended. `finished` says that it recorded the end of its work itself; `is_ours`, that
         its exit codes have the meaning of the engine's."""
-        after = read_kill_counters(cgroup=self._before.cgroup)
+        after = read_kill_counters(cgroup=self.before.cgroup)
         killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         line, unreadable = (
             find_kernel_line(self.pid, since_s=self._begun_s)
@@ -127,7 +140,7 @@ class RunObserver:
         )
         exit_ = attribute_exit(
             returncode,
-            self._before,
+            self.before,
             after,
             stop_requested=stop_requested,
             kernel_line=line,
@@ -139,6 +152,21 @@ class RunObserver:
             memory=memory_words(self.watcher.view),
             is_ours=is_ours,
         )
+        if lost_rank is not None:
+            exit_ = replace(exit_, sentence=f"{lost_rank}: {exit_.sentence}")
+        self._write_exit(returncode, exit_, unreadable if killed else None)
+
+    def record_unseen_exit(self) -> None:
+        """Write how the process ended where its exit status is not known."""
+        after = read_kill_counters(cgroup=self.before.cgroup)
+        line, unreadable = find_kernel_line(self.pid, since_s=self._begun_s)
+        memory = memory_words(self.watcher.view)
+        exit_ = attribute_unseen_exit(self.before, after, kernel_line=line, memory=memory)
+        self._write_exit(None, exit_, unreadable)
+
+    def _write_exit(
+        self, returncode: int | None, exit_: ExitAttribution, unreadable: str | None
+    ) -> None:
         self.watch.write(
             TrainerExited(
                 trainer_pid=self.pid,
@@ -147,16 +175,18 @@ class RunObserver:
                 signal=exit_.signal_name,
                 cause=exit_.cause,
                 certainty=exit_.certainty,
-                sentence=exit_.sentence if lost_rank is None else f"{lost_rank}: {exit_.sentence}",
+                sentence=exit_.sentence,
             )
         )
-        if killed and unreadable is not None:
+        if unreadable is not None:
             self.watch.write(
                 Note(level="info", text=f"the kernel's log was not read: {unreadable}")
             )
         self.watch.sync()
 
     def _trainer_pid(self) -> int:
+        if self._strangers is not None:
+            return self._strangers()[0]
         return self.pid if self._process is None else self._process(self.watcher.view, None)[0]
 
     def _sample(self) -> None:

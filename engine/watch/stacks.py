@@ -29,6 +29,9 @@ By the state alone a deadlock, a slow disk and a quiet poll are all "S". More de
 
 Not covered: which lock, and who holds it; the C function that made the call, which needs a debugger.
 
+Of a process that is not ours (`of_stranger`) nothing but /proc and py-spy is used: it gets no signal, whatever
+handler it has, and a look that nobody needs at once does not stop it for py-spy's sake.
+
 What could not be read is listed with the reason. No signal is sent to a stopped process, which takes none
 before it continues, nor to one in an uninterruptible wait.
 """
@@ -52,7 +55,7 @@ from typing import IO
 from engine.files import open_plain
 from engine.log.events import StackDump
 from engine.machine.reading import Reading, absent, measured
-from engine.machine.surroundings import find_command
+from engine.machine.surroundings import LET_ATTACH, find_command
 from engine.watch import flight_recorder
 
 FOLDER = "stacks"
@@ -62,6 +65,9 @@ DUMP_SIGNAL = signal.SIGRTMIN + 3
 SIGUSR2 without calling the previous ones."""
 PY_SPY_LIMIT_S = 20.0
 FRAMES_KEPT = 40
+THREADS_NAMED = 8
+_PY_SPY_HEAD = re.compile(r'^Thread \S+ \([^)]*\)(?:: "(.*)")?$')
+_PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.*\.py|<.*>):(\d+)\)$")
 _MAIN = re.compile(r"^main thread (0x[0-9a-f]+)$", re.MULTILINE)
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*:$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -326,13 +332,16 @@ def _state(look: Look, cpu_pct: float | None) -> str:
 @dataclass(slots=True)
 class Capture:
     """One capture of the stacks of `pid`, written to RUN/stacks/`name`.txt. Its own handler writes them to
-    RUN/stacks/`dump_file`."""
+    RUN/stacks/`dump_file`; that of a process `of_stranger` is not asked. py-spy reads native frames where `native`,
+    for which it stops the process for the moment; else it reads a process that goes on."""
 
     run: Path
     pid: int
     name: str
     why: str
     dump_file: str = TRAINER_FILE
+    of_stranger: bool = False
+    native: bool = True
     proc: Path = Path("/proc")
     begun_s: float = field(default_factory=time.monotonic)
     _before: Looks | None = None
@@ -350,7 +359,9 @@ class Capture:
         self._offset = self._dump_size()
         main = self._before.threads.get(self.pid)
         letter = main.letter if main else "X"
-        if letter in "TtD":
+        if self.of_stranger:
+            pass
+        elif letter in "TtD":
             self._missing.append(
                 f"Python stacks: the process is in state {letter} and takes no signal"
             )
@@ -370,16 +381,26 @@ class Capture:
     def _start_py_spy(self, folder: Path) -> None:
         program = find_command("py-spy")
         if program.value is None:
-            self._missing.append("native frames: py-spy is not installed")
+            self._missing.append(f"{self._from_py_spy}: py-spy is not installed")
             return
         self._py_spy_file = folder / f"{self.name}-py-spy.txt"
         with self._py_spy_file.open("wb") as output:
             self._py_spy = subprocess.Popen(
-                [str(program.value), "dump", "--native", "--pid", str(self.pid)],
+                [
+                    str(program.value),
+                    *("dump", "--native" if self.native else "--nonblocking"),
+                    *("--full-filenames", "--pid", str(self.pid)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # A Ctrl-C in the terminal must not end it while the process is stopped for it.
+                start_new_session=True,
             )
+
+    @property
+    def _from_py_spy(self) -> str:
+        return "Python stacks" if self.of_stranger else "native frames"
 
     def is_ready(self, now_s: float) -> bool:
         """Whether nothing is left to wait for."""
@@ -392,20 +413,33 @@ class Capture:
             return False
         self._py_spy.kill()
         self._py_spy.wait()
-        self._missing.append(f"native frames: py-spy did not end within {PY_SPY_LIMIT_S:.0f} s")
+        self._missing.append(
+            f"{self._from_py_spy}: py-spy did not end within {PY_SPY_LIMIT_S:.0f} s"
+        )
         return True
 
     def finish(self) -> StackDump:
         """Assemble what was found; works also when the process has ended meanwhile."""
         before = self._before or look_at(self.pid, self.proc)
         threads = compare(before, look_at(self.pid, self.proc))
-        dump, stacks = self._python()
+        dump, stacks = ("", None) if self.of_stranger else self._python()
         native, native_text = self._native()
+        of_threads = read_py_spy(native_text)
+        others: list[str] = []
+        if self.of_stranger and of_threads:
+            # py-spy lists the oldest thread first.
+            first = next((one for one in of_threads if one[0] == "MainThread"), of_threads[0])
+            rest = [one for one in of_threads if one is not first]
+            stacks = PythonStacks(main=tuple(first[1][:FRAMES_KEPT]), others=len(rest))
+            others = [f"{name}: {own_frame(stack) or stack[0]}" for name, stack in rest if stack]
         main = threads[0] if threads else None
         frame = stacks.main[0] if stacks and stacks.main else ""
         call = str(main.call.value) if main is not None and main.call.value is not None else ""
         state = main.state if main is not None else "ended"
         summary = self._summary(main, threads, stacks)
+        if others:
+            more = f" and {len(others) - THREADS_NAMED} more" if others[THREADS_NAMED:] else ""
+            summary += f"; other threads: {', '.join(others[:THREADS_NAMED])}{more}"
         collective = self._collective()
         path = Path(FOLDER) / f"{self.name}.txt"
         (self.run / path).write_text(
@@ -433,8 +467,9 @@ class Capture:
             state=state,
             summary=summary,
             python_frame=frame,
-            native_frame=native or call,
+            native_frame=(native if self.native else "") or call,
             python_stack=list(stacks.main) if stacks else [],
+            others=others,
             busy_threads=sum(t.state == COMPUTING for t in threads),
             collective=collective,
             missing=self._missing,
@@ -475,7 +510,11 @@ class Capture:
         self._py_spy_file.unlink()
         if self._py_spy.returncode != 0:
             said = text.strip().splitlines()
-            self._missing.append(f"native frames: py-spy: {said[-1] if said else 'failed'}")
+            refused = re.search(r"denied|not permitted", text, re.IGNORECASE)
+            todo = f"; {LET_ATTACH}" if refused else ""
+            self._missing.append(
+                f"{self._from_py_spy}: py-spy: {said[-1] if said else 'failed'}{todo}"
+            )
             return "", text
         return native_frame(text), text
 
@@ -503,6 +542,17 @@ class Capture:
             if ours and ours != stacks.main[0]:
                 words += f", from {ours}"
         return words
+
+
+def read_py_spy(text: str) -> list[tuple[str, list[str]]]:
+    """Return each thread of a py-spy dump: its name and its Python frames, innermost first, in the dump's order."""
+    threads: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if head := _PY_SPY_HEAD.match(line):
+            threads.append((head[1] or "unnamed", []))
+        elif threads and (frame := _PY_SPY_FRAME.match(line)):
+            threads[-1][1].append(f"{frame[2]}:{frame[3]} in {frame[1]}")
+    return threads
 
 
 def native_frame(text: str) -> str:

@@ -148,6 +148,14 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
             raise BadInput(
                 f"run {run.name} — expected somebody who watches its command, found nobody"
             )
+        if view.process is not None:
+            raise BadInput.expected(
+                "run",
+                run.name,
+                "a command that was started to be watched",
+                "a process that ran already, which is watched from outside and never touched",
+                hint=f"end it yourself: kill {view.trainer_pid}",
+            )
         # Whoever holds the log has written which process the command is.
         _check_holds(watcher.pid, run.watch)
         number = signal.SIGKILL if now else signal.SIGTERM

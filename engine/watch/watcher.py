@@ -8,6 +8,7 @@
     in a long silence   that is no stall, once in each phase: the stacks are captured, and a note says where
                         the trainer is and how long that may take; loading or compiling may take minutes
     when the GPU idles  the stacks are captured too: they show what it waits for
+    now and then        those of a process that ran already, which says nothing itself
 
 The watcher must never end the run it watches. An unreadable log gives one note and ends the watching, not the
 run; a rule that fails gives a note and is disabled.
@@ -18,8 +19,10 @@ uses more.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +43,9 @@ CHUNK_BYTES = 1 << 20
 """Bytes read from each log per tick: about 30 ms of work. A resumed run with a long log is caught up with in
 some minutes."""
 HEAD_ROWS, TAIL_ROWS = 512, 4096
-STALLS = ("stalled", "stalled_at_start")
+STALLS = ("stalled", "stalled_at_start", "nobody_works")
+STACKS_EVERY_S = 300.0
+"""Between two looks at the stacks of a process that ran already, the first of them at once."""
 STOP_GRACE_S = 60.0
 
 
@@ -53,12 +58,14 @@ class Watcher:
         stop: Callable[[str, bool], None],
         *,
         process: Callable[[RunView, Beat | None], tuple[int, str]] | None = None,
+        strangers: Callable[[], Sequence[int]] | None = None,
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it. `process`
         returns which process's stacks to take, given the rank that the others wait for, and the file to which that
-        process writes them, where that is not `pid`."""
+        process writes them, where that is not `pid`. `strangers` returns the processes whose stacks to take instead,
+        where they ran already."""
         self.run = run
         self.training_is_over = False
         """Set where the process goes on without training: its silence is no stall then."""
@@ -74,7 +81,10 @@ class Watcher:
         self._follower = Follower(run)
         self._works = True
         self._next_look_s = 0.0
-        self._capture: Capture | None = None
+        self._strangers = strangers
+        self._next_stacks_s = 0.0 if strangers is not None else math.inf
+        self.capturing: list[Capture] = []
+        """Those that wait for py-spy."""
         self._captured_for: float | None = None
         """The heartbeat for which stacks were captured: a silence is captured once."""
         self._captures = 0
@@ -102,8 +112,11 @@ class Watcher:
             self._write(Note(level="warning", text=f"the run is watched no further: {broken}"))
             return
         self._follower.view = trimmed(self.view)
-        if self._capture is not None:
-            self._finish_capture(now_s)
+        if self.capturing:
+            self._finish_captures(now_s)
+        elif now_s >= self._next_stacks_s:
+            self._next_stacks_s = now_s + STACKS_EVERY_S
+            self._begin_capture(f"looked at every {STACKS_EVERY_S:.0f} s", native=False)
         elif now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
             self._look(now_s)
@@ -128,53 +141,73 @@ class Watcher:
             self._judge(case, without=STALLS)
             return
         self._judge(case, without=STALLS if self.training_is_over else ())
-        if still is not None and still.is_quiet and self._capture is None:
+        if still is not None and still.is_quiet and not self.capturing:
             self._tell_quiet(case.phase, still)
 
     def _tell_quiet(self, phase: str, still: Silence) -> None:
         if phase not in self._told:
             self._told.add(phase)
             self._begin_capture(f"quiet for {still.silent_s:.0f} s in {still.doing}")
-            self._quiet = still if self._capture is not None else None
+            self._quiet = still if self.capturing else None
 
     def _judge(self, case: Case, without: tuple[str, ...] = ()) -> None:
         for event in self.alerts.look(case, without):
             self._write(event)
             if not isinstance(event, AlertRaised):
                 continue
-            if event.id == "gpu_idle" and self._capture is None:
+            if event.id == "gpu_idle" and not self.capturing:
                 self._begin_capture(event.title)
             if event.id in STALLS and self.settings and self.settings.watch.on_stall == "stop":
                 self._asked_s = self._monotonic()
                 self._stop(f"watch.on_stall = stop: {event.title}", False)
 
-    def _begin_capture(self, why: str) -> None:
+    def _begin_capture(self, why: str, *, native: bool = True) -> None:
         self._captures += 1
         name = f"{self._captures:03}-step-{self.view.last_step}"
+        if self._strangers is not None:
+            for pid in self._strangers():
+                self._begin(
+                    Capture(
+                        run=self.run.path,
+                        pid=pid,
+                        name=f"{pid}-{self._captures:03}",
+                        why=why,
+                        of_stranger=True,
+                        native=native,
+                    )
+                )
+            return
         beats = read_beats(self.run)
         # Ranks that wait for another all look alike, so the rank they wait for is captured.
         pid, file = self._process(self.view, (behind(beats) or beats)[0] if beats else None)
         if beats:
             why = f"{why}; {waited_for(beats) or 'all ranks have come equally far'}"
-        capture = Capture(run=self.run.path, pid=pid, dump_file=file, name=f"{pid}-{name}", why=why)
+        self._begin(
+            Capture(run=self.run.path, pid=pid, dump_file=file, name=f"{pid}-{name}", why=why)
+        )
+
+    def _begin(self, capture: Capture) -> None:
         try:
             capture.begin()
         except OSError as error:
             self._write(Note(level="warning", text=f"no stacks were taken: {error}"))
             return
-        self._capture = capture
+        self.capturing.append(capture)
 
-    def _finish_capture(self, now_s: float) -> None:
-        capture = self._capture
-        if capture is None or not capture.is_ready(now_s):
+    def _finish_captures(self, now_s: float) -> None:
+        # Each is asked: one that takes too long is ended by it.
+        if not all([capture.is_ready(now_s) for capture in self.capturing]):
             return
-        self._capture = None
+        taken, self.capturing = self.capturing, []
         try:
-            dump = capture.finish()
-            self._write(dump)
-            if self._quiet is not None:
-                level = "warning" if dump.collective else "info"
-                self._write(Note(level=level, text=quiet_text(self._quiet, dump)))
+            dumps = [capture.finish() for capture in taken]
+            lines = Counter(dump.python_frame for dump in dumps)
+            # The newest counts: of ranks that wait for one, the one that stands where no other does.
+            for dump in sorted(dumps, key=lambda dump: -lines[dump.python_frame]):
+                self._write(dump)
+                if self._quiet is not None:
+                    level = "warning" if dump.collective else "info"
+                    self._write(Note(level=level, text=quiet_text(self._quiet, dump)))
         except OSError as error:
             self._write(Note(level="warning", text=f"the stacks could not be kept: {error}"))
         self._quiet = None

@@ -27,6 +27,7 @@ LACKS = {
     "Chromium": "apt-get install chromium",
     "tmux": "apt-get install tmux",
     "a C compiler": "apt-get install gcc",
+    "py-spy": "pip install -e .[stacks], where the kernel lets a process read another",
     "llama.cpp": "make peers",
     "JupyterLab": "pip install -e .[dev]",
     "pyarrow and zstandard": "pip install -e .[data]",

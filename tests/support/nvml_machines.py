@@ -48,6 +48,11 @@ H200: dict[str, Any] = {
     "nvmlDeviceGetClockInfo": 1755,
     "nvmlDeviceGetCurrentClocksEventReasons": 4,
     "nvmlDeviceGetTotalEnergyConsumption": 5_000_500,
+    "nvmlDeviceGetComputeRunningProcesses": [
+        SimpleNamespace(pid=41, usedGpuMemory=2 * GIB),
+        SimpleNamespace(pid=42, usedGpuMemory=GIB),
+        SimpleNamespace(pid=43, usedGpuMemory=None),
+    ],
     "nvmlGpmQueryDeviceSupport": SimpleNamespace(isSupportedDevice=1),
     "nvmlGpmSampleGet": 1,
 }

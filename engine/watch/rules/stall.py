@@ -16,6 +16,9 @@ ran nothing for STILL_S, the run counts as stalled without waiting for the long 
 silent trainer gets a notice after QUIET_S, which is not an alert: it says what the trainer is doing and how
 long that may take.
 
+A process that ran already when it began to be watched says nothing at all: its silence is the time since it or one
+of its descendants last computed, read or wrote, or a GPU of the machine ran anything.
+
 A limit that is too low costs a warning that is cleared when the step arrives; one that is too high costs
 hours of a hung run.
 """
@@ -27,9 +30,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from engine.log.events import TRAINING, StackDump
+from engine.log.table import Table
 from engine.units import format_seconds
 from engine.watch.rules.rule import (
     ERROR,
+    WARNING,
     CannotJudge,
     Case,
     Number,
@@ -67,6 +72,10 @@ STILL_S = 50.0
 STILL_WINDOW_S = 30.0
 """The counters of the process tree are read every ten seconds; this window lies within the silence."""
 STILL_READINGS = 10
+STACKS_S = 30.0
+"""How long an alert waits for the stacks of a process that is watched from outside."""
+WORK_WINDOW_S = 600.0
+"""How far back the last work of a process is looked for that is watched from outside."""
 STILL_CPU_PCT = 5.0
 """Percent of one core. A waiting process uses none, housekeeping threads some tenths."""
 STILL_IO_BYTES_PER_S = 1024.0
@@ -105,6 +114,15 @@ def silence(case: Case) -> Silence:
     view = case.view
     case.must_have_been_watched()
     case.must_go_on()
+    if view.process is not None:
+        worked_unix_s = _worked_unix_s(case)
+        return Silence(
+            silent_s=case.now_unix_s - worked_unix_s,
+            limit_s=STILL_S,
+            held="nothing was computed, read or written",
+            doing=f"process {view.process.pid}",
+            since_unix_s=worked_unix_s,
+        )
     # A process that never opened its log has been silent since it was started.
     since_unix_s = view.heartbeat_unix_s or view.trainer_started_unix_s
     if since_unix_s is None:
@@ -126,6 +144,37 @@ def silence(case: Case) -> Silence:
         doing=doing,
         since_unix_s=since_unix_s,
     )
+
+
+def _worked_unix_s(case: Case) -> float:
+    """When a process that is watched from outside was last seen to work, or was not known not to; in a long silence
+    its begin, by the alert that was raised of it."""
+    process, tables = case.view.process, list(case.view.gpu_tables.values())
+    if not tables and process is not None and process.opens_gpu is not False:
+        raise CannotJudge(f"no GPU reading: {case.view.absent.get('gpu') or 'none was taken'}")
+    limits = {"family_cpu_pct": STILL_CPU_PCT, "family_io_bytes_per_s": STILL_IO_BYTES_PER_S}
+    worked = [_last_at_work(case, case.view.hosts, limits)]
+    # Whose work it is on a GPU is not known: any counts.
+    worked += [_last_at_work(case, table, {"gpu_util_pct": 1.0}) for table in tables]
+    alert = case.view.alerts.get(nobody_works.id)
+    if alert is not None and case.now_unix_s - max(worked) > STILL_S:
+        return alert.from_unix_s
+    return max(worked)
+
+
+def _last_at_work(case: Case, table: Table, limits: dict[str, float]) -> float:
+    """The time of the newest reading of at least a limit, or with none to compare; else that of the oldest."""
+    rows = case.reading_rows(table, WORK_WINDOW_S)
+    times, *columns = (table.values(name, rows.start, rows.stop) for name in ("unix_s", *limits))
+    pairs = list(zip(columns, limits.values(), strict=True))
+    if not times or any(values[-1] is None for values, _ in pairs):
+        raise CannotJudge(f"{' or '.join(limits)} is not read")
+    at_work = (
+        row
+        for row in reversed(range(len(times)))
+        if any((value := values[row]) is None or value >= limit for values, limit in pairs)
+    )
+    return times[next(at_work, 0)] or 0.0
 
 
 def _limit(case: Case) -> tuple[float, str]:
@@ -242,6 +291,24 @@ def _machine(case: Case) -> list[tuple[str, float]]:
     return known
 
 
+@rule(
+    WARNING,
+    asks="Does a process that ran already when it began to be watched do anything at all?",
+    reads=("family_cpu_pct, family_io_bytes_per_s", "gpu_util_pct of every GPU"),
+    threshold=f"{STILL_S:g} s with less than {STILL_CPU_PCT:g} % of a core and {STILL_IO_BYTES_PER_S:g} B/s in all "
+    "its processes, and nothing on any GPU",
+    clear_after_s=0.0,
+)
+def nobody_works(case: Case) -> Symptom | None:
+    if case.view.process is None:
+        raise CannotJudge("the run reports its steps: see stalled")
+    found = silence(case)
+    # Its stacks are taken once it counts as silent, and say more than the silence.
+    if found.silent_s < STILL_S + STACKS_S and stall_dump(case, found.since_unix_s) is None:
+        return None
+    return _stalled(case, "nobody works")
+
+
 def _steps_in_session(case: Case) -> int:
     return len(case.view.steps) - case.view.session_row
 
@@ -257,6 +324,8 @@ def _steps_in_session(case: Case) -> int:
 )
 def stalled_at_start(case: Case) -> Symptom | None:
     case.must_have_been_watched()
+    if case.view.process is not None:
+        raise CannotJudge("the steps of a process that ran already are unknown: see nobody_works")
     if _steps_in_session(case):
         return None
     return _stalled(case, "no step was done and nothing was said")

@@ -20,6 +20,7 @@ from engine.log.view import RunView
 from engine.watch.rules.rule import Case
 from engine.watch.rules.stall import UNSEEN_WORK_S, silence
 from engine.watch.stacks import LOCK, Capture, look_at
+from tests.system.watch.test_stacks import wait_until_ready
 
 HANGS = """
 import sys, threading
@@ -88,6 +89,7 @@ def test_a_hanging_script_is_named_by_its_own_line_and_is_a_stall_after_what_an_
         grown = Path(script.file)
         while "most recent call first" not in grown.read_text():
             os.sched_yield()
+        wait_until_ready(capture)
         dump = capture.finish()
         assert dump.python_frame == f"{tmp_path / 'hangs.py'}:{script.line} in wait_for_ever"
         assert dump.state == LOCK or "running" in dump.summary

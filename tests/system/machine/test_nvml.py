@@ -525,3 +525,15 @@ def test_a_real_gpu_gives_every_fast_reading() -> None:
         value = counters[name].number
         assert counters[name].absent or (value is not None and 0 <= value <= 100), name
     nvml.close()
+
+
+def test_the_memory_of_a_process_and_its_children_is_theirs_alone_or_unknown(
+    tmp_path: Path,
+) -> None:
+    nvml = opened(Machine(H200))
+    assert nvml.process_memory(0, {41, 42}).value == 3 * GIB
+    assert "does not say how much" in (nvml.process_memory(0, {41, 43}).absent or "")
+    # Elsewhere than in the first namespace of the kernel, NVML's numbers are of other processes.
+    assert "by the host's ids" in (nvml.process_memory(0, {7}, tmp_path).absent or "")
+    refused = opened(Machine(H200 | {"nvmlDeviceGetComputeRunningProcesses": NOT_SUPPORTED}))
+    assert refused.process_memory(0, {41}).absent

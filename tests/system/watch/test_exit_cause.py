@@ -24,6 +24,7 @@ from engine.watch.exit_cause import (
     ExitAttribution,
     ExitState,
     attribute_exit,
+    attribute_unseen_exit,
     exception_name,
     find_kernel_line,
     memory_words,
@@ -173,6 +174,27 @@ def test_each_row_of_the_table(
 ) -> None:
     found = attribute(returncode, vmstat, memcg, line=line)
     assert (found.state, found.certainty) == (state, certainty), found.sentence
+
+
+@pytest.mark.parametrize(
+    ("after", "line", "state", "certainty"),
+    [
+        (counters(), None, ExitState.UNKNOWN, Certainty.NONE),
+        # Something was killed for memory somewhere: no proof that it was this process.
+        (counters(vmstat=4), None, ExitState.UNKNOWN, Certainty.NONE),
+        (counters(vmstat=4, memcg=2), None, ExitState.OOM_MEMCG, Certainty.PROBABLE),
+        (counters(vmstat=4, memcg=2), MEMCG_LINE, ExitState.OOM_MEMCG, Certainty.PROVED),
+        (counters(vmstat=4), GLOBAL_LINE, ExitState.OOM_GLOBAL, Certainty.PROVED),
+        (counters(vmstat=None), None, ExitState.UNKNOWN, Certainty.NONE),
+    ],
+)
+def test_an_end_of_which_a_stranger_knows_no_status_is_for_memory_only_with_evidence(
+    after: KillCounters, line: str | None, state: ExitState, certainty: Certainty
+) -> None:
+    found = attribute_unseen_exit(counters(), after, kernel_line=line, memory=None)
+    assert (found.state, found.certainty, found.signal_name) == (state, certainty, None)
+    if state is ExitState.UNKNOWN:
+        assert "not known to a stranger" in found.sentence and "engine watch --" in found.sentence
 
 
 def test_an_outside_sigkill_is_said_not_to_be_the_kernels_oom_killer() -> None:

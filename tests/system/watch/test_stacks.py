@@ -84,6 +84,11 @@ def wait_until(seen: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+def wait_until_ready(capture: Capture) -> None:
+    """Wait for py-spy, where it is installed."""
+    wait_until(lambda: capture.is_ready(time.monotonic()), "py-spy hangs")
+
+
 class Play:
     """A process that does one thing for ever."""
 
@@ -120,7 +125,7 @@ class Play:
         wait_until(lambda: time.monotonic() > begun_s + 0.2, "time stands still")
         if answered:
             wait_until(lambda: "in <module>\n" in file.read_text()[size:], "no dump was written")
-        wait_until(lambda: capture.is_ready(time.monotonic()), "py-spy hangs")
+        wait_until_ready(capture)
         return capture.finish()
 
     def end(self) -> None:
@@ -253,7 +258,7 @@ def test_a_process_that_has_ended_is_said_to_have(tmp_path: Path) -> None:
     child.wait()
     capture = Capture(run=tmp_path, pid=child.pid, name="x", why="w")
     capture.begin()
-    wait_until(lambda: capture.is_ready(time.monotonic()), "py-spy hangs")
+    wait_until_ready(capture)
     dump = capture.finish()
     assert (dump.state, dump.summary) == ("ended", "the process has ended")
 

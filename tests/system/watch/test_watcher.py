@@ -40,6 +40,7 @@ from tests.support.diagnosing import healthy_step
 from tests.support.perf import within
 from tests.support.run_events import fold_events, numbered, opened
 from tests.support.run_folders import START_UNIX_S, Scene, started
+from tests.system.watch.test_stacks import wait_until_ready
 
 
 class Watched:
@@ -71,6 +72,9 @@ class Watched:
         for _ in range(seconds):
             self.scene.now_s += 1.0
             self.watcher.tick()
+            # The clock of the scene waits for py-spy, where it is installed.
+            for capture in self.watcher.capturing:
+                wait_until_ready(capture)
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.written if isinstance(event, kind)]

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from engine.log.events import DecisionMade, Evaluated, Phase
+from engine.log.events import DecisionMade, Evaluated, Phase, ProcessFound, StackDump
+from engine.log.view import RunView
 from engine.watch.rules import stall
+from engine.watch.rules.rule import Case, Unknown
 from engine.watch.rules.stall import silence
-from tests.support.diagnosing import Log, quiet, raised, spec
+from tests.support.diagnosing import START, Log, answer, at, quiet, raised, spec, unknown
+from tests.support.run_events import example_of, fold_events
 
 BEGUN_S = 20.0
 NOTHING = {"family_cpu_pct": 0.2, "family_io_bytes_per_s": 12.0}
@@ -129,3 +133,60 @@ def test_a_stall_is_not_quiet_and_a_short_silence_neither() -> None:
     ):
         found = silence(loading(seconds, {"family_cpu_pct": 100.0}).case())
         assert found.is_quiet == is_quiet, seconds
+
+
+SPINS = {"gpu_util_pct": 100.0}
+IDLES = {"gpu_util_pct": 0.0}
+
+
+def outside(
+    seconds: float,
+    works_until: float,
+    *,
+    gpu: dict[str, Any] | None = None,
+    opens_gpu: bool | None = False,
+    dumped_s: float | None = None,
+) -> Case:
+    """A process that ran already and is watched from outside, at work until some second."""
+    busy = {"family_cpu_pct": 100.0, "family_io_bytes_per_s": 1e6}
+    found = example_of(ProcessFound, pid=7, opens_gpu=opens_gpu)
+    dump = example_of(
+        StackDump, state="waiting for a lock", python_frame="t.py:3 in f", path="stacks/x"
+    )
+    logs = Log(
+        count=0,
+        seconds=seconds,
+        host=lambda t: busy if t <= works_until else NOTHING,
+        gpu=None if gpu is None else lambda t: gpu,
+    ).logs()
+    view = fold_events(RunView(), "device", logs["device"])
+    watch = [*logs["watch"], at(found, 0.0), *([] if dumped_s is None else [at(dump, dumped_s)])]
+    lines = [msgspec.structs.replace(event, seq=n) for n, event in enumerate(watch)]
+    return Case(view=fold_events(view, "watch", lines), settings=None, now_unix_s=START + seconds)
+
+
+def test_a_process_in_which_nobody_works_is_told_with_its_stacks_and_without_a_word_of_its_own() -> (
+    None
+):
+    alert = raised("nobody_works", outside(100.0, 40.0, dumped_s=95.0))
+    assert alert.title == "nobody works for 1m00s in process 7: waiting for a lock at t.py:3 in f (x)"
+    # Its stacks are about to be taken, or never come.
+    quiet("nobody_works", outside(100.0, 40.0))
+    assert "not taken" in raised("nobody_works", outside(130.0, 40.0)).meaning
+    quiet("nobody_works", outside(89.0, 40.0, dumped_s=85.0))
+
+
+def test_any_work_on_any_gpu_is_work_and_a_gpu_that_is_not_read_leaves_it_unknown() -> None:
+    raised("nobody_works", outside(130.0, 40.0, gpu=IDLES, opens_gpu=True))
+    quiet("nobody_works", outside(130.0, 40.0, gpu=SPINS, opens_gpu=True))
+    unknown("nobody_works", outside(130.0, 40.0, opens_gpu=True), "no GPU reading")
+    unknown("nobody_works", outside(130.0, 40.0, opens_gpu=None), "no GPU reading")
+    unknown(
+        "nobody_works", outside(130.0, 40.0, gpu={}, opens_gpu=True), "gpu_util_pct is not read"
+    )
+
+
+def test_a_process_that_says_nothing_is_never_called_stalled() -> None:
+    for name in ("stalled", "stalled_at_start"):
+        assert isinstance(answer(name, outside(1000.0, 1000.0)), Unknown)
+    unknown("nobody_works", loading(60.0).case(), "reports its steps")

@@ -1,0 +1,321 @@
+"""Watch a process that runs already, from outside: it gets no signal, no code and no debugger that stays.
+
+    engine watch --pid PID
+      this process, in the foreground; Ctrl-C ends it and nothing else
+        PID          followed by a pidfd, so that no later process of the same number is taken for it
+          children   counted with it; those of torchrun are named by the RANK of their environment
+
+What /proc, NVML and py-spy tell goes to the run folder; steps and loss are unknown. The exit status of a process
+goes to its parent. A stranger gets it from a pidfd once the process is reaped (since Linux 6.15), or from /proc
+before that, as long as it is a zombie. Where neither tells it, how the process ended is unknown unless the kernel's
+log or its counters say so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import re
+import selectors
+import signal
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import BadInput
+from engine.findings.redact import is_secret_name
+from engine.log.events import Note, ProcessFound, TrainerStarted
+from engine.log.folder import RunFolder
+from engine.log.write import LogWriter
+from engine.machine.family import members
+from engine.machine.host import Host
+from engine.machine.kernel_files import read_table, read_text
+from engine.machine.kill_counters import KillCounters, read_kill_counters
+from engine.machine.reading import Reading
+from engine.machine.surroundings import LET_ATTACH, find_command, may_attach
+from engine.signals import dismiss_guard
+from engine.watch.observe import RunObserver
+
+PROC = Path("/proc")
+SAMPLE_SECONDS = 1.0
+EXIT_STATUS_S = 2.0
+"""How long the parent may take to reap the process, before its exit status counts as unknown."""
+COUNTERS_S, COUNTERS_KEPT = 10.0, 7
+"""The kill counters at the end are compared with those of a minute before: a process that is killed for memory may
+take seconds to go, and what was killed hours ago is another."""
+MOST_RANKS = 16
+_KERNEL_THREAD = 0x0020_0000
+"""PF_KTHREAD of linux/sched.h."""
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/renderD")
+_TELLING = re.compile(
+    r"(?:CUDA|NCCL|GLOO|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|OMP|MKL|OPENBLAS|ACCELERATE|FSDP|DEEPSPEED|DS|XLA|HIP|ROCR)_\w+"
+    r"|(?:LOCAL_|GROUP_|NODE_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)|TOKENIZERS_PARALLELISM"
+    r"|(?:HF_HUB|HF_DATASETS|TRANSFORMERS)_OFFLINE|PYTHON(?:HASHSEED|UNBUFFERED|PATH)|CONDA_DEFAULT_ENV|VIRTUAL_ENV"
+    r"|SLURM_(?:JOB_ID|PROCID|LOCALID|NTASKS|NNODES|NODEID)"
+)
+"""Variables of an environment that say how a training runs; no other is kept."""
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040_FF0B, 1 << 3
+"""Of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first version has 64 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stranger:
+    """A process of somebody else's program, as it was when it was looked for."""
+
+    pid: int
+    start_ticks: int
+    """From boot to its start: with the pid it names the process for good."""
+    arguments: tuple[str, ...]
+    folder: str
+
+    @property
+    def variables(self) -> list[str]:
+        """What its environment says of its training, as `NAME=VALUE`."""
+        found = _environment(self.pid).items()
+        return sorted(
+            f"{name}={value}"
+            for name, value in found
+            if _TELLING.fullmatch(name) and not is_secret_name(name)
+        )
+
+    def trainers(self) -> list[int]:
+        """The processes of its tree that train: its ranks, else the largest that runs Python, else itself."""
+        ranks = ranks_below(self.pid)
+        if ranks:
+            return list(ranks.values())[:MOST_RANKS]
+        sizes = {pid: Host().process(pid).rss_bytes.number or 0 for pid in _python_below(self.pid)}
+        return [max(sizes, key=lambda pid: sizes[pid], default=self.pid)]
+
+    def about(self) -> ProcessFound:
+        tree = _below(self.pid)
+        return ProcessFound(
+            pid=self.pid,
+            started_unix_s=_started_unix_s(self.start_ticks),
+            user=_user(_owner(self.pid)),
+            executable=_link(self.pid, "exe") or self.arguments[0],
+            processes=len(tree),
+            ranks=ranks_below(self.pid),
+            opens_gpu=_opens_gpu(tree),
+            no_stacks=no_stacks(),
+        )
+
+
+def find_process(pid: int) -> Stranger:
+    """Look for a process that can be watched. Raises BadInput with what was found in its place."""
+
+    def refused(found: str, hint: str | None = None) -> BadInput:
+        return BadInput.expected("--pid", pid, "a process that runs", found, hint=hint)
+
+    status, stat = read_table(PROC / str(pid) / "status"), read_text(PROC / str(pid) / "stat")
+    start = Host().process(pid).start_ticks
+    if isinstance(stat, Reading) or status.missing is not None or start.number is None:
+        raise refused("none", "ps -eo pid,user,args | grep python")
+    if pid == os.getpid():
+        raise refused("this command itself", "name the process that trains")
+    group = status.number("Tgid").number
+    if group != pid:
+        raise refused(f"a thread of process {group}", f"engine watch --pid {group}")
+    # The name may contain spaces and brackets, so fields are counted after the last bracket.
+    letter, *rest = stat.rpartition(") ")[2].split()
+    if int(rest[5]) & _KERNEL_THREAD:
+        raise refused("a thread of the kernel", "name the process that trains")
+    if letter in "ZX":
+        raise refused("one that has ended", "its parent has its exit code: engine watch -- COMMAND")
+    owner = _owner(pid)
+    if os.geteuid() not in (0, owner):
+        raise refused(f"one of user {_user(owner)}", f"sudo engine watch --pid {pid}")
+    text = read_text(PROC / str(pid) / "cmdline")
+    words = [] if isinstance(text, Reading) else text.rstrip("\0").split("\0")
+    name = str(status.word("Name", "(.*)", str).value or "unknown")
+    return Stranger(
+        pid=pid,
+        start_ticks=int(start.number),
+        arguments=tuple(words) if words and words[0] else (name,),
+        folder=_link(pid, "cwd") or "unknown",
+    )
+
+
+def hold(found: Stranger) -> int:
+    """Return a pidfd of the process that was found. Raises BadInput where its number is another process's now."""
+    gone = BadInput.expected(
+        "--pid", found.pid, "the process that was just found", "that it has ended"
+    )
+    try:
+        held = os.pidfd_open(found.pid)
+    except ProcessLookupError:
+        raise gone from None
+    if Host().process(found.pid).start_ticks.value != found.start_ticks:
+        os.close(held)
+        raise gone
+    return held
+
+
+def watch_process(run: RunFolder, found: Stranger, held: int) -> None:
+    """Watch the process of pidfd `held` until it has ended, or until this process is asked to end by SIGINT, SIGTERM
+    or SIGHUP, which ends the watching alone."""
+    dismiss_guard()
+    asked = os.eventfd(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda _number, _frame: os.eventfd_write(asked, 1))
+    with ExitStack() as stack:
+        watch = stack.enter_context(LogWriter(run.watch, writer="supervisor"))
+        device = stack.enter_context(LogWriter(run.device, writer="sampler"))
+        watch.write(TrainerStarted(trainer_pid=found.pid, supervisor_pid=os.getpid()))
+        watch.write(found.about())
+        observer = RunObserver(
+            run,
+            found.pid,
+            watch,
+            device,
+            sample_seconds=SAMPLE_SECONDS,
+            stop=lambda why, now: None,
+            strangers=found.trainers,
+        )
+        observer.begin()
+        if _wait(observer, held, asked):
+            _record_end(observer, held)
+        else:
+            text = "the watching was ended; the process goes on"
+            observer.write_watch(Note(level="info", text=text))
+
+
+def _wait(observer: RunObserver, held: int, asked: int) -> bool:
+    """Observe; returns True once the process has ended, False once the watching is to end."""
+    selector = selectors.DefaultSelector()
+    selector.register(held, selectors.EVENT_READ, True)
+    selector.register(asked, selectors.EVENT_READ, False)
+    counters: deque[KillCounters] = deque([observer.before], maxlen=COUNTERS_KEPT)
+    next_s = time.monotonic() + COUNTERS_S
+    while True:
+        found = observer.tick()
+        if found.why:
+            observer.write_watch(Note(level="warning", text=found.why))
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + COUNTERS_S
+            counters.append(read_kill_counters(cgroup=observer.before.cgroup))
+            observer.before = counters[0]
+        for key, _ in selector.select(max(0.0, observer.left_s)):
+            return bool(key.data)
+
+
+def _record_end(observer: RunObserver, held: int) -> None:
+    observer.watcher.tick()
+    code = exit_code(observer.pid, held)
+    if code is None:
+        observer.record_unseen_exit()
+    else:
+        observer.record_exit(code, stop_requested=None, finished=code == 0, is_ours=False)
+
+
+def exit_code(pid: int, held: int) -> int | None:
+    """Return the exit code of a process that has ended and is no child of ours, minus the number of the signal that
+    ended it; None where the kernel does not tell it."""
+    deadline = time.monotonic() + EXIT_STATUS_S
+    while True:
+        answer = bytearray(struct.pack("=Q56x", _PIDFD_INFO_EXIT))
+        try:
+            fcntl.ioctl(held, _PIDFD_GET_INFO, answer)
+        except OSError:
+            known = 0  # before Linux 6.13, or not told after the end before 6.15
+        else:
+            (known,) = struct.unpack_from("=Q", answer)
+        if known & _PIDFD_INFO_EXIT:
+            (status,) = struct.unpack_from("=i", answer, 60)
+            return os.waitstatus_to_exitcode(status)
+        status = _status_of_zombie(pid)
+        if status is not None:
+            return os.waitstatus_to_exitcode(status)
+        if not (PROC / str(pid)).exists() or time.monotonic() > deadline:
+            return None
+        # Its parent is about to reap it, and nothing says when.
+        time.sleep(0.01)
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    """Return the wait status in /proc/PID/stat, which reads 0 to whoever may not read it: the same check guards
+    `io`, which fails then."""
+    folder = PROC / str(pid)
+    text, allowed = read_text(folder / "stat"), read_text(folder / "io")
+    if isinstance(text, Reading) or isinstance(allowed, Reading):
+        return None
+    letter, *rest = text.rpartition(") ")[2].split()
+    return int(rest[-1]) if letter in "ZX" else None
+
+
+def no_stacks() -> str:
+    """Why no stack of Python can be read of another process, and what to do; empty where it can."""
+    if find_command("py-spy").value is None:
+        return "py-spy is not installed; pip install py-spy"
+    reason = may_attach().absent
+    return f"{reason}; {LET_ATTACH}" if reason else ""
+
+
+def ranks_below(pid: int) -> dict[str, int]:
+    """Return the processes at or below `pid` that are a rank, by RANK. What a rank starts inherits its number, so
+    the process that is found first, above the others, has it."""
+    found: dict[str, int] = {}
+    for one in _below(pid):
+        rank = _environment(one).get("RANK", "")
+        if rank.isdecimal():
+            found.setdefault(rank, one)
+    return dict(sorted(found.items(), key=lambda item: int(item[0])))
+
+
+def _below(pid: int) -> list[int]:
+    """`pid` and its descendants, a parent before its children."""
+    try:
+        return members(pid, PROC)
+    except OSError:
+        return [pid]
+
+
+def _python_below(pid: int) -> list[int]:
+    return [one for one in _below(pid) if Path(_link(one, "exe")).name.startswith("python")]
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """The environment that a process was started with; empty where it may not be read."""
+    text = read_text(PROC / str(pid) / "environ")
+    lines: Sequence[str] = () if isinstance(text, Reading) else text.split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def _opens_gpu(pids: Sequence[int]) -> bool | None:
+    try:
+        for pid in pids:
+            for file in (PROC / str(pid) / "fd").iterdir():
+                with suppress(FileNotFoundError):
+                    if str(file.readlink()).startswith(_GPU_FILES):
+                        return True
+    except OSError:
+        return None
+    return False
+
+
+def _link(pid: int, name: str) -> str:
+    """Where a link of /proc/PID leads; empty where it may not be read."""
+    try:
+        return os.readlink(PROC / str(pid) / name)
+    except OSError:
+        return ""
+
+
+def _owner(pid: int) -> int:
+    return int(read_table(PROC / str(pid) / "status").number("Uid").number or 0)
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _started_unix_s(start_ticks: int) -> float:
+    boot_s = read_table(PROC / "stat").number("btime").number or 0
+    return boot_s + start_ticks / os.sysconf("SC_CLK_TCK")
