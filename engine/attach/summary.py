@@ -25,7 +25,7 @@ from engine.units import format_bytes, format_count, format_seconds, format_valu
 from engine.watch.rules.identity import identity_fails
 from engine.watch.rules.pace import DATA_SHARE
 from engine.watch.rules.rule import median
-from engine.watch.stacks import FOLDER
+from engine.watch.stacks import FOLDER, own_frame
 from engine.watch.watcher import STALLS
 
 WIDTH = 100
@@ -306,7 +306,8 @@ class _Summary:
         lines.append(self._later())
         if view.stack_dump is not None:
             dump = view.stack_dump
-            lines.append(f"stack: {dump.python_frame or dump.summary} ({dump.path})")
+            line = own_frame(dump.python_stack) if view.process is not None else ""
+            lines.append(f"stack: {line or dump.python_frame or dump.summary} ({dump.path})")
             lines += dump.others[:OTHER_THREADS]
         files = [
             file.name

@@ -43,6 +43,7 @@ from engine.watch.rules.rule import (
     median,
     rule,
 )
+from engine.watch.stacks import own_frame
 
 LEAST_S = 30.0
 TIMES = 5.0
@@ -242,7 +243,11 @@ def _stalled(case: Case, what: str) -> Symptom | None:
     where = ""
     meaning = "its stacks were not taken: see `--all` and stderr.txt"
     if dump is not None:
-        where = f": {_state(dump)}" + (f" at {dump.python_frame}" if dump.python_frame else "")
+        line = dump.python_frame
+        if case.view.process is not None:
+            # Of a program that is not ours its own line tells more than that of a library.
+            line = own_frame(dump.python_stack) or line
+        where = f": {_state(dump)}" + (f" at {line}" if line else "")
         where += f" ({dump.native_frame})" if dump.native_frame else ""
         first = f"{dump.collective}; " if dump.collective else ""
         meaning = f"{first}{dump.summary}; all threads are in {dump.path}"
