@@ -104,7 +104,7 @@ def _watch_pid(arguments: argparse.Namespace) -> int:
     from engine.attach.process import find_process, hold, watch_process
     from engine.attach.summary import summary_lines
 
-    names = ("program", "ask", "steps", "slow_by", "env", "keep_output")
+    names = ("program", "ask", "steps", "slow_by", "env", "set", "keep_output")
     given = [name for name in names if getattr(arguments, name)]
     if given:
         name = "a command" if given[0] == "program" else f"--{given[0].replace('_', '-')}"
