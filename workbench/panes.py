@@ -93,6 +93,8 @@ def _pace_lines(view: RunView) -> list[str]:
         s for s in view.steps.values("step_s", begin) if s is not None and 0 <= s < math.inf
     )
     pace = view.tokens_per_second()
+    if not times and view.process is not None:
+        return ["unknown: a process that is watched from outside does not report its steps"]
     if not times:
         return ["no step of this session timed yet"]
     typical = f"{format_seconds(times[len(times) // 2])} a step"

@@ -895,6 +895,8 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     if view.imported is not None:
         lines += _imported_lines(view.imported)
         return [one_line(line) for line in [*lines, *_logged_lines(view)]]
+    if view.process is not None:
+        return [one_line(line) for line in [*lines, f"process    {event_text(view.process)}"]]
     if view.watched is None:
         return [one_line(line) for line in [*lines, f"optimizer  {UNSEEN_COMMAND}"]]
     one = view.watched

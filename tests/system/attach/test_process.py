@@ -30,6 +30,7 @@ from engine.machine.surroundings import find_command, may_attach
 from engine.watch.start_and_stop import stop
 from tests.support.lacks import needs
 from tests.support.running import engine_here
+from tests.support.screens import texts_of
 
 LIMIT_S = 120.0
 WATCH = [sys.executable, "-m", "engine", "watch"]
@@ -159,6 +160,9 @@ def test_the_end_of_the_watching_touches_nothing_and_the_run_says_that_nobody_wa
     assert follower.read_all().exit is None and follower.state == "unwatched"
     told = json.loads(engine_here("diagnose", str(watching.run.path), "--json").stdout)
     assert told["alerts"] == []
+    seen = texts_of(watching.run.path, (120, 40), "2", "4")
+    assert all("UNWATCHED" in words for words in seen)
+    assert "does not report its steps" in seen[1] and "its steps are unknown" in seen[2]
 
 
 @pytest.mark.parametrize("code", [0, 5])
