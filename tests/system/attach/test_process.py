@@ -160,7 +160,7 @@ def test_the_end_of_the_watching_touches_nothing_and_the_run_says_that_nobody_wa
     assert follower.read_all().exit is None and follower.state == "unwatched"
     told = json.loads(engine_here("diagnose", str(watching.run.path), "--json").stdout)
     assert told["alerts"] == []
-    seen = texts_of(watching.run.path, (120, 40), "2", "4")
+    seen = texts_of(watching.run.path, (110, 34), "2", "4")
     assert all("UNWATCHED" in words for words in seen)
     assert "does not report its steps" in seen[1] and "its steps are unknown" in seen[2]
 
