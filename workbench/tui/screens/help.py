@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.dom import DOMNode
+from textual.geometry import Region
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 from textual.widgets import Static
@@ -59,7 +60,8 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,q,question_mark,f1,enter", "dismiss", "close"),
     ]
     CSS = """
-    HelpScreen { align: center middle; }
+    /* Opaque: each frame over a dimmed screen draws that screen anew, which takes longer than all else. */
+    HelpScreen { align: center middle; background: $background; }
     HelpScreen > VerticalScroll {
         width: 80; max-width: 96%; height: auto; max-height: 90%; padding: 0 2;
         border: heavy $primary; background: $surface;
@@ -69,6 +71,14 @@ class HelpScreen(ModalScreen[None]):
     def __init__(self, title: str, bindings: Sequence[Binding], notes: Sequence[str]) -> None:
         super().__init__()
         self._title, self._table, self._notes = title, bindings, notes
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        """Draw the ground again, but not where the screen below has been drawn, which is hidden."""
+        if not regions:
+            super().refresh(repaint=repaint, layout=layout, recompose=recompose)
+        return self
 
     def compose(self) -> ComposeResult:
         below = self.app.screen_stack[-2]
