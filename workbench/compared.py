@@ -30,7 +30,7 @@ from engine.units import format_bytes, format_count, format_seconds, format_valu
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
 from workbench.groups import Samples, samples_of
 from workbench.paths import path_text
-from workbench.traces import Trace
+from workbench.traces import GAP, Trace
 
 AXES = ("step", "tokens", "time")
 UNTIMED_S = 60.0
@@ -148,8 +148,11 @@ class Compared:
                 replace(one, x_first=one.x_first - origin, x_last=one.x_last - origin)
                 for one in found
             ]
+        if axis != "tokens":
+            # Whether what lies around an absent entry is joined is decided by its distance alone.
+            found = [one for one in found if one.low is not None or one.non_finite]
         last = steps.last(metric.column)
-        return Trace(name=name, buckets=tuple(found), last=last, gap=self._gap(axis))
+        return Trace(name=name, buckets=tuple(found), last=last, gap=self._gap(metric, axis))
 
     def samples(self, metric: Metric, axis: str) -> Samples:
         """Return every row that has the metric."""
@@ -159,15 +162,19 @@ class Compared:
         count = len(self.view.steps)
         xs, origin = self._xs(axis)
         ys = self.view.steps.column(metric.column)
-        return samples_of(xs[:count], ys, origin=origin, gap=self._gap(axis))
+        return samples_of(xs[:count], ys, origin=origin, gap=self._gap(metric, axis))
 
-    def _gap(self, axis: str) -> float:
+    def _gap(self, metric: Metric, axis: str) -> float:
         """Return the largest x distance at which two neighbours are joined: a missing step, or a stretch without
-        steps, breaks the line."""
+        steps, breaks the line. Where a metric is logged every N steps, as other tools do, its own usual distance
+        counts."""
+        steps = self.view.steps
+        if axis == "tokens":
+            return math.inf
         if axis == "step":
-            return 1.5
-        longest = self.view.steps.range("step_s").high or 0.0
-        return UNTIMED_S + 2 * longest if axis == "time" else math.inf
+            return GAP * max(1.0, steps.spacing(metric.column, "step"))
+        longest = steps.range("step_s").high or 0.0
+        return max(UNTIMED_S + 2 * longest, GAP * steps.spacing(metric.column, "clock_s"))
 
     def value_at(self, metric: Metric, axis: str, x: float) -> float | None:
         """Return the newest value at or before x; None before the run's first step, after its last, or where it

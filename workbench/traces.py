@@ -10,6 +10,9 @@ from itertools import pairwise
 from engine.log.downsample import Bucket, bucket_at, buckets, equal_widths
 from engine.log.table import Table
 
+GAP = 1.5
+"""Neighbours on a line are joined up to so many times their usual distance."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:

@@ -87,6 +87,8 @@ GPU_FIELDS = (
 )
 HELD = 3.0
 """A reading counts until the next one, but for no longer than so many times the usual time between two."""
+SPACED = 4096
+"""So many rows say how far apart the entries of a column usually are."""
 NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
 """Fields of a sample that are not measurements."""
 _ROWS = {"step", "host", "gpu"}
@@ -240,6 +242,15 @@ class Table:
             else:
                 found.append(None)
         return found
+
+    def spacing(self, name: str, x: str) -> float:
+        """Return the usual (median) distance on `x` between two rows that have an entry in a column, of the newest
+        SPACED rows; 0 where fewer than two have one."""
+        import numpy as np
+
+        places, values = (np.asarray(self.column(one, -SPACED)) for one in (x, name))
+        known = places[np.isfinite(places) & ~is_absent(values)]
+        return float(np.median(np.diff(known))) if len(known) > 1 else 0.0
 
     def interpolated(self, name: str, x: str, at: Sequence[float]) -> list[float]:
         """Return a column at some values of the non-decreasing column `x`, on straight lines between rows; before

@@ -39,7 +39,7 @@ from workbench.plot.chart import (
     margin_of,
 )
 from workbench.plot.window import Window
-from workbench.traces import Trace, WindowTraces, points_of, smoothed
+from workbench.traces import GAP, Trace, WindowTraces, points_of, smoothed
 from workbench.tui.widgets.chart_view import ChartView
 
 CURVES = ("held-out", "training", "parts")
@@ -49,7 +49,6 @@ REACHES = (0.0, 0.02, 0.1)
 """What the moving average of the losses reaches back over, as a share of what is shown."""
 TWO_ROWS = 18
 """From this many rows on, the values under the cursor take two rows."""
-GAP_STEPS = 1.5
 GAP_OF_MEDIAN, GAP_S = 20.0, 5.0
 """On a time axis, steps are not joined if they are further apart than both of these: median step times, seconds."""
 
@@ -200,11 +199,14 @@ class TimelinePane(ChartView, can_focus=True):
         view, steps = snapshot.view, snapshot.view.steps
         by_time = self._is_by_time
         low, high = self.window.bounds(*self._ends())
-        gap = GAP_STEPS
+        # Other tools log every N steps; a line is open where its own usual distance is exceeded.
+        spacing = steps.spacing("loss", self._x)
+        gap = GAP * max(1.0, spacing)
         if self.by_time:
             typical = steps.value("step_s", len(steps) // 2) if len(steps) else None
             known = typical is not None and math.isfinite(typical)
-            gap = max(GAP_S, GAP_OF_MEDIAN * typical if known and typical is not None else 0.0)
+            longest = GAP_OF_MEDIAN * typical if known and typical is not None else 0.0
+            gap = max(GAP_S, longest, GAP * spacing)
         names = (*LOSSES, "step_s")
         *traces, pace = self._traces.traces(steps, names, low, high, self.dots, x=self._x, gap=gap)
         if self.reach:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from textual.pilot import Pilot
 from engine.log.downsample import Bucket
 from engine.log.folder import RunFolder
 from tests.support.run_folders import completed, corrupt, evaluated, killed, resumed, running, torn
+from tests.support.running import engine_here
 from tests.support.screens import on_screen, poll, press, resize, shows, text_of, words_of
 from workbench.compared import (
     AXES,
@@ -108,6 +110,28 @@ def test_a_stretch_between_two_sessions_is_open_on_the_time_axis(tmp_path: Path)
     trace = run.trace(METRIC["loss"], "time", low, high, 1000)
     gaps = [b.x_first - a.x_last for a, b in zip(trace.buckets, trace.buckets[1:], strict=False)]
     assert [gap > trace.gap for gap in gaps].count(True) == 1
+
+
+def test_a_metric_that_another_tool_logged_every_ten_steps_is_joined_but_not_over_a_hole(
+    tmp_path: Path,
+) -> None:
+    # The rate is logged twice as often, so every second row has no loss.
+    rows = [f"{n},{3.0 - n / 100 if n % 10 == 0 else ''},0.1" for n in range(5, 205, 5)]
+    kept = [row for row in rows if not row.startswith(("100,", "110,", "120,"))]
+    (tmp_path / "log.csv").write_text("\n".join(["step,loss,lr", *kept, ""]))
+    done = engine_here("import", "csv", tmp_path / "log.csv", "--out", tmp_path, "--name", "run")
+    assert done.returncode == 0, done.stderr
+    (run,) = compared(RunFolder(tmp_path / "run"))
+    trace = run.trace(METRIC["loss"], "step", 0, 200, 1000)
+    far = [
+        (a.x_last, b.x_first)
+        for a, b in pairwise(trace.buckets)
+        if b.x_first - a.x_last > trace.gap
+    ]
+    assert far == [(90.0, 130.0)]
+    assert len(trace.buckets) == 17
+    samples = run.samples(METRIC["loss"], "step")
+    assert (samples.gap, len(samples.xs)) == (trace.gap, 17)
 
 
 def test_only_settings_that_differ_are_in_the_table(tmp_path: Path) -> None:
