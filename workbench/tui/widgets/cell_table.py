@@ -9,6 +9,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
+from textual.coordinate import Coordinate
 from textual.strip import Strip
 from textual.widgets import DataTable
 
@@ -17,7 +18,7 @@ Texts = Mapping[str, Sequence[str]]
 
 
 class CellTable(DataTable[Text]):
-    """Draws rows; the cursor stays on its row when they change."""
+    """Draws rows; the cursor stays on the first row, and once it was moved on its row, when they change."""
 
     DEFAULT_CSS = "CellTable { height: 1fr; scrollbar-size-vertical: 1; }"
 
@@ -27,6 +28,14 @@ class CellTable(DataTable[Text]):
         self._titles: list[Text] = []
         self._texts: Texts = {}
         self._keys: list[str] = []
+        self._is_filling = self._is_moved = False
+
+    def watch_cursor_coordinate(
+        self, old_coordinate: Coordinate, new_coordinate: Coordinate
+    ) -> None:
+        super().watch_cursor_coordinate(old_coordinate, new_coordinate)
+        # All else that moves it are keys and the mouse.
+        self._is_moved |= not self._is_filling
 
     @property
     def key(self) -> str | None:
@@ -41,7 +50,7 @@ class CellTable(DataTable[Text]):
         cells: Callable[[str, Sequence[str]], list[Text]],
     ) -> None:
         """Draw other rows; `cells` renders the texts of one row and must depend on them alone."""
-        before = self.key
+        before, self._is_filling = self.key, True
         widths = [
             max([1, title.cell_len, *(cell_len(row[place]) for row in texts.values())])
             for place, title in enumerate(titles)
@@ -66,8 +75,10 @@ class CellTable(DataTable[Text]):
                 self.add_row(*cells(key, words), key=key)
         self._titles = [*titles]
         self._keys, self._texts = keys, texts
-        if before is not None and before in texts:
-            self.move_cursor(row=keys.index(before), animate=False)
+        if keys:
+            is_kept = self._is_moved and before in texts
+            self.move_cursor(row=keys.index(before or "") if is_kept else 0, animate=False)
+        self._is_filling = False
 
     def render_line(self, y: int) -> Strip:
         # Textual renders each cell as a document of its own, in a cache that any change of any cell makes void: for a

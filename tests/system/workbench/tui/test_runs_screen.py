@@ -112,6 +112,27 @@ def test_the_cursor_stays_on_its_run_when_the_order_changes(tmp_path: Path) -> N
     on_screen([tmp_path], (80, 24), script)
 
 
+def test_the_cursor_stays_on_the_newest_run_until_it_is_moved(tmp_path: Path) -> None:
+    for name in ("older", "alpha"):
+        completed(tmp_path / name)
+
+    async def script(pilot: Pilot[None]) -> None:
+        table = pilot.app.screen.query_one(RunsTable)
+        for newest in ("alpha", "beta", "gamma"):
+            if newest != "alpha":
+                completed(tmp_path / newest)
+                await press(pilot, "r")
+            assert table.selected is not None
+            assert (table.cursor_row, table.selected.name) == (0, newest)
+        await press(pilot, "down")
+        assert table.selected.name == "beta"
+        completed(tmp_path / "delta")
+        await press(pilot, "r")
+        assert (table.cursor_row, table.selected.name) == (2, "beta")
+
+    on_screen([tmp_path], (80, 24), script)
+
+
 def test_an_unreadable_run_in_the_list_tells_its_fault(tmp_path: Path) -> None:
     corrupt(tmp_path / "run")
     completed(tmp_path / "other")
