@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +40,6 @@ from workbench.tui.places import PLACES, place
 from workbench.tui.printable import Printable, drawable
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import Polled
-from workbench.tui.screens.run import RunScreen
 from workbench.tui.screens.runs import RunsScreen
 from workbench.tui.themes import OWN, OWN_NAMES, THEME_VARIABLES
 from workbench.tui.widgets.key_bar import bindings_of
@@ -56,7 +56,9 @@ def _palette_commands() -> type[Provider]:
     return WorkbenchCommands
 
 
-def _freeze() -> None:
+def _settle() -> None:
+    # The screen of a run is imported when the list is there, not when the first run of it is opened.
+    import_module("workbench.tui.screens.run")
     gc.collect()
     gc.freeze()
 
@@ -141,7 +143,7 @@ class WorkbenchApp(App[None]):
     def action_visit(self, name: str) -> None:
         """Open a place, unless it is on screen already."""
         screen = self.screen
-        run = screen.run if isinstance(screen, RunScreen) else None
+        run = getattr(screen, "run", None)
         if isinstance(screen, RunsScreen) and (target := screen.target()) is not None:
             run = target.run
         built = place(name).build(self.context, run)
@@ -155,6 +157,9 @@ class WorkbenchApp(App[None]):
 
     def open_folder(self, run: RunFolder) -> None:
         """Open the screen of a run over the current one."""
+        # Imported here: the first frame of the list does not need it.
+        from workbench.tui.screens.run import RunScreen
+
         self.push_screen(RunScreen(self.context, run))
 
     def get_theme(self, theme_name: str) -> Theme | None:
@@ -170,7 +175,7 @@ class WorkbenchApp(App[None]):
         all of it takes longer than several frames."""
         if not (message.behind or self._is_kept or self.is_headless):
             self._is_kept = True
-            self.call_after_refresh(_freeze)
+            self.call_after_refresh(_settle)
 
     def on_load(self) -> None:
         # A terminated program must not leave its terminal in another mode.
