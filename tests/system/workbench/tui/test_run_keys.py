@@ -10,9 +10,10 @@ from textual.pilot import Pilot
 from engine.errors import BadInput
 from engine.log.folder import RunFolder
 from tests.support.run_folders import completed, killed, running
-from tests.support.screens import on_screen, poll, press, texts_of, words_of
+from tests.support.screens import on_screen, poll, press, settle, text_of, texts_of, words_of
 from workbench.log import matches
 from workbench.tui.screens import actions
+from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.log_pane import LogView
 
 
@@ -123,3 +124,26 @@ def test_read_only_disables_both(tmp_path: Path, commands: list[str]) -> None:
     assert "engine stop" not in after
     texts_of(killed(tmp_path / "killed").path, (120, 40), "R", read_only=True)
     assert commands == []
+
+
+@pytest.mark.parametrize("size", [(120, 40), (50, 14)])
+def test_the_help_stays_on_plain_ground_while_the_run_below_goes_on(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    scene = running(tmp_path / "run", done=10)
+
+    async def script(pilot: Pilot[None]) -> None:
+        below = pilot.app.screen
+        assert "RUNNING" in words_of(pilot)
+        await press(pilot, "question_mark")
+        helped = text_of(pilot)
+        scene.steps(11, 20)
+        assert isinstance(below, RunScreen)
+        below.tick()
+        await settle(pilot)
+        assert text_of(pilot) == helped and "RUNNING" not in helped
+        await press(pilot, "escape")
+        assert "RUNNING" in words_of(pilot) and "step 20" in words_of(pilot)
+
+    on_screen([scene.run.path], size, script)
+    scene.close()
