@@ -223,6 +223,13 @@ OTHERS: tuple[Defect, ...] = tuple(
             "run folders on a network file system",
         ),
         (
+            "teacher_in_a_loop",
+            _PACE,
+            "slow_part",
+            "the teacher's forward pass over the whole batch is run once for each of its rows, and more",
+            "a loop over rows around a call that takes them all: right outputs, at a thirtieth of the speed",
+        ),
+        (
             "loader_stalls",
             _PROCESS,
             "stalled",
@@ -388,6 +395,7 @@ DRILLS: tuple[Drill, ...] = (
             ("rows_slow_ahead", "waiting for data"),
             ("observer_slow", "most in: observers"),
             ("log_slow", "most in: log"),
+            ("teacher_in_a_loop", "teacher takes"),
         )
     ),
     _other(

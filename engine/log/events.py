@@ -365,6 +365,20 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
         return all(math.isfinite(nan_if_absent(n)) for n in (self.loss, self.grad_norm))
 
 
+class PartsMeasured(Event, frozen=True, kw_only=True, tag="parts_measured"):
+    """What the parts of a step take, beside what their arithmetic needs on this machine (`engine.train.part_times`)."""
+
+    step: Count
+    seconds: dict[str, Number]
+    """Medians of the newest steps, by the device's clock."""
+    needed: dict[str, Number]
+    slow: list[str] = []
+    """Parts that take many times what they need, after the machine was measured once more."""
+    matmul_flops_per_s: Number
+    copy_bytes_per_s: Number
+    """Bytes that are read and bytes that are written, together."""
+
+
 STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
 """In the order of a step."""
 IDLE = "idle"
@@ -681,6 +695,7 @@ Known: TypeAlias = (
     | NonFinite
     | CheckpointSaved
     | StudentSaved
+    | PartsMeasured
     | ReceiptWritten
     | StopRequested
     | Note

@@ -46,6 +46,7 @@ from engine.log.events import (
     ModelReady,
     NonFinite,
     Note,
+    PartsMeasured,
     Phase,
     ProcessFound,
     ReceiptWritten,
@@ -76,6 +77,7 @@ _NEWEST: dict[type, str] = {
     VocabularyCut: "vocabulary_cut",
     StudentSaved: "student",
     ReceiptWritten: "receipt",
+    PartsMeasured: "parts",
     Watched: "watched",
     ScriptEnded: "script_ended",
     ProcessFound: "process",
@@ -339,7 +341,7 @@ class _Changes:
         self.changes["session_row"] = keep
         for name in ("evals", "non_finite", "checkpoints"):
             self.lists[name] = [event for event in self.list_of(name) if event.step <= step]
-        self.changes["student"] = self.changes["receipt"] = None
+        self.changes["student"] = self.changes["receipt"] = self.changes["parts"] = None
 
     def newest(self, before: Sample | None, samples: Sequence[Sample], prefix: str) -> Sample:
         """Return the newest value of each reading, and put the reasons for missing ones into `absent`.

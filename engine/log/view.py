@@ -35,6 +35,7 @@ from engine.log.events import (
     ModelReady,
     NonFinite,
     Note,
+    PartsMeasured,
     Phase,
     ProcessFound,
     ReceiptWritten,
@@ -153,6 +154,7 @@ class RunView:
     """Steps of this session that were audited, in order."""
     student: StudentSaved | None = None
     receipt: ReceiptWritten | None = None
+    parts: PartsMeasured | None = None
     stop_requested: str | None = None
     finished: RunFinished | None = None
     """How this session ended, as the run recorded it; None again as soon as the run is resumed."""

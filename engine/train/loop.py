@@ -52,6 +52,7 @@ from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
+from engine.train.part_times import PartTimes
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, broken_invariants
@@ -197,6 +198,8 @@ class TrainingLoop:
         audit = StepAudit(trainer, spec, self.data.stream, self.teacher_decoder)
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
+        teacher = self.inputs.teacher if trainer.has_teacher else None
+        parts = PartTimes(trainer, self.inputs.student, teacher, spec.data.seq_len)
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
@@ -207,7 +210,7 @@ class TrainingLoop:
             launched = launched or trainer.launch()
             due = self._due(launched.step, begun_at, trainer.device)
             ahead = None
-            settled = not (any(due) or audit.due(launched.step))
+            settled = not (any(due) or audit.due(launched.step) or parts.due(launched.step))
             if settled and self._may_run_ahead(trainer) and not rank_stops:
                 ahead = trainer.launch(launched)
             step = rows.record(trainer.finish(launched))
@@ -219,6 +222,8 @@ class TrainingLoop:
                 if trainer.ranks.first:
                     held.look(step.step)
                 self.compiles.done(self.log)
+                if (found := parts.look(step)) is not None:
+                    self.log(found)
 
             # Check.
             with host.of(CHECKS):

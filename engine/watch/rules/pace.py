@@ -58,6 +58,36 @@ def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
 
 @rule(
     WARNING,
+    asks="Does a part of the step take many times what its arithmetic needs on this machine?",
+    reads=("parts_measured",),
+    threshold="10 times what its FLOPs, bytes and launches need at the machine's own matmul and copy rates, measured "
+    "again before it is said; a fifth of the step or more",
+)
+def slow_part(case: Case) -> Symptom | None:
+    parts = case.view.parts
+    if parts is None:
+        raise CannotJudge("the machine was not measured: that is after step 20 of a session")
+    if not parts.slow:
+        return None
+    part = max(parts.slow, key=lambda one: parts.seconds[one])
+    taken, needed = parts.seconds[part], parts.needed[part]
+    return Symptom(
+        f"{part} takes {taken / needed:.0f} times what its arithmetic needs on this machine",
+        [
+            (f"{part}, seconds", taken, "median of 8 steps"),
+            (f"{part} needs, seconds", needed, "at the rates below"),
+            ("matmul, GFLOP/s", parts.matmul_flops_per_s / 1e9, "measured again"),
+            ("copy, GB/s", parts.copy_bytes_per_s / 1e9, "measured again"),
+        ],
+        case.recent(0.0),
+        meaning="it does something else than its arithmetic: another kernel, another device, a loop over rows, weights "
+        "that are converted at each step",
+        no_flip="profile that part; its precision, kernel and compile settings are what decides its kernels",
+    )
+
+
+@rule(
+    WARNING,
     asks="Do steps wait for data?",
     reads=("data_s", "step_s"),
     threshold=f"{DATA_SHARE:.0%} of the time of {DATA_STEPS} steps or more, and {DATA_LEAST_S:g} s; "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.log.events import Compiled, FactsRead, RunFinished
+from engine.log.events import Compiled, FactsRead, PartsMeasured, RunFinished
 from engine.watch.rules import memory, pace
 from tests.support.diagnosing import GIB, Log, quiet, raised, spec, unknown
 from tests.support.run_events import example_of, fold_events
@@ -35,6 +35,26 @@ def test_one_hiccup_is_no_pattern_and_a_long_one_is() -> None:
             change=lambda n, s=once: {"data_s": s, "step_s": s + 0.1} if n == 25 else {},  # type: ignore[misc]
         )
         check("data_wait", log.case())
+
+
+def measured(taken_s: float, slow: list[str]) -> Log:
+    parts = PartsMeasured(
+        step=20,
+        seconds={"teacher": taken_s, "student": 0.1},
+        needed={"teacher": 0.01, "student": 0.05},
+        slow=slow,
+        matmul_flops_per_s=1e12,
+        copy_bytes_per_s=1e10,
+    )
+    return Log(count=30, extra=[(22.0, parts)])
+
+
+def test_a_part_that_takes_many_times_its_arithmetic_is_named_with_both_times() -> None:
+    alert = raised("slow_part", measured(0.5, ["teacher"]).case())
+    assert alert.title == "teacher takes 50 times what its arithmetic needs on this machine"
+    assert [number[1] for number in alert.numbers] == [0.5, 0.01, 1000.0, 10.0]
+    quiet("slow_part", measured(0.05, []).case())
+    unknown("slow_part", Log(count=30).case(), "not measured")
 
 
 def test_without_times_or_steps_waiting_cannot_be_judged() -> None:

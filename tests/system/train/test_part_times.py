@@ -1,0 +1,97 @@
+"""What the parts of a step take beside what their arithmetic needs on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.log.events import PartsMeasured
+from engine.models.config import ModelConfig
+from engine.train import part_times
+from engine.train.part_times import FIRST, PartTimes, Rates, arithmetic, measure
+from engine.train.roofline import flops_per_token
+from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
+from tests.support.kit import Kit, tiny_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+def looked(run: Run) -> PartsMeasured:
+    trainer = run.trainer
+    teacher = trainer.teacher.decoder.config  # type: ignore[union-attr]
+    parts = PartTimes(trainer, trainer.student.config, teacher, SEQ_LEN)
+    found = [parts.look(step) for step in run.step(FIRST)]
+    assert found[:-1] == [None] * (FIRST - 1) and found[-1] is not None
+    return found[-1]
+
+
+@contextmanager
+def rates_of(rates: list[Rates]) -> Iterator[None]:
+    """Give a machine these rates, one at each measurement."""
+    before, part_times.measure = part_times.measure, lambda device, dtype: rates.pop(0)
+    try:
+        yield
+    finally:
+        part_times.measure = before
+
+
+def test_the_flops_of_the_parts_are_those_of_a_step() -> None:
+    student = ModelConfig.from_dict(tiny_config(), "student")
+    teacher = ModelConfig.from_dict(tiny_config(hidden_size=48), "teacher")
+    parts = arithmetic(student, teacher, tokens=640, seq_len=64, passes=2)
+    # Activations may be recomputed, which the roofline leaves out.
+    layers = 3 * parts["student"].flops + parts["teacher"].flops
+    heads = parts["loss"].flops
+    assert layers + heads == pytest.approx(640 * flops_per_token(student, teacher, 64))
+    assert parts["backward"].flops == 3 * parts["student"].flops
+    assert "teacher" not in arithmetic(student, None, tokens=640, seq_len=64, passes=1)
+
+
+def test_a_machine_has_rates() -> None:
+    rates = measure(CPU, torch.float32)
+    assert rates.flops > 1e8 and rates.bytes > 1e7
+    assert rates.seconds(rates.flops, rates.bytes) == pytest.approx(2.0)
+
+
+def test_every_part_is_told_beside_what_it_needs(world: World) -> None:
+    found = looked(make_run(world, train__steps=FIRST))
+    assert found.step == FIRST and found.slow == []
+    assert set(found.seconds) == set(found.needed) >= {"teacher", "student", "loss", "backward"}
+    assert all(value > 0 for value in found.needed.values())
+
+
+def test_a_part_is_accused_by_the_lower_of_two_rates(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that somebody else uses when it is measured again accuses nobody."""
+    monkeypatch.setattr(part_times, "LEAST_S", 0.0)
+    monkeypatch.setattr(part_times, "LAUNCH_S", {"cpu": 0.0})
+    fast, slow = Rates(1e18, 1e18), Rates(1e3, 1e3)
+    with rates_of([fast, fast]):
+        assert looked(make_run(world, train__steps=FIRST)).slow
+    with rates_of([fast, slow]):
+        found = looked(make_run(world, train__steps=FIRST))
+    assert found.slow == [] and found.matmul_flops_per_s == slow.flops
+
+
+def test_ranks_are_not_judged(world: World) -> None:
+    run = make_run(world, train__steps=FIRST)
+    steps = run.step(FIRST)
+    run.trainer.ranks = replace(run.trainer.ranks, world=2)  # type: ignore[type-var]
+    parts = PartTimes(run.trainer, run.trainer.student.config, None, SEQ_LEN)
+    parts._begun_at = 0
+    assert [parts.look(step) for step in steps] == [None] * FIRST
+
+
+def test_a_run_has_them_in_its_log(whole: Path) -> None:
+    assert b'"kind":"parts_measured"' in (whole / "events.jsonl").read_bytes()
