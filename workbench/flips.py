@@ -7,6 +7,7 @@ end it.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,12 @@ from engine.flips.text import (
     verdict_line,
 )
 from engine.flips.verdict import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
+from engine.flips.watched import difference, options_for, watched_plan
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
 from engine.log.read import writer_is_alive
 from workbench.engine_commands import StartedFlip, check_flip, start_flip
+from workbench.feed import command_of
 from workbench.listing import Listing, Row, Tone
 
 FLIPS = "flips"
@@ -41,7 +44,7 @@ No flip in {folders} yet.
 A flip runs a spec in pairs, once as it is and once with one setting changed, until it is clear \
 which is better:
 
-  F on the screen of a run                 what its alerts and decisions suggest
+  F on the screen of a run                 what its alerts and decisions suggest, of a watched script too
   engine flip RUN --set compute.threads=1  the same from a shell"""
 
 
@@ -162,7 +165,8 @@ def _controls(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A flip as a form describes it: the options of `engine flip`, as they are typed."""
+    """A flip as a form describes it: the options of `engine flip`, as they are typed. Without a budget or steps the
+    engine chooses them."""
 
     assignment: str
     hypothesis: str = ""
@@ -176,26 +180,31 @@ class Wanted:
         if not self.assignment:
             return "name one setting and its other value; `engine spec` lists them"
         try:
-            parse_time("budget", self.budget)
+            if self.budget:
+                parse_time("budget", self.budget)
             parse_share("margin", self.margin)
         except UsageError as problem:
             return str(problem)
-        if not self.steps.isdecimal():
+        if self.steps and not self.steps.isdecimal():
             return f"steps: expected a number, found {self.steps!r}"
         return ""
 
     def plan(self, source: Path) -> list[str]:
         """Return the plan that `engine flip` would register, as lines, for a form without a problem. Raises
         BadInput where no plan can be made."""
-        plan = make_plan(
-            source,
-            [self.assignment],
-            order_seed=0,
-            hypothesis=self.hypothesis,
-            budget_s=parse_time("budget", self.budget),
-            margin=parse_share("margin", self.margin),
-            steps=int(self.steps),
-        )
+        how: dict[str, Any] = {
+            "order_seed": 0,
+            "hypothesis": self.hypothesis,
+            "margin": parse_share("margin", self.margin),
+        }
+        if self.budget:
+            how["budget_s"] = parse_time("budget", self.budget)
+        if self.steps:
+            how["steps"] = int(self.steps)
+        if command_of(RunFolder(source)) is not None:
+            plan = watched_plan(source, difference(self.assignment), **how)
+        else:
+            plan = make_plan(source, [self.assignment], **how)
         return _without_seed(plan_lines(plan))
 
     def check(self, source: Path, flips: Path) -> list[str]:
@@ -209,14 +218,14 @@ class Wanted:
 
     def folder(self, flips: Path) -> Path:
         """Return the folder of a flip that begins now."""
-        knob = self.assignment.partition("=")[0].replace(".", "-") or "flip"
+        knob = re.sub(r"\W+", "-", self.assignment.partition("=")[0]).strip("-") or "flip"
         return (flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
 
     def arguments(self, source: Path, folder: Path) -> list[str]:
         """Return the engine arguments that start it."""
         named = ("hypothesis", "budget", "margin", "steps", "controls")
         values = [(f"--{name}", value) for name in named if (value := getattr(self, name))]
-        asked = [("--set", self.assignment), ("--out", str(folder)), *values]
+        asked = [tuple(options_for(self.assignment)), ("--out", str(folder)), *values]
         return ["flip", str(source), *(word for option in asked for word in option)]
 
 

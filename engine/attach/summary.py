@@ -23,7 +23,7 @@ from engine.log.text import event_text, one_line
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from engine.watch.rules.identity import identity_fails
-from engine.watch.rules.pace import DATA_SHARE
+from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
 from engine.watch.rules.rule import median
 from engine.watch.stacks import FOLDER, own_frame
 from engine.watch.watcher import STALLS
@@ -49,8 +49,8 @@ LET_IN = (
     "engine watch -- python SCRIPT, without -I or -E; in a container or under sudo, start engine watch inside, or "
     "pass PYTHONPATH and APR_WATCH_RUN on and mount their folders"
 )
-MORE_WORKERS = (
-    "more loader workers: num_workers of DataLoader, dataloader_num_workers of TrainingArguments"
+BY_HAND = (
+    "more loader workers (num_workers of DataLoader, dataloader_num_workers of TrainingArguments)"
 )
 _MEMORY = ("OOM_MEMCG", "OOM_GLOBAL", "ALLOC_FAILED")
 
@@ -300,6 +300,7 @@ class _Summary:
             lines.append(
                 f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
             )
+        lines += [f"{one.knob}={one.choice}: {one.reason}" for one in view.decisions]
         lines += [_seen_text(one) for one in self._of_degree(SUSPICION)]
         lines.append(self._identities())
         lines.append(self._memory())
@@ -414,7 +415,7 @@ class _Summary:
         if ended is None or ended.returncode:
             return look
         if self._waits_for_data:
-            return f"{MORE_WORKERS}; then {look}"
+            return f"engine flip {self.path} --set {MORE_WORKERS} tests {BY_HAND}; --propose lists what else"
         if self._alerts or self._first_non_finite is not None:
             return f"engine diagnose {self.path}"
         if (doubt := self._of_degree(SUSPICION)) and (row := BY_ID.get(doubt[0].id)):

@@ -7,6 +7,7 @@ changed, until it is clear which is better.
     engine flip --a "--workers 0" --b "--workers 4" -- python train.py {}   a script: {} is replaced by the arm's words
     engine flip --env-b TOKENIZERS_PARALLELISM=true -- python train.py --out {out}   {out}: a folder of each run's own
     engine flip runs/train-1 --set loader.workers=4   a watched run: A is its command, the probe changes B
+    engine flip runs/train-1 --propose                what the alerts of a run suggest, with the commands
     engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
 
 Of a watched run each arm is started in a copy of the script's folder. A script is ended after --steps optimizer
@@ -80,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choice(parser, "--controls", ("auto", "run", "skip"), "auto", how)
     add_flag(parser, "--share", "measure beside another experiment")
     add_path(parser, "--resume", "DIR", "go on with this flip instead")
+    add_flag(parser, "--propose", "list what a run's alerts suggest to flip, start nothing")
     add_flag(parser, "--dry-run", "show the plan, start nothing")
     add_json(parser, "print the verdict as one JSON value")
 
@@ -93,6 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
             "expected either a run or spec, a command after --, or --resume DIR",
             hint="engine flip --help",
         )
+    if arguments.propose:
+        return _propose(arguments)
     how: dict[str, Any] = {"use_controls": arguments.controls, "share": arguments.share}
     if arguments.resume is not None:
         from engine.flips.record import read_plan_of
@@ -114,6 +118,25 @@ def run(arguments: argparse.Namespace) -> int:
         with Progress(plan).watching() as watching:
             verdict = run_flip(plan, folder, watching, **how)
     return _report(verdict, folder, as_json=arguments.json)
+
+
+def _propose(arguments: argparse.Namespace) -> int:
+    """Say what could be flipped about a run, and with which command."""
+    from engine.flips.proposals import proposal_fields, proposal_lines, proposals, settings_of
+    from engine.log.folder import open_run, read_command
+    from engine.log.follow import Follower
+
+    if len(arguments.source) != 1:
+        raise UsageError("--propose: expected one run", hint="engine flip runs/NAME --propose")
+    run = open_run(Path(arguments.source[0]))
+    view = Follower(run).read_all()
+    found = proposals(view, settings_of(run), read_command(run))
+    if arguments.json:
+        put_json([proposal_fields(one) for one in found])
+        return 0
+    for line in proposal_lines(found, arguments.source[0]):
+        put(line)
+    return 0
 
 
 def _refuse_with_resume(arguments: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from engine.flips.command import OUT, WORDS
 from engine.flips.plan import BUDGET_S, PAIRS_MIN, STEPS, WARM_UP_STEPS, Plan, make_command_plan
 from engine.flips.proof import REDACTED
 from engine.flips.script_folder import COPY_BYTES, COPY_FILES, size_to_copy
+from engine.flips.script_settings import read_script_settings
 from engine.flips.surroundings import time_of_run
 from engine.log.folder import COMMAND, RunFolder, read_command
 from engine.log.follow import Follower
@@ -90,6 +92,25 @@ def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:
     )
 
 
+def options_for(assignment: str) -> list[str]:
+    """The options of `engine flip` for what B does otherwise: words begin with a dash, a setting has a dot in its
+    name, and a variable of the environment has none."""
+    if assignment.startswith("-"):
+        return ["--b", assignment]
+    return ["--env-b" if re.match(r"[A-Za-z_]\w*=", assignment) else "--set", assignment]
+
+
+def difference(assignment: str) -> dict[str, str | None]:
+    """What B has otherwise, for `watched_plan`. Raises UsageError."""
+    option, text = options_for(assignment)
+    if option == "--b":
+        return {WORDS: text}
+    if option == "--env-b":
+        name, _, value = text.partition("=")
+        return {name: value}
+    return {**read_script_settings([text])}
+
+
 def _refused(path: Path, expected: str, found: str, hint: str | None = None) -> BadInput:
     hint = (
         hint
@@ -122,9 +143,12 @@ def option_of(word: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else ""
 
 
-def options_of(words: Sequence[str]) -> dict[str, str]:
-    """Each option of a command with its value, by its name with `-` for `_`; empty for one without a value."""
-    return {option_of(words[i]): _value_of(words, i)[0] for i in _options(words)}
+def options_of(words: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Each option of a command as it is spelt and its value, empty for a flag; by its name with `-` for `_`."""
+    return {
+        option_of(words[at]): (words[at].partition("=")[0], _value_of(words, at)[0])
+        for at in _options(words)
+    }
 
 
 def _options(words: Sequence[str]) -> Iterator[int]:

@@ -926,6 +926,7 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     # Where a callback of ours runs in it (`apr_watch.callback`).
     said = [note.text.partition(" of ")[2] for note in view.notes if note.text.startswith(SETTINGS)]
     lines.append(f"settings   {said[-1] if said else 'its own, not known here'}")
+    lines += [f"changed    {one.knob}={one.choice}: {one.reason}" for one in view.decisions]
     return [one_line(line) for line in [*lines, *_logged_lines(view)]]
 
 

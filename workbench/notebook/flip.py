@@ -22,14 +22,14 @@ import ipywidgets
 from engine.errors import BadInput, UsageError
 from engine.findings.chart import flip_figure
 from engine.flips.plan import parse_time
+from engine.flips.proposals import proposals
 from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
 from engine.terminal import as_html
 from workbench.engine_commands import StartedFlip
-from workbench.feed import RunFeed
+from workbench.feed import RunFeed, command_of
 from workbench.flips import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
 from workbench.notebook.panel import Panel, hide_still
-from workbench.suspicions import suspicions
 
 FLIPS = Path("flips")
 REFRESH_S = 1.0
@@ -170,6 +170,8 @@ class Flip(Panel):
             assignment=self._set.value.strip(),
             hypothesis=self._hypothesis.value.strip(),
             budget=self._budget.value.strip(),
+            # The engine's own number: of a watched run it follows from the run.
+            steps="",
         )
 
     def _choose(self, change: Any) -> None:
@@ -215,7 +217,7 @@ class Flip(Panel):
         if self._suggested:
             return
         self._suggested = True
-        found = suspicions(RunFeed(self._run).read_all().view)
+        found = proposals(RunFeed(self._run).read_all().view, command=command_of(self._run))
         options = [
             (f"{s.assignment}   {s.source}"[:160], (s.assignment, s.hypothesis)) for s in found
         ]

@@ -14,6 +14,8 @@ from engine.watch.rules.rule import WARNING, CannotJudge, Case, Symptom, median,
 
 DATA_STEPS = 20
 DATA_SHARE = 0.2
+MORE_WORKERS = "loader.workers=4"
+"""What the probe can change in a script whose steps wait for data."""
 DATA_LEAST_S = 0.5
 """Total wait in seconds: a fifth of a 1 ms step is not worth fixing."""
 DATA_BURST_S = 5.0
@@ -105,7 +107,10 @@ def data_wait(case: Case) -> Symptom | None:
         ],
         case.span(found.rows),
         meaning="the next batch is not ready when the step begins: reading, tokenizing or packing is too slow",
-        no_flip="nothing to flip: look at what reads and prepares the data, and what else reads from that disk",
+        flip=f"--set {MORE_WORKERS}" if case.view.is_foreign else "",
+        no_flip=""
+        if case.view.is_foreign
+        else "nothing to flip: look at what reads and prepares the data, and what else reads from that disk",
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.attach.identities import BY_ID
-from engine.attach.summary import LET_IN, MORE_WORKERS, MOST_LINES, NO_STEP, WIDTH, summary_lines
+from engine.attach.summary import LET_IN, MOST_LINES, NO_STEP, WIDTH, summary_lines
 from engine.log.events import (
     AlertRaised,
     Event,
@@ -281,7 +281,7 @@ def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(run: Ru
         ended(returncode=0, state="COMPLETED", signal=None),
     )
     assert found["why"].startswith("a step is waiting for data 50 %, forward 25 %")
-    assert found["next step"].startswith(MORE_WORKERS)
+    assert " --set loader.workers=4 tests more loader workers" in found["next step"]
 
 
 def test_a_gpu_says_only_the_seconds_that_the_script_waited(run: RunFolder) -> None:

@@ -4,14 +4,17 @@ does not apply."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
 
 from engine.attach.identities import CONTRADICTION, FACT, IDENTITIES, PASS, SUSPICION, UNKNOWN
 from engine.attach.summary import summary_lines
 from engine.log.events import (
+    DecisionMade,
     Event,
     Identity,
     Phase,
@@ -24,11 +27,12 @@ from engine.log.folder import RunFolder, create_run
 from engine.log.text import OTHERS_KERNELS, OTHERS_RESULT, UNSEEN_COMMAND
 from engine.log.write import LogWriter
 from tests.support.running import engine_here
-from tests.support.screens import on_screen, press, text_of, texts_of, words_of
+from tests.support.screens import on_screen, press, settle, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.notebook import Live
 from workbench.panes import page_panes
 from workbench.runs_feed import RunsFeed
+from workbench.tui.screens.flip import FlipScreen
 
 LIMIT_S = 120.0
 WATCHED = Watched(
@@ -42,16 +46,24 @@ def write(path: Path, kind: str, *events: Event) -> None:
             log.write(event)
 
 
-def make(path: Path, *seen: Identity, steps: int = 3, code: int = 0) -> RunFolder:
-    """A run whose tokens, rates of tokens and total steps are not known."""
+def make(
+    path: Path,
+    *seen: Identity,
+    steps: int = 3,
+    code: int = 0,
+    folder: Path = Path("/home/me"),
+    waits: float = 0.02,
+    program: str = "/usr/bin/python",
+) -> RunFolder:
+    """A run whose tokens, rates of tokens and total steps are not known; each step of 0.1 s `waits` for data."""
     about = {
-        "arguments": ["/usr/bin/python", "train.py", f"--lr={path.name}"],
-        "folder": "/home/me",
+        "arguments": [program, "train.py", f"--lr={path.name}"],
+        "folder": str(folder),
         "commit": "abc123def456+",
     }
     run = create_run(path, "", {"spec": {}, "command": about})
     numbers = range(1, steps + 1)
-    done = [StepDone(step=n, loss=3.0 / n, step_s=0.1, data_s=0.02) for n in numbers]
+    done = [StepDone(step=n, loss=3.0 / n, step_s=0.1, data_s=waits) for n in numbers]
     if done:
         write(run.events, "probe", WATCHED, Phase(name="training"), *done, *seen)
     exit_ = TrainerExited(
@@ -87,17 +99,47 @@ def test_panes_that_do_not_apply_say_why_in_one_line(tmp_path: Path) -> None:
     assert OTHERS_KERNELS in kernels
 
 
-def test_a_script_that_is_not_ours_has_no_key_for_a_flip_or_a_resume(tmp_path: Path) -> None:
+def test_a_script_that_is_not_ours_has_no_key_for_a_resume(tmp_path: Path) -> None:
     run = make(tmp_path / "run", code=1)
 
     async def script(pilot: Pilot[None]) -> None:
         last = text_of(pilot).rstrip().splitlines()[-1]
-        assert "flip" not in last and "resume" not in last and "why" in last
-        await press(pilot, "F")
+        assert "flip" in last and "resume" not in last and "why" in last
         await press(pilot, "R")
         assert "COMMAND" not in words_of(pilot) and len(pilot.app.screen_stack) == 2
 
     on_screen([run.path], (140, 40), script)
+
+
+def test_the_key_of_a_flip_proposes_what_the_script_may_be_tried_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make(tmp_path / "run", folder=tmp_path, waits=0.06, program=sys.executable)
+    changed = DecisionMade(knob="cudnn.benchmark", choice="on", reason="the watch changed it")
+    write(tmp_path / "run" / "events.jsonl", "probe", changed)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "4")
+        assert "changed cudnn.benchmark=on: the watch changed it" in words_of(pilot)
+        await press(pilot, "F")
+        screen = pilot.app.screen
+        assert isinstance(screen, FlipScreen)
+        first, *_ = screen.query_one(OptionList).options
+        assert "loader.workers=4   a step waits for data for 60 % of its time" in str(first.prompt)
+        assert screen.query_one("#assignment", Input).value == "loader.workers=4"
+        assert await shows(pilot, "device: the CPU"), words_of(pilot)
+        words = words_of(pilot)
+        assert "in a copy of" in words and "the script's own" in words
+        for assignment, said in (("X=1", "flip: X A unset B '1'"), ("--lr=2", "B '--lr=2'")):
+            screen.query_one("#assignment", Input).value = assignment
+            await settle(pilot)
+            assert said in words_of(pilot)
+        screen.query_one("#assignment", Input).value = "loader.workers=many"
+        await settle(pilot)
+        assert "expected a number from 0 to" in words_of(pilot)
+
+    on_screen([run.path], (160, 50), script)
 
 
 def test_the_list_says_the_steps_and_a_resume_from_it_says_why_not(tmp_path: Path) -> None:
@@ -145,10 +187,19 @@ def test_commands_say_what_is_known_or_why_not(tmp_path: Path) -> None:
     assert "train.py --lr=run" in page.read_text()
 
 
+def test_a_flip_of_it_takes_settings_of_a_script_and_none_of_a_spec(tmp_path: Path) -> None:
+    run = str(make(tmp_path / "run").path)
+    done = engine_here("flip", run, "--set", "train.lr=1")
+    assert done.returncode == 64 and "one of loader.workers" in done.stderr
+    done = engine_here("flip", run)
+    assert done.returncode == 64 and f"engine flip {run} --propose" in done.stderr
+    proposed = engine_here("flip", run, "--propose", "--json")
+    assert "loader.workers=4" in [one["assignment"] for one in json.loads(proposed.stdout)]
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        ("flip", "RUN", "--set", "train.lr=1"),
         ("distill", "--resume", "RUN"),
         ("gate", "RUN"),
     ],

@@ -21,11 +21,11 @@ from textual.message import Message
 from textual.widgets import Static
 
 from engine.errors import EngineError
+from engine.flips.proposals import Proposal, proposals, settings_of
 from engine.log.folder import RunFolder
 from workbench.engine_commands import StartedFlip
-from workbench.feed import RunFeed
+from workbench.feed import RunFeed, command_of
 from workbench.flips import FLIPS, FlipFeed, FlipSnapshot, flip_details, going_on, verdict_of
-from workbench.suspicions import Suspicion, settings_of, suspicions
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.flip_form import FlipForm, FlipPlan
@@ -38,9 +38,9 @@ SHORT = 18
 
 
 class Suggested(Message):
-    """The suspicions that a run suggests."""
+    """What a run suggests."""
 
-    def __init__(self, found: tuple[Suspicion, ...]) -> None:
+    def __init__(self, found: tuple[Proposal, ...]) -> None:
         super().__init__()
         self.found = found
 
@@ -98,7 +98,7 @@ class FlipScreen(PollingScreen):
         self,
         context: Context,
         run: RunFolder | None,
-        found: tuple[Suspicion, ...] | None = None,
+        found: tuple[Proposal, ...] | None = None,
         *,
         folder: Path | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class FlipScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         yield Static(f"flip {self._called}: what to test?", id="head", markup=False)
         with Vertical(id="before"):
-            yield FlipForm()
+            yield FlipForm(watched=self._run is not None and command_of(self._run) is not None)
             yield FlipPlan(self._run, self._flips)
         with Vertical(id="flip"):
             yield WordsView(id="verdict")
@@ -141,7 +141,8 @@ class FlipScreen(PollingScreen):
                 self._feed = FlipFeed(folder)
             elif self._found is None:
                 view = RunFeed(self._run).read_all().view
-                self.post_message(Suggested(suspicions(view, settings_of(self._run))))
+                found = proposals(view, settings_of(self._run), command_of(self._run))
+                self.post_message(Suggested(found))
         return Polled(None if self._feed is None else self._feed.poll())
 
     # Before the flip starts.

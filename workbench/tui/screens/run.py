@@ -20,12 +20,12 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Input
 
+from engine.flips.proposals import Proposal, of_alert, proposals, settings_of
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from workbench.feed import RunFeed, Snapshot
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.panes import PANES, Pane
-from workbench.suspicions import Suspicion, of_alert, settings_of, suspicions
 from workbench.tui.context import Context
 from workbench.tui.layout import Layout, arrange
 from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
@@ -351,9 +351,6 @@ class RunScreen(PollingScreen):
             return self._replay is not None and not isinstance(self.focused, TimelinePane | Input)
         if action == "speed":
             return self._replay is not None
-        if action == "flip" and self._snapshot is not None and self._snapshot.command is not None:
-            # Its settings are its own.
-            return False
         if action in ("flip", "why"):
             return not self.context.read_only and self._snapshot is not None
         if action in ("stop", "resume"):
@@ -493,10 +490,7 @@ class RunScreen(PollingScreen):
         snapshot = self.shown
         if snapshot is None or self.context.read_only:
             return
-        if snapshot.command is not None:
-            self.notify("no flip: the settings of this script are its own", markup=False)
-            return
-        found = suspicions(snapshot.view, settings_of(self.run))
+        found = proposals(snapshot.view, settings_of(self.run), snapshot.command)
         if mark is not None and mark.alert is not None:
             named = of_alert(mark.alert)
             others = [one for one in found if one.assignment != named.assignment]
@@ -504,7 +498,7 @@ class RunScreen(PollingScreen):
         self._push_flip(found)
 
     def _push_flip(
-        self, found: tuple[Suspicion, ...] | None = None, folder: Path | None = None
+        self, found: tuple[Proposal, ...] | None = None, folder: Path | None = None
     ) -> None:
         self.app.push_screen(
             FlipScreen(self.context, self.run if folder is None else None, found, folder=folder)

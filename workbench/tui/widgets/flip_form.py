@@ -17,10 +17,10 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from engine.errors import EngineError
+from engine.flips.proposals import Proposal
 from engine.log.folder import RunFolder
 from engine.log.text import one_line
 from workbench.flips import Wanted
-from workbench.suspicions import Suspicion
 from workbench.tui.names import wrapped
 from workbench.tui.widgets.choice import Choice
 from workbench.tui.widgets.words_view import WordsView
@@ -34,6 +34,13 @@ LINES = (
     ("steps", "steps", "of each run"),
 )
 START = Wanted(assignment="")
+OF_WATCHED = Wanted(assignment="", budget="", steps="")
+"""Of a watched run: the engine chooses what its steps need."""
+HINTS_OF_WATCHED = {
+    "assignment": "loader.workers=4, NAME=VALUE of its environment, or --option value",
+    "budget": "what 8 pairs of this run need",
+    "steps": "so many that a run lasts some seconds",
+}
 WIDE = 10_000
 """A width at which nothing is wrapped."""
 CHECK_AFTER_S = 0.4
@@ -77,18 +84,22 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
     }
     """
 
-    found: reactive[tuple[Suspicion, ...] | None] = reactive(None, init=False)
+    found: reactive[tuple[Proposal, ...] | None] = reactive(None, init=False)
     """The run's suggestions; None while they are not known."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, watched: bool = False) -> None:
+        """`watched`: the run is somebody's own script."""
         super().__init__(id="form")
+        self._start = OF_WATCHED if watched else START
+        self._hints = HINTS_OF_WATCHED if watched else {}
 
     def compose(self) -> ComposeResult:
         yield OptionList(markup=False)
         for name, label, hint in LINES:
             with Horizontal(classes="line"):
                 yield Static(label, classes="label", markup=False)
-                yield Input(getattr(START, name), id=name, placeholder=hint, compact=True)
+                hint = self._hints.get(name, hint)
+                yield Input(getattr(self._start, name), id=name, placeholder=hint, compact=True)
         with Horizontal(classes="line"):
             yield Static("controls", classes="label", markup=False)
             yield Choice(CONTROLS, id="controls")
@@ -96,9 +107,9 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
     def on_mount(self) -> None:
         self.query_one(OptionList).display = False
 
-    def watch_found(self, found: tuple[Suspicion, ...] | None) -> None:
+    def watch_found(self, found: tuple[Proposal, ...] | None) -> None:
         options = self.query_one(OptionList)
-        options.set_options([_option(suspicion, WIDE) for suspicion in found or ()])
+        options.set_options([_option(proposal, WIDE) for proposal in found or ()])
         options.display = bool(found)
         self.call_after_refresh(self.on_resize)
         possible = [i for i, one in enumerate(found or ()) if not one.impossible]
@@ -113,8 +124,8 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         options = self.query_one(OptionList)
         width = options.scrollable_content_region.width
         if width > 0 and options.option_count == len(self.found or ()):
-            for place, suspicion in enumerate(self.found or ()):
-                prompt = _option(suspicion, width).prompt
+            for place, proposal in enumerate(self.found or ()):
+                prompt = _option(proposal, width).prompt
                 if prompt != options.get_option_at_index(place).prompt:
                     options.replace_option_prompt_at_index(place, prompt)
 
@@ -130,10 +141,10 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         event.stop()
         if self.found is None or event.option_index >= len(self.found):
             return
-        suspicion = self.found[event.option_index]
-        if not suspicion.impossible:
-            self.query_one("#assignment", Input).value = suspicion.assignment
-            self.query_one("#hypothesis", Input).value = suspicion.hypothesis
+        proposal = self.found[event.option_index]
+        if not proposal.impossible:
+            self.query_one("#assignment", Input).value = proposal.assignment
+            self.query_one("#hypothesis", Input).value = proposal.hypothesis
 
     @on(Input.Changed)
     @on(Choice.Changed)
@@ -148,12 +159,12 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         self.post_message(self.Sent())
 
 
-def _option(suspicion: Suspicion, width: int) -> Option:
-    if suspicion.impossible:
-        text = f"/ {suspicion.assignment}   not here: {one_line(suspicion.impossible)}"
+def _option(proposal: Proposal, width: int) -> Option:
+    if proposal.impossible:
+        text = f"/ {proposal.assignment}   not here: {one_line(proposal.impossible)}"
         rows = "\n".join(wrapped(text, width))
         return Option(Content.styled(rows, "$text-muted"), disabled=True)
-    text = f"  {suspicion.assignment}   {one_line(suspicion.source)}"
+    text = f"  {proposal.assignment}   {one_line(proposal.source)}"
     return Option(Content("\n".join(wrapped(text, width))))
 
 

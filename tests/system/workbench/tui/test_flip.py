@@ -12,6 +12,7 @@ from textual.widgets import Input, OptionList
 
 from engine.findings.bundle import find_bundles
 from engine.findings.verify import check_bundle
+from engine.flips.proposals import proposals, settings_of
 from engine.flips.record import find_flips, read_verdict
 from engine.flips.verdict import Pair
 from engine.log.events import AlertRaised, DecisionMade, Event, FactsRead
@@ -25,7 +26,6 @@ from workbench.feed import RunFeed
 from workbench.flips import FlipFeed, FlipsFeed, Wanted, going_on
 from workbench.plot.canvas import plain
 from workbench.plot.forest import render_forest
-from workbench.suspicions import settings_of, suspicions
 from workbench.tui.screens.flip import FlipScreen
 
 
@@ -45,7 +45,7 @@ def test_alerts_come_first_and_errors_before_warnings(tmp_path: Path) -> None:
     chosen = DecisionMade(
         knob="teacher.backend", choice="quantized", reason="fits", rejected=[("dequantized", "big")]
     )
-    found = suspicions(
+    found = proposals(
         _view(
             tmp_path,
             chosen,
@@ -67,7 +67,7 @@ def test_what_is_no_setting_is_not_suggested_and_nothing_twice(tmp_path: Path) -
         knob="compute.threads", choice="2", reason="-", rejected=[("1", "slow"), ("1", "slow")]
     )
     alert = _alert("error", "--set compute.threads=1")
-    found = suspicions(_view(tmp_path, odd, twice, alert))
+    found = proposals(_view(tmp_path, odd, twice, alert))
     assert [s.assignment for s in found] == ["compute.threads=1"]
     assert found[0].source.startswith("alert")
 
@@ -182,7 +182,7 @@ def test_checks_and_kernels_have_panes_of_their_own(ended_run: Path, tmp_path: P
 
 def test_a_decision_without_an_alternative_suggests_nothing(tmp_path: Path) -> None:
     only = DecisionMade(knob="compute.device", choice="cpu", reason="set by the user")
-    assert suspicions(_view(tmp_path, only)) == ()
+    assert proposals(_view(tmp_path, only)) == ()
 
 
 def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> Non
     view = _view(
         tmp_path, facts, managed, dense, device, _alert("error", "--set compute.threads=2")
     )
-    found = suspicions(view, {"compute.threads": 2})
+    found = proposals(view, {"compute.threads": 2})
     assert [one.assignment for one in found if not one.impossible] == ["teacher.backend=none"]
     why = {one.assignment: one.impossible for one in found if one.impossible}
     assert why == {
@@ -219,7 +219,7 @@ def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> Non
 def test_a_choice_that_the_run_made_by_itself_is_no_alternative(tmp_path: Path) -> None:
     chosen = DecisionMade(knob="compute.threads", choice="4", reason="-", rejected=[("2", "-")])
     view = _view(tmp_path, chosen, _alert("error", "--set compute.threads=4"))
-    found = suspicions(view, {"compute.threads": 0})
+    found = proposals(view, {"compute.threads": 0})
     assert [(one.assignment, bool(one.impossible)) for one in found] == [
         ("compute.threads=2", False),
         ("compute.threads=4", True),

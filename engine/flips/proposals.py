@@ -1,0 +1,358 @@
+"""What a flip could test about a run, most urgent first.
+
+Of a run of ours: one proposal for each alert that names a flip, then one for each automatic choice that has an
+alternative. Of a watched run: the ideas of IDEAS for its alerts, then those that any script may be tried with.
+
+What cannot be tested on this run comes last, with the reason: a flip would refuse it, or would compare a run
+with itself. The reasons here are derived only from settings, decisions and device facts; before a start
+`engine flip --dry-run` decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from engine.errors import BadInput
+from engine.flips.proof import as_choice
+from engine.flips.watched import options_for, options_of
+from engine.log.events import AlertRaised
+from engine.log.folder import RunFolder, WatchedCommand
+from engine.log.view import RunView
+from engine.spec import KEYS
+from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
+
+_SET = "--set "
+NO_BLOCKS = "no quantized blocks"
+"""Part of the reason in a Decision that rejects quantized weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One thing to change, and the hypothesis that this would test."""
+
+    assignment: str
+    """`knob=value`, as after --set; of a watched run also `NAME=VALUE` of its environment, or `--option value`."""
+    hypothesis: str
+    source: str
+    """The alert or the decision that raised it, as text."""
+    impossible: str = ""
+    """Why it cannot be tested on this run; empty where it can."""
+
+    @property
+    def knob(self) -> str:
+        return self.assignment.partition("=")[0]
+
+    @property
+    def value(self) -> str:
+        return self.assignment.partition("=")[2]
+
+
+def proposals(
+    view: RunView,
+    settings: Mapping[str, Any] | None = None,
+    command: WatchedCommand | None = None,
+) -> tuple[Proposal, ...]:
+    """Return each assignment once, from the first source that names it; what cannot be tested comes last.
+    `settings` are those of the run by dotted key, if they could be read; `command` is that of a watched run."""
+    if command is not None:
+        return _of_script(view, command)
+    found: dict[str, Proposal] = {}
+    for proposal in (*_of_alerts(view), *_of_decisions(view)):
+        found.setdefault(proposal.assignment, proposal)
+    judged = [
+        replace(one, impossible=why_impossible(one, view, settings or {})) for one in found.values()
+    ]
+    # A stable sort: the order within both halves stays.
+    return tuple(sorted(judged, key=lambda one: bool(one.impossible)))
+
+
+def of_alert(alert: AlertRaised) -> Proposal:
+    """Return the flip that an alert names."""
+    assignment = alert.flip.removeprefix(_SET)
+    words = f"{assignment} ends this: {alert.title}"
+    return Proposal(assignment, words, f"alert {alert.id}: {alert.title}")
+
+
+def settings_of(run: RunFolder) -> dict[str, Any]:
+    """Return the settings of a run after defaults, by dotted key; empty if they cannot be read."""
+    try:
+        tree = run.read_effective()["spec"]
+        return {f"{s}.{key}": value for s, part in tree.items() for key, value in part.items()}
+    except BadInput:
+        return {}
+
+
+def why_impossible(one: Proposal, view: RunView, settings: Mapping[str, Any]) -> str:
+    """Return why a flip of this cannot show anything about this run; empty if it can."""
+    if one.knob not in KEYS or not one.value:
+        return f"{one.knob} is not a setting"
+    if one.knob in settings and as_choice(settings[one.knob]) == one.value:
+        return f"it is {one.value} already"
+    chosen = {decision.knob: decision for decision in view.decisions}
+    decision = chosen.get(one.knob)
+    if decision is not None and decision.choice == one.value:
+        return f"the run chose {one.value} by itself: both arms would do the same"
+    device = chosen["compute.device"].choice if "compute.device" in chosen else ""
+    on_cpu = "cpu" in (device, settings.get("compute.device"))
+    match one.knob, one.value:
+        case "memory.allocator", "managed":
+            if on_cpu:
+                return "managed memory needs a GPU, and the run computes on the CPU"
+            if _has_no_gpu(view):
+                return "managed memory needs a GPU, and none was found on this machine"
+        case "compute.device", "cuda":
+            if _has_no_gpu(view):
+                return "no GPU was found on this machine"
+        case ("teacher.kernel" | "loss.kernel", "fused") | (
+            "student.attention" | "teacher.attention",
+            "packed",
+        ):
+            if on_cpu:
+                return "its kernels need a GPU, and the run computes on the CPU"
+        case "teacher.backend", "quantized" | "dequantized" | "cached":
+            if settings.get("teacher.path") == "":
+                return "the run has no teacher"
+            if one.value == "quantized" and _teacher_has_no_blocks(one.knob, view, settings):
+                return "the teacher's file holds dense weights: it has no quantized blocks"
+    return ""
+
+
+def _has_no_gpu(view: RunView) -> bool:
+    """Whether the logged device facts show no GPU; False without facts."""
+    if view.facts is None:
+        return False
+    return not (view.facts.get("cuda_count") or view.facts.get("gpu_count"))
+
+
+def _teacher_has_no_blocks(knob: str, view: RunView, settings: Mapping[str, Any]) -> bool:
+    for decision in view.decisions:
+        if decision.knob == knob and any(
+            value == "quantized" and NO_BLOCKS in why for value, why in decision.rejected
+        ):
+            return True
+    return str(settings.get("teacher.path", "")).endswith(".safetensors")
+
+
+def _of_alerts(view: RunView) -> Iterator[Proposal]:
+    # Errors before warnings; newest first among equals.
+    alerts = sorted(view.alerts.values(), key=lambda a: (a.severity != "error", -a.to_unix_s))
+    for alert in alerts:
+        if alert.flip.startswith(_SET):
+            yield of_alert(alert)
+
+
+def _of_decisions(view: RunView) -> Iterator[Proposal]:
+    for decision in view.decisions:
+        if decision.knob not in KEYS:
+            continue
+        for value, why in decision.rejected:
+            yield Proposal(
+                f"{decision.knob}={value}",
+                f"{decision.knob}: {value} is better here than {decision.choice}",
+                f"decision {decision.knob} = {decision.choice}; not {value}: {why}",
+            )
+
+
+# A script that is not ours.
+
+STALLS = ("stalled", "stalled_at_start")
+GPU, RANKS, COMPILES = "gpu", "ranks", "compiles"
+WORKERS = ("--num-workers", "--workers", "--n-workers", "--num-data-workers", "--loader-workers")
+
+
+class Idea(NamedTuple):
+    """What could be changed in any script."""
+
+    assignment: str
+    hypothesis: str
+    alerts: tuple[str, ...] = ()
+    """It is proposed first where one of these is active; without any only in the list of what may be tried."""
+    needs: tuple[str, ...] = ()
+    """A GPU, several ranks, something compiled: without it there is nothing to test."""
+    options: tuple[str, ...] = ()
+    """Options of a script that do the same, with `-` for `_`; the first is that of TrainingArguments."""
+    value: str = ""
+    """Of such an option; that of the assignment without it."""
+    only_alert: bool = False
+    """Whether it is not proposed without an alert of its own."""
+
+
+IDEAS: tuple[Idea, ...] = (
+    Idea(
+        MORE_WORKERS,
+        "batches are read and prepared beside the step",
+        ("data_wait",),
+        options=("--dataloader-num-workers", *WORKERS),
+    ),
+    Idea(
+        "loader.pin_memory=on",
+        "batches reach the GPU sooner from page-locked memory",
+        ("data_wait",),
+        (GPU,),
+        ("--dataloader-pin-memory", "--pin-memory"),
+        "True",
+    ),
+    Idea(
+        "loader.workers=0",
+        "a worker process of the loader hangs",
+        STALLS,
+        only_alert=True,
+    ),
+    Idea(
+        "TORCH_COMPILE_DISABLE=1",
+        "without torch.compile no step waits for a compiler",
+        ("compile_after_warm_up", "step_time_bimodal"),
+        (COMPILES,),
+    ),
+    Idea(
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "segments that grow keep the allocator's memory in fewer pieces",
+        ("memory_ceiling", "allocator_ceiling", "memory_pressure", "step_time_drift"),
+        (GPU,),
+    ),
+    Idea(
+        "NCCL_P2P_DISABLE=1",
+        "a collective hangs in direct transfers between GPUs",
+        STALLS,
+        (GPU, RANKS),
+    ),
+    Idea(
+        "NCCL_IB_DISABLE=1",
+        "a collective hangs in InfiniBand or RoCE",
+        STALLS,
+        (GPU, RANKS),
+    ),
+    Idea(
+        "CUDA_LAUNCH_BLOCKING=1",
+        "kernels that are waited for one by one name the line that fails",
+        (*STALLS, "non_finite"),
+        (GPU,),
+    ),
+    Idea(
+        "attention.backend=math",
+        "the fused kernels of attention pay here",
+        ("non_finite",),
+        (GPU,),
+    ),
+    Idea("matmul.precision=high", "TF32 pays in float32 matmuls", needs=(GPU,)),
+    Idea("cudnn.benchmark=on", "other convolution kernels are faster", needs=(GPU,)),
+    Idea(
+        "--torch_compile True",
+        "compiled layers launch fewer kernels",
+        needs=(GPU,),
+        options=("--torch-compile",),
+        value="True",
+    ),
+    Idea(
+        "--attn_implementation sdpa",
+        "fused attention is faster than attention in single operations",
+        needs=(GPU,),
+        options=("--attn-implementation",),
+        value="sdpa",
+    ),
+    Idea("OMP_NUM_THREADS=1", "threads of operations on the CPU get in one another's way", STALLS),
+    Idea("torch.deterministic=on", "deterministic algorithms cost time here", ("loss_spike",)),
+)
+TRAINING_ARGUMENTS = frozenset({"--per-device-train-batch-size", "--num-train-epochs"})
+"""Options by which a script of transformers' TrainingArguments is known: it takes all of them."""
+_MISSING = {
+    GPU: "it needs a GPU, and the run computes on {device}",
+    RANKS: "the run has one rank",
+    COMPILES: "torch.compile compiled nothing in the run",
+}
+
+
+def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
+    # Errors before warnings; newest first among equals.
+    active = sorted(view.alerts.values(), key=lambda a: (a.severity != "error", -a.to_unix_s))
+    share = _waiting(view)
+    found: list[tuple[bool, int, Proposal]] = []
+    for idea in IDEAS:
+        urgency = next((at for at, one in enumerate(active) if one.id in idea.alerts), len(active))
+        source = "any script may be tried with it"
+        if urgency < len(active):
+            source = f"alert {active[urgency].id}: {active[urgency].title}"
+        elif "data_wait" in idea.alerts and share >= DATA_SHARE:
+            source = f"a step waits for data for {100 * share:.0f} % of its time"
+        elif idea.only_alert or _missing(idea, view):
+            continue
+        else:
+            urgency += 1
+        assignment, impossible = _for_command(idea, options_of(command.arguments))
+        impossible = _missing(idea, view) or impossible or _is_so(assignment, view)
+        one = Proposal(assignment, idea.hypothesis, source, impossible)
+        found.append((bool(impossible), urgency, one))
+    # A stable sort: the order of the table stays among equals.
+    return tuple(one for *_, one in sorted(found, key=lambda each: each[:2]))
+
+
+def _for_command(idea: Idea, given: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """What to change in a command with these options, by an option of its own where it has one; and why it cannot."""
+    name = next((option for option in idea.options if option in given), None)
+    takes_all = not TRAINING_ARGUMENTS.isdisjoint(given)
+    if name is None and takes_all and idea.options:
+        name = idea.options[0]
+    if name is None:
+        by_option = idea.assignment.startswith("-")
+        return (
+            idea.assignment,
+            "the command has no such option: give the script one" if by_option else "",
+        )
+    value = idea.value or idea.assignment.partition("=")[2]
+    spelt, old = given.get(name, (f"--{name[2:].replace('-', '_')}", None))
+    if old == "":
+        return spelt, "the command has it already"
+    if old is not None and old.isdecimal() and value.isdecimal() and int(old) >= int(value):
+        value = str(2 * int(old))
+    return f"{spelt} {value}", f"it is {value} already" if old == value else ""
+
+
+def _missing(idea: Idea, view: RunView) -> str:
+    watched = view.watched
+    device = watched.device if watched is not None else "an unknown device"
+    there = {
+        GPU: device.startswith("cuda"),
+        RANKS: watched is not None and watched.world > 1,
+        COMPILES: bool(view.compiles),
+    }
+    return next((_MISSING[one].format(device=device) for one in idea.needs if not there[one]), "")
+
+
+def _is_so(assignment: str, view: RunView) -> str:
+    name, _, value = assignment.partition("=")
+    is_so = any((one.knob, one.choice) == (name, value) for one in view.decisions)
+    return f"it is {value} already" if is_so else ""
+
+
+def _waiting(view: RunView) -> float:
+    """The share of the steps' time, without the first, that is waiting for data."""
+    pairs = [
+        (wait, step)
+        for wait, step in zip(
+            view.steps.values("data_s", 1), view.steps.values("step_s", 1), strict=True
+        )
+        if wait is not None and step is not None
+    ]
+    whole = sum(step for _, step in pairs)
+    return sum(wait for wait, _ in pairs) / whole if whole > 0 else 0.0
+
+
+def proposal_fields(one: Proposal) -> dict[str, Any]:
+    """A proposal for JSON."""
+    return dataclasses.asdict(one) | {"options": options_for(one.assignment)}
+
+
+def proposal_lines(found: Sequence[Proposal], source: str) -> list[str]:
+    """Each proposal with its reason and the command that tests it."""
+    lines = []
+    for one in found:
+        if one.impossible:
+            lines += [f"{one.assignment}: not here: {one.impossible}"]
+            continue
+        asked = shlex.join(["engine", "flip", source, *options_for(one.assignment)])
+        lines += [one.assignment, f"  {one.hypothesis}", f"  {one.source}", f"  test it: {asked}"]
+    return lines or ["nothing to propose: no alert names a flip, and no choice has an alternative"]
