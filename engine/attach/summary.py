@@ -19,7 +19,7 @@ from engine.log.beats import read_lost_rank
 from engine.log.events import IDLE, AlertRaised, HostSample, Identity, StepDone
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
-from engine.log.text import event_text, one_line
+from engine.log.text import event_text, one_line, seen_text
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from engine.watch.rules.identity import identity_fails
@@ -184,7 +184,7 @@ class _Summary:
             lines.append(ended.sentence)
         elif ended is not None and ended.returncode:
             lines.append(self._failure())
-        lines += [_seen_text(one) for one in self._of_degree(CONTRADICTION)]
+        lines += [seen_text(one) for one in self._of_degree(CONTRADICTION)]
         if view.process is not None:
             missing = view.stack_dump.missing if view.stack_dump is not None else []
             lines += [f"not read: {one}" for one in missing[:1]]
@@ -301,7 +301,7 @@ class _Summary:
                 f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
             )
         lines += [f"{one.knob}={one.choice}: {one.reason}" for one in view.decisions]
-        lines += [_seen_text(one) for one in self._of_degree(SUSPICION)]
+        lines += [seen_text(one) for one in self._of_degree(SUSPICION)]
         lines.append(self._identities())
         lines.append(self._memory())
         lines.append(self._later())
@@ -421,10 +421,6 @@ class _Summary:
         if (doubt := self._of_degree(SUSPICION)) and (row := BY_ID.get(doubt[0].id)):
             return f"unless {row.id} is meant: {row.remedy(doubt[0].framework)}; then {look}"
         return look
-
-
-def _seen_text(one: Identity) -> str:
-    return f"{one.degree} {one.id} at step {one.step}: {one.text}"
 
 
 def _percent(share: float) -> str:
