@@ -43,6 +43,10 @@ PAIRS_LIMIT = 64
 WARM_UP_STEPS = 3
 MEASURED_STEPS_MIN = 3
 STEPS = 12
+STEPS_OF_LOADERS = 40
+"""Of a flip of loader workers, whose first steps say little (`_warm_up`)."""
+PREFETCHED = 2
+"""Batches that each worker of a DataLoader prepares ahead."""
 MARGIN = 0.05
 BUDGET_S = 300.0
 RUN_LIMIT_S = 300.0
@@ -314,7 +318,6 @@ def make_command_plan(
     their names; a variable that an arm lacks is as it is now, a setting is the script's own. `folder` is where it is
     started, the current one without it; `source` is the run folder that it comes from.
     """
-    numbers = _Numbers(**how)
     usual: dict[str, str | None] = {
         name: None if name in SCRIPT_SETTINGS else os.environ.get(name) for name in {**a, **b}
     }
@@ -329,8 +332,25 @@ def make_command_plan(
         for key, value in arms[0].items()
         if value != arms[1][key]
     )
+    workers = _workers(changes)
+    numbers = _Numbers(**({"steps": STEPS_OF_LOADERS} if workers else {}) | how)
+    numbers = dataclasses.replace(numbers, warm_up_steps=_warm_up(workers, numbers.steps))
     _check_command(command, changes, arms)
     return numbers.register(changes, spec={}, source=source or command.line, command=command)
+
+
+def _workers(changes: Sequence[Change]) -> int:
+    """The most loader workers of an arm, as far as the changes name a number; 0 where they do not."""
+    texts = (f"{change.key}={value}" for change in changes for value in (change.a, change.b))
+    return max(
+        (int(n) for text in texts for n in re.findall(r"workers?[= ](\d{1,3})\b", text)), default=0
+    )
+
+
+def _warm_up(workers: int, steps: int) -> int:
+    """Steps that are not measured. While a slow first step goes on, workers prepare batches ahead, for which the next
+    steps do not wait; counted, these would make more workers look faster than they are."""
+    return min(WARM_UP_STEPS + PREFETCHED * workers, max(WARM_UP_STEPS, steps // 2))
 
 
 def _check_command(
@@ -366,6 +386,7 @@ class _Numbers:
     metric: str = "step_s"
     margin: float = MARGIN
     steps: int = STEPS
+    warm_up_steps: int = WARM_UP_STEPS
     pairs_max: int = PAIRS_MAX
     run_limit_s: float | None = None
     """By default half the budget, so that one pair always fits, and at most RUN_LIMIT_S."""
@@ -389,7 +410,7 @@ class _Numbers:
             pairs_min=PAIRS_MIN,
             pairs_max=self.pairs_max,
             steps=self.steps,
-            warm_up_steps=WARM_UP_STEPS,
+            warm_up_steps=self.warm_up_steps,
             run_limit_s=self.run_limit_s or min(RUN_LIMIT_S, self.budget_s / 2),
             budget_s=self.budget_s,
             parity=self.parity,

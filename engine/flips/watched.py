@@ -20,7 +20,15 @@ from typing import Any
 
 from engine.errors import BadInput
 from engine.flips.command import OUT, WORDS
-from engine.flips.plan import BUDGET_S, PAIRS_MIN, STEPS, WARM_UP_STEPS, Plan, make_command_plan
+from engine.flips.plan import (
+    BUDGET_S,
+    PAIRS_MIN,
+    STEPS,
+    STEPS_OF_LOADERS,
+    WARM_UP_STEPS,
+    Plan,
+    make_command_plan,
+)
 from engine.flips.proof import REDACTED
 from engine.flips.script_folder import COPY_BYTES, COPY_FILES, size_to_copy
 from engine.flips.script_settings import read_script_settings
@@ -41,8 +49,6 @@ OUTPUTS = frozenset(
 """Options that name where a script writes."""
 MEASURED_S, LONGEST_S = 5.0, 120.0
 """The measured steps of an arm are to last so long, and an arm at most so long."""
-STEPS_OF_LOADERS = 40
-"""Batches that workers have prepared while the first step was slow make the next steps faster than they are."""
 MOST_STEPS = 200
 
 

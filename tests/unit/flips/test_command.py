@@ -62,6 +62,22 @@ def test_a_setting_is_the_scripts_own_in_one_arm_and_changed_by_the_probe_in_the
     assert read_plan(made.to_json()) == made
 
 
+@pytest.mark.parametrize(
+    ("b", "how", "steps", "warm_up"),
+    [
+        ({"loader.workers": "4"}, {}, 40, 11),
+        ({WORDS: "--num_workers=8 --lr 900"}, {}, 40, 19),
+        ({WORDS: "--workers 40"}, {"steps": 12}, 12, 6),
+        ({WORDS: "--lr 900"}, {}, 12, 3),
+    ],
+)
+def test_batches_that_workers_prepared_ahead_are_warm_up(
+    b: dict[str, str | None], how: dict[str, Any], steps: int, warm_up: int
+) -> None:
+    made = plan({}, b, **how)
+    assert (made.steps, made.warm_up_steps) == (steps, warm_up)
+
+
 def test_trackers_write_into_the_folder_of_the_run() -> None:
     variables = plan({"X": "1"}, {"X": "2"}).arm_of_command(False, Path("/o"), 1).variables
     assert variables["MLFLOW_TRACKING_URI"] == "file:///o/mlruns"
