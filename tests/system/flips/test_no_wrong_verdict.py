@@ -52,7 +52,7 @@ def test_workers_that_read_from_a_slow_place_are_faster(seed: int) -> None:
     verdict = flip("--transform 0.005", {"loader.workers": "4"}, {}, seed, 0.05)
     assert verdict.verdict in {"B_FASTER"} | NOT_DECIDED, verdict.reason
     if verdict.verdict == "B_FASTER":
-        # Four read at the same time, beside the step: a fourth of the 40 ms of reading is left, of 45 ms in all at most.
+        # Four read at the same time, beside the step: 10 of 40 ms of reading are left, of at most 45 ms in all.
         assert verdict.effect is not None and verdict.effect > 0.22, verdict.reason
 
 
