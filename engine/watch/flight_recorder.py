@@ -5,7 +5,7 @@ some) keeps its newest collectives in a ring. It writes them to a file when some
 thread of its own that answers while the others wait in the GPU:
 
     variables   where pipes and files are, for the environment of a command; what is set there already stays
-    ask         write to each pipe; a rank answers within a second or two
+    ask         write to each pipe; a rank answers within some seconds
     read        the files, each a pickle of plain containers; one that names a class is refused
     sentence    which rank is missing from which collective, or how the ranks' collectives differ
 
@@ -33,8 +33,8 @@ LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
 """Parts of the paths of files that are not the user's."""
 
 FOLDER = "flight"
-ANSWER_S = 5.0
-"""A rank looks at its pipe once a second."""
+ANSWER_S = 15.0
+"""How long an answer is waited for. A rank looks at its pipe once a second, and its answer takes some seconds."""
 LARGEST_BYTES = 256 << 20
 _PIPE, _TRACE = "ask-", "rank-"
 DONE = "completed"
@@ -183,6 +183,12 @@ def _lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         file = str(frame.get("filename", ""))
         if file and not any(part in file for part in LIBRARIES):
             yield f"{file}:{frame.get('line')} in {frame.get('name')}"
+
+
+def has_answered(run: Path, since_unix_s: float) -> bool:
+    """Whether every rank that has a pipe has written a whole answer since then."""
+    traces, refused = read(run, since_unix_s)
+    return not refused and len(traces) >= len(list((run / FOLDER).glob(f"{_PIPE}*.pipe")))
 
 
 def sentence(traces: Sequence[Trace]) -> str:

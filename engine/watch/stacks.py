@@ -404,8 +404,12 @@ class Capture:
 
     def is_ready(self, now_s: float) -> bool:
         """Whether nothing is left to wait for."""
-        asked = self._asked_unix_s is not None
-        if asked and now_s - self.begun_s < flight_recorder.ANSWER_S:
+        asked_unix_s = self._asked_unix_s
+        if (
+            asked_unix_s is not None
+            and now_s - self.begun_s < flight_recorder.ANSWER_S
+            and not flight_recorder.has_answered(self.run, asked_unix_s)
+        ):
             return False
         if self._py_spy is None or self._py_spy.poll() is not None:
             return True

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.watch.flight_recorder import FOLDER, ask, read, sentence, variables
+from engine.watch.flight_recorder import FOLDER, ask, has_answered, read, sentence, variables
 from tests.support.lacks import skip_for
 
 pytestmark = pytest.mark.gpu
@@ -50,19 +50,19 @@ def test_the_rank_that_did_not_enter_a_collective_is_named(tmp_path: Path) -> No
     ]
     try:
         deadline = time.monotonic() + 120
-        said = ""
-        while not said and time.monotonic() < deadline:
-            if not all((tmp_path / str(rank)).exists() for rank in range(2)):
-                assert all(one.poll() is None for one in ranks)
-                continue
-            asked = ask(tmp_path)
-            traces, refused = read(tmp_path, asked or 0.0)
-            assert refused == []
-            said = sentence(traces) if len(traces) == 2 else ""
+        while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+            assert all(one.poll() is None for one in ranks) and time.monotonic() < deadline
+        asked = ask(tmp_path)
+        assert asked is not None
+        while not has_answered(tmp_path, asked):
+            assert time.monotonic() < deadline
+        traces, refused = read(tmp_path, asked)
+        assert refused == []
+        said = sentence(traces)
         assert said.startswith(
             "rank 1 has not entered all_reduce(Float [1000]), number 4, in which rank 0"
         )
     finally:
         for one in ranks:
             one.kill()
-            one.wait()
+            one.communicate()

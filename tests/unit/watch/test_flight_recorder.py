@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.watch import flight_recorder
-from engine.watch.flight_recorder import FOLDER, ask, read, sentence, variables
+from engine.watch.flight_recorder import FOLDER, ask, has_answered, read, sentence, variables
 
 
 def entry(
@@ -115,6 +115,17 @@ def test_what_is_no_recording_is_refused_and_runs_nothing(
     traces, refused = read(tmp_path, 0.0)
     assert traces == [] and len(refused) == 1
     assert not (tmp_path / "harm").exists()
+
+
+def test_an_answer_is_whole_once_each_rank_that_was_asked_has_written_it(tmp_path: Path) -> None:
+    recorded(tmp_path, 0, entry(4, state="started"))
+    for rank in (0, 1):
+        os.mkfifo(tmp_path / FOLDER / f"ask-{rank}.pipe")
+    assert not has_answered(tmp_path, 0.0)
+    (tmp_path / FOLDER / "rank-1").write_bytes(b"")
+    assert not has_answered(tmp_path, 0.0), "it is being written"
+    recorded(tmp_path, 1, entry(3))
+    assert has_answered(tmp_path, 0.0)
 
 
 def test_recordings_of_before_the_question_are_not_read(tmp_path: Path) -> None:
