@@ -75,6 +75,7 @@ def test_a_part_is_accused_by_the_lower_of_two_rates(
 ) -> None:
     """A machine that somebody else uses when it is measured again accuses nobody."""
     monkeypatch.setattr(part_times, "LEAST_S", 0.0)
+    monkeypatch.setattr(part_times, "LEAST_SHARE", 0.0)
     monkeypatch.setattr(part_times, "LAUNCH_S", {"cpu": 0.0})
     fast, slow = Rates(1e18, 1e18), Rates(1e3, 1e3)
     with rates_of([fast, fast]):
