@@ -2,7 +2,7 @@
 
     where                          which part
     runs/kd-1                      metric loss | metric loss 3-9 | events 3-9 | device 3-9 | watch 3-9
-                                   time 10-20 | exit | alert gpu_idle
+                                   time 10-20 | exit | alert gpu_idle | check step_rows
     flips/20260101-120000-x        (nothing)
     notes.txt                      (nothing) | lines 3-9
     ! COMMAND                      (nothing) | exit 0 | text SOMETHING: what a reproduction must show
@@ -28,7 +28,9 @@ from engine.findings.logs import Window
 from engine.findings.redact import Redactor
 from engine.log.folder import RunFolder
 
-PARTS = "metric loss 3-9, events 3-9, device 3-9, watch 3-9, time 10-20, exit, or alert ID"
+PARTS = (
+    "metric loss 3-9, events 3-9, device 3-9, watch 3-9, time 10-20, exit, alert ID, or check ID"
+)
 
 
 def captured(where: str, part: str = "") -> Capture:
@@ -69,6 +71,8 @@ def _of_run(run: RunFolder, words: list[str], redactor: Redactor) -> Capture:
             return capture_part(run, redactor, exit_=True)
         case ["alert", id_]:
             return capture_part(run, redactor, alert=id_)
+        case ["check", id_]:
+            return capture_part(run, redactor, check=id_)
         case ["metric", name]:
             return capture_part(run, redactor, metric=name)
         case ["metric", name, steps]:

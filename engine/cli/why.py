@@ -126,7 +126,7 @@ def _add_link_arguments(link: argparse.ArgumentParser) -> None:
         ("--metric", "NAME", "of a run: loss, gpu0.gpu_util_pct, ..."),
         ("--steps", "FIRST-LAST", "of a metric: these steps only"),
         ("--alert", "ID", "of a run: an alert, with its readings"),
-        ("--check", "ID", "of a run: what a first-minute check answered"),
+        ("--check", "ID", "of a run: what a check answered, or what was seen of an identity"),
         ("--lines", "FIRST-LAST", "of a file"),
         ("--answers", "ALTERNATIVE", "it is the test of this alternative"),
     ):

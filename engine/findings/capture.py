@@ -26,11 +26,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import IO, Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from engine.attach.identities import PASS
 from engine.errors import BadInput, EngineError, RunLogError
 from engine.files import open_regular, parse_json
 from engine.findings import logs
@@ -54,7 +56,7 @@ from engine.findings.finding import (
 from engine.findings.redact import Redactor
 from engine.findings.rules import ARMS_KEPT
 from engine.flips.record import read_plan_of, read_verdict
-from engine.log.events import AlertRaised, Checked, TrainerExited
+from engine.log.events import AlertRaised, Checked, Identity, TrainerExited
 from engine.log.folder import RunFolder, is_run
 
 LARGEST_KEPT_BYTES = 4 << 20
@@ -183,8 +185,8 @@ def capture_part(
     """Capture the named part of a run.
 
     In this order: the exit record (`exit_`), a metric over a time or over steps, the newest raising of an
-    alert with the logs of its window, the newest result of a check, lines of a log, otherwise the lines of a
-    log in a time window with those of the other logs attached. Raises BadInput, RunLogError.
+    alert with the logs of its window, the newest result of a check or of an identity, lines of a log, otherwise
+    the lines of a log in a time window with those of the other logs attached. Raises BadInput, RunLogError.
     """
     if exit_:
         return capture_exit(run, redactor)
@@ -198,7 +200,8 @@ def capture_part(
         during = (raised.from_unix_s, raised.to_unix_s)
     elif check is not None:
         none = BadInput.expected("check", run.events, f"an answer of {check}", "none")
-        seq = _newest(run.events, Checked, none, check).event.seq
+        # Of a script that is not ours, an identity, where something was seen of it.
+        seq = _newest(run.events, Checked | Identity, none, check).event.seq
         log, seqs = "events", (seq, seq)
     elif seqs is None:
         path, during = logs.log_of(run, log), (window.from_unix_s, window.to_unix_s)
@@ -210,11 +213,18 @@ def capture_part(
     return found.with_attached(window_blobs(run, *during, redactor)) if during else found
 
 
-def _newest(log: Path, kind: type[Any], none: EngineError, id_: str | None = None) -> Any:
+def _newest(
+    log: Path, kind: type[Any] | UnionType, none: EngineError, id_: str | None = None
+) -> Any:
     """Return the newest line of a log with an event of that kind (and id). Raises `none` when there is none."""
     found = None
     for line in logs.read_log(log):
-        if isinstance(line.event, kind) and id_ in (None, getattr(line.event, "id", None)):
+        holds = isinstance(line.event, Identity) and line.event.degree == PASS
+        if (
+            isinstance(line.event, kind)
+            and not holds
+            and id_ in (None, getattr(line.event, "id", None))
+        ):
             found = line
     if found is None:
         raise none

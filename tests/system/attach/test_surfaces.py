@@ -13,6 +13,7 @@ from textual.widgets import Input, OptionList
 
 from engine.attach.identities import CONTRADICTION, FACT, IDENTITIES, PASS, SUSPICION, UNKNOWN
 from engine.attach.summary import summary_lines
+from engine.errors import BadInput
 from engine.log.events import (
     DecisionMade,
     Event,
@@ -24,14 +25,17 @@ from engine.log.events import (
     Watched,
 )
 from engine.log.folder import RunFolder, create_run
+from engine.log.follow import Follower
 from engine.log.text import OTHERS_KERNELS, OTHERS_RESULT, UNSEEN_COMMAND
 from engine.log.write import LogWriter
 from tests.support.running import engine_here
 from tests.support.screens import on_screen, press, settle, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
+from workbench.linking import captured
 from workbench.notebook import Live
 from workbench.panes import page_panes
 from workbench.runs_feed import RunsFeed
+from workbench.tui.screens import finding_forms
 from workbench.tui.screens.flip import FlipScreen
 
 LIMIT_S = 120.0
@@ -212,6 +216,22 @@ def test_what_needs_settings_refuses_it_with_the_command_to_change(
     assert done.returncode == 65
     assert "found a command that is watched, whose settings are its own" in done.stderr
     assert "engine watch -- /usr/bin/python train.py --lr=run" in done.stderr
+
+
+def test_a_finding_begins_with_what_is_suspected_of_a_script(tmp_path: Path) -> None:
+    seen = [
+        Identity(id="update", degree=PASS, step=1, text="each is the optimizer's"),
+        Identity(id="lost_gradients", degree=SUSPICION, step=2, text="4 of 9 got none"),
+        Identity(id="update", degree=CONTRADICTION, step=2, text="w moved by 1, not by 2"),
+    ]
+    run = make(tmp_path / "runs" / "run", *seen)
+    parts = finding_forms._parts(Follower(run).read_all())
+    assert list(parts) == ["check update", "check lost_gradients", "exit"]
+    assert parts["check update"] == "contradiction: w moved by 1, not by 2"
+    text = (captured(str(run.path), "check update").blob.data or b"").decode()
+    assert "w moved by 1" in text and text.count("\n") == 1
+    with pytest.raises(BadInput, match="an answer of no_gradient"):
+        captured(str(run.path), "check no_gradient")
 
 
 def test_a_notebook_shows_the_command_in_the_place_of_decisions(tmp_path: Path) -> None:

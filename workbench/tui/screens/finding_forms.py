@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine.attach.identities import CONTRADICTION, SUSPICION
 from engine.findings.changes import begin, slug_of
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
@@ -44,9 +45,15 @@ def finding_form(run: RunFolder, view: RunView) -> FormScreen:
 
 
 def _parts(view: RunView) -> dict[str, str]:
-    """Return the parts of a run worth a finding, with their texts: alerts (errors first), then the exit."""
+    """Return the parts of a run worth a finding, with their texts: alerts (errors first), checks that failed, what is
+    suspected of a script that is not ours, then the exit."""
     alerts = sorted(view.alerts.values(), key=lambda a: (a.severity != "error", -a.to_unix_s))
     found = {f"alert {alert.id}": alert.title for alert in alerts}
+    found |= {f"check {id}": one.reason for id, one in view.checks.items() if one.level == "fail"}
+    for degree in (CONTRADICTION, SUSPICION):
+        for one in view.identities:
+            if one.degree == degree:
+                found.setdefault(f"check {one.id}", f"{degree}: {one.text}")
     if view.exit is not None:
         found["exit"] = view.exit.sentence
     return found
