@@ -31,7 +31,6 @@ ALLOWED: dict[str, str] = {
             "engine/evaluate/hostile.py",
             "engine/findings/receipt.py",
             "engine/flips/flip.py",
-            "engine/kernels/aot.py",
             "engine/kernels/bodies.py",
             "engine/kernels/compiler.py",
             "engine/export/peer.py",

@@ -19,10 +19,10 @@ import triton
 from triton.runtime.jit import JITFunction
 
 import engine.kernels
-from engine.kernels import aot
-from engine.kernels.aot import AotFigure, figure, regressions
 from engine.kernels.compiler import ARCHITECTURES, Constant, Variant, first_stage, key_for
 from engine.loss import fused
+from evidence.kernels import aot
+from evidence.kernels.aot import AotFigure, figure, regressions
 from tests.support.paths import TESTS
 from tests.support.small_kernels import crowded, scaled
 
@@ -33,13 +33,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def modules() -> list[ModuleType]:
-    """Those of the kernels, imported; but for `aot`, which also runs as a program."""
+    """Those of the kernels, imported."""
     names = (info.name for info in pkgutil.iter_modules(engine.kernels.__path__))
-    return [
-        importlib.import_module(f"{engine.kernels.__name__}.{name}")
-        for name in names
-        if name != "aot"
-    ]
+    return [importlib.import_module(f"{engine.kernels.__name__}.{name}") for name in names]
 
 
 def functions_of(module: ModuleType) -> list[JITFunction]:

@@ -1,7 +1,7 @@
 """Compiles every kernel for every supported GPU ahead of time, without needing a GPU.
 
-    python -m engine.kernels.aot            refreshes evidence/kernels/aot.json
-    python -m engine.kernels.aot --check    compares with it instead; exit code 1 if worse
+    python -m evidence.kernels.aot            refreshes evidence/kernels/aot.json
+    python -m evidence.kernels.aot --check    compares with it instead; exit code 1 if worse
 
 The file keeps, for each compiled kernel, the figures that a change of source or compiler could
 worsen unnoticed: registers per thread, stack bytes per thread (registers spilled to memory) and
@@ -41,8 +41,8 @@ from engine.kernels.prewarm import Matrix, prewarm_variants
 from engine.quant.blocks import BLOCK_TYPES
 from engine.terminal import put
 
-KEPT = Path(__file__).parents[2] / "evidence" / "kernels" / "aot.json"
-COMMAND = "python -m engine.kernels.aot"
+KEPT = Path(__file__).with_name("aot.json")
+COMMAND = "python -m evidence.kernels.aot"
 FUSED_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 SHAPES = ((512, 3584), (18944, 3584))
 """Rows and columns of the narrowest and the widest matrix of a layer of Qwen2.5-7B."""
