@@ -554,13 +554,14 @@ def _targets(step: _Step, model: Model) -> Answer:
     ]
     scaled_PV = torch.cat(logits, dim=1).double() / step.seen.wanted.objective.temperature
     log_p_PV = torch.log_softmax(scaled_PV, dim=1)
-    log_p_PK, allowed = log_p_PV.gather(1, ids_PK), TARGETS_ALLOWED * _allowed(model)
+    allowed = TARGETS_ALLOWED * _allowed(model)
     numbers = Numbers(positions=len(ids_PK), all_positions=step.positions, allowed=allowed)
     if found:
         p_PK = torch.cat(found).to(step.device)[::every].double().exp()
+        wanted_PK = log_p_PV.gather(1, ids_PK).exp()
         best_PK = log_p_PV.topk(ids_PK.shape[1], dim=1).values.exp()
-        error = float((p_PK - log_p_PK.exp()).norm() / log_p_PK.exp().norm())
-        missed = 1 - float(log_p_PK.exp().sum() / best_PK.sum())
+        error = float((p_PK - wanted_PK).norm() / wanted_PK.norm())
+        missed = 1 - float(wanted_PK.sum() / best_PK.sum())
         numbers |= dict(error=error, missed=missed)
         text = (
             f"probabilities are {error:.2g} (relative) from a plain forward pass, and {max(missed, 0):.2g} of the "
@@ -568,9 +569,10 @@ def _targets(step: _Step, model: Model) -> Answer:
         )
         beyond = not max(error, missed) <= allowed
     else:
-        entropy_P = -(log_p_PV.exp() * log_p_PV).sum(1)
-        variance_P = (log_p_PV.exp() * log_p_PV.square()).sum(1) - entropy_P.square()
-        drawn, entropy = -float(log_p_PK.mean()), float(entropy_P.mean())
+        p_PV = log_p_PV.exp()
+        entropy_P = -(p_PV * log_p_PV).sum(1)
+        variance_P = (p_PV * log_p_PV.square()).sum(1) - entropy_P.square()
+        drawn, entropy = -float(log_p_PV.gather(1, ids_PK).mean()), float(entropy_P.mean())
         deviation = math.sqrt(float(variance_P.sum()) / ids_PK.shape[1]) / len(ids_PK)
         numbers |= dict(drawn=drawn, entropy=entropy, deviation=deviation)
         text = f"draws have {drawn:.4g} nats under a plain forward pass, whose entropy is {entropy:.4g}"

@@ -204,21 +204,18 @@ def digest_of_log(path: Path) -> dict[str, Any] | None:
 
 def digest_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and hash of every file in a folder."""
-    return {
-        file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file, STUDENT_FILE)}
-        for file in sorted(folder.iterdir())
-        if file.is_file()
-    }
+    return {file.name: _digest_of_file(file) for file in sorted(folder.iterdir()) if file.is_file()}
+
+
+def _digest_of_file(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file, STUDENT_FILE)}
 
 
 def digest_rest(run: RunFolder) -> dict[str, dict[str, Any]]:
     """Size and hash of every file of a run folder that is neither a log, nor of the student or a checkpoint, nor
     written at a pace of its own."""
     return {
-        name: {
-            "bytes": (run.path / name).stat().st_size,
-            "sha256": _sha256(run.path / name, STUDENT_FILE),
-        }
+        name: _digest_of_file(run.path / name)
         for name in _names(run)
         if not name.startswith((f"{run.student.name}/", f"{run.checkpoints.name}/"))
         and run.path / name not in logs_of(run)
@@ -403,12 +400,13 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
             if found and (early := _ends_early(logs[name], log["bytes"], receipt)):
                 out[name] = Verdict(Level.FAIL, f"{text}: {early}")
     out |= check_student_files(run, receipt)
+    there = _names(run)
     for name, file in (receipt.get("files") or {}).items():
-        found = _sha256(run.path / name, STUDENT_FILE) if name in _names(run) else None
+        found = _sha256(run.path / name, STUDENT_FILE) if name in there else None
         out[name] = _equal(f"sha256 of {name}", file["sha256"], found)
     return (
         out
-        | {"files": _every_file(run, receipt)}
+        | {"files": _every_file(run, receipt, there)}
         | _agreement(run, receipt, view)
         | _checkpoints(run, receipt)
     )
@@ -431,13 +429,13 @@ def _ends_early(log: Path, covered: int, receipt: dict[str, Any]) -> str:
     return "" if offset == covered > 0 else "they end within a line, or before the first"
 
 
-def _every_file(run: RunFolder, receipt: dict[str, Any]) -> Verdict:
-    """Find files that the receipt does not name."""
+def _every_file(run: RunFolder, receipt: dict[str, Any], names: Sequence[str]) -> Verdict:
+    """Find files, of those in the run folder, that the receipt does not name."""
     if receipt.get("files") is None:
         return Verdict(Level.UNKNOWN, "files of the folder: the receipt does not name them all")
     named = {*receipt["files"], *(receipt.get("logs") or {})}
     named |= {f"{run.student.name}/{name}" for name in receipt.get("student_files") or {}}
-    there = [name for name in _names(run) if not name.startswith(f"{run.checkpoints.name}/")]
+    there = [name for name in names if not name.startswith(f"{run.checkpoints.name}/")]
     if extra := [name for name in there if name not in named]:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         return Verdict(

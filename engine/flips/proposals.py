@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from engine.errors import BadInput
 from engine.flips.proof import as_choice
 from engine.flips.watched import options_for, options_of
 from engine.log.events import AlertRaised
-from engine.log.folder import RunFolder, WatchedCommand
+from engine.log.folder import WatchedCommand
 from engine.log.view import RunView
 from engine.spec import KEYS
 from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
@@ -75,15 +74,6 @@ def of_alert(alert: AlertRaised) -> Proposal:
     assignment = alert.flip.removeprefix(_SET)
     words = f"{assignment} ends this: {alert.title}"
     return Proposal(assignment, words, f"alert {alert.id}: {alert.title}")
-
-
-def settings_of(run: RunFolder) -> dict[str, Any]:
-    """Return the settings of a run after defaults, by dotted key; empty if they cannot be read."""
-    try:
-        tree = run.read_effective()["spec"]
-        return {f"{s}.{key}": value for s, part in tree.items() for key, value in part.items()}
-    except BadInput:
-        return {}
 
 
 def why_impossible(one: Proposal, view: RunView, settings: Mapping[str, Any]) -> str:

@@ -21,8 +21,8 @@ from textual.message import Message
 from textual.widgets import Static
 
 from engine.errors import EngineError
-from engine.flips.proposals import Proposal, proposals, settings_of
-from engine.log.folder import RunFolder
+from engine.flips.proposals import Proposal, proposals
+from engine.log.folder import RunFolder, settings_of
 from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed, command_of
 from workbench.flips import FLIPS, FlipFeed, FlipSnapshot, flip_details, going_on, verdict_of

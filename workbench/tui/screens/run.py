@@ -20,8 +20,8 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Input
 
-from engine.flips.proposals import Proposal, of_alert, proposals, settings_of
-from engine.log.folder import RunFolder
+from engine.flips.proposals import Proposal, of_alert, proposals
+from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
 from workbench.feed import RunFeed, Snapshot
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings

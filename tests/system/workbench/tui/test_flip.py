@@ -12,11 +12,11 @@ from textual.widgets import Input, OptionList
 
 from engine.findings.bundle import find_bundles
 from engine.findings.verify import check_bundle
-from engine.flips.proposals import proposals, settings_of
+from engine.flips.proposals import proposals
 from engine.flips.record import find_flips, read_verdict
 from engine.flips.verdict import Pair
 from engine.log.events import AlertRaised, DecisionMade, Event, FactsRead
-from engine.log.folder import RunFolder
+from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
 from tests.support.findings import NONE, SAME, flip
 from tests.support.flip_pairs import plan, timed
