@@ -20,3 +20,4 @@ python3 -m engine drill --device cuda --out "$OUT/h200" \
 python3 -m engine drill --healthy --seeds 3 --device cuda --out "$OUT/healthy-h200"
 # The drills of cpu-data, cpu-files and cpu-pace on one H100: the same names with --device cuda.
 python3 -m engine drill --healthy --seeds 3 --resumes 3 --device cuda --out "$OUT/healthy-resumed-h100"
+python3 -m engine drill --device cuda teacher_in_a_loop stored_rows_turned_later --out "$OUT/h100-late"
