@@ -15,6 +15,7 @@ from engine.models.config import ModelConfig
 from engine.train import part_times
 from engine.train.part_times import FIRST, PartTimes, Rates, arithmetic, measure
 from engine.train.roofline import flops_per_token
+from engine.watch.active_alerts import RULES
 from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
 from tests.support.kit import Kit, tiny_config
 
@@ -92,6 +93,12 @@ def test_ranks_are_not_judged(world: World) -> None:
     parts = PartTimes(run.trainer, run.trainer.student.config, None, SEQ_LEN)
     parts._begun_at = 0
     assert [parts.look(step) for step in steps] == [None] * FIRST
+
+
+def test_the_rule_says_the_limits_that_the_trainer_has() -> None:
+    (rule,) = (one for one in RULES if one.id == "slow_part")
+    assert rule.threshold.startswith(f"{part_times.TIMES:g} times")
+    assert part_times.LEAST_SHARE == 1 / 5 and "a fifth of the step" in rule.threshold
 
 
 def test_a_run_has_them_in_its_log(whole: Path) -> None:
