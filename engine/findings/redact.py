@@ -68,7 +68,8 @@ log."""
 _BEFORE = re.compile(r"[A-Za-z0-9_.-]*$")
 _LONGEST_NAME = 128
 _NO_SECRET = re.compile(
-    r"(?i)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|n|per|next|first|last|stop|image|special)[_-]?token$"
+    r"(?i)(?:^|[^a-z])(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|n|per|next|first|last|stop|image|special)"
+    r"[_-]?token$"
 )
 _LINE_START = re.compile(r"(?:^|\n|\\n)[ \t]*(?:-[ \t]+)?(?:export[ \t]+|set[ \t]+)?[\"']?$")
 _SET = re.compile(r"(?:^|[\s\"'])(?:ENV|ARG|setenv|set -x|set -gx)[ \t]+$")

@@ -42,6 +42,8 @@ NAMES = (
     "signing_key",
     "refreshToken",
     "registry-credentials",
+    "AWS_SESSION_TOKEN",
+    "admin_token",
 )
 POSITIONS: tuple[Callable[[str, str], str], ...] = (
     lambda n, s: f"{n}={s}",

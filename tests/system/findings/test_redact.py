@@ -109,6 +109,16 @@ def test_what_stands_behind_a_telling_name_goes_whatever_its_length(text: str, v
     assert done.text.startswith("before\n") and done.text.endswith("\nafter") and done.found
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_SESSION_TOKEN", "admin_token", "login-token", "developerToken", "SUPER_TOKEN"],
+)
+def test_a_name_that_merely_ends_like_that_of_a_special_token_tells(name: str) -> None:
+    for text in (f"{name}=@", f'{{"{name}": "@"}}', f"--{name} @"):
+        done = Redactor({}).text(text.replace("@", OWN))
+        assert OWN not in done.text and done.found, done
+
+
 @pytest.mark.parametrize("before", ["", "a", "ab"])
 def test_copies_and_pieces_of_a_known_secret_go(before: str) -> None:
     redactor = Redactor({"QX_API_KEY": AWS_SECRET})
