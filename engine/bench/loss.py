@@ -8,7 +8,6 @@
     reverse_kl,    kd with another divergence; jsd with the teacher's weight at 0.3
     jsd
     kd packed      kd with a block-quantised teacher head (Q6_K), dequantised slice by slice
-    liger          Liger's chunked loss, compiled, of the same objective, where it is installed
     plain          full logits, log_softmax and autograd, as it is usually written
 
 Times are of the device alone, as within a step, where the host runs ahead of it. Also measured are the error
@@ -21,9 +20,7 @@ Shapes default to a Qwen2.5-7B teacher and a 0.5B student: 8192 tokens, widths 3
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,12 +47,13 @@ from engine.quant.planes import pack
 
 TEMPERATURE = 2.0
 BETA = 0.3
-LIGER_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": BETA}
-"""Of Liger's loss, by our divergence."""
 SHORT = {"forward_kl": "kd"}
 """Names of arms that are not those of their divergence."""
 ORACLE_ROWS = 512
 """Tokens whose float64 logits are held at a time."""
+
+Forms = dict[str, Callable[[], None]]
+"""Calls that compute the same loss and leave its gradients, by the name of their arm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +76,7 @@ class LossShape:
         return float((heads + states) * element + self.vocabulary * self.width * 4)
 
 
-class _Loss:
+class LossWork:
     """Random tensors of one shape, and calls over them."""
 
     def __init__(self, device: torch.device, shape: LossShape, temperature: float) -> None:
@@ -140,27 +138,6 @@ class _Loss:
         loss = 0.5 * F.cross_entropy(z_NV, self.on_device_N) + 0.5 * self.temperature**2 * kd
         torch.autograd.backward(loss)
 
-    def liger(self, divergence: str) -> Callable[[], None]:
-        """Liger's loss of half cross entropy and half T^2 times the divergence."""
-        loss = importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(
-            weight_hard_loss=0.5,
-            weight_soft_loss=0.5 * self.temperature**2,
-            beta=LIGER_BETA[divergence],
-            temperature=self.temperature,
-            compiled=self.device.type == "cuda",
-            chunk_size=1024,
-        )
-        teacher_VE = self.teacher_WE[: self.shape.vocabulary]
-
-        def run() -> None:
-            self.hidden_ND.grad = self.head_VD.grad = None
-            found = loss(
-                self.hidden_ND, self.head_VD, self.teacher_NE, teacher_VE, self.on_device_N
-            )
-            torch.autograd.backward(found)
-
-        return run
-
     def products(self, out: torch.dtype) -> Callable[[], None]:
         """The matmuls of the fused form, by its chunks and groups of chunks, into preallocated memory."""
         shape, h_ND, w_VD = self.shape, self.hidden_ND.detach(), self.head_VD.detach()
@@ -216,31 +193,39 @@ class _Loss:
         return self.hidden_ND.grad, self.head_VD.grad
 
 
-def bench_loss(device: torch.device, shape: LossShape, *, rounds: int) -> Measured:
-    """Measure every arm, in turns.
+def arm_of(divergence: str, form: str) -> str:
+    return f"{SHORT.get(divergence, divergence)}, {form}"
+
+
+def bench_loss(
+    device: torch.device,
+    shape: LossShape,
+    *,
+    rounds: int,
+    others: Callable[[LossWork], Mapping[str, Forms]] | None = None,
+) -> Measured:
+    """Measure every arm, in turns, with `others` of the same losses by divergence.
 
     `ratio` is the speed relative to `plain`. That arm is left out when its logits do not fit in memory, and
     the fused arms when there is no GPU for them. Also returned are `gradient_errors`, of the hidden states
     and the head, by arm, and `extra_bytes`, the peak allocation of a call beyond its arguments, empty on a
     CPU.
     """
-    work = _Loss(device, shape, TEMPERATURE)
-    calls: dict[str, Callable[[], None]] = {"ce, eager": lambda: work.ours(1.0, "eager")}
-    compared: dict[str, dict[str, Callable[[], None]]] = {
-        name: {f"{SHORT.get(name, name)}, eager": partial(work.ours, 0.5, "eager", None, name)}
+    work = LossWork(device, shape, TEMPERATURE)
+    calls: Forms = {"ce, eager": lambda: work.ours(1.0, "eager")}
+    compared: dict[str, Forms] = {
+        name: {arm_of(name, "eager"): partial(work.ours, 0.5, "eager", None, name)}
         for name in DIVERGENCES
     }
     if _runs_fused(device):
         calls["ce, fused"] = lambda: work.ours(1.0, "fused")
         for name in fused_divergences():
-            arm = f"{SHORT.get(name, name)}, fused"
-            compared[name][arm] = partial(work.ours, 0.5, "fused", None, name)
+            compared[name][arm_of(name, "fused")] = partial(work.ours, 0.5, "fused", None, name)
         if shape.teacher_width % 256 == 0:
             packed = work.packed_head()
             calls["kd packed, fused"] = lambda: work.ours(0.5, "fused", packed)
-    if importlib.util.find_spec("liger_kernel") is not None:
-        for name in LIGER_BETA:
-            compared[name][f"{SHORT.get(name, name)}, liger"] = work.liger(name)
+    for name, forms in (others(work) if others else {}).items():
+        compared[name] |= forms
     # Six full fp32 logits are alive at once in the plain form.
     if _free_bytes(device) > 8 * 4 * shape.tokens * shape.vocabulary:
         compared["forward_kl"]["plain"] = work.plain
@@ -285,7 +270,7 @@ def _runs_fused(device: torch.device) -> bool:
     return decision.choice == "fused"
 
 
-def _extra_bytes(call: Callable[[], None], work: _Loss, device: torch.device) -> int | None:
+def _extra_bytes(call: Callable[[], None], work: LossWork, device: torch.device) -> int | None:
     """Call once and return its peak allocation, including the gradients that it leaves."""
     work.hidden_ND.grad = work.head_VD.grad = None
     if device.type != "cuda":

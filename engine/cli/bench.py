@@ -5,8 +5,7 @@ engine bench teacher            a whole teacher: dense, block-quantised and fp8,
 engine bench few                one matmul at a time with 1 to 64 rows, as in text generation (GPU)
 engine bench decode             one decode step of 1 and 8 sequences, dense and quantised
 engine bench loss               the loss head: ours, plain PyTorch, and the matmuls alone
-engine bench kd --against trl,liger,transformers
-                                whole distillation steps: ours, and those of the installed rivals
+engine bench kd                 whole distillation steps, with a dense and a block-quantised teacher
 engine bench teacher --json     as one JSON value; --out FILE keeps it
 
 On a CPU only ratios are meaningful; `--shape tiny` takes seconds there.
@@ -31,8 +30,6 @@ from engine.cli.arguments import (
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
 from engine.terminal import put, put_json, say
 
-RIVALS = "trl,liger,transformers"
-BY_TRANSFORMERS = "teacher-by-transformers,both-by-transformers"
 LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
 
 
@@ -57,13 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "--out", "FILE", "also keep the result as JSON here")
     add_json(parser)
     group = parser.add_argument_group("kd")
-    group.add_argument(
-        "--against",
-        default=RIVALS,
-        metavar="NAMES",
-        help=f"rivals to run as well where they are installed ({RIVALS}); empty for none; {BY_TRANSFORMERS}: this "
-        "trainer with models that transformers runs",
-    )
     add_number(group, "--steps", limits.ROUNDS, "measured steps of each arm (10)", default=10)
     group.add_argument(
         "--alpha", type=real(1e6), default=0.5, help="weight of the cross entropy (0.5)"
@@ -127,9 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    # The failure of another library is in its row; only a failure of our own fails the command.
-    failed = any(row.get("state") == "failed" and row["arm"].startswith("engine") for row in rows)
-    code = EXIT_FAIL if failed else EXIT_PASS
+    code = EXIT_FAIL if any(row.get("state") == "failed" for row in rows) else EXIT_PASS
     if arguments.json:
         put_json(result)
         return code
@@ -245,14 +233,8 @@ def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[
     return rows, extra
 
 
-def _check_kd(arguments: argparse.Namespace) -> list[str]:
-    """Return the requested rivals. Raises BadInput for an unknown one, and for invalid numbers."""
-    known = f"{RIVALS},{BY_TRANSFORMERS}".split(",")
-    wanted = [name.strip() for name in arguments.against.split(",") if name.strip()]
-    if unknown := [name for name in wanted if name not in known]:
-        raise BadInput.expected(
-            "--against", arguments.against, f"some of {', '.join(known)}", ", ".join(unknown)
-        )
+def _check_kd(arguments: argparse.Namespace) -> None:
+    """Raises BadInput for invalid numbers."""
     numbers = {"--steps": arguments.steps, "--seq-len": arguments.seq_len}
     numbers["--rows"] = min(arguments.rows or [1])
     for name, number in numbers.items():
@@ -265,17 +247,12 @@ def _check_kd(arguments: argparse.Namespace) -> list[str]:
             "from 0 to below 1, as there would be nothing to distil, and above 0",
             f"{arguments.alpha:g} and {arguments.temperature:g}",
         )
-    return wanted
 
 
 def _kd(arguments: argparse.Namespace, shape: str, device: Any, flop_per_s: float) -> Any:
-    """Measure whole distillation steps beside other libraries: returns rows, and the shape they were measured on."""
-    from engine.bench.kd import KdRow, bench_kd, row_of, run_arm
-    from engine.bench.kd_arm import OURS
-    from engine.bench.kd_rivals import missing
-    from engine.bench.kd_shape import KdShape
+    """Measure whole distillation steps: returns rows, and the shape they were measured on."""
+    from engine.bench.kd import ARMS, KdShape, run_arm
 
-    wanted = _check_kd(arguments)
     cuda = device.type == "cuda"
     work = KdShape(
         teacher=shape,
@@ -287,19 +264,9 @@ def _kd(arguments: argparse.Namespace, shape: str, device: Any, flop_per_s: floa
         steps=arguments.steps,
         warm_up=4 if cuda else 1,
     )
-    teacher, student = work.configs()
-
-    def measure(arm: str) -> KdRow:
-        found = run_arm(arm, device.type, work.dumps(), timeout_s=arguments.timeout)
-        return row_of(
-            found,
-            tokens=work.tokens,
-            seq_len=work.seq_len,
-            teacher=teacher,
-            student=student,
-            flop_per_s=flop_per_s,
-        )
-
-    arms = {**dict.fromkeys(OURS), **{name: missing(name) for name in wanted}}
-    rows = bench_kd(arms, measure, say)
+    rows = []
+    for arm in ARMS:
+        say(f"  {arm}")
+        timeout_s = arguments.timeout
+        rows.append(run_arm(arm, device.type, work, flop_per_s=flop_per_s, timeout_s=timeout_s))
     return rows, json.loads(work.dumps())

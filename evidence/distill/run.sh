@@ -3,11 +3,11 @@
 set -e
 OUT=${1:?usage: run.sh OUT}
 mkdir -p "$OUT"
-python3 -m engine bench loss --rounds 7 --out "$OUT/loss.json"
-python3 -m engine bench loss --rounds 15 --out "$OUT/divergences.json"
+python3 -m evidence.distill.rivals loss --rounds 7 --out "$OUT/loss.json"
+python3 -m evidence.distill.rivals loss --rounds 15 --out "$OUT/divergences.json"
 python3 evidence/distill/plans.py "$OUT/work" > "$OUT/plans.jsonl"
 python3 -m engine bench teacher --rounds 7 --out "$OUT/teacher.json"
-python3 -m engine bench kd --against trl,liger,transformers --steps 8 --out "$OUT/kd.json"
+python3 -m evidence.distill.rivals steps --steps 8 --out "$OUT/kd.json"
 python3 evidence/distill/products.py > "$OUT/products.json"
 python3 evidence/distill/runs.py "$OUT/work" --arms exact,bar,fp8 > "$OUT/runs.json"
 python3 evidence/distill/runs.py "$OUT/work" --steps 60 --arms within:student.compile=on+teacher.compile=on > "$OUT/within.json"

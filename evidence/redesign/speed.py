@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHES = {
-    "kd": ["--against", "", "--steps", "8"],
+    "kd": ["--steps", "8"],
     "loss": ["--rounds", "9"],
     "few": ["--rounds", "9"],
     "decode": ["--rounds", "5"],

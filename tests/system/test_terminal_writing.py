@@ -24,7 +24,7 @@ PROTOCOLS = {
     "engine/export/peers.py",
     "engine/contracts/proving.py",
     "engine/machine/cuda_driver.py",
-    "engine/bench/kd_arm.py",
+    "engine/bench/kd.py",
 }
 """Helper processes whose stdout is a pipe to the engine."""
 PROBE = {

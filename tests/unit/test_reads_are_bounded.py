@@ -17,7 +17,6 @@ ALLOWED: dict[str, str] = {
     **dict.fromkeys(
         (
             "engine/bench/kd.py",
-            "engine/bench/kd_shape.py",
             "engine/cli/bench.py",
             "engine/cli/flip.py",
             "engine/contracts/plant.py",

@@ -1,17 +1,13 @@
-"""Whole steps beside other libraries: the same work for all, and a row for each that was asked for."""
+"""Whole steps of this trainer: the same work for every arm, and a row for each."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
 
-from engine.bench import kd_rivals
-from engine.bench.kd import KdRow, bench_kd, row_of, run_arm, table
-from engine.bench.kd_arm import measure
-from engine.bench.kd_shape import KdShape, batches_of
+from engine.bench.kd import ARMS, KdRow, KdShape, batches_of, row_of, run_arm, table
 from engine.cli.main import main
 from engine.errors import BadInput
 from engine.train.roofline import flops_per_token
@@ -20,37 +16,15 @@ CPU = torch.device("cpu")
 TINY = KdShape(teacher="tiny", student="tiny", rows=2, seq_len=16, steps=2, warm_up=1)
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    return measure("transformers", CPU, TINY)
-
-
-@pytest.mark.parametrize("arm", ["engine", "engine packed"])
-def test_ours_and_the_plain_loop_do_the_same_work(arm: str, plain: dict[str, Any]) -> None:
-    """Equal weights, rows and objective give an equal loss before the first update, and equal
-    optimizers nearly equal ones after it; neither is 0, and they move."""
-    ours = measure(arm, CPU, TINY)
-    assert ours["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-4)
-    assert ours["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-3)
-    assert ours["first_loss"] != ours["last_loss"] > 1
-    for found in (ours, plain):
+def test_a_dense_and_a_packed_teacher_give_the_same_losses() -> None:
+    """They move, too: none is 0."""
+    dense, packed = (ARMS[arm](TINY, CPU) for arm in ("engine", "engine packed"))
+    assert dense["first_loss"] == pytest.approx(packed["first_loss"], rel=1e-4)
+    assert dense["last_loss"] == pytest.approx(packed["last_loss"], rel=1e-3)
+    assert dense["first_loss"] != dense["last_loss"] > 1
+    for found in (dense, packed):
         assert len(found["step_s"]) == TINY.steps and all(s > 0 for s in found["step_s"])
-        assert found["peak_bytes"] is None and found["state"] == "measured"
-    assert "transformers" in plain["versions"] and "transformers" not in ours["versions"]
-
-
-@pytest.mark.parametrize("rival", ["liger", "trl"])
-def test_a_rival_that_is_installed_runs_and_one_that_is_not_says_what_is_missing(
-    rival: str, plain: dict[str, Any]
-) -> None:
-    why = kd_rivals.missing(rival)
-    if why is not None:
-        assert why.startswith("not installed: ") and "(pip install " in why
-        return
-    found = measure(rival, CPU, TINY)
-    if rival == "liger":
-        assert found["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-3)
-    assert len(found["step_s"]) == TINY.steps
+        assert found["peak_bytes"] is None
 
 
 def test_no_row_is_seen_twice_and_every_token_has_a_label() -> None:
@@ -62,55 +36,34 @@ def test_no_row_is_seen_twice_and_every_token_has_a_label() -> None:
 
 
 def test_an_arm_that_breaks_or_hangs_is_a_row_with_its_reason() -> None:
-    broke = run_arm("engine", "cpu", '{"teacher": "nobody"}', timeout_s=120)
-    assert broke["state"] == "failed" and "nobody" in broke["why"]
-    hung = run_arm("engine", "cpu", TINY.dumps(), timeout_s=0.01)
-    assert hung["state"] == "failed" and "no answer in 0.01 s" in hung["why"]
+    broke = run_arm("nobody", "cpu", TINY, flop_per_s=1.0, timeout_s=120)
+    assert broke.state == "failed" and broke.why and "nobody" in broke.why
+    hung = run_arm("engine", "cpu", TINY, flop_per_s=1.0, timeout_s=0.01)
+    assert hung.state == "failed" and hung.why == "no answer in 0.01 s"
 
 
-def test_a_table_has_a_row_for_every_arm_that_was_asked_for() -> None:
-    teacher, student = TINY.configs()
+def test_a_row_has_the_rates_of_its_steps_and_a_table_the_reason_of_a_failure() -> None:
+    shape = KdShape(teacher="tiny", student="tiny", rows=512, seq_len=16)
+    teacher, student = shape.configs()
     found = {
-        "arm": "engine",
-        "state": "measured",
-        "objective": "CE + T^2 KL",
-        "versions": "torch",
         "ready_s": 1.0,
         "step_s": [0.25, 0.2, 0.15],
         "first_loss": 6.5,
         "last_loss": 6.4,
         "peak_bytes": 24 * 2**30,
     }
-
-    def measured(arm: str) -> KdRow:
-        answer = found if arm == "engine" else {"arm": arm, "state": "failed", "why": "exit code 1"}
-        flop = 8192 / 0.1 * flops_per_token(student, teacher, 16)
-        return row_of(
-            answer, tokens=8192, seq_len=16, teacher=teacher, student=student, flop_per_s=flop
-        )
-
-    said: list[str] = []
-    rows = bench_kd(
-        {"engine": None, "trl": "not installed: trl", "liger": None}, measured, said.append
-    )
-    assert [(row.arm, row.state) for row in rows] == [
-        *(("engine", "measured"), ("trl", "absent"), ("liger", "failed"))
-    ]
-    assert said == ["  engine", "  liger"]
-    ours = rows[0]
-    assert ours.step_s == 0.2 and ours.spread == pytest.approx(0.5)
-    assert ours.tokens_per_s == pytest.approx(40960) and ours.share_of_bound == pytest.approx(0.5)
-    lines = table(rows)
-    assert lines[1].split() == (
-        ["engine", "41.0k", "50%", "200.0", "50%", "24.0", "GiB", "6.5000", "CE", "+", "T^2", "KL"]
-    )
-    assert lines[-2:] == ["trl: absent: not installed: trl", "liger: failed: exit code 1"]
+    flop_per_s = 8192 / 0.1 * flops_per_token(student, teacher, 16)
+    row = row_of("engine", found, shape, flop_per_s)
+    assert row.step_s == 0.2 and row.spread == pytest.approx(0.5)
+    assert row.tokens_per_s == pytest.approx(40960) and row.share_of_bound == pytest.approx(0.5)
+    lines = table([row, KdRow(arm="engine packed", state="failed", why="exit code 1")])
+    assert lines[1].split() == ["engine", "41.0k", "50%", "200.0", "50%", "24.0", "GiB", "6.5000"]
+    assert lines[-1] == "engine packed: failed: exit code 1"
 
 
 @pytest.mark.parametrize(
     "words, found",
     [
-        ("--against trl,nemo", "found nemo"),
         ("--steps 0", "--steps"),
         ("--rows 0", "--rows"),
         ("--alpha 1", "nothing to distil"),
@@ -129,10 +82,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(
 @pytest.mark.soak
 def test_the_command_prints_one_value_with_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
     words = "bench kd --shape tiny --device cpu --rows 1 --seq-len 16 --steps 1 --json"
-    assert main([*words.split(), "--against", "transformers,trl"]) == 0
+    assert main(words.split()) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["arm"] for row in found["rows"]] == [
-        *("engine", "engine packed", "transformers", "trl")
-    ]
+    assert [row["arm"] for row in found["rows"]] == ["engine", "engine packed"]
     assert found["work"]["seq_len"] == 16
-    assert all(row["tokens_per_s"] > 0 for row in found["rows"] if row["state"] == "measured")
+    assert all(row["tokens_per_s"] > 0 for row in found["rows"])
