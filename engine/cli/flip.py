@@ -7,6 +7,7 @@ changed, until it is clear which is better.
     engine flip --a "--workers 0" --b "--workers 4" -- python train.py {}   a script: {} is replaced by the arm's words
     engine flip --env-b TOKENIZERS_PARALLELISM=true -- python train.py --out {out}   {out}: a folder of each run's own
     engine flip runs/train-1 --set loader.workers=4   a watched run: A is its command, the probe changes B
+    engine flip runs/kd-1 --ends "alert gpu_idle" --set teacher.backend=dequantized   does it end what the run showed?
     engine flip runs/train-1 --propose                what the alerts of a run suggest, with the commands
     engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
 
@@ -80,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = "auto uses those of the last day, run makes them first"
     add_choice(parser, "--controls", ("auto", "run", "skip"), "auto", how)
     add_flag(parser, "--share", "measure beside another experiment")
+    asked = "ask whether B ends what the run showed, not by how much a metric changes"
+    parser.add_argument("--ends", metavar="OBSERVATION", help=asked)
     add_path(parser, "--resume", "DIR", "go on with this flip instead")
     add_flag(parser, "--propose", "list what a run's alerts suggest to flip, start nothing")
     add_flag(parser, "--dry-run", "show the plan, start nothing")
@@ -151,7 +154,7 @@ def _refuse_with_resume(arguments: argparse.Namespace) -> None:
 
 _OF_SPEC = ("set",)
 _OF_COMMAND = ("a", "b", "env-a", "env-b")
-_OF_PLAN = ("hypothesis", "steps", "pairs", "metric", "seed", "out", "dry-run")
+_OF_PLAN = ("ends", "hypothesis", "steps", "pairs", "metric", "seed", "out", "dry-run")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -163,6 +166,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     from engine.flips.script_settings import read_script_settings
     from engine.flips.watched import watched_plan
     from engine.plan.inputs import check_inputs
+
+    if arguments.ends is not None:
+        return _ending_plan(arguments)
     from engine.spec.environment import sets_from_environment
 
     changes_words = arguments.a is not None or arguments.b is not None
@@ -212,6 +218,34 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     for b in (False, True):
         check_inputs(plan.arm(b, Path.cwd(), "flip"), Path.cwd() / "flips")
     return plan
+
+
+def _ending_plan(arguments: argparse.Namespace) -> Plan:
+    from engine.flips.ending import ending_plan
+    from engine.flips.plan import parse_time
+    from engine.log.folder import open_run
+    from engine.log.observed import observation
+
+    changes = [*arguments.set, *arguments.env_b, *([] if arguments.b is None else [arguments.b])]
+    if len(arguments.source) != 1 or len(changes) != 1:
+        raise UsageError(
+            "--ends: expected one run, and one change by --set, --env-b or --b",
+            hint="engine flip runs/NAME --propose",
+        )
+    for name in ("a", "env_a", "hypothesis", "metric", "pairs"):
+        if getattr(arguments, name):
+            raise UsageError(
+                f"--ends asks of the run as it was, without --{name.replace('_', '-')}"
+            )
+    run = open_run(Path(arguments.source[0]))
+    return ending_plan(
+        run.path,
+        observation(run, arguments.ends),
+        changes[0],
+        order_seed=int(time.time()) if arguments.seed is None else arguments.seed,
+        steps=arguments.steps,
+        budget_s=None if arguments.budget is None else parse_time("--budget", arguments.budget),
+    )
 
 
 def _watched(source: list[str]) -> Path | None:

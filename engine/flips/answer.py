@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.flips.arms import ENDED_EARLY, NO_STEPS, OVER_THE_LIMIT
 from engine.flips.command import WORDS
-from engine.flips.plan import METRICS, PAIRS_LIMIT, PAIRS_MIN
+from engine.flips.plan import METRICS, PAIRS_LIMIT, PAIRS_MIN, SHOWN
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS, by_hand
 from engine.flips.statistics import (
     ALPHA,
@@ -25,10 +25,13 @@ from engine.flips.statistics import (
 from engine.flips.surroundings import CPU
 from engine.flips.verdict import (
     DID_NOT_COMPLETE,
+    ENDS_IT,
     EQUIVALENT,
     FASTER,
     INCONCLUSIVE,
     INVALID,
+    KEEPS_IT,
+    NOT_SEEN,
     PARITY_FAIL,
     SLOWER,
     count_of,
@@ -142,6 +145,8 @@ def _inconclusive(fields: Mapping[str, Any]) -> Answer:
         seen += "; runs were ended from outside"
     if fields["interrupted"]:
         return Answer(f"not decided yet, it was interrupted: {seen}", "continue it")
+    if fields["metric"] == SHOWN:
+        return Answer(f"not decided: {fields['reason']}", "run it again with a larger --budget")
     pairs, others = affordable(fields), busy_with(fields)
     if is_open:
         pairs = max(PAIRS_MIN, pairs or 0)
@@ -181,6 +186,17 @@ def _other_margin(fields: Mapping[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
+def _about_observed(fields: Mapping[str, Any]) -> Answer:
+    word, reason = fields["verdict"], fields["reason"]
+    if word == ENDS_IT:
+        return Answer(f"{_b(fields)} ends it: {reason}", _use(fields, b=True))
+    if word == KEEPS_IT:
+        sentence = f"{_b(fields)} does not end it: {reason}"
+        return Answer(sentence, f"{_use(fields, b=False)} and look for another cause")
+    action = "run it with more --steps or a longer --budget, as the run that showed it"
+    return Answer(f"not tested: {reason}", action)
+
+
 def _parity(fields: Mapping[str, Any]) -> Answer:
     why = fields["controls"]["parity"]["reason"]
     sentence = f"not comparable, the arms compute different things: {why}"
@@ -200,6 +216,8 @@ def _invalid(fields: Mapping[str, Any]) -> Answer:
         action = "close the other programs" if busy else "let the machine become idle"
         sentence = f"the pairs disturb each other: {'; '.join(found.values())}"
         return Answer(sentence, f"{action} and run it again")
+    if fields["metric"] == SHOWN:
+        return Answer(f"not tested: {fields['reason']}", "read the log of B")
     failed = [run for run in fields["raw_runs"] if run["state"] != "completed"]
     if failed:
         arms = sorted({run["arm"] for run in failed})
@@ -236,6 +254,7 @@ _WORDS = {
     INCONCLUSIVE: _inconclusive,
     PARITY_FAIL: _parity,
     INVALID: _invalid,
+    **dict.fromkeys((ENDS_IT, KEEPS_IT, NOT_SEEN), _about_observed),
     **dict.fromkeys(DID_NOT_COMPLETE.values(), _did_not_complete),
 }
 

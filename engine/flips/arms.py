@@ -11,6 +11,7 @@ complete has no metric value; its end is described by the exit attribution.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import open_plain
 from engine.flips import command
@@ -29,6 +31,7 @@ from engine.flips.script_folder import copy_folder, remove_copy
 from engine.log.folder import RunFolder, create_run, is_run
 from engine.log.follow import Follower
 from engine.log.held import ALLOCATOR, read_held
+from engine.log.observed import is_shown, shown
 from engine.log.text import has_ended, one_line
 from engine.log.view import RunView, Table
 from engine.signals import descendants, end
@@ -40,6 +43,8 @@ from engine.watch.start_and_stop import Launched, launch
 OVER_THE_LIMIT = "over the limit"
 ENDED_EARLY, NO_STEPS = "ended early", "not seen"
 """States of a command that succeeded, and did too little."""
+ANSWERED = "answered"
+"""State of a run that was ended because it had told what the flip asks."""
 FROM_OUTSIDE = frozenset(
     {"killed_external", "terminated", "interrupted", "host_lost", "unknown", "stopped", "vanished"}
 )
@@ -69,6 +74,8 @@ class Outcome:
     """The plan's metric; None when the run has none."""
     no_value: str = ""
     """Why `value` is None."""
+    shown: bool | None = None
+    """Whether its logs show what the flip asks about; None where they do not tell, or nothing is asked."""
     metrics: dict[str, float] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
     """Losses of the first steps; None for one that is NaN or infinite."""
@@ -364,16 +371,21 @@ def run_arm(
     begun_s = time.monotonic()
     launched = _STARTS[plan.kind](plan, b, pair, folder)
     follower = Follower(launched.run)
-    over = False
+    over = answered = False
     try:
         while launched.process.poll() is None:
             _poll(follower)
             watch(follower.view)
             if stop():
                 raise Stopped
-            if time.monotonic() - begun_s > plan.run_limit_s:
-                over = True
+            answered = (
+                plan.observed is not None
+                and is_shown(plan.observed, follower.view, steps=plan.steps) is not None
+            )
+            over = not answered and time.monotonic() - begun_s > plan.run_limit_s
+            if answered or over:
                 _end(plan, launched, follower)
+                break
             time.sleep(POLL_S)
     except BaseException:
         # When the experiment ends early, its arm ends with it.
@@ -395,7 +407,7 @@ def run_arm(
         raise BadInput(said)
     # Settle before the view is read: this reads the last lines of the logs.
     state = _settled(follower)
-    return sum_up(
+    summed = sum_up(
         plan,
         "B" if b else "A",
         f"{folder.parent.name}/{folder.name}",
@@ -405,6 +417,30 @@ def run_arm(
         over=over,
         left=launched.run if plan.kind == "command" else None,
     )
+    return (
+        summed
+        if plan.observed is None
+        else _with_shown(plan, summed, launched.run, answered=answered)
+    )
+
+
+def _with_shown(plan: Plan, outcome: Outcome, run: RunFolder, *, answered: bool) -> Outcome:
+    found, reason = shown_by(plan, run, outcome.state)
+    state = ANSWERED if answered and found is not None else outcome.state
+    return dataclasses.replace(
+        outcome, state=state, reason=reason, value=None, no_value=reason, shown=found
+    )
+
+
+def shown_by(plan: Plan, run: RunFolder, state: str) -> tuple[bool | None, str]:
+    """Whether the run of an arm that ended in `state` shows what the plan asks about, with the reason."""
+    assert plan.observed is not None, "the flip asks about an observation"
+    if state == OVER_THE_LIMIT and plan.observed.kind == "exit":
+        return None, f"it was ended after {plan.run_limit_s:.0f} s"
+    try:
+        return shown(plan.observed, run, steps=plan.steps)
+    except RunLogError as error:
+        return None, error.message
 
 
 def _start_spec(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
@@ -427,7 +463,9 @@ def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
             copy_folder(Path(plan.command.folder), where)
         except OSError as error:
             raise write_error("flip", where, "to copy the script's folder", error) from error
-    return command.start(folder, arm, where, steps=plan.steps, slow_by=slow_by)
+    # An arm that is asked about an observation goes on until it has told.
+    steps = plan.steps if plan.observed is None else int(limits.STEPS.most)
+    return command.start(folder, arm, where, steps=steps, slow_by=slow_by)
 
 
 _STARTS: dict[Kind, Callable[[Plan, bool, int, Path], Launched]] = {

@@ -21,9 +21,12 @@ from engine.flips.surroundings import Surroundings
 from engine.flips.verdict import (
     DECIDED,
     DID_NOT_COMPLETE,
+    ENDS_IT,
     EQUIVALENT,
     FASTER,
     INCONCLUSIVE,
+    KEEPS_IT,
+    NOT_SEEN,
     PARITY_FAIL,
     SLOWER,
     Judgement,
@@ -35,6 +38,7 @@ from engine.units import format_bytes
 from engine.verdict import Level, Verdict
 
 MEASURED, SCREEN, EXPLORATORY = "measured", "screen", "exploratory"
+_NOT_ASKED = "the setting may change what is computed"
 FOREIGN_BYTES = 1 << 30
 """Less than this is what a driver and a display hold."""
 
@@ -109,6 +113,9 @@ def conclude(
     """Put the verdict together from the judgement, the controls and the record."""
     proofs = proofs_of(flip.pairs)
     answers = {**controls, "manipulation": proofs.pop("flipped"), **proofs}
+    if plan.observed is not None:
+        # An arm that shows it beside one that does not needs no control of how exactly anything is measured.
+        answers = {name: answers[name] for name in answers if name not in controls}
     outcomes = [outcome for pair in flip.pairs for outcome in pair.outcomes.values()]
     changed = [edited] if (edited := flip.edited()) else []
     if flip.began_with != surroundings:
@@ -143,7 +150,7 @@ def conclude(
         censored=judgement.censored,
         diagnostics=_diagnostics(flip, judgement, outcomes),
         controls={
-            name: {"level": "not asked", "reason": "the setting may change what is computed"}
+            name: {"level": "not asked", "reason": _NOT_ASKED}
             if answer is None
             else {"level": answer.level.name.lower(), "reason": answer.reason}
             for name, answer in answers.items()
@@ -167,7 +174,7 @@ def _why_no_measurement(judgement: Judgement, answers: Mapping[str, Verdict | No
     if judgement.is_screen:
         found.append(f"{count_of(judgement.censored['pairs'])} alone, which chance may do")
     # An arm that did not finish has not logged everything that would be compared.
-    stopped = judgement.verdict in DID_NOT_COMPLETE.values()
+    stopped = judgement.verdict in (ENDS_IT, KEEPS_IT, *DID_NOT_COMPLETE.values())
     for name in ["manipulation"] if stopped else answers:
         answer = answers[name]
         if answer is not None and answer.level != Level.PASS:
@@ -223,7 +230,8 @@ def _next(plan: Plan, flip: FlipFolder, verdict: FlipVerdict) -> list[str]:
     if verdict.verdict in DID_NOT_COMPLETE.values():
         arm = verdict.censored["arm"]
         failed = [run["run"] for run in verdict.raw_runs if run["arm"] == arm]
-    if verdict.verdict not in (FASTER, SLOWER, EQUIVALENT, INCONCLUSIVE) and flip.pairs:
+    numbers = (FASTER, SLOWER, EQUIVALENT, INCONCLUSIVE, ENDS_IT, KEEPS_IT, NOT_SEEN)
+    if verdict.verdict not in numbers and flip.pairs:
         # The first failed run is the place to look.
         run = failed[0] if failed else flip.pairs[-1].b.run
         out.append(f"look: engine tail {flip.path / run}")

@@ -35,6 +35,7 @@ from engine.flips.command import NOTHING, WORDS, Arm, Command
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder, must_have_settings
+from engine.log.observed import Observed
 from engine.spec import RunSpec, build_spec, load_spec, parse_set
 
 PAIRS_MIN = 4
@@ -88,7 +89,9 @@ BURSTS = 24
 """Steps of a script are averaged over so many, a multiple of usual numbers of loader workers, which hand out their
 batches in bursts."""
 OF_BURSTS = f"mean step time, of {4 * BURSTS} steps or more the median of the means of {BURSTS} in a row, seconds"
-OLDER: dict[str, Any] = {"level": 0.95, "prior_weight": 10.0, "command": None}
+SHOWN = "shown"
+"""The metric of a flip that asks whether a setting ends something that was observed."""
+OLDER: dict[str, Any] = {"level": 0.95, "prior_weight": 10.0, "command": None, "observed": None}
 """Values of fields that older plans do not contain."""
 Kind: TypeAlias = Literal["spec", "command"]
 """What an arm is."""
@@ -155,6 +158,8 @@ class Plan:
     """Prior weight g of that interval."""
     command: Command | None = OLDER["command"]
     """What the arms run, where that is not a spec."""
+    observed: Observed | None = OLDER["observed"]
+    """What B is to end, where the flip asks that and not how much a metric changes."""
 
     @property
     def kind(self) -> Kind:
@@ -175,6 +180,8 @@ class Plan:
     @property
     def definition(self) -> str:
         """Of the metric, in words."""
+        if self.observed is not None:
+            return f"whether a run shows {self.observed.name}"
         if self.metric == "step_s" and self.kind == "command":
             return OF_BURSTS
         return METRICS[self.metric].definition
@@ -271,6 +278,8 @@ def read_plan(text: str) -> Plan:
     fields["changes"] = tuple(Change(**change) for change in fields["changes"])
     if command := fields.get("command"):
         fields["command"] = Command(**command | {"words": tuple(command["words"])})
+    if observed := fields.get("observed"):
+        fields["observed"] = Observed(**observed)
     return Plan(**fields)
 
 

@@ -88,6 +88,9 @@ QUANTIZED = "quantized"
 
 def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict | None]:
     """Every proof about a pair, by the names in `PROOFS`; None for one that does not apply."""
+    if plan.observed is not None:
+        asked = _commands_differ if plan.command is not None else _settings_differ
+        return {"flipped": asked(plan, a, b, flip), "equal": None, "parity": None}
     if plan.command is not None:
         # What a script computes is its own affair: its words may change it on purpose.
         verdicts = [_commands_differ(plan, a, b, flip)]

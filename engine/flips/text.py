@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from engine.flips.answer import affordable, answer, busy_with
 from engine.flips.arms import Outcome
 from engine.flips.command import SEED, TRACKERS
-from engine.flips.plan import Change, Plan
+from engine.flips.plan import SHOWN, Change, Plan
 from engine.flips.statistics import Interval
 from engine.flips.verdict import Pair, count_of
 from engine.units import NOT_MEASURED, format_bytes, format_seconds, format_value
@@ -32,6 +32,15 @@ def characters(stream: TextIO) -> str:
 def plan_lines(plan: Plan) -> list[str]:
     """Describe what was registered before anything runs."""
     what = "flip" if len(plan.changes) == 1 else "bundle: its verdict names no single cause"
+    metric = (
+        f"metric: {plan.metric} ({plan.definition}; less is better), margin {plan.margin:.1%},"
+        f" level {plan.level:.0%}"
+    )
+    runs = f"of {plan.steps} steps, the first {plan.warm_up_steps} warm up"
+    if plan.observed is not None:
+        metric = f"asked: {plan.definition} ({plan.observed.text})"
+        lasting = format_seconds(plan.observed.window_s) if plan.observed.window_s else ""
+        runs = f"until a run shows it, or has made {plan.steps} steps{lasting and f' and gone on for {lasting}'}"
     return [
         f"hypothesis: {plan.hypothesis}",
         *(
@@ -39,10 +48,8 @@ def plan_lines(plan: Plan) -> list[str]:
             for change in plan.changes
         ),
         *_command_lines(plan),
-        f"metric: {plan.metric} ({plan.definition}; less is better), margin {plan.margin:.1%},"
-        f" level {plan.level:.0%}",
-        f"pairs: {plan.pairs_min} to {plan.pairs_max} of {plan.steps} steps, the first {plan.warm_up_steps} warm up,"
-        f" order by seed {plan.order_seed}",
+        metric,
+        f"pairs: {plan.pairs_min} to {plan.pairs_max} {runs}, order by seed {plan.order_seed}",
         f"source: {plan.source}",
         f"plan sha256: {plan.sha256}",
     ]
@@ -62,7 +69,7 @@ def _command_lines(plan: Plan) -> list[str]:
         where = f"a copy of {where} that is removed afterwards"
     trackers = " ".join(f"{name}={value}" for name, value in TRACKERS.items())
     lines = [
-        f"each run: ended after {plan.steps} optimizer steps, in {where}",
+        f"each run: {'' if plan.observed else f'ended after {plan.steps} optimizer steps, '}in {where}",
         f"trackers are offline: {trackers}",
     ]
     if plan.metric == "final_loss" and not any(SEED in word for word in plan.command.words):
@@ -73,6 +80,8 @@ def _command_lines(plan: Plan) -> list[str]:
 
 
 def pair_heading(plan: Plan) -> str:
+    if plan.observed is not None:
+        return f"{'pair':>4}  {'order':5}  {'A':>12}  {'B':>12}"
     return f"{'pair':>4}  {'order':5}  {'A':>12}  {'B':>12}  {'B/A':>7}  {plan.metric} B/A so far"
 
 
@@ -83,13 +92,17 @@ def pair_line(plan: Plan, pair: Pair, interval: Interval | None) -> str:
     values = [value_text(plan.metric, o) for o in (pair.a, pair.b)]
     order = "B A" if pair.b_first else "A B"
     so_far = "-" if interval is None else interval_text(interval)
-    line = f"{pair.number:>4}  {order:5}  {values[0]:>12}  {values[1]:>12}  {ratio:>7}  {so_far}"
+    line = f"{pair.number:>4}  {order:5}  {values[0]:>12}  {values[1]:>12}"
+    if plan.observed is None:
+        line += f"  {ratio:>7}  {so_far}"
     odd = [f"{o.arm} {o.in_words()}" for o in (pair.a, pair.b) if not o.completed]
     return "\n".join([line, *(f"      {text}" for text in odd)])
 
 
 def value_text(metric: str, outcome: Outcome) -> str:
     """Format the metric of one run, or the state in which it ended."""
+    if metric == SHOWN:
+        return {True: "shows it", False: "does not", None: outcome.state}[outcome.shown]
     if outcome.value is None:
         return outcome.state if not outcome.completed else NOT_MEASURED
     return amount_text(metric, outcome.value)

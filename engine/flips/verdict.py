@@ -6,6 +6,9 @@
     B_DID_NOT_COMPLETE    at least the limit, and is never estimated
     B_FASTER, B_SLOWER    the interval lies outside the margin ("faster": less of the metric)
     EQUIVALENT            the interval lies inside the margin
+    B_ENDS_IT, B_KEEPS_IT of a flip that asks whether a change ends what was observed: A shows it and B does not,
+                          B shows it too
+    NOT_SEEN              A does not show it either
     INCONCLUSIVE          pairs or budget ran out, or the user stopped, before any of these
 
 One pair decides a hang, because a limit of minutes without progress needs no statistics. Any other failure is
@@ -41,7 +44,8 @@ from engine.verdict import Level, Verdict, lowest
 FASTER, SLOWER, EQUIVALENT = "B_FASTER", "B_SLOWER", "EQUIVALENT"
 INCONCLUSIVE, PARITY_FAIL, INVALID = "INCONCLUSIVE", "PARITY_FAIL", "INVALID"
 DID_NOT_COMPLETE = {"A": "A_DID_NOT_COMPLETE", "B": "B_DID_NOT_COMPLETE"}
-DECIDED = frozenset({FASTER, SLOWER, EQUIVALENT, *DID_NOT_COMPLETE.values()})
+ENDS_IT, KEEPS_IT, NOT_SEEN = "B_ENDS_IT", "B_KEEPS_IT", "NOT_SEEN"
+DECIDED = frozenset({FASTER, SLOWER, EQUIVALENT, ENDS_IT, KEEPS_IT, *DID_NOT_COMPLETE.values()})
 PROOFS = ("flipped", "equal", "parity")
 
 
@@ -99,6 +103,8 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
     bad = _proof_that_failed(pairs)
     if bad is not None:
         return bad
+    if plan.observed is not None:
+        return _judge_shown(plan, pairs, ended)
     interval = interval_of(plan, pairs)
     if (said := _did_not_complete(plan, pairs, interval, ended)) is not None:
         return said
@@ -123,6 +129,38 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
         return None
     needed = pairs_needed(interval, plan.margin) if interval is not None else None
     return Judgement(verdict=INCONCLUSIVE, reason=ended, interval=interval, pairs_needed=needed)
+
+
+def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | None:
+    """Judge whether B's change ends what was observed.
+
+    One run of B that shows it decides: the change does not end it. Otherwise pairs in which A alone shows it count.
+    If the change made no difference, runs of both arms would show it with one probability p, so n pairs in a row would
+    come out so by chance with (p (1 - p))^n, at most 4^-n: 1.6 % for the three of `pairs_min`. Where A shows it in some
+    runs only, `sign_bound` of the pairs that tell decides.
+    """
+    assert plan.observed is not None, "the flip asks about an observation"
+    asked = [(p.number, p.a, p.b) for p in pairs if not _ended_from_outside(p)]
+    for number, _, b in asked:
+        if b.shown:
+            text = f"B shows it too, in pair {number}: {b.reason}"
+            return Judgement(verdict=KEEPS_IT, reason=text)
+        if b.shown is None:
+            return Judgement(
+                verdict=INVALID, reason=f"nobody knows of B, in pair {number}: {b.in_words()}"
+            )
+    told = sum(a.shown is True for _, a, _ in asked)
+    text = f"A shows it in {told} of {count_of(len(asked))}, B in none"
+    if told >= plan.pairs_min and (told == len(asked) or sign_bound(told) <= plan.alpha):
+        return Judgement(verdict=ENDS_IT, reason=text)
+    if not told and (ended or len(asked) >= plan.pairs_min):
+        why = f": {asked[-1][1].reason}" if asked else ""
+        return Judgement(verdict=NOT_SEEN, reason=f"no run of A shows it either{why}")
+    return Judgement(verdict=INCONCLUSIVE, reason=f"{text}; {ended}") if ended else None
+
+
+def _ended_from_outside(pair: Pair) -> bool:
+    return any(o.ended_from_outside and not o.shown for o in pair.outcomes.values())
 
 
 def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:

@@ -10,6 +10,7 @@ import pytest
 from engine.flips.plan import Change, Plan
 from engine.flips.proof import parity
 from engine.flips.verdict import Pair, guards_of, judge
+from engine.log.observed import Observed
 from engine.verdict import Level, Verdict
 from tests.support.flip_experiments import experiment, judged
 from tests.support.flip_pairs import hang, incomplete, outcome, pair, plan, timed
@@ -204,3 +205,80 @@ def test_an_update_that_computes_something_else_fails_parity() -> None:
     change = Change(key="train.update", a="torch", b="fused")
     assert verdict_of(plan(change), of_losses(change, [5.0, 4.5, 3.9])) == "PARITY_FAIL"
     assert verdict_of(plan(change), of_losses(change, [5.0, 4.0, 3.0])) == "EQUIVALENT"
+
+
+OBSERVED = Observed(
+    kind="alert",
+    id="gpu_idle",
+    text="the GPU does nothing",
+    run="r",
+    run_id="0123456789abcdef",
+    log="watch",
+    seq=3,
+    sha256="0" * 64,
+    step=2,
+    after_s=9.0,
+)
+ASKED = plan(observed=OBSERVED, metric="shown", pairs_min=3, pairs_max=8)
+
+
+def shows(*pairs: tuple[bool | None, bool | None]) -> list[Pair]:
+    return [
+        pair(
+            number,
+            outcome("A", None, shown=a, state="answered"),
+            outcome("B", None, shown=b, state="answered"),
+        )
+        for number, (a, b) in enumerate(pairs, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "ended", "expected"),
+    [
+        ([(True, False)] * 2, "", None),
+        ([(True, False)] * 3, "", "B_ENDS_IT"),
+        ([(True, False)] * 2, "out of budget", "INCONCLUSIVE"),
+        # One run of B that shows it is enough, whatever A does.
+        ([(True, False), (True, True)], "", "B_KEEPS_IT"),
+        ([(False, True)], "", "B_KEEPS_IT"),
+        ([(False, False)] * 3, "", "NOT_SEEN"),
+        ([(None, False)] * 3, "", "NOT_SEEN"),
+        # What A shows now and then takes five pairs that tell.
+        ([(True, False), (False, False)] * 3, "", None),
+        ([(True, False)] * 5 + [(False, False)], "", "B_ENDS_IT"),
+        ([(False, False)] + [(True, False)] * 4, "", None),
+        ([(False, False)] + [(True, False)] * 5, "", "B_ENDS_IT"),
+        # A run of B that tells nothing never counts as one without it.
+        ([(True, False), (True, False), (True, None)], "", "INVALID"),
+    ],
+)
+def test_a_change_ends_what_was_observed_only_where_a_alone_shows_it(
+    pairs: list[tuple[bool | None, bool | None]], ended: str, expected: str | None
+) -> None:
+    assert verdict_of(ASKED, shows(*pairs), ended) == expected
+
+
+def test_a_run_that_was_ended_from_outside_is_left_out_of_what_was_shown() -> None:
+    killed = [
+        pair(4, outcome("A", None, shown=True), outcome("B", None, shown=None, state="terminated"))
+    ]
+    assert verdict_of(ASKED, shows((True, False), (True, False)) + killed) is None
+    assert verdict_of(ASKED, killed + shows(*[(True, False)] * 3)) == "B_ENDS_IT"
+
+
+def test_by_chance_alone_a_change_rarely_ends_what_both_arms_show_now_and_then() -> None:
+    """Every probability of showing it, summed over all outcomes of the pairs: at most 5 % end it."""
+
+    def ended_by_chance(p: float, pairs: list[tuple[bool | None, bool | None]]) -> float:
+        said = verdict_of(ASKED, shows(*pairs), "" if len(pairs) < 8 else "no more")
+        if said is not None:
+            return float(said == "B_ENDS_IT")
+        return sum(
+            (p if a else 1 - p) * (p if b else 1 - p) * ended_by_chance(p, [*pairs, (a, b)])
+            for a in (True, False)
+            for b in (True, False)
+        )
+
+    worst = max(ended_by_chance(p / 20, []) for p in range(1, 20))
+    assert worst < 0.05, worst

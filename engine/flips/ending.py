@@ -1,0 +1,77 @@
+"""The plan of a flip that asks whether one change ends what was observed on a run (`Plan.observed`).
+
+    engine flip runs/kd-1 --ends "alert stalled_at_start" --set teacher.backend=dequantized
+
+Arm A is the run as it was, B has the change. Both go on until they show the observation, or have gone past its step for
+as long as it had looked at; no step is cut off and nothing is measured, so they evaluate and decide as the run did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadInput
+from engine.flips.plan import SHOWN, STEPS, WARM_UP_STEPS, Plan, load_source, make_plan
+from engine.flips.watched import difference, watched_plan
+from engine.log.folder import RunFolder, read_command
+from engine.log.observed import Observed
+
+PAIRS_MIN, PAIRS_MAX = 3, 8
+LONGEST_WAIT = 3.0
+"""An arm may take this many times what the run took until it showed the observation."""
+LEAST_WAIT_S = 60.0
+OBSERVERS = ("watch", "checks", "gate", "run")
+"""Sections that say who looks and where a run is kept: changing them ends what is said, not what is so."""
+
+
+def ending_plan(
+    path: Path,
+    observed: Observed,
+    assignment: str,
+    *,
+    order_seed: int,
+    steps: int | None = None,
+    budget_s: float | None = None,
+) -> Plan:
+    """Make the plan. `assignment` is B's change as `engine flip --propose` names it: a setting, a variable, or words of
+    a command. Raises BadInput, UsageError."""
+    how: dict[str, Any] = {"order_seed": order_seed, "steps": steps or steps_past(observed)}
+    if read_command(RunFolder(path)) is not None:
+        plan = watched_plan(path, difference(assignment), **how)
+    else:
+        plan = make_plan(path, [assignment], **how)
+        plan = dataclasses.replace(plan, spec=_as_it_was(path))
+    if len(plan.changes) != 1:
+        found = " and ".join(map(str, plan.changes)) or "none"
+        raise BadInput.expected("change", "of the flip", "one, to name a cause", found)
+    (change,) = plan.changes
+    if change.key.partition(".")[0] in OBSERVERS:
+        expected = "a setting of the job"
+        raise BadInput.expected("change", str(change), expected, "one of who looks at it")
+    limit_s = max(LEAST_WAIT_S, LONGEST_WAIT * max(observed.after_s, observed.window_s))
+    values = f"{change.key}={change.text(b=False)} and not with {change.text(b=True)}"
+    return dataclasses.replace(
+        plan,
+        hypothesis=f"{observed.name} is there with {values}",
+        metric=SHOWN,
+        observed=observed,
+        pairs_min=PAIRS_MIN,
+        pairs_max=PAIRS_MAX,
+        run_limit_s=limit_s if budget_s is None else budget_s / 2 / PAIRS_MIN,
+        budget_s=budget_s or 2 * PAIRS_MIN * limit_s,
+    )
+
+
+def steps_past(observed: Observed) -> int:
+    """Steps that a run makes before it counts as one that does not show it."""
+    return max(STEPS, observed.step + WARM_UP_STEPS, -(-5 * observed.step // 4))
+
+
+def _as_it_was(path: Path) -> dict[str, dict[str, Any]]:
+    """The settings of the run itself, without checkpoints and without an end that cuts a hang short."""
+    tree = load_source(path).to_dict()
+    tree["checkpoint"] |= {"every": 0, "at_end": False}
+    tree["watch"]["on_stall"] = "report"
+    return tree

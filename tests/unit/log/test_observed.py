@@ -1,0 +1,152 @@
+"""What a run's logs say went wrong, and whether another run shows the same: yes, no, or unknown."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from engine.errors import BadInput
+from engine.log.events import AlertRaised, AnyEvent, Checked, Identity, RunFinished, TrainerExited
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.log.observed import Observed, is_shown, observation, observations, shown
+from tests.support.run_folders import START_UNIX_S, Scene, started, step
+
+CHECK = Checked(id="step_rows", level="fail", reason="7 of 8 rows", cost_s=0.1, step=3)
+
+
+def answered(level: str, at: int) -> Checked:
+    return Checked(id="step_rows", level=level, reason="r", cost_s=0.1, step=at)
+
+
+ALERT = AlertRaised(
+    id="gpu_idle",
+    severity="error",
+    title="the GPU does nothing",
+    last_step=3,
+    from_unix_s=START_UNIX_S,
+    to_unix_s=START_UNIX_S + 5,
+)
+WARNING = AlertRaised(id="data_wait", severity="warning", title="waits", last_step=2)
+WRONG = Identity(id="update", degree="contradiction", step=2, text="another rate")
+
+
+def ended(state: str = "completed", returncode: int = 0) -> TrainerExited:
+    return TrainerExited(
+        trainer_pid=7,
+        returncode=returncode,
+        state=state.upper(),
+        signal=None,
+        cause="c",
+        certainty="proved",
+        sentence=f"it ended as {state}",
+    )
+
+
+def run_of(
+    path: Path, *said: AnyEvent, steps: int = 8, end: TrainerExited | None = None
+) -> RunFolder:
+    """A run that takes a second a step and then says `said`, and ends."""
+    scene = Scene(path).open()
+    scene.events(started(path.name, steps))
+    for number in range(1, steps + 1):
+        scene.now_s += 1.0
+        scene.events(step(number, 2.0))
+    scene.events(*[one for one in said if isinstance(one, Checked | Identity)])
+    exit_ = end or ended()
+    if exit_.returncode == 0:
+        scene.events(RunFinished(state="stopped", reason="r", exit_code=0, step=steps))
+    scene.watch(*[one for one in said if isinstance(one, AlertRaised)], exit_)
+    return scene.close().run
+
+
+def test_what_proves_most_comes_first_and_each_is_one_line_of_a_log(tmp_path: Path) -> None:
+    killed = ended("killed_external", -9)
+    run = run_of(tmp_path / "a", WARNING, ALERT, WRONG, CHECK, end=killed)
+    found = observations(run)
+    names = ("check step_rows", "identity update", "alert gpu_idle", "alert data_wait")
+    assert [one.name for one in found] == [*names, "exit killed_external"]
+    for one in found:
+        raw = getattr(run, one.log).read_bytes().splitlines()[one.seq]
+        assert one.sha256 == hashlib.sha256(raw).hexdigest()
+        assert one.text in raw.decode()
+    assert (found[2].step, found[2].window_s) == (3, 5.0)
+    assert observation(run, "").name == "check step_rows"
+    assert observation(run, "exit").id == "killed_external"
+    with pytest.raises(BadInput, match="alert gpu_idle, alert data_wait"):
+        observation(run, "alert of nothing")
+
+
+def test_a_healthy_run_has_nothing_to_ask_about(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="nothing: no check failed"):
+        observation(run_of(tmp_path / "a"), "")
+
+
+def asked(tmp_path: Path, said: AnyEvent, name: str = "") -> Observed:
+    end = said if isinstance(said, TrainerExited) else None
+    own = () if end else (said,)
+    return observation(run_of(tmp_path / "seen", *own, end=end), name)
+
+
+@pytest.mark.parametrize(
+    ("said", "other", "steps", "expected"),
+    [
+        (CHECK, (CHECK,), 6, True),
+        (CHECK, (answered("pass", 6),), 6, False),
+        # Nobody asked, or asked too early, or could not tell.
+        (CHECK, (), 6, None),
+        (CHECK, (answered("pass", 0),), 6, None),
+        (CHECK, (answered("unknown", 6),), 6, None),
+        (WRONG, (WRONG,), 6, True),
+        (WRONG, (Identity(id="update", degree="suspicion", step=1, text="t"),), 6, True),
+        (WRONG, (Identity(id="update", degree="pass", step=1, text="t"),), 6, False),
+        (WRONG, (), 6, None),
+        (ALERT, (ALERT,), 6, True),
+        (ALERT, (WARNING,), 6, False),
+        # Too few steps, or too short for what the alert looks at.
+        (ALERT, (), 9, None),
+    ],
+)
+def test_no_is_an_answer_only_where_the_run_gives_it(
+    tmp_path: Path, said: AnyEvent, other: tuple[AnyEvent, ...], steps: int, expected: bool | None
+) -> None:
+    one = asked(tmp_path, said)
+    run = run_of(tmp_path / "other", *other)
+    found, reason = shown(one, run, steps=steps)
+    assert found is expected and reason
+    if expected is not None:
+        assert is_shown(one, Follower(run).read_all(), steps=steps) is expected
+
+
+def test_a_run_that_ended_before_the_alert_could_come_tells_nothing(tmp_path: Path) -> None:
+    one = asked(tmp_path, ALERT)
+    run = run_of(tmp_path / "short", steps=4)
+    assert shown(one, run, steps=4)[0] is None
+    assert shown(dataclasses.replace(one, window_s=0.0), run, steps=4)[0] is False
+
+
+@pytest.mark.parametrize("state", ["failed", "crashed", "oom_memcg", "usage"])
+def test_a_run_that_broke_tells_nothing(tmp_path: Path, state: str) -> None:
+    one = asked(tmp_path, ALERT)
+    assert shown(one, run_of(tmp_path / "broken", end=ended(state, 1)), steps=6)[0] is None
+
+
+def test_an_exit_is_the_same_only_with_the_same_state(tmp_path: Path) -> None:
+    one = asked(tmp_path, ended("crashed", 1))
+    assert one.name == "exit crashed"
+    for state, code, expected in (
+        ("crashed", 1, True),
+        ("failed", 1, None),
+        ("completed", 0, False),
+    ):
+        assert shown(one, run_of(tmp_path / state, end=ended(state, code)), steps=6)[0] is expected
+
+
+def test_a_run_that_nothing_watched_to_its_end_tells_nothing(tmp_path: Path) -> None:
+    one = asked(tmp_path, ALERT)
+    scene = Scene(tmp_path / "alone").open()
+    scene.events(*[step(number, 2.0) for number in range(1, 9)])
+    assert shown(one, scene.close().run, steps=6)[0] is None
