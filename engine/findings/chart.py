@@ -5,8 +5,9 @@ A chart holds rectangles, lines and text, and no script, font or separate file. 
 offline, in Markdown too, and a figure takes some KiB. Lines are solid and have their names at their ends; dashes
 are levels. A non-finite value breaks the line and is marked with a cross at the top, because a chart that draws
 over a NaN hides what matters most. An absent value has no row, or breaks the line if its row holds None. A column
-that was never logged has no line, and a figure without any line says so. Colours of ink and ground are those of
-the page that the chart is in. The same rows give the same bytes.
+that was never logged has no line, and a figure without any line says so. A chart is dark where its page is: inline it
+takes the color-scheme of the page, JupyterLab's theme included, and as an image that of the img element. What
+knows no light-dark() draws the light one. The same rows give the same bytes.
 Very many rows are downsampled (`engine.log.downsample`). Not covered: logarithmic axes.
 """
 
@@ -30,16 +31,31 @@ from engine.units import format_bytes
 WIDTH, HEIGHT = 620, 190
 LIMIT = 300
 """Number of intervals that a drawn series is cut into; each gives two or three rows."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 92, 24, 22
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 106, 24, 22
 _LETTER, _ROW = 7, 12
 """Width and height of a letter with some margin, because the font depends on the viewer."""
 _NAMED = 12
 """Letters of a name at the end of its line."""
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B97F00", "#3D97CC")
-"""Of Okabe and Ito, made to stand out on light and on dark ground (`workbench.plot.series`)."""
-_INK = "var(--apr-ink, var(--jp-ui-font-color1, #333333))"
-_GROUND = "var(--apr-ground, var(--jp-layout-color0, #ffffff))"
-_FAINT = "#999999"
+_SWATCH = 8
+"""Width of the piece of line before a name: the colours of lines are too weak for text, which is in ink."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B58900", "#3D97CC")
+"""Of lines: those of Okabe and Ito, with 3:1 to light and to dark ground (`workbench.plot.series`)."""
+FAINT = "#888888"
+"""Of ticks, frame and levels, with 3:1 to both."""
+PAINTS = {
+    "ground": ("#ffffff", "#111111"),
+    "ink": ("#333333", "#dddddd"),
+    "odd": ("#c00000", "#ff6b6b"),
+}
+"""What differs on a light and on a dark page; text has 4.5:1 to the ground. `odd` marks non-finite values."""
+# `svg:root` is a chart that is a document of its own; inline, the root is that of the page.
+_STYLE = (
+    "svg:root{color-scheme:light dark}[data-jp-theme-light=false] .apr-chart{color-scheme:dark}"
+    + "".join(
+        f".apr-chart .{name}{{fill:{light};fill:light-dark({light},{dark})}}"
+        for name, (light, dark) in PAINTS.items()
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,11 +168,12 @@ def line_chart(
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="monospace" font-size="11">',
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" class="apr-chart" font-family="monospace" font-size="11">',
         f"<title>{as_html(title)}</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{_GROUND}"/>',
+        f"<style>{_STYLE}</style>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" class="ground"/>',
         _text(_LEFT, 14, title),
-        f'<rect x="{_LEFT}" y="{_TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="{_FAINT}"/>',
+        f'<rect x="{_LEFT}" y="{_TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="{FAINT}"/>',
     ]
     if not drawn:
         return (
@@ -181,9 +198,9 @@ def line_chart(
     names: list[tuple[float, str, str]] = []
     for name, y in levels:
         parts.append(_rule(_LEFT, y_of(y), _LEFT + inner_w, y_of(y), dash="6 4"))
-        names.append((y_of(y), name, _INK))
+        names.append((y_of(y), name, ""))
     for number, one in enumerate(drawn):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         at = None
         for piece in _pieces(one.rows):
             places = [(x_of(x), y_of(y)) for x, y in piece]
@@ -193,7 +210,7 @@ def line_chart(
             if one.points or len(places) == 1:
                 parts += [_diamond(x, y, colour) for x, y in places]
         parts += [
-            _text(x_of(x), _TOP + 10, "×", "middle", "#c00000")
+            _text(x_of(x), _TOP + 10, "×", "middle", "odd")
             for x, y in one.rows
             if y is not None and not math.isfinite(y)
         ]
@@ -216,13 +233,14 @@ def _signs(
 
 
 def _names(names: Sequence[tuple[float, str, str]]) -> Iterator[str]:
-    """Yield each name right of the end of its line, moved where another one is."""
+    """Yield each name right of the end of its line, moved where another one is, after a piece of its colour; a level
+    has none."""
     left, lowest = WIDTH - _RIGHT + 6, HEIGHT - _BOTTOM
     most = (lowest - _TOP) // _ROW
     placed = sorted(names, key=lambda name: name[0])
     if len(placed) > most:
         # Names that do not fit are counted: those of eight GPUs would run out of the chart.
-        placed = [*placed[: most - 1], (lowest, f"+{len(placed) - most + 1}", _INK)]
+        placed = [*placed[: most - 1], (lowest, f"+{len(placed) - most + 1}", "")]
     places, taken = [], -math.inf
     for y, _, _ in placed:
         taken = max(y + 4, taken + _ROW)
@@ -231,14 +249,16 @@ def _names(names: Sequence[tuple[float, str, str]]) -> Iterator[str]:
     for number in reversed(range(len(places))):
         free = places[number] = min(places[number], free - _ROW, lowest)
     for at, (_, name, colour) in zip(places, placed, strict=True):
-        yield _text(left, at, name[:_NAMED], fill=colour)
+        if colour:
+            yield f'<rect x="{left}" y="{at - 5:.1f}" width="{_SWATCH}" height="3" fill="{colour}"/>'
+        yield _text(left + _SWATCH + 4, at, name[:_NAMED])
 
 
 def _text(
-    x: float, y: float, text: str, anchor: str = "start", fill: str = _INK, words: str = ""
+    x: float, y: float, text: str, anchor: str = "start", paint: str = "ink", words: str = ""
 ) -> str:
     said = as_html(text) + (f"<title>{as_html(words)}</title>" if words else "")
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{said}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{paint}">{said}</text>'
 
 
 def _line(places: Sequence[tuple[float, float]], colour: str) -> str:
@@ -250,7 +270,7 @@ def _rule(x0: float, y0: float, x1: float, y1: float, *, dash: str = "") -> str:
     """A tick, or with `dash` a level."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     ends = f'x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"'
-    return f'<line {ends} stroke="{_FAINT}"{dashed}/>'
+    return f'<line {ends} stroke="{FAINT}"{dashed}/>'
 
 
 def _diamond(x: float, y: float, colour: str) -> str:

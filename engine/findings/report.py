@@ -15,7 +15,7 @@ from engine.attach.identities import identity_lines
 from engine.errors import BadInput, RunLogError
 from engine.findings.bundle import Bundle, is_bundle
 from engine.findings.capture import is_flip
-from engine.findings.chart import flip_figure, run_figures
+from engine.findings.chart import PAINTS, flip_figure, run_figures
 from engine.findings.finding import EventRange, MetricWindow
 from engine.findings.kinds import words_of
 from engine.findings.text import derive, event_lines, state_words, struck, tree_lines
@@ -41,13 +41,14 @@ from engine.log.text import (
 from engine.terminal import as_html
 
 _STYLE = (
+    ":root{color-scheme:light dark}"
     "body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
     "pre{white-space:pre-wrap;background:#f5f5f5;padding:.6em;overflow-x:auto}"
     "svg{max-width:100%;height:auto}"
     ".figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(28em,1fr));gap:.6em 1em}"
     "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.2em 0 .3em}"
-    "@media(prefers-color-scheme:dark){:root{--apr-ink:#ddd;--apr-ground:#1c1c1c}"
-    "body{color:#ddd;background:#1c1c1c}pre{background:#292929}}"
+    f"@media(prefers-color-scheme:dark){{body{{color:{PAINTS['ink'][1]};background:{PAINTS['ground'][1]}}}"
+    "pre{background:#222}}"
 )
 
 

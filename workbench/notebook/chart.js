@@ -8,7 +8,7 @@
 
 const CAPACITY = 2048;
 // Of Okabe and Ito, made to stand out on light and on dark ground.
-const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B97F00", "#3D97CC"];
+const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B58900", "#3D97CC"];
 const BOX = { left: 70, top: 22, right: 128, bottom: 20 };
 const ROW = 13;
 

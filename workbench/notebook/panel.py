@@ -30,18 +30,24 @@ FIRST_LOOK_S = 0.5
 """Longest wait of a cell for the first reading, so that its still contains it: programs that execute notebooks
 drop outputs that arrive after the end of the cell; a page does not."""
 _FIGURE = "display:inline-block;width:48%;min-width:24em;max-width:620px"
+_FOLLOW = (
+    "<style>[data-jp-theme-light=true] [data-apr-static] img{color-scheme:light}"
+    "[data-jp-theme-light=false] [data-apr-static] img{color-scheme:dark}</style>"
+)
+"""JupyterLab names its theme on the page, and exported notebooks keep that name."""
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
     """Return HTML without scripts: figures, then lines. The SVGs are embedded as images: in an untrusted
-    notebook JupyterLab removes inline SVG and keeps images."""
+    notebook JupyterLab removes inline SVG and keeps images. It removes the style there too, and then the figures
+    are as light or dark as the browser is asked to be."""
     drawn = "".join(
         f'<img style="{_FIGURE}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
         for svg in figures
     )
     said = as_html("\n".join(lines))
-    return f'<div data-apr-static="{as_html(key)}">{drawn}<pre>{said}</pre></div>'
+    return f'<div data-apr-static="{as_html(key)}">{_FOLLOW}{drawn}<pre>{said}</pre></div>'
 
 
 def hide_still(key: str) -> str:

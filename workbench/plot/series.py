@@ -34,7 +34,7 @@ SERIES = (
     SeriesStyle("B", "■", "#D55E00"),
     SeriesStyle("C", "▲", "#009E73"),
     SeriesStyle("D", "○", "#C46A9C"),
-    SeriesStyle("E", "□", "#B97F00"),
+    SeriesStyle("E", "□", "#B58900"),
     SeriesStyle("F", "▼", "#3D97CC"),
 )
 

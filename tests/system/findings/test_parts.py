@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.findings.chart import Row, metric_figure
+from engine.findings.chart import FAINT, Row, metric_figure
 from engine.findings.context import kernel_excerpt, view_of
 from engine.findings.finding import Locator
 from engine.findings.kinds import KINDS
@@ -34,7 +34,7 @@ def test_any_numbers_and_any_title_make_a_picture(values: list[float | None], ti
     text = metric_figure(points(values), title.encode("utf-8", "replace").decode())
     if title.isprintable():
         xml.etree.ElementTree.fromstring(text)
-    numbers = text.split('fill="none" stroke="#999999"/>', 1)[1]
+    numbers = text.split(f'fill="none" stroke="{FAINT}"/>', 1)[1]
     if "nan" not in title and "inf" not in title:
         assert "nan" not in numbers and "inf" not in numbers
     assert len(sparkline(values)) == len(values)

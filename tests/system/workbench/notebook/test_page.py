@@ -5,6 +5,7 @@ Takes minutes and wants Chromium, so it runs with `make notebooks` and in the so
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.findings.chart import PAINTS
 from engine.findings.report import report
 from tests.support import notebook_lab
 from tests.support.hostile_logs import hostile_run
@@ -30,6 +32,7 @@ from tests.support.notebook_lab import (
     sync_api,
     until,
 )
+from tests.support.paths import EVIDENCE
 
 pytestmark = [
     pytest.mark.soak,
@@ -128,6 +131,78 @@ def test_a_notebook_from_elsewhere_and_an_exported_one_show_the_result(
             alone.goto(one.as_uri())
             assert asked == [one.as_uri()] and alone.locator("svg").first.is_visible()
             alone.screenshot(path=shoot(f"report-{one.stem}"), full_page=True)
+
+
+KEPT = """\
+from IPython.display import HTML
+from engine.findings.chart import Series, line_chart
+from workbench.notebook.panel import still_html
+rows = ((0.0, 1.0), (1.0, 2.0))
+HTML(still_html("kept", [line_chart("loss", [Series(name="x", rows=rows)], x_name="step")], ["said"]))"""
+CORNER = """async png => {
+  const picture = await createImageBitmap(await (await fetch(png)).blob());
+  const pen = new OffscreenCanvas(picture.width, picture.height).getContext("2d");
+  pen.drawImage(picture, 0, 0);
+  return [...pen.getImageData(2, 2, 1, 1).data.slice(0, 3)];
+}"""
+"""The colour of a picture's upper left corner: the ground of a chart."""
+
+
+def ground(page: sync_api.Page, chart: str) -> str:
+    """Whether a chart on the page is light or dark, by its pixels; anything else as numbers."""
+    png = base64.b64encode(page.locator(chart).first.screenshot()).decode()
+    assert page.context.browser is not None
+    with page.context.browser.new_page() as reader:
+        red, green, blue = reader.evaluate(CORNER, f"data:image/png;base64,{png}")
+    found = f"#{red:02x}{green:02x}{blue:02x}"
+    return dict(zip(PAINTS["ground"], ("light", "dark"), strict=True)).get(found, found)
+
+
+def test_kept_figures_are_dark_where_the_page_is_dark(
+    page: sync_api.Page, lab: str, folder: Path, shoot: Callable[..., Path]
+) -> None:
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    notebook = nbformat.read(NOTEBOOKS / "01_first_run.ipynb", 4)
+    notebook.cells = [nbformat.v4.new_code_cell(KEPT)]
+    nbformat.write(notebook, folder / "11_kept.ipynb")
+    open_notebook(page, lab, "11_kept.ipynb")
+    command(page, "notebook:run-all-cells")
+    still = "[data-apr-static] img"
+    page.wait_for_selector(still)
+    command(page, "docmanager:save")
+    page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
+    exported = nbformat.read(folder / "11_kept.ipynb", 4)
+    try:
+        for theme, seen in (("Dark", "dark"), ("Light", "light")):
+            page.evaluate(
+                "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})",
+                f"JupyterLab {theme}",
+            )
+            page.wait_for_selector(
+                f"body[data-jp-theme-light={str(seen == 'light').lower()}]", state="attached"
+            )
+            for asked in ("light", "dark"):
+                page.emulate_media(color_scheme=asked)
+                assert ground(page, still) == seen, f"{asked} asked of the browser"
+                shoot(f"11-{seen}-{asked}")
+    finally:
+        page.emulate_media(color_scheme="light")
+    assert page.context.browser is not None
+    with page.context.browser.new_context(offline=True) as offline, offline.new_page() as alone:
+        for theme in ("light", "dark"):
+            text, _ = HTMLExporter(theme=theme).from_notebook_node(exported)
+            (folder / "kept.html").write_text(text)
+            alone.emulate_media(color_scheme="dark" if theme == "light" else "light")
+            alone.goto((folder / "kept.html").as_uri(), wait_until="domcontentloaded")
+            assert ground(alone, still) == theme
+        (folder / "report.html").write_text(report(EVIDENCE / "distill" / "within"))
+        for asked in ("light", "dark"):
+            alone.emulate_media(color_scheme=asked)
+            alone.goto((folder / "report.html").as_uri())
+            assert ground(alone, ".apr-chart") == asked
+            alone.screenshot(path=shoot(f"11-report-{asked}"))
 
 
 def test_eight_widgets_stay_responsive_a_drag_becomes_evidence_and_nothing_is_left(
