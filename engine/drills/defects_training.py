@@ -3,7 +3,7 @@
 A defect is planted by replacing one function of the engine within a `with` block; everything else is the real
 run. An object that was built inside keeps the defect if the defect is in the object.
 
-    with defect("rotary_neighbours").plant():
+    with planted("rotary_neighbours").plant():
         ...build and train...
 
 `named_by` is the check that must name the defect; another may detect it too. The list loads without torch:
@@ -395,8 +395,3 @@ BETWEEN_PARTS: tuple[Defect, ...] = (
     ),
 )  # fmt: skip
 """Defects between the parts of a step, where a check of the parts would not look."""
-
-
-def defect(id_: str) -> Defect:
-    """Return the defect of that id. Raises KeyError when there is none."""
-    return {one.id: one for one in DEFECTS}[id_]

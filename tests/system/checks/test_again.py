@@ -7,7 +7,6 @@ import pytest
 from engine.audit.stages import STAGES
 from engine.drills import defects_late
 from engine.drills.catalogue import planted
-from engine.drills.defects_training import defect
 from engine.log.events import Checked
 from engine.log.text import audit_text, check_lines
 from engine.log.view import RunView
@@ -42,7 +41,7 @@ def test_a_loss_that_is_another_one_from_step_6_on_is_named(world: World) -> Non
     run = make_run(world, checks__every=5, train__steps=40)
     run.step(6)
     assert run.results["step_gradients"].step == 5 and run.failures() == {}
-    with defect("t_squared_missing").plant():
+    with planted("t_squared_missing").plant():
         run.step(4)
     assert run.results["step_gradients"].step == 10 and "step_gradients" in run.failures()
 

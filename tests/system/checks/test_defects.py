@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.checks.catalogue import ABOUT, CATALOGUE
-from engine.drills.defects_training import DEFECTS, defect
+from engine.drills.catalogue import planted
+from engine.drills.defects_training import DEFECTS
 from engine.drills.planting import Defect
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
@@ -43,7 +44,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(
-    "planted",
+    "one",
     [
         # That its check fails is seen below of those of which it is said how.
         pytest.param(d, id=d.id, marks=[pytest.mark.soak] if d.id in {s[0] for s in SAID} else [])
@@ -51,32 +52,30 @@ SAID = [
         if d.id not in RESUMED
     ],
 )
-def test_a_planted_defect_is_named(world: World, planted: Defect, tmp_path: Path) -> None:
+def test_a_planted_defect_is_named(world: World, one: Defect, tmp_path: Path) -> None:
     # a student of the teacher's shape, where the defect is that they are the same
-    student = {"hidden_size": 48} if planted.id == "identical_teacher" else None
-    with planted.plant():
-        run = make_run(world, student=student, **SETS.get(planted.id, {})).begin()
+    student = {"hidden_size": 48} if one.id == "identical_teacher" else None
+    with one.plant():
+        run = make_run(world, student=student, **SETS.get(one.id, {})).begin()
         run.step(2)
         run.save(tmp_path / "checkpoints")
-    assert planted.named_by in run.failures(), (run.failures(), run.unknowns())
+    assert one.named_by in run.failures(), (run.failures(), run.unknowns())
     ends = any(run.checks.ends_run(result) for result in run.results.values())
-    assert ends and (
-        run.checks.ends_run(run.results[planted.named_by]) or planted.id == "ends_masked"
-    )
+    assert ends and (run.checks.ends_run(run.results[one.named_by]) or one.id == "ends_masked")
 
 
 @pytest.mark.parametrize(("name", "check", "text"), SAID)
 def test_a_failure_says_what_it_saw(world: World, name: str, check: str, text: str) -> None:
     others = ", ".join(about.id for about in CATALOGUE if about.id != check)
-    with defect(name).plant():
+    with planted(name).plant():
         run = make_run(world, checks__skip=others, **SETS.get(name, {})).begin()
         run.step(1)
     assert text in run.failures()[check]
 
 
 def test_every_defect_is_undone(world: World) -> None:
-    for planted in DEFECTS:
-        with planted.plant():
+    for one in DEFECTS:
+        with one.plant():
             pass
     run = make_run(world).begin()
     run.step(1)
@@ -85,8 +84,8 @@ def test_every_defect_is_undone(world: World) -> None:
 
 def test_defects_say_where_they_happened_and_who_names_them() -> None:
     assert len({d.id for d in DEFECTS}) == len(DEFECTS)
-    for planted in DEFECTS:
-        assert planted.what and planted.happened and planted.named_by in ABOUT
+    for one in DEFECTS:
+        assert one.what and one.happened and one.named_by in ABOUT
 
 
 def resumed(world: World, folder: Path) -> Run:
@@ -115,7 +114,7 @@ def test_a_sound_resume_raises_nothing(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_poisoned_resume_is_named(world: World, name: str, tmp_path: Path) -> None:
-    planted = defect(name)
-    with planted.plant():
+    lost = planted(name)
+    with lost.plant():
         run = resumed(world, tmp_path).begin()
-    assert planted.named_by in run.failures()
+    assert lost.named_by in run.failures()

@@ -27,7 +27,7 @@ from engine.checks.runner import CHECKS
 from engine.checks.weights import shape_of, weights_of
 from engine.data.batches import IGNORED, Batch
 from engine.data.tokens import TokenStream, make_stream, starts_of
-from engine.drills.defects_training import defect
+from engine.drills.catalogue import planted
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -140,7 +140,7 @@ def test_ends_that_are_never_a_label_are_named(world: World) -> None:
     looked_at = make_run(world).context
     found = end_is_learnt(looked_at)
     assert found.verdict.level is Level.PASS and found.numbers["labelled"] > 4
-    with defect("ends_masked").plant():
+    with planted("ends_masked").plant():
         masked = end_is_learnt(make_run(world).context)
     assert masked.verdict.level is Level.FAIL and "never a label" in str(masked.verdict)
     nobody = dataclasses.replace(looked_at, tokenizers={"teacher": None})
@@ -280,7 +280,7 @@ def test_a_bias_is_missed_in_the_student_too(world: World) -> None:
     with torch.no_grad():
         run.trainer.student.get_parameter("layers.1.attention.k.bias").normal_(0, 0.5)
     assert level("forward_is_the_model", run.context) is Level.PASS
-    with defect("qkv_bias_missing").plant():
+    with planted("qkv_bias_missing").plant():
         found = answer("forward_is_the_model", run.context)
     assert found.verdict.level is Level.FAIL and found.verdict.reason.startswith("student")
 
@@ -294,12 +294,12 @@ def test_a_bf16_teacher_passes_and_its_wrong_eps_and_mask_do_not(world: World) -
         assert level(name, run.context) is Level.PASS
     # The student is sound, so that the teacher's own fault is seen.
     teacher_only = dataclasses.replace(run.context, student=_sound(run.trainer.student))
-    for planted, words in (
+    for name, words in (
         ("norm_eps_fixed", "behaves as with eps 1.0e-05"),
         ("causal_mask_missing", "teacher: a changed token moves tokens before it"),
         ("document_mask_missing", "teacher: a changed token moves another document"),
     ):
-        with defect(planted).plant():
+        with planted(name).plant():
             assert words in answer("forward_is_the_model", teacher_only).verdict.reason
 
 
@@ -337,7 +337,7 @@ def test_an_evaluation_that_praises_noise_is_found(world: World) -> None:
 
 
 def test_identical_models_that_are_allowed_are_unknown_and_not_failed(world: World) -> None:
-    with defect("identical_teacher").plant():
+    with planted("identical_teacher").plant():
         run = make_run(world, student={"hidden_size": 48}, teacher__allow_identical=True)
     found = answer("teacher_not_student", run.context)
     assert found.verdict.level is Level.UNKNOWN and "allow_identical" in found.verdict.reason
