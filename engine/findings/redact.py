@@ -4,8 +4,8 @@ All text that enters a bundle or a receipt passes through here before it is hash
 of a secret remains. A secret becomes `[redacted: SORT]`, and the count of each sort is returned and stored
 beside the text. Detected are:
 
-    forms       keys of known services, `Authorization` headers, cookies, user and password in a URL,
-                signatures in its query, private keys
+    forms       keys and webhooks of known services, `Authorization` headers, cookies, user and password in
+                a URL, signatures in its query, private keys
     values      the value that follows a secret-like name, of any length: `HF_TOKEN=abc`, `--api-key x`,
                 `"password": "a b"`, YAML, headers, XML, URL-encoded (`named_values`)
     copies      of the secrets in this process's environment, and of those found above in the same text:
@@ -31,68 +31,89 @@ from urllib.parse import quote, unquote
 
 # Values behind a secret-like name
 
+_KEYS = "access api secret private auth signing encryption session master account client license webhook"
+# The search is fast because every alternative begins with a plain character, and the text is in lower case.
 NAME = (
-    r"(?:token|secrets?|passw(?:or)?ds?|passphrase|pwd|credentials?|access[ _-]?keys?(?:[ _-]?id)?"
-    r"|(?:api|secret|private|auth)[ _-]?keys?"
-    r"|(?:signing|encryption|session|master|account|client|license|webhook)[_-]?keys?|[_-]pat)"
+    r"(?:token|secrets?|passw(?:or)?ds?|passphrase|pwd|credentials?|access[ _-]?keys?[ _-]?id|_pat|-pat|"
+    + "|".join(f"{word}[ _-]?keys?" for word in _KEYS.split())
+    + ")"
 )
 """How the name of a secret ends."""
 
 _NAMED = re.compile(
-    rf"(?i)({NAME})(?:[_-]?[0-9]{{1,3}})?"
+    rf"({NAME})(?:[_-]?[0-9]{{1,3}})?"
     r"(?P<close>\\*[\"'`]\]?|%22|&quot;)?"
     r"(?P<sep>"
-    r"[ \t]*:[ \t]*(?:str|bytes|Text|SecretStr|Optional\[str\]|str \| None)[ \t]*=(?!=)[ \t]*"
+    r"[ \t]*:[ \t]*(?:str|bytes|text|secretstr|optional\[str\]|str \| none)[ \t]*=(?!=)[ \t]*"
     r"|\s*(?:=>|:=|=(?!=)|:(?![:/=]))[ \t]*"
-    r"|%3D|%3A(?!%2F)(?:%20|\+)?"
+    r"|%3d|%3a(?!%2f)(?:%20|\+)?"
     r"|>(?=[^\s<])|\s*,\s*|[ \t]+)"
 )
-_BEGINNINGS = (
-    *(
-        "token",
-        "secret",
-        "passw",
-        "passphrase",
-        "pwd",
-        "credential",
-        "access",
-        "api",
-        "private",
-        "auth",
-    ),
-    *("signing", "encryption", "session", "master", "account", "client", "license", "webhook"),
-    *("_pat", "-pat"),
-)
-"""How a match of `NAME` can begin. These are searched first, because the expression alone is slow on a long
-log."""
 _BEFORE = re.compile(r"[A-Za-z0-9_.-]*$")
 _LONGEST_NAME = 128
-_NO_SECRET = re.compile(
-    r"(?i)(?:^|[^a-z])(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|n|per|next|first|last|stop|image|special)"
-    r"[_-]?token$"
-)
 _LINE_START = re.compile(r"(?:^|\n|\\n)[ \t]*(?:-[ \t]+)?(?:export[ \t]+|set[ \t]+)?[\"']?$")
 _SET = re.compile(r"(?:^|[\s\"'])(?:ENV|ARG|setenv|set -x|set -gx)[ \t]+$")
 
-_QUOTED = re.compile(r"[bBrRuUfF]{0,2}(\\*)(\"\"\"|'''|[\"'`])")
+# Up to a quote with as many backslashes: one with twice as many and one more belongs to the value (JSON in JSON), and
+# one with fewer ends the text around it.
+_QUOTED = (
+    r"(?P<end>(?P<slashes>\\{0,31})(?P<mark>\"\"\"|'''|[\"'`]|%22|&quot;))"
+    r"(?P<quoted>(?:(?P=slashes)\\(?P=slashes).|(?!(?P=end))(?:\\(?!(?P=mark)).|(?!(?P=mark))[^\n\\]))*)"
+)
+_ENCLOSED = re.compile(
+    # XML, up to the next tag; a block of YAML, up to its last indented line
+    r"(?<=>)(?<!=>)(?P<xml>[^<]*)"
+    r"|[|>][-+]?\s*\n[ \t]+(?P<block>[^\n]*(?:\n[ \t]+[^\n]*)*)"
+    rf"|[bBrRuUfF]{{0,2}}{_QUOTED}"
+)
+_OPENED = re.compile(r"(?:[\[{(](?!redacted:)\s*)+")
+_NESTED = re.compile(rf"(?<![\w\\]){_QUOTED}(?P=end)|[\[{{(]|[\]}})]|\"")
+# `a: b c` on a line of its own is YAML; `a=b;c` is a line of a variables file.
+_WHOLE_LINE = {
+    ":": re.compile(r"(?![^\n\"'\\]*: [ \t]*[^\s\"'\\])[^\n\"'\\]*[^\s\"'\\]"),
+    "=": re.compile(r"[^\s\"'\\]+(?=[ \t]*(?:[\n\"'\\]|\Z))"),
+}
 # Commas, brackets and the like belong to a value unless a new item begins after them.
 _BARE = re.compile(
     r"(?:[^\s\"'\\<>,;&)\]}]|[,;&](?!\s|$|[\"'\\]|[\w.-]+\\*[\"']?[ \t]*[=:])"
     r"|[)\]}](?![\s,;:.)\]}\"'\\]|$)|\\(?![\"'nrtubf/\\])|(?<=\w)['](?=\w))+"
 )
-_NUMBER = re.compile(r"[-+]?[0-9][0-9_.,]*(?:[eE][-+]?[0-9]+)?")
-_KEPT = re.compile(
-    r"null|none|nil|undefined|true|false|\*+|<[^<>\s]*>|\[[A-Z]+\]"
-    r"|\$\{?[A-Za-z_][A-Za-z0-9_.]*\}?|%[A-Za-z_]+%|\{\{.*\}\}"
-    r"|str|bytes|int|float|bool|string|number|Any|list|dict|object|Optional|SecretStr",
-    re.IGNORECASE,
-)
-_CALL = re.compile(r"[A-Za-z_][\w.]*[(\[]")
-_PROSE = re.compile(
-    r"(?i)(?:is|to|and|or|was|are|for|in|of|on|the|a|an|that|this|needs|must|may|can|has|with|as|from|not|if|by"
-    r"|be|will)"
-)
 _LONGEST_BLOCK = 1 << 16
+
+_NO_SECRETS = tuple(
+    tuple(re.compile(pattern, re.DOTALL) for pattern in row)
+    for row in (
+        # the name, what separates it (with " where the value is enclosed), and the value
+        (  # special tokens and counts of a tokenizer
+            r"(?i)(?:.*[^a-z])?(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|n|per|next|first|last|stop|image|special)"
+            r"[_-]?token",
+            r".*",
+            r".*",
+        ),
+        (  # what was redacted, references, placeholders
+            r".*",
+            r".*",
+            r"\[redacted.*|\*+|<[^<>\s]*>|\[[A-Z]+\]|\$(?:[A-Z0-9_]+|[a-z_]+|\{[^{}]*\})|%[A-Za-z_]+%|\{\{.*\}\}",
+        ),
+        (  # no value, and types
+            r".*",
+            r"[^\"]*",
+            r"(?i)null|none|nil|undefined|true|false"
+            r"|str|bytes|int|float|bool|string|number|any|list|dict|object|optional|secretstr",
+        ),
+        (  # prose
+            r".*",
+            r"\s+",
+            r"(?i)is|to|and|or|was|are|for|in|of|on|the|a|an|that|this|needs|must|may|can|has|with|as|from|not"
+            r"|if|by|be|will",
+        ),
+        (r".*", r" \s*=\s*", r"[A-Za-z_][\w.]*[(\[].*"),  # a call in source text
+        (r"(?i)(?:old)?pwd", r"[^\"]*", r"[/~].*"),  # the working folder
+        # `token: 17` counts; `hf_token: 17` and `token=17` do not
+        (r"(?:[a-z0-9_.]*\.)?token", r"\s*[:,]?\s*", r"[-+]?[0-9][0-9_.,]*(?:[eE][-+]?[0-9]+)?"),
+    )
+)
+"""What stands behind a secret-like name and is none, so that logs and code stay readable."""
 
 
 def named_values(text: str) -> Iterator[tuple[int, int, str]]:
@@ -103,166 +124,83 @@ def named_values(text: str) -> Iterator[tuple[int, int, str]]:
         HF_TOKEN=abc    --api-key x    "password": "a b"    secret: |       <password>x</password>
         X-Auth-Token: x    'token', 'x' behind a dash    token%3Dabc        ENV HF_TOKEN abc
 
-    Only the end of a name counts (`NAME`), whatever stands before it. Special tokens and counts of a
-    tokenizer (`eos_token`, `max_token`), references (`$HF_TOKEN`), placeholders (`<token>`, `***`), and types
-    and calls in source text are no secrets and stay, so that logs and code stay readable.
+    Only the end of a name counts (`NAME`), whatever stands before it; values in `_NO_SECRETS` are left out.
     """
     done = 0
-    for match in _names(text):
+    # İ is the only letter whose lower case is two characters.
+    for match in _NAMED.finditer(text.replace("İ", "I").lower()):
         if match.start() < done:
             continue
-        name_start = match.start() - len(
-            _BEFORE.search(text[max(0, match.start() - _LONGEST_NAME) : match.start()])[0]  # type: ignore[index]
+        prefix = _BEFORE.search(text, max(0, match.start() - _LONGEST_NAME), match.start())
+        assert prefix is not None, "it may be empty"
+        name = text[prefix.start() : match.end(1)]
+        before = text[max(0, prefix.start() - 24) : prefix.start()]
+        sep = match["sep"].strip()
+        option = name.startswith("-")
+        separates = {
+            ">": before.endswith("<"),
+            ",": option,
+            "": option or _SET.search(before) is not None,
+        }
+        if not separates.get(sep, True):
+            continue
+        own_line = not match["close"] and _LINE_START.search(before) is not None
+        start, stop, enclosed = _value(
+            text, match.end(), _WHOLE_LINE.get(sep) if own_line else None
         )
-        name = text[name_start : match.end(1)]
-        found = _value(text, match, name, name_start)
-        if found is not None:
-            yield found
-            done = found[1]
+        parts = (name, match["sep"] + '"' * enclosed, text[start:stop].rstrip(".,;:"))
+        if start == stop or any(
+            all(pattern.fullmatch(part) for pattern, part in zip(row, parts, strict=True))
+            for row in _NO_SECRETS
+        ):
+            continue
+        yield start, stop, "" if enclosed else (match["close"] or "").rstrip("]")
+        done = stop
 
 
-def _names(text: str) -> Iterator[re.Match[str]]:
-    lower = text.lower()
-    if len(lower) != len(text):  # a letter of another script whose lower case is two characters
-        yield from _NAMED.finditer(text)
-        return
-    starts: set[int] = set()
-    for beginning in _BEGINNINGS:
-        at = lower.find(beginning)
-        while at >= 0:
-            starts.add(at)
-            at = lower.find(beginning, at + 1)
-    for start in sorted(starts):
-        if match := _NAMED.match(text, start):
-            yield match
-
-
-def _value(
-    text: str, match: re.Match[str], name: str, name_start: int
-) -> tuple[int, int, str] | None:
-    sep, start = match["sep"], match.end()
-    close = match["close"] or ""
-    if _NO_SECRET.search(name) or text.startswith("[redacted", start):
-        return None
-    if not _separates(text, name, name_start, sep):
-        return None
-    if sep.endswith(">"):
-        return _span(text, start, text.find("<", start))
-    if block := re.compile(r"[|>][-+]?[ \t]*\n((?:[ \t]+[^\n]*(?:\n|\Z))+)").match(text, start):
-        inner = len(block[0]) - len(block[1])
-        indent = len(block[1]) - len(block[1].lstrip())
-        return _span(text, start + inner + indent, start + len(block[0].rstrip()))
-    for coded in ("%22", "&quot;"):
-        if text.startswith(coded, start):
-            return _span(text, start + len(coded), text.find(coded, start + len(coded)))
-    if quoted := _QUOTED.match(text, start):
-        return _quoted_span(text, quoted)
-    if text[start : start + 1] in ("[", "{") and not _KEPT.match(text, start):
+def _value(text: str, start: int, whole_line: re.Pattern[str] | None) -> tuple[int, int, bool]:
+    """The span of the value that begins at `start`, without what encloses it, and whether something does."""
+    if found := _ENCLOSED.match(text, start):
+        return *found.span(found.lastgroup or 0), True
+    if opened := _OPENED.match(text, start):
         stop = _closing(text, start)
-        return None if stop < 0 else (start, stop, close.rstrip("]") or "")
-    return _bare_span(text, start, name, name_start, sep, close)
-
-
-def _separates(text: str, name: str, name_start: int, sep: str) -> bool:
-    """Whether the text between a name and a value makes it the value of that name."""
-    option = name.startswith("-")
-    bare = sep.strip()
-    if bare == ",":
-        return option
-    if not bare:
-        return option or _SET.search(text[max(0, name_start - 16) : name_start]) is not None
-    return bare != ">" or text[max(0, name_start - 1) : name_start] == "<"
-
-
-def _quoted_span(text: str, quoted: re.Match[str]) -> tuple[int, int, str] | None:
-    slashes, quote = quoted[1], quoted[2]
-    start = quoted.end()
-    if slashes or len(quote) == 3:
-        return _span(text, start, text.find(slashes + quote, start), text.find("\n", start))
-    end = re.compile(rf"(?:[^\\{quote}\n]|\\.)*").match(text, start)
-    assert end is not None, "it may be empty"
-    body = end[0]
-    if _KEPT.fullmatch(body) and not re.fullmatch(r"[A-Za-z]+", body):
-        return None
-    return _span(text, start, end.end())
-
-
-def _bare_span(
-    text: str, start: int, name: str, name_start: int, sep: str, close: str
-) -> tuple[int, int, str] | None:
-    at_line_start = _LINE_START.search(text[max(0, name_start - 24) : name_start]) is not None
-    rest = re.compile(r"[^\n\"'\\]*").match(text, start)
-    found = _BARE.match(text, start)
-    if found is None or rest is None:
-        return None
-    value, stop = found[0], found.end()
-    # `a: b c` on a line of its own is YAML; `a=b;c` is a line of a variables file.
-    whole = rest[0].rstrip()
-    own_line = at_line_start and not close and sep.strip() in (":", "=")
-    if own_line and ((sep.strip() == ":" and ": " not in whole) or not re.search(r"\s", whole)):
-        value, stop = whole, start + len(whole)
-    trimmed = value.rstrip(".,;:") or value
-    if _KEPT.fullmatch(trimmed):
-        return None
-    if sep.strip() == "" and _PROSE.fullmatch(trimmed):
-        return None
-    if sep.startswith(" ") and sep.strip() == "=" and _CALL.match(text, start):
-        return None
-    if name.lower() in ("pwd", "oldpwd") and value.startswith(("/", "~")):
-        return None
-    number = _NUMBER.fullmatch(trimmed) is not None
-    if number and name.lower().endswith("token") and name.lower() == name and "-" not in name:
-        # `token: 17` counts; `hf_token=17` does not.
-        bare_name = name.rpartition(".")[2] == "token"
-        if bare_name and sep.strip() != "=":
-            return None
-    # In JSON, replacing an unquoted number without quotes would give no valid value.
-    return (start, stop, close.rstrip("]")) if close else (start, stop, "")
-
-
-def _span(text: str, start: int, *stops: int) -> tuple[int, int, str] | None:
-    """The span up to the first of `stops` that was found (not negative), or to the end of the text."""
-    stop = min((x for x in stops if x >= 0), default=len(text))
-    if stop <= start or text.startswith("[redacted", start):
-        return None
-    return start, stop, ""
+        return (start, stop, False) if stop else _value(text, opened.end(), whole_line)
+    found = (whole_line and whole_line.match(text, start)) or _BARE.match(text, start)
+    return start, found.end() if found else start, False
 
 
 def _closing(text: str, start: int) -> int:
-    """The index after the bracket that closes the one at `start`; -1 when none does."""
+    """The index after the bracket that closes the one at `start`; 0 when none does."""
     depth = 0
-    for i in range(start, min(len(text), start + _LONGEST_BLOCK)):
-        if text[i] in "[{":
-            depth += 1
-        elif text[i] in "]}":
-            depth -= 1
-            if depth == 0:
-                return i + 1
-    return -1
+    for found in _NESTED.finditer(text, start, start + _LONGEST_BLOCK):
+        if found[0] == '"':  # the text around the value ends
+            return 0
+        depth += (found[0] in "[{(") - (found[0] in "]})")
+        if depth == 0:
+            return found.end()
+    return 0
 
 
 # Forms, copies, and redacting
 
-_SECRET_VARIABLE = re.compile(
-    rf"(?i)(?:^|[_-]){NAME}(?:[_-]?[0-9]+)?$|passw(?:or)?d(?:[_-]?[0-9]+)?$"
-)
+_SECRET_VARIABLE = re.compile(rf"(?i)(?:(?:^|[_-]){NAME}|passw(?:or)?d)(?:[_-]?[0-9]+)?$")
 _SHORTEST = 8
 """Shorter values are common words, and would be cut out of every text."""
 _HEX_DIGITS = 16
-_HEADER = r"(?i)(\b(?:proxy-)?authorization(?:\\*[\"'])?\s*[:=]\s*+(?:\\*[\"'])?+)(?!\[redacted)"
-
 _FORMS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (sort, re.compile(pattern))
     for sort, pattern in (
+        # A first group is kept.
         (
             "private key",
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"]*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=\")|\Z)",
+            r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----[^\"]*?"
+            r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|(?=\")|\Z)",
         ),
         # A password may hold an @, and a / when a colon shows that it is not a path.
-        ("URL credentials", r"(?i)(?<=://)(?!\[redacted)[^/\s\"'<>\\]+@(?=[^\s/])"),
         (
             "URL credentials",
-            r"(?i)(?<=://)(?!\[redacted)[^/\s\"'<>\\:@]*:(?![0-9]*/)[^\s\"'<>\\@?#]+@(?=[^\s/])",
+            r"(?i)(?<=://)(?!\[redacted)"
+            r"(?:[^/\s\"'<>\\]+|[^/\s\"'<>\\:@]*:(?![0-9]*/)[^\s\"'<>\\@?#]+)(?=@[^\s/])",
         ),
         ("encoded URL credentials", r"(?i)(?<=%3A%2F%2F)(?:(?!%2F|%40)[^\s\"'<>\\])+(?=%40)"),
         (
@@ -270,22 +208,31 @@ _FORMS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"(?i)(?<=[?&])(?:sig|signature|token|access_token|auth|key|api_key|password"
             r"|x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential))=[^&\s\"'\\<>]+",
         ),
-        # These two extend over commas and quotes to the end of the line.
-        ("authorization header", _HEADER + r"(?:digest|aws4-[a-z0-9-]+)\b(?:[^\n\\]|\\[\"'])*"),
-        ("authorization header", _HEADER + r"(?:[a-z][a-z0-9-]*[ \t]+)?[^\s\"'\\,;]+"),
+        # A signature extends over commas and quotes to the end of the line.
+        (
+            "authorization header",
+            r"(?i)(\b(?:proxy-)?authorization(?:\\*[\"'])?\s*[:=]\s*+(?:\\*[\"'])?+)(?!\[redacted)"
+            r"(?:(?:digest|aws4-[a-z0-9-]+)\b(?:[^\n\\]|\\[\"'])*|(?:[a-z][a-z0-9-]*[ \t]+)?[^\s\"'\\,;]+)",
+        ),
         (
             "cookie",
             r"(?i)(\b(?:set-)?cookie(?:\\*[\"'])?\s*:\s*+(?:\\*[\"'])?+)(?!\[redacted)[^\n\"'\\]+",
         ),
         ("bearer token", r"(?i)\bbearer\s+(?:[a-z0-9._~+/=-]{12,}|(?=\S*[0-9])[a-z0-9._~+/=-]+)"),
         ("Hugging Face token", r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}"),
-        ("AWS key", r"\b(?:AKIA|ASIA|AGPA|AIDA|AROA|ANPA|ANVA|AIPA)[A-Z0-9]{16}\b"),
+        ("AWS key", r"\bA(?:KIA|SIA|GPA|IDA|ROA|NPA|NVA|IPA|BIA|CCA|3T[A-Z0-9])[A-Z0-9]{16}\b"),
         ("GitHub token", r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})"),
         ("API key", r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bAIza[A-Za-z0-9_-]{30,}"),
         (
             "service token",
-            r"\bxox[abeprs]-[A-Za-z0-9-]{10,}|\bglpat-[A-Za-z0-9_-]{16,}|\bnpm_[A-Za-z0-9]{30,}"
-            r"|\bpypi-[A-Za-z0-9_-]{30,}",
+            r"\b(?:xox[abeprs]-[\w-]{10,}|xapp-[0-9][\w-]{10,}|npm_[\w-]{20,}|nvapi-[\w-]{20,}|pypi-[\w-]{30,}"
+            r"|gl(?:pat|dt|ft|soat|rt|ptt|cbt|imt|agent|oas)-[\w-]{16,}|GR1348941[\w-]{16,}"
+            r"|sq0(?:at|cs)p-[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,})",
+        ),
+        (
+            "webhook",
+            r"((?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks|api\.telegram\.org)/)"
+            r"(?!\[redacted)[\w:/-]+",
         ),
         ("JWT", r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),
         # .netrc
@@ -346,7 +293,7 @@ class Redactor:
                 kept = match[1] if match.re.groups else ""
                 taken = match[0][len(kept) :]
                 learnt.update(filter(tells, re.split(r"[\s:@=&]+", taken)))
-                return f"{kept}[redacted: {sort}]{'@' if sort == 'URL credentials' else ''}"
+                return f"{kept}[redacted: {sort}]"
 
             return replace
 

@@ -123,6 +123,24 @@ def test_no_value_behind_a_telling_name_is_kept(position: int) -> None:
             json.loads(redactor.text(line).text)
 
 
+def test_json_in_json_loses_the_value_behind_a_telling_name_and_stays_json() -> None:
+    chance = random.Random(SEED)
+    letters = string.ascii_letters + string.digits + string.punctuation + " "
+    redactor = Redactor({})
+    for turn in range(1500):
+        value = "Q" + "".join(chance.choices(letters, k=chance.randint(6, 20)))
+        shape = chance.choice((value, [value, value[::-1]], {"a": value, "b": [value]}))
+        text = json.dumps({"x": 1, chance.choice(NAMES): shape, "y": "z"})
+        for _ in range(turn % 3):
+            text = json.dumps({"text": text, "n": 3})
+        done: Any = json.loads(redactor.text(text).text)
+        for _ in range(turn % 3):
+            assert done["n"] == 3
+            done = json.loads(done["text"])
+        assert done["x"] == 1 and done["y"] == "z", (text, done)
+        assert not pieces_left(json.dumps(value)[1:-1], json.dumps(done), 6), (text, done)
+
+
 def encodings(value: str) -> list[str]:
     raw = value.encode()
     out = [value, raw.hex(), raw.hex().upper(), urllib.parse.quote(value, safe="")]

@@ -119,6 +119,46 @@ def test_a_name_that_merely_ends_like_that_of_a_special_token_tells(name: str) -
         assert OWN not in done.text and done.found, done
 
 
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        *(
+            (f"{before}{'a1B2' * 20}", "a1B2")
+            for before in (
+                *("xoxb-", "xapp-1-", "glpat-", "gldt-", "glrt-", "glcbt-64_", "GR1348941", "npm_"),
+                *("nvapi-", "pypi-", "sq0csp-", "github_pat_", "sk-ant-api03-", "sk_live_", "AIza"),
+                *("hf_", f"SG.{'a1B2' * 5}.", f"eyJ{'a1B2' * 5}.{'a1B2' * 9}."),
+                *("hooks.slack.com/services/T", "discord.com/api/webhooks/17/"),
+                "api.telegram.org/bot12345:",
+            )
+        ),
+        *((f"{before}{'Q1' * 8}", "Q1") for before in ("AKIA", "ASIA", "AROA", "ABIA", "A3TX")),
+        ("-----BEGIN PGP PRIVATE KEY BLOCK-----\nMIIabc\n", "MIIabc"),
+    ],
+)
+def test_what_a_service_gives_out_is_found_by_its_form(text: str, secret: str) -> None:
+    assert secret not in Redactor({}).text(f"before {text} after").text
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("password = ('a@1', 'a@2')\nsteps = 3", "\nsteps = 3"),
+        ("secrets: [a@1, a@2", "secrets: ["),
+        ('{:token=>"a@1"} and <b>more</b>', "} and <b>more</b>"),
+        ("secret: |\n\n    a@1\n    a@2\nsteps: 3", "\nsteps: 3"),
+        ("password: <a@1\nsteps: 3", "\nsteps: 3"),
+        ("token=[a@1]", "token="),
+        (json.dumps({"text": "secret: [a@1", "x": [1]}), '", "x": [1]}'),
+        ("--token a@1 --steps 3", " --steps 3"),
+        ("session key: a@1", "session key: "),
+    ],
+)
+def test_a_value_goes_to_its_end_and_no_further(text: str, kept: str) -> None:
+    done = Redactor({}).text(text).text
+    assert "a@" not in done and kept in done, done
+
+
 @pytest.mark.parametrize("before", ["", "a", "ab"])
 def test_copies_and_pieces_of_a_known_secret_go(before: str) -> None:
     redactor = Redactor({"QX_API_KEY": AWS_SECRET})
