@@ -92,7 +92,7 @@ def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
         series = []
         for curve in figure.curves:
             rows = points(places(curve), curve.table.column(curve.column), limit)
-            rows = tuple((x, y if y is None else y / curve.full) for x, y in rows)
+            rows = tuple((x, y if y is None else curve.drawn(y)) for x, y in rows)
             series.append(Series(name=curve.name, rows=rows, points=figure.points))
         signs = zip(placed([mark.unix_s for mark in figure.marks]), figure.marks, strict=True)
         charts.append(

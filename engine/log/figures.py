@@ -6,6 +6,9 @@ only they can be compared with the teacher's: they have a chart of their own.
 
     gap closed    (start - student) / (start - teacher), each a held-out cross entropy
     lanes         readings as shares of what is full: utilisation of 100 %, memory of what there is
+    mem, own      memory of a GPU or of the machine that all processes hold, and what the trainer itself holds
+                  of it: on a GPU what its allocator has reserved, or NVML's count of a process watched from
+                  outside; of the machine its resident bytes
 """
 
 # Shapes: C cells of a lane
@@ -71,15 +74,19 @@ class Lane:
     """A reading over time as a share of what is full."""
 
     name: str
+    of: str
+    """Its device: CPU, GPU 0."""
     table: Table
     column: str
     full: float
+    is_free: bool = False
+    """Whether the column has what is left of `full`, as `host_available_bytes` does."""
 
     @property
     def newest(self) -> float | None:
         """The newest reading as a share."""
         value = self.table.last(self.column)
-        return None if value is None or not math.isfinite(value) else value / self.full
+        return None if value is None or not math.isfinite(value) else self._share(value)
 
     def at(self, unix_s: float) -> float | None:
         """Return the reading at a time as a share."""
@@ -88,12 +95,16 @@ class Lane:
     def shares(self, edges_s: Sequence[float]) -> list[float | None]:
         """Return the mean share between each two of the C + 1 unix times, which do not decrease, (C,)."""
         means = self.table.means(self.column, "unix_s", edges_s)
-        return [None if mean is None else mean / self.full for mean in means]
+        return [None if mean is None else self._share(mean) for mean in means]
+
+    def _share(self, value: float) -> float:
+        share = value / self.full
+        return 1 - share if self.is_free else share
 
 
 def lanes_of(view: RunView) -> list[Lane]:
     """Return the lanes of each GPU, what decides most first; without a GPU those of CPU and memory."""
-    by_kind: list[list[Lane]] = [[], [], [], []]
+    by_kind: list[list[Lane]] = [[], [], [], [], []]
     several = len(view.gpu_tables) > 1
     for index, table in sorted(view.gpu_tables.items()):
         of = str(index) if several else ""
@@ -102,26 +113,54 @@ def lanes_of(view: RunView) -> list[Lane]:
         column = "sm_util_pct" if busy == "SM" else "gpu_util_pct"
         total = None if newest is None else newest.gpu_mem_total_bytes
         limit = None if newest is None else newest.gpu_power_limit_w
-        for kind, name, column_, full in (
-            (by_kind[0], busy, column, 100.0),
-            (by_kind[1], "mem", "gpu_mem_used_bytes", total),
-            (by_kind[2], "W", "gpu_power_w", limit),
-            (by_kind[3], "TC", "tensor_util_pct", 100.0),
+        for kind, name, (table_, column_), full in (
+            (by_kind[0], busy, (table, column), 100.0),
+            (by_kind[1], "mem", (table, "gpu_mem_used_bytes"), total),
+            (by_kind[2], "own", _own_of(view, index), total),
+            (by_kind[3], "W", (table, "gpu_power_w"), limit),
+            (by_kind[4], "TC", (table, "tensor_util_pct"), 100.0),
         ):
-            if full and table.last(column_) is not None:
-                kind.append(Lane(name=name + of, table=table, column=column_, full=full))
+            if full and _was_read(table_, column_):
+                lane = Lane(
+                    name=name + of, of=f"GPU {index}", table=table_, column=column_, full=full
+                )
+                kind.append(lane)
     lanes = [lane for kind in by_kind for lane in kind]
     if lanes or view.gpu_tables:
         return lanes
-    host, cores = view.host, _cores(view)
-    total = None if host is None else host.host_total_bytes
+    cores, total = _cores(view), _total(view)
     for name, column, full in (
         ("CPU", "family_cpu_pct", None if cores is None else 100.0 * cores),
-        ("mem", "trainer_rss_bytes", total),
+        ("mem", "host_available_bytes", total),
+        ("own", "trainer_rss_bytes", total),
     ):
-        if full and view.hosts.last(column) is not None:
-            lanes.append(Lane(name=name, table=view.hosts, column=column, full=full))
+        if full and _was_read(view.hosts, column):
+            is_free = column == "host_available_bytes"
+            lanes.append(
+                Lane(
+                    name=name, of="CPU", table=view.hosts, column=column, full=full, is_free=is_free
+                )
+            )
     return lanes
+
+
+def _was_read(table: Table, column: str) -> bool:
+    """Whether a column has a reading; its newest entry is absent once a trainer has ended."""
+    return table.last(column) is not None or table.range(column).low is not None
+
+
+def _own_of(view: RunView, index: int) -> tuple[Table, str]:
+    """Return the column of what the trainer itself holds of a GPU's memory."""
+    table = view.gpu_tables[index]
+    # The allocator's account is that of one process, and does not say on which of several GPUs.
+    if len(view.gpu_tables) == 1 and not _was_read(table, "family_gpu_mem_bytes"):
+        return view.hosts, "memory_reserved_bytes"
+    return table, "family_gpu_mem_bytes"
+
+
+def _total(view: RunView) -> float | None:
+    """The memory of the machine in bytes."""
+    return None if view.host is None else view.host.host_total_bytes
 
 
 def _cores(view: RunView) -> float | None:
@@ -142,6 +181,12 @@ class Curve:
     column: str
     full: float = 1.0
     """What its values are divided by, to be drawn."""
+    whole: float | None = None
+    """What they are taken from before that, where the column has what is free of it."""
+
+    def drawn(self, value: float) -> float:
+        """Return a value of the column as it is drawn."""
+        return (value if self.whole is None else self.whole - value) / self.full
 
     @property
     def times(self) -> str:
@@ -178,7 +223,7 @@ EVALS = ("step", "clock_s", "loss")
 
 def figures_of(view: RunView) -> list[Figure]:
     """Return the charts of a run, in order."""
-    steps, hosts = view.steps, view.hosts
+    steps = view.steps
     found = []
     if len(held_out(view)) > 1:
         closed = gap_text(view)
@@ -195,27 +240,45 @@ def figures_of(view: RunView) -> list[Figure]:
     found.append(Figure(id="training", title="training loss, nats", curves=tuple(losses)))
     pace = Curve(name="step", table=steps, column="step_s")
     found.append(Figure(id="pace", title="step time", unit="s", curves=(pace,)))
-    by_table: dict[int, list[Lane]] = {}
+    by_device: dict[str, list[Lane]] = {}
     for lane in lanes_of(view):
-        by_table.setdefault(id(lane.table), []).append(lane)
+        by_device.setdefault(lane.of, []).append(lane)
     marks = marks_of(view)
-    for lanes in by_table.values():
+    for device, lanes in by_device.items():
         curves = [
-            Curve(name=one.name, table=one.table, column=one.column, full=one.full / 100.0)
+            Curve(
+                name=one.name,
+                table=one.table,
+                column=one.column,
+                full=one.full / 100.0,
+                whole=one.full if one.is_free else None,
+            )
             for one in lanes
         ]
-        title = next((f"GPU {n}" for n, t in view.gpu_tables.items() if t is lanes[0].table), "CPU")
-        found.append(Figure(id=title, title=title, unit="%", curves=tuple(curves), marks=marks))
-    memory = [
-        Curve(name=f"GPU {index}", table=table, column="gpu_mem_used_bytes")
-        for index, table in sorted(view.gpu_tables.items())
-    ]
-    memory += [
-        Curve(name="trainer", table=hosts, column="trainer_rss_bytes"),
-        Curve(name="available", table=hosts, column="host_available_bytes"),
-    ]
-    found.append(Figure(id="memory", title="memory", unit="bytes", curves=tuple(memory)))
+        found.append(Figure(id=device, title=device, unit="%", curves=tuple(curves), marks=marks))
+    found.append(
+        Figure(
+            id="memory",
+            title="memory: all that is in use, and the trainer's own",
+            unit="bytes",
+            curves=_memory_curves(view),
+        )
+    )
     return found
+
+
+def _memory_curves(view: RunView) -> tuple[Curve, ...]:
+    """Return what is in use of each GPU and of the machine, each before what the trainer itself holds of it."""
+    found = []
+    for index, table in sorted(view.gpu_tables.items()):
+        found.append(Curve(name=f"GPU {index}", table=table, column="gpu_mem_used_bytes"))
+        own, column = _own_of(view, index)
+        found.append(Curve(name=f"own of GPU {index}", table=own, column=column))
+    hosts, total = view.hosts, _total(view)
+    if total is not None:
+        in_use = Curve(name="machine", table=hosts, column="host_available_bytes", whole=total)
+        found.append(in_use)
+    return (*found, Curve(name="own RSS", table=hosts, column="trainer_rss_bytes"))
 
 
 def marks_of(view: RunView) -> tuple[Mark, ...]:

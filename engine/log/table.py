@@ -76,6 +76,7 @@ GPU_FIELDS = (
     "gpu_util_pct",
     "gpu_mem_util_pct",
     "gpu_mem_used_bytes",
+    "family_gpu_mem_bytes",
     "gpu_power_w",
     "sm_clock_mhz",
     "gpu_temperature_c",

@@ -162,7 +162,7 @@ class Stream:
         xs = table.column(curve.times, sent.rows) - (self._begin_unix_s or 0.0)
         ys = table.column(curve.column, sent.rows)
         rows = points(xs, ys, LIVE if sent.rows else self._history)
-        batch.add(key, tuple((x, y if y is None else y / curve.full) for x, y in rows))
+        batch.add(key, tuple((x, y if y is None else curve.drawn(y)) for x, y in rows))
         sent.rows = len(table)
 
 

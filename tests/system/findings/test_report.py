@@ -61,7 +61,7 @@ def test_a_run_is_one_file_with_its_figures(tmp_path: Path) -> None:
     run = completed(tmp_path / "run", total=4000, nan=(2000,))
     text = report(run.path)
     page = whole(text)
-    assert page.tags.count("svg") == 4 and len(text) < 150_000
+    assert page.tags.count("svg") == 5 and len(text) < 150_000
     assert "COMPLETED | step 4000/4000" in text and "held-out loss of the student" in text
     assert "teacher.backend" in text and "×" in text
     assert report(run.path) == text

@@ -74,9 +74,9 @@ class TimelinePane(ChartView, can_focus=True):
     these can be compared, and the gap closed says how far the student has come. Without evaluations, or on
     demand, the training loss is on top, or the training loss with its parts CE and KD; a mixture of both is no
     loss that a teacher has. Below it the training loss and the step times in bands of their own, and lanes: how
-    busy the GPU's SMs were, its memory, its power of the limit and its tensor cores, per GPU; before the first
-    step they are all there is. Every column shows the lowest and highest of all its steps. NaN is drawn as a
-    cross; lines break there and at gaps.
+    busy the GPU's SMs were, its memory (`mem`: of all processes, `own`: the trainer's), its power of the limit
+    and its tensor cores, per GPU; before the first step they are all there is. Every column shows the lowest
+    and highest of all its steps. NaN is drawn as a cross; lines break there and at gaps.
 
     Marks: × (X in ASCII) not finite, ! alert, R resumed, F a flip of this run began, C a compile that a step
     waited for, c a compile, s checkpoint saved. Of several in one column the first of these is drawn, and

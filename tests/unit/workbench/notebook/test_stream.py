@@ -35,7 +35,7 @@ def test_a_page_gets_every_row_of_a_short_run_and_then_what_is_added(tmp_path: P
             for at, y in zip(view.steps.values("unix_s"), view.steps.values(column), strict=True)
         ]
         assert whole[key] == expected
-    assert "memory.available" in whole
+    assert "memory.machine" in whole
     # Nothing changed: nothing is sent, not even words.
     assert [m.content["kind"] for m in stream.messages(feed.poll())] == []
     scene.close()
