@@ -16,7 +16,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pwd
-import re
 import selectors
 import signal
 import struct
@@ -37,7 +36,7 @@ from engine.machine.host import Host
 from engine.machine.kernel_files import read_table, read_text
 from engine.machine.kill_counters import KillCounters, read_kill_counters
 from engine.machine.reading import Reading
-from engine.machine.surroundings import LET_ATTACH, find_command, may_attach
+from engine.machine.surroundings import LET_ATTACH, find_command, is_run_variable, may_attach
 from engine.signals import dismiss_guard
 from engine.watch.observe import RunObserver
 
@@ -52,13 +51,6 @@ MOST_RANKS = 16
 _KERNEL_THREAD = 0x0020_0000
 """PF_KTHREAD of linux/sched.h."""
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/renderD")
-_TELLING = re.compile(
-    r"(?:CUDA|NCCL|GLOO|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|OMP|MKL|OPENBLAS|ACCELERATE|FSDP|DEEPSPEED|DS|XLA|HIP|ROCR)_\w+"
-    r"|(?:LOCAL_|GROUP_|NODE_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)|TOKENIZERS_PARALLELISM"
-    r"|(?:HF_HUB|HF_DATASETS|TRANSFORMERS)_OFFLINE|PYTHON(?:HASHSEED|UNBUFFERED|PATH)|CONDA_DEFAULT_ENV|VIRTUAL_ENV"
-    r"|SLURM_(?:JOB_ID|PROCID|LOCALID|NTASKS|NNODES|NODEID)"
-)
-"""Variables of an environment that say how a training runs; no other is kept."""
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040_FF0B, 1 << 3
 """Of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first version has 64 bytes."""
 
@@ -80,7 +72,7 @@ class Stranger:
         return sorted(
             f"{name}={value}"
             for name, value in found
-            if _TELLING.fullmatch(name) and not is_secret_name(name)
+            if is_run_variable(name) and not is_secret_name(name)
         )
 
     def trainers(self) -> list[int]:

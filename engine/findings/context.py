@@ -37,25 +37,11 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import read_boot_id
-from engine.machine.surroundings import PACKAGES, installed_versions
+from engine.machine.surroundings import PACKAGES, installed_versions, is_run_variable
 from engine.spec import settings_sha256
 from engine.version import VERSION
 from engine.watch.exit_cause import read_kernel_log
 
-ALLOWED = frozenset(
-    {
-        *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG"),
-        *("NVIDIA_TF32_OVERRIDE", "MANAGED_MEMORY", "PYTHONHASHSEED", "PYTHONPATH"),
-        *("LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX", "LANG", "LC_ALL", "TZ"),
-        *("HF_HOME", "HF_HUB_OFFLINE", "SLURM_JOB_ID", "SLURM_NODELIST", "KUBERNETES_SERVICE_HOST"),
-        *("TOKENIZERS_PARALLELISM", "VIRTUAL_ENV", "CONDA_PREFIX"),
-    }
-)
-"""Variables that are taken, beside those with a prefix in ALLOWED_PREFIXES."""
-ALLOWED_PREFIXES = (
-    *("APR_DISTILL_", "CUDA_", "CUDNN_", "NCCL_", "OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_"),
-    *("MALLOC_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
-)
 _GIT_LIMIT_S = 20.0
 _UNKNOWN_FILES_HASHED = 2000
 _LARGEST_HASHED_BYTES = 8 << 20
@@ -193,8 +179,7 @@ def allowed_environment(
     variables: dict[str, str] = {}
     redacted: dict[str, int] = {}
     for name in sorted(environ):
-        allowed = name in ALLOWED or name.startswith(ALLOWED_PREFIXES)
-        if not allowed or is_secret_name(name):
+        if not is_run_variable(name) or is_secret_name(name):
             continue
         done = redactor.text(environ[name])
         variables[name] = done.text

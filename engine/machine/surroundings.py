@@ -29,6 +29,43 @@ PACKAGES = (
     "textual",
     "nvidia-ml-py",
 )
+_RUN_VARIABLES = frozenset(
+    {
+        *(
+            "NVIDIA_VISIBLE_DEVICES",
+            "NVIDIA_TF32_OVERRIDE",
+            "CUBLAS_WORKSPACE_CONFIG",
+            "MANAGED_MEMORY",
+        ),
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_NODELIST", "SLURM_PROCID"),
+        *(
+            "SLURM_LOCALID",
+            "SLURM_NTASKS",
+            "SLURM_NNODES",
+            "SLURM_NODEID",
+            "KUBERNETES_SERVICE_HOST",
+        ),
+        *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        *("TOKENIZERS_PARALLELISM", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONUNBUFFERED"),
+        *("VIRTUAL_ENV", "CONDA_DEFAULT_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+        *("CC", "CXX", "LANG", "LC_ALL", "TZ"),
+    }
+)
+_RUN_PREFIXES = (
+    *("APR_DISTILL_", "CUDA_", "CUDNN_", "NCCL_", "GLOO_", "HIP_", "ROCR_", "XLA_"),
+    *(
+        "PYTORCH_",
+        "TORCH_",
+        "TORCHINDUCTOR_",
+        "TRITON_",
+        "ACCELERATE_",
+        "FSDP_",
+        "DEEPSPEED_",
+        "DS_",
+    ),
+    *("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "MALLOC_"),
+)
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 _CAP_SYS_PTRACE = 19
 LET_ATTACH = (
@@ -53,6 +90,12 @@ class Surroundings:
     pci_gpus: Reading
     """NVIDIA display devices on the PCI bus. They are listed even without a driver, and in a container that was
     not given them."""
+
+
+def is_run_variable(name: str) -> bool:
+    """Whether an environment variable of that name says how a run computes. No other is kept, and of these none
+    whose name or value tells a secret, which is for the caller to check."""
+    return name in _RUN_VARIABLES or name.startswith(_RUN_PREFIXES)
 
 
 def read_surroundings(

@@ -191,6 +191,13 @@ def test_the_exit_code_of_a_process_that_was_reaped_is_known_from_linux_6_15_on(
     os.close(held)
 
 
+def test_of_its_environment_what_says_how_it_computes_is_kept_and_no_secret(tmp_path: Path) -> None:
+    given = {"LOCAL_RANK": "0", "HF_HOME": "/h", "DS_API_KEY": "abc4", "SOMETHING": "else"}
+    with running(tmp_path, sys.executable, "-c", READS, **given) as process:
+        kept = [text for text in find_process(process.pid).variables if text.split("=")[0] in given]
+    assert kept == ["HF_HOME=/h", "LOCAL_RANK=0"]
+
+
 def test_what_cannot_be_watched_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,13 +216,15 @@ def test_cleaning_twice_changes_nothing_more(text: str) -> None:
 def test_only_listed_variables_are_taken() -> None:
     environ = {
         "CUDA_VISIBLE_DEVICES": "0",
+        "WORLD_SIZE": "2",
+        "DS_API_KEY": PASSWORD,
         "HF_TOKEN": HUGGING_FACE,
         "TORCH_AUTH_TOKEN": PASSWORD,
         "LD_LIBRARY_PATH": f"/x/{PASSWORD}/lib",
         "HOME": "/home/me",
     }
     found = allowed_environment({**environ, "MY_SECRET": PASSWORD})
-    assert set(found["variables"]) == {"CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"}
+    assert set(found["variables"]) == {"CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LD_LIBRARY_PATH"}
     assert PASSWORD not in json.dumps(found) and found["redacted"]
 
 
