@@ -1,5 +1,7 @@
-"""Groups of compared runs by the value of a setting: the mean of each group, and the band from the lowest to the
-highest of its runs.
+"""Groups of compared runs by the value of a setting: the mean of each group, and a band around it.
+
+    band    mean - s to mean + s, s = sqrt(sum (y - mean)^2 / (n - 1)), where n >= 3 runs have a value y
+            lowest to highest value of its runs where fewer have one: s of two runs is a guess
 
 Runs log at different steps, begin late, end early, and have holes. So the x axis is divided into columns, and each
 run has in a column the mean, the lowest and the highest of its finite values there; between two of its rows that
@@ -12,7 +14,7 @@ flagged, and no line passes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
+
+FOR_DEVIATION = 3
+"""Least runs with a value whose standard deviation is shown."""
+
+
+def band_words(runs: Iterable[int]) -> str:
+    """Say what the lines and bands of groups are, of as many runs each."""
+    if max(runs, default=0) < FOR_DEVIATION:
+        return "mean, band from lowest to highest"
+    return f"mean ± standard deviation (n-1), of fewer than {FOR_DEVIATION} runs lowest to highest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +67,7 @@ class Spread:
     xs: Floats
     mean: Floats
     low: Floats
+    """The lower edge of the band, and `high` the upper one."""
     high: Floats
     non_finite: NDArray[np.bool_]
 
@@ -63,7 +76,7 @@ class Spread:
         return _trace(name, self.xs, self.mean, self.mean, self.non_finite)
 
     def band_trace(self, name: str) -> Trace:
-        """Return the band as a line of buckets, each from its lowest to its highest value."""
+        """Return the band as a line of buckets, each from the lower to the upper edge."""
         return _trace(name, self.xs, self.low, self.high, self.non_finite)
 
 
@@ -87,7 +100,7 @@ def _trace(name: str, xs: Floats, lows: Floats, highs: Floats, bad: NDArray[np.b
 
 
 def spread_of(samples: Sequence[Samples], low: float, high: float, count: int) -> Spread:
-    """Return mean, lowest and highest of one run or more in `count` columns from `low` to `high`."""
+    """Return mean and band of one run or more in `count` columns from `low` to `high`."""
     import numpy as np
 
     xs = np.linspace(low, high, max(1, count) if high > low else 1)
@@ -97,11 +110,15 @@ def spread_of(samples: Sequence[Samples], low: float, high: float, count: int) -
     runs = known.sum(axis=0)
     with np.errstate(invalid="ignore", over="ignore"):
         mean = np.where(known, values[:, 0], 0.0).sum(axis=0) / np.where(runs, runs, math.nan)
+        squares = np.where(known, values[:, 0] - mean, 0.0) ** 2
+        several = runs >= FOR_DEVIATION
+        deviation = np.sqrt(squares.sum(axis=0) / np.where(several, runs - 1, math.nan))
+        lower, upper = mean - deviation, mean + deviation
     return Spread(
         xs=xs,
         mean=mean,
-        low=np.fmin.reduce(values[:, 1]),
-        high=np.fmax.reduce(values[:, 2]),
+        low=np.where(several, lower, np.fmin.reduce(values[:, 1])),
+        high=np.where(several, upper, np.fmax.reduce(values[:, 2])),
         non_finite=np.any([bad for _, bad in each], axis=0),
     )
 

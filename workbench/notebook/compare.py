@@ -25,7 +25,7 @@ from workbench.compared import (
     groupings,
     groups_by,
 )
-from workbench.groups import Spread, spread_of
+from workbench.groups import Spread, band_words, spread_of
 from workbench.notebook.frames import frame_of
 from workbench.notebook.panel import still_html
 
@@ -39,7 +39,8 @@ ACROSS = 2
 
 class Compare:
     """Runs side by side, as they were when it was made. With `by`, a setting such as `train.lr`, the runs of each
-    of its values are one line, their mean, in a band from the lowest to the highest of their values."""
+    of its values are one line, their mean, in a band: their standard deviation, or of fewer than three runs their
+    range."""
 
     def __init__(self, runs: Sequence[str | Path], by: str = "") -> None:
         if isinstance(runs, str | Path) or not runs:
@@ -100,9 +101,12 @@ class Compare:
         figure.update_xaxes(title="step")
         figure.update_layout(height=300 * rows)
         if self._by:
-            said = f"{self._by}: mean, band from lowest to highest"
-            figure.update_layout(legend_title_text=as_html(said))
+            figure.update_layout(legend_title_text=as_html(self._said()))
         return figure
+
+    def _said(self) -> str:
+        """Say by what the runs are grouped, and what line and band of a group are."""
+        return f"{self._by}: {band_words(len(group.runs) for group in self._groups)}"
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
         """Return the tables of all runs, one below the other; `run` says which."""
@@ -123,10 +127,10 @@ class Compare:
             series += [
                 Series(name=f"{words} of {one.name}", rows=rows)
                 for one in curves
-                for words, rows in (("lowest", one.low), ("highest", one.high))
+                for words, rows in (("low", one.low), ("high", one.high))
                 if rows is not None
             ]
-            said = f" by {self._by}: mean, lowest and highest" if self._by else ""
+            said = f" by {self._said()}" if self._by else ""
             drawn.append(line_chart(f"{metric.title}{said}", series, x_name="step"))
         bundle: dict[str, Any] = {
             "text/plain": "\n".join(self.lines()),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from workbench.groups import Samples, Spread, spread_of
+from workbench.groups import Samples, Spread, band_words, spread_of
 
 NAN, INF = math.nan, math.inf
 
@@ -30,9 +31,55 @@ def same(found: Sequence[float], expected: Sequence[float]) -> bool:
     return np.array_equal(found, expected, equal_nan=True)
 
 
-def test_runs_of_the_same_steps_have_mean_lowest_and_highest_of_each() -> None:
-    found = spread_of([each_step(1, 2, 3), each_step(3, 2, 9), each_step(2, 2, 0)], 0, 2, 3)
-    assert lists(found) == ([2, 2, 4], [1, 2, 0], [3, 2, 9])
+def test_two_runs_of_the_same_steps_have_mean_lowest_and_highest_of_each() -> None:
+    found = spread_of([each_step(1, 2, 3), each_step(3, 2, 9)], 0, 2, 3)
+    assert lists(found) == ([2, 2, 6], [1, 2, 3], [3, 2, 9])
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e6], ids=["small", "far from zero"])
+@pytest.mark.parametrize("count", [3, 4, 6])
+def test_the_band_of_three_runs_or_more_is_their_standard_deviation(
+    count: int, shift: float
+) -> None:
+    ys = [[shift + math.sin(7 * n + step) for step in range(5)] for n in range(count)]
+    found = spread_of([each_step(*row) for row in ys], 0, 4, 5)
+    for step, of_step in enumerate(zip(*ys, strict=True)):
+        mean, deviation = statistics.mean(of_step), statistics.stdev(of_step)
+        edges = (found.mean[step], found.low[step], found.high[step])
+        # Digits of the deviation that a value so far from zero has.
+        within = 4 * math.ulp(shift) + 1e-12
+        assert edges == pytest.approx((mean, mean - deviation, mean + deviation), abs=within, rel=0)
+
+
+def test_a_run_of_many_rows_is_one_value_in_the_deviation() -> None:
+    rows = [(x / 10, float(x % 10)) for x in range(31)]
+    runs = [run(rows), each_step(2, 2, 2, 2), each_step(9, 9, 9, 9)]
+    found = spread_of(runs, 0, 3, 4)
+    in_column = [y for x, y in rows if 0.5 <= x < 1.5]
+    values = [statistics.mean(in_column), 2, 9]
+    assert found.high[1] - found.mean[1] == pytest.approx(statistics.stdev(values))
+
+
+def test_where_fewer_than_three_runs_have_a_value_the_band_is_their_range() -> None:
+    runs = [each_step(1, 1, 1), each_step(2, 2), each_step(6, 6)]
+    found = spread_of([*runs, each_step(NAN, 3)], 0, 2, 3)
+    assert found.low.tolist() == pytest.approx(
+        [3 - statistics.stdev([1, 2, 6]), 3 - statistics.stdev([1, 2, 6, 3]), 1]
+    )
+    assert (found.low[2], found.high[2]) == (1, 1)
+
+
+def test_the_words_name_the_band_that_is_drawn() -> None:
+    assert band_words([1, 2]) == band_words([]) == "mean, band from lowest to highest"
+    said = "mean ± standard deviation (n-1), of fewer than 3 runs lowest to highest"
+    assert band_words([1, 3]) == said
+
+
+def test_equal_runs_have_a_band_of_no_width_and_huge_ones_none() -> None:
+    _, low, high = lists(spread_of([each_step(0.1, 0.1)] * 3, 0, 1, 2))
+    assert [*low, *high] == pytest.approx([0.1] * 4)
+    huge = spread_of([each_step(1e200), each_step(-1e200), each_step(0)], 0, 0, 1)
+    assert huge.mean.tolist() == [0] and huge.band_trace("x").buckets[0].low is None
 
 
 def test_another_grid_of_steps_is_joined_by_straight_lines() -> None:

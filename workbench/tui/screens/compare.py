@@ -32,7 +32,7 @@ from workbench.compared import (
     results_table,
     settings_note,
 )
-from workbench.groups import spread_of
+from workbench.groups import band_words, spread_of
 from workbench.plot.canvas import ASCII, UNICODE, Span
 from workbench.plot.chart import Chart, Line
 from workbench.plot.grid import Legend
@@ -82,8 +82,9 @@ class CompareScreen(PollingScreen):
         "  ▾ ▴ (v ^ in ASCII)       off the axis",
         "",
         "g shows one metric large, or all that fit; in the grid * is at the metric that m chooses.",
-        "b groups the runs by a setting: the line is the mean of the runs that have a value there, the band goes",
-        "from the lowest to the highest of their values (small letters on its edges); one run is a plain line.",
+        "b groups the runs by a setting: the line is the mean of the runs that have a value there, the band is one",
+        "standard deviation (n-1) to each side, or the range of fewer than 3 values (small letters on its edges);",
+        "one run is a plain line.",
         "x is steps, tokens so far, or seconds since the run's first line, start-up included.",
         "Settings are the effective ones: `auto: bf16` is auto, resolved to bf16.",
     )
@@ -267,7 +268,7 @@ class CompareScreen(PollingScreen):
                     f"{name} {'no value' if mean is None else metric.text(mean)}"
                     for name, mean in zip(names, means, strict=True)
                 ]
-            said = f"{self._group_by}: mean, band from lowest to highest"
+            said = f"{self._group_by}: {band_words(len(group.runs) for group in groups)}"
             first = ((Span(said, "legend"), Span("", "legend")),)
         else:
             room = width // len(runs) - NAME
