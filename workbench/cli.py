@@ -7,11 +7,12 @@ other run, by `engine distill`, and without a terminal this process becomes that
 from __future__ import annotations
 
 import argparse
-import importlib.resources
+import gc
 import os
 import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from engine.bytecode import keep_bytecode
@@ -156,18 +157,28 @@ def _watch(options: argparse.Namespace) -> int:
             "stdin and stdout: expected a terminal, found a pipe or a file",
             hint="`engine runs` lists runs, `engine tail PATH` prints one",
         )
-    _check_theme(options)
+    options.theme = load_screen(options.theme)
     code = _show(paths, options)
     if len(paths) == 1 and is_run(paths[0]):
         _print_result(RunFolder(paths[0]), code)
     return code
 
 
-def _check_theme(options: argparse.Namespace) -> None:
-    """Choose the theme before anything is started; an unknown name is a usage error."""
-    from workbench.tui.themes import chosen_theme
-
-    options.theme = chosen_theme(options.theme, os.environ)
+def load_screen(theme: str | None) -> str:
+    """Import the terminal UI and return the name of its theme, before anything is started. Raises UsageError for an
+    unknown one."""
+    # Read when the first module of Textual is imported, such as by that of the themes.
+    os.environ.setdefault("ESCDELAY", ESCAPE_MS)
+    # What is imported is no garbage: looking for some takes 15 ms now, and time in each later collection.
+    gc.disable()
+    try:
+        # Imported here, because --help and a demo without a terminal need no Textual.
+        import_module("workbench.tui.app")
+        from workbench.tui.themes import chosen_theme
+    finally:
+        gc.freeze()
+        gc.enable()
+    return chosen_theme(theme, os.environ)
 
 
 def _has_terminal() -> bool:
@@ -176,6 +187,9 @@ def _has_terminal() -> bool:
 
 def demo_spec(*, chat: bool = False) -> Path:
     """Return the packaged spec of the demo, or of the one on conversations."""
+    # Imported here: a list of runs does not need it.
+    import importlib.resources
+
     name = "chat.toml" if chat else "demo.toml"
     path = Path(str(importlib.resources.files("engine.demo") / name))
     if not path.is_file():
@@ -190,7 +204,7 @@ def _demo(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(ENGINE[0], [*ENGINE, *distill_arguments(spec, options.sets, out)])
-    _check_theme(options)
+    options.theme = load_screen(options.theme)
     say(f"starting {out}")
     run = start_run(spec, options.sets, out)
     code = _show([run.path], options)
@@ -232,9 +246,6 @@ def believe_the_terminal(environ: MutableMapping[str, str]) -> None:
 def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
     """Open the terminal UI and wait until it is closed. Returns 70 when it crashed (Textual has printed the
     traceback) and 143 when it was terminated."""
-    # Read when Textual is imported.
-    os.environ.setdefault("ESCDELAY", ESCAPE_MS)
-    # Imported here, because --help and a demo without a terminal need no Textual.
     from workbench.tui.app import WorkbenchApp, refresh_seconds
     from workbench.tui.printable import is_utf8
 

@@ -49,6 +49,36 @@ def test_the_command_line_loads_no_textual_until_it_draws() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.parametrize(("asked", "expected"), [(None, 25), ("70", 70)])
+def test_an_escape_waits_as_long_as_was_asked_for(asked: str | None, expected: int) -> None:
+    code = (
+        "from workbench.cli import load_screen; load_screen(None); import textual.constants; "
+        "print(round(1000 * textual.constants.ESCAPE_DELAY))"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "ESCDELAY"}
+    environ |= {} if asked is None else {"ESCDELAY": asked}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) == expected
+
+
+def test_what_the_screen_imports_is_in_no_collection_and_garbage_still_is() -> None:
+    code = (
+        "import gc, workbench.cli; workbench.cli.load_screen(None); "
+        "print(gc.isenabled(), gc.get_freeze_count() > 10_000)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "True True"
+
+
 def test_version_is_the_packages() -> None:
     assert run_cli("--version").stdout.strip() == f"apr-workbench {VERSION}"
 
