@@ -134,7 +134,7 @@ def write_report(name: str, error: Exception) -> Path | None:
 
 def trace_of(error: BaseException) -> str:
     """Format the traceback of an error without secrets; a long one keeps its beginning and its end."""
-    from engine.findings.redact import Redactor
+    from engine.redact import Redactor
 
     try:
         # The innermost frames are the most informative.
@@ -148,7 +148,7 @@ def trace_of(error: BaseException) -> str:
 
 
 def _report(name: str, error: Exception) -> str:
-    from engine.findings.redact import Redactor
+    from engine.redact import Redactor
 
     command = Redactor().argv([clipped(one, SAID_CHARACTERS) for one in sys.argv[:100]])[0]
     lines = [

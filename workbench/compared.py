@@ -20,11 +20,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from engine.findings.receipt import effective_of
 from engine.log.downsample import bucket_at, buckets, equal_widths
 from engine.log.folder import RunFolder, WatchedCommand
 from engine.log.text import alert_lines, commit_text
 from engine.log.view import RunView
+from engine.receipts.receipt import effective_of
 from engine.spec.sections import options
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot

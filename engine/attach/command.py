@@ -33,8 +33,8 @@ from types import FrameType, MappingProxyType
 from typing import IO, Any
 
 from engine.errors import BadInput, EngineError, RunLogError
-from engine.findings.redact import Redactor
 from engine.log.folder import COMMAND, RunFolder, create_run
+from engine.redact import Redactor
 from engine.signals import dismiss_guard
 from engine.terminal import put, say
 from engine.watch import flight_recorder

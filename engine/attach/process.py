@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.findings.redact import is_secret_name
 from engine.log.events import Note, ProcessFound, TrainerStarted
 from engine.log.folder import RunFolder
 from engine.log.write import LogWriter
@@ -37,6 +36,7 @@ from engine.machine.kernel_files import read_table, read_text
 from engine.machine.kill_counters import KillCounters, read_kill_counters
 from engine.machine.reading import Reading
 from engine.machine.surroundings import LET_ATTACH, find_command, is_run_variable, may_attach
+from engine.redact import is_secret_name
 from engine.signals import dismiss_guard
 from engine.watch.observe import RunObserver
 

@@ -1,14 +1,12 @@
-"""List findings, check that nothing in them was changed, read receipts and earlier records.
+"""List findings, check that nothing in them was changed, read receipts.
 
     engine evidence list [DIR]            the findings in ./evidence, newest first
-    engine evidence verify [DIR]          re-hash every file, check every piece of evidence again
+    engine evidence verify [DIR]          hash every file, judge every test again
     engine evidence receipt RUN           what a run really did, compared with what lies beside it
-    engine evidence import findings.json  a finding of the prior system, all of it unverified
 
-Exit codes of verify: 0 everything is unchanged and nothing was closed against the rules, 1 something was
-changed or a finding was closed against a rule (the entry and the rule are named), 2 there was nothing to
-check, 65 a finding could not be read (it is named) and was not checked. Of receipt: 0 it agrees with its
-run, 1 it does not, 2 the run has none.
+Exit codes of verify: 0 everything is unchanged and every recorded test holds, 1 something was changed or does not
+hold (it is named), 2 there was nothing to check, 65 a finding could not be read (it is named) and was not
+checked. Of receipt: 0 it agrees with its run, 1 it does not, 2 the run has none.
 """
 
 from __future__ import annotations
@@ -44,22 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_path(made, "folder", "DIR", "(evidence)", nargs="?")
     receipt = action("receipt", "what a run really did, compared with what lies beside it")
     add_run(receipt)
-    imported = action("import", "read a findings.json or dispatch.json of the prior system")
-    imported.add_argument("file", type=Path)
-    imported.add_argument("--slug", default="", help="name of the finding (default: of its title)")
-    imported.add_argument("--evidence", type=Path, default=Path("evidence"), metavar="DIR")
-    for made in (listed, verify, receipt, imported):
+    for made in (listed, verify, receipt):
         add_json(made)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    actions = {"list": _list, "verify": _verify, "receipt": _receipt, "import": _import}
+    actions = {"list": _list, "verify": _verify, "receipt": _receipt}
     return actions[arguments.action](arguments)
 
 
 def _list(a: argparse.Namespace) -> int:
     from engine.errors import BadInput
     from engine.findings.bundle import find_bundles
+    from engine.findings.older import LEVEL, Older
     from engine.findings.text import state_words
     from engine.log.text import one_line
 
@@ -67,9 +62,9 @@ def _list(a: argparse.Namespace) -> int:
     folder = _folder(a.folder)
     for bundle in find_bundles(folder):
         try:
-            finding = bundle.load()
-            said: dict[str, Any] = {"title": finding.title, "state": state_words(finding)}
-            row = said | {"nodes": len(finding.nodes)}
+            finding = bundle.open()
+            state = LEVEL if isinstance(finding, Older) else state_words(finding)
+            row = {"title": finding.title, "state": state}
         except BadInput as error:
             # A damaged finding must not hide the others.
             row = {"error": error.message}
@@ -90,15 +85,18 @@ def _list(a: argparse.Namespace) -> int:
 def _verify(a: argparse.Namespace) -> int:
     from engine.findings.bundle import find_bundles
     from engine.findings.verify import check_bundle
-    from engine.verdict import lowest
+    from engine.verdict import Level, Verdict
 
     folder = _folder(a.folder)
     checked = [check_bundle(bundle) for bundle in find_bundles(folder)]
-    print_checked(checked, as_json=a.json, rules=False)
+    print_checked(checked, as_json=a.json)
     if not checked:
         say(f"no findings in {folder}: nothing was checked")
         return EXIT_UNKNOWN
-    return exit_code_of(checked, lowest(c.standing for c in checked))
+    level = Level.FAIL if any(one.faults for one in checked) else Level.PASS
+    if level is Level.PASS and any(one.unread for one in checked):
+        level = Level.UNKNOWN
+    return exit_code_of(checked, Verdict(level, ""))
 
 
 def _folder(given: Path | None) -> Path:
@@ -120,45 +118,39 @@ def exit_code_of(checked: Sequence[Checked], verdict: Verdict) -> int:
     return BadInput.exit_code if unread else verdict.exit_code
 
 
-def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> None:
-    """Print the result of checking bundles: faults, notes, and with `rules` the open rules."""
-    from engine.verdict import Level
-
+def print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
+    """Print the result of checking findings: their faults and notes."""
     if as_json:
-        put_json([_as_json(c, rules=rules) for c in checked])
+        put_json([_as_json(c) for c in checked])
         return
     for one in checked:
-        verdict = one.verdict if rules else one.standing
+        verdict = one.verdict
         put(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
         for fault in one.faults:
             put(f"         changed: {fault}")
-        # An open finding is not required to satisfy the rules yet.
-        for problem in one.problems if rules or verdict.level is not Level.PASS else ():
-            put(f"         {problem.level}: {problem}")
         for note in one.notes:
             put(f"         note: {note}")
         if one.finding is not None:
             put(f"         seal {one.finding.seal}")
 
 
-def _as_json(one: Checked, *, rules: bool) -> dict[str, Any]:
-    verdict = one.verdict if rules else one.standing
+def _as_json(one: Checked) -> dict[str, Any]:
+    verdict = one.verdict
     return {
         "folder": str(one.bundle.path),
         "level": verdict.level.name.lower(),
         "reason": verdict.reason,
         "seal": one.finding.seal if one.finding is not None else None,
         "faults": [{"where": f.where, "text": f.text} for f in one.faults],
-        "problems": [problem.as_fields() for problem in one.problems],
         "notes": list(one.notes),
     }
 
 
 def _receipt(a: argparse.Namespace) -> int:
-    from engine.findings.context import view_of
-    from engine.findings.receipt import check_receipt, not_looked_at, read_receipt_or_facts
     from engine.log.folder import open_run
     from engine.log.text import one_line
+    from engine.receipts.context import view_of
+    from engine.receipts.receipt import check_receipt, not_looked_at, read_receipt_or_facts
     from engine.verdict import lowest
 
     folder = open_run(a.run)
@@ -213,22 +205,3 @@ def _receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
 
 def _compact(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _import(a: argparse.Namespace) -> int:
-    from engine.findings.bundle import Bundle
-    from engine.findings.prior import read_prior
-    from engine.findings.text import tree_lines
-
-    finding, blobs = read_prior(a.file, a.slug)
-    bundle = Bundle.create(a.evidence, finding, blobs)
-    done = bundle.load()
-    if a.json:
-        import msgspec
-
-        put_json({"folder": str(bundle.path), "finding": msgspec.to_builtins(done)})
-        return 0
-    put(bundle.path)
-    for line in tree_lines(done):
-        say(line)
-    return 0

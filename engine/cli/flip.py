@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         plan = _plan(arguments)
         folder = arguments.out or Path("flips") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.name}"
-        plan = _show(plan, folder, arguments)
+        plan = show_plan(plan, folder, arguments.controls, dry_run=arguments.dry_run)
         if arguments.dry_run:
             if arguments.json:
                 put(plan.to_json())
@@ -257,18 +257,18 @@ def _watched(source: list[str]) -> Path | None:
     return path if is_watched else None
 
 
-def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:
+def show_plan(plan: Plan, folder: Path, use_controls: str = "skip", *, dry_run: bool) -> Plan:
     """Show the plan and its cost before anything starts, and refuse what cannot fit. Returns the plan with a
     time limit that suits its source."""
     from engine.flips import controls, surroundings, text
 
     found = surroundings.find_resources(plan, folder, surroundings.find_surroundings(plan))
     plan = surroundings.with_room(plan, found)
-    first = len(controls.kinds_of(plan)) if arguments.controls == "run" else 0
+    first = len(controls.kinds_of(plan)) if use_controls == "run" else 0
     for line in [*text.plan_lines(plan), *surroundings.resource_lines(plan, found, first)]:
         say(line)
     surroundings.check_resources(plan, found)
-    if not arguments.dry_run:
+    if not dry_run:
         say(f"flip folder: {folder}")
     return plan
 

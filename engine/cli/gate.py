@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _subject(arguments: argparse.Namespace) -> Subject:
     from engine.export.gate.gate import Subject
-    from engine.findings.context import view_of
     from engine.log.folder import must_have_settings, open_run
+    from engine.receipts.context import view_of
     from engine.spec import build_spec, load_spec
     from engine.spec.environment import sets_from_environment
 

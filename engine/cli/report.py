@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.errors import BadInput
-    from engine.findings.report import report
     from engine.log.folder import write_whole
+    from engine.report.page import report
 
     text = report(arguments.source)
     out = arguments.out or Path(f"report-{arguments.source.resolve().name}.html")

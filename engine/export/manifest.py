@@ -18,7 +18,7 @@ from typing import Any
 from engine import limits
 from engine.errors import BadInput
 from engine.files import read_json
-from engine.findings.receipt import digest_files
+from engine.receipts.receipt import digest_files
 from engine.verdict import Level, Verdict
 
 MANIFEST = "MANIFEST.json"

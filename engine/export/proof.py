@@ -1,7 +1,7 @@
 """The evidence that a run must have for its student before it is published.
 
     completed     the end of the run in its log, and the receipt that is written with it
-    verified      every line of the receipt that can be compared with the folder (`engine.findings.receipt`)
+    verified      every line of the receipt that can be compared with the folder (`engine.receipts.receipt`)
     the student   its files have the receipt's hashes, and its tensors the hash that the run logged
     evaluated     a held-out loss of the student, from the run or from an evaluation beside it:
 
@@ -29,12 +29,12 @@ from engine.errors import BadInput
 from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
 from engine.files import open_regular, parse_json, read_bytes
-from engine.findings.context import view_of
-from engine.findings.receipt import check_receipt
 from engine.formats.safetensors import tensors_sha256
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.models.load import load_decoder
+from engine.receipts.context import view_of
+from engine.receipts.receipt import check_receipt
 from engine.runtime.device import torch_dtype
 from engine.spec.sections import ModelSection
 from engine.verdict import Level, Verdict

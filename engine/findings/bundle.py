@@ -1,139 +1,179 @@
 """The folder of a finding, and the log beside it.
 
     evidence/
-      LOG.md                           an entry for each exported finding, newest first
-      2026-11-21-hang-at-step-0/
-        finding.json                   the root: lists the hash of everything else
-        artifacts/SHA256.jsonl         what was captured, named by its content
-        plots/e3.svg  README.md        generated from the others, for people
+      LOG.md                       an entry for each exported finding, newest first
+      2026-11-27-hang/
+        finding.json               the root: lists the hash of everything else
+        README.md                  the same for people
+        observed/                  the observed run: logs, settings, receipt, stacks, what it printed last
+        tests/t1/                  a flip: plan.json, pairs.jsonl, verdict.json, and the logs of its arms
 
-A change holds a lock on the folder and writes artifacts first and finding.json last, each file atomically. So
-a crash in the middle leaves the finding as it was, beside artifacts that nothing refers to yet; the next
-change removes those.
+What is copied has its place as in the run or flip, so every command that reads those reads the copies. Secrets are
+removed before hashing; the hash of a file as it was is kept where that changed it.
 
-Before a change, finding.json must load, which means it must be exactly as the tool left it. README.md and
-plots are regenerated at each change, so damage to those alone does not prevent one.
+A change holds a lock on the folder and writes finding.json last, each file atomically. So a crash in the middle leaves
+the finding as it was, beside files that it does not name; the next change removes those of tests and of README.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from engine import limits
 from engine.errors import BadInput, write_error
-from engine.files import read_bytes, read_text
-from engine.findings.capture import Blob
-from engine.findings.finding import (
-    Artifact,
-    Finding,
-    Status,
-    digest,
-    is_active,
-    load,
-    sealed,
-    to_bytes,
-)
-from engine.findings.rules import judge
-from engine.findings.text import derive, state_words
-from engine.log.folder import new_folder, write_whole
+from engine.files import open_plain, read_bytes, read_text
+from engine.findings.finding import File, Finding, load, sealed, to_bytes
+from engine.findings.older import Older, read_older
+from engine.findings.text import readme, state_words
+from engine.log.folder import RunFolder, new_folder, write_whole
 from engine.log.text import one_line
+from engine.redact import Redactor
+from engine.sealing import digest
 
-FINDING = "finding.json"
-LOG = "LOG.md"
+FINDING, README, LOG = "finding.json", "README.md", "LOG.md"
+OBSERVED, TESTS = "observed", "tests"
 _LOG_TITLE = "# What was found, newest first\n"
+LARGEST_COPIED_BYTES = 8 << 20
+"""A bigger file is known by hash and size."""
+STACKS_COPIED = 8
+_OF_RUN = (
+    "events.jsonl",
+    "watch.jsonl",
+    "effective.json",
+    "spec.toml",
+    "receipt.json",
+    "stderr.txt",
+)
+_OF_ARM = _OF_RUN[:3]
+_OF_FLIP = ("plan.json", "pairs.jsonl", "verdict.json")
+
+
+class Blob(NamedTuple):
+    file: File
+    data: bytes | None
+    """None where only hash and size are kept."""
+
+
+Blobs = Mapping[str, Blob]
+
+
+def copy_run(run: RunFolder) -> Blobs:
+    """What a finding keeps of the observed run, by its path in the finding's folder."""
+    stacks = sorted((run.path / "stacks").glob("*"))[-STACKS_COPIED:]
+    paths = [*(run.path / name for name in _OF_RUN), *stacks]
+    return _copies(run.path, paths, OBSERVED)
+
+
+def copy_flip(flip: Path, test: str) -> Blobs:
+    """What a finding keeps of a flip: all that its verdict was made from. Raises BadInput where that is too big."""
+    arms = sorted(path for path in (flip / "arms").glob("*") if path.is_dir())
+    paths = [flip / name for name in _OF_FLIP] + [arm / name for arm in arms for name in _OF_ARM]
+    blobs = _copies(flip, paths, f"{TESTS}/{test}")
+    for name, blob in blobs.items():
+        if blob.data is None:
+            most = f"at most {LARGEST_COPIED_BYTES} bytes"
+            raise BadInput.expected("file", name, most, str(blob.file.size))
+    return blobs
+
+
+def _copies(root: Path, paths: Iterable[Path], into: str) -> Blobs:
+    redactor = Redactor()
+    return {
+        f"{into}/{path.relative_to(root)}": _blob(path, redactor)
+        for path in paths
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def _blob(path: Path, redactor: Redactor) -> Blob:
+    try:
+        with open_plain(path) as opened:
+            data = opened.read(LARGEST_COPIED_BYTES + 1)
+            if len(data) > LARGEST_COPIED_BYTES:
+                opened.seek(0)
+                sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+                size = opened.tell()
+                return Blob(File(sha256=sha256, size=size, is_copied=False), None)
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise BadInput.expected("file", path, "to read it", found) from error
+    kept, secrets = redactor.bytes(data)
+    whole = digest(data) if secrets else ""
+    file = File(sha256=digest(kept), size=len(kept), redacted=secrets, whole_sha256=whole)
+    return Blob(file, kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
     path: Path
 
-    @staticmethod
-    def path_of(folder: Path, finding: Finding) -> Path:
-        return folder / f"{finding.at[:10]}-{finding.slug}"
-
     @classmethod
-    def create(cls, folder: Path, finding: Finding, blobs: Iterable[Blob] = ()) -> Bundle:
-        """Create the bundle `DATE-SLUG` in `folder`. Raises BadInput when it exists."""
-        bundle = cls(cls.path_of(folder, finding))
+    def create(cls, folder: Path, finding: Finding, blobs: Blobs) -> Bundle:
+        """Create the folder `DATE-SLUG` in `folder`. Raises BadInput when it exists."""
+        bundle = cls(path_of(folder, finding.slug, finding.at))
         with new_folder(bundle.path, "finding", "choose another name"):
             bundle.save(finding, blobs)
         return bundle
 
     def load(self) -> Finding:
-        """Load the finding from disk. Raises BadInput when it is not exactly as the tool left it."""
-        return load(self.read_finding(), self.path / FINDING)
+        """Load the finding. Raises BadInput when it is not exactly as the tool left it, or of an earlier version."""
+        found = self.open()
+        if isinstance(found, Older):
+            hint = "`engine why new RUN` begins one by today's rules"
+            found_ = "one of an earlier version, which is read-only"
+            raise BadInput.expected("finding", self.path, "one to work on", found_, hint=hint)
+        return found
 
-    def read_finding(self) -> bytes:
-        """Return the bytes of finding.json. Raises BadInput for anything but a readable regular file of some
-        MiB."""
-        return read_bytes(self.path / FINDING, "finding", limits.FINDING)
+    def open(self) -> Finding | Older:
+        """Load the finding, whichever version wrote it. Raises BadInput when it is not exactly as the tool left it."""
+        raw = read_bytes(self.path / FINDING, "finding", limits.FINDING)
+        return read_older(raw, self.path / FINDING) or load(raw, self.path / FINDING)
 
-    def read_artifact(self, artifact: Artifact) -> bytes | None:
-        """Return the artifact's bytes; None when it was not copied. Raises BadInput when they do not match
-        its hash."""
-        if not artifact.kept:
-            return None
-        path = self.path / artifact.path
-        try:
-            if path.is_symlink() or not path.is_file():
-                raise BadInput.expected("artifact", path, "a plain file", "none")
-            if path.stat().st_size != artifact.size:
-                found = str(path.stat().st_size)
-                raise BadInput.expected("artifact", path, f"{artifact.size} bytes", found)
-        except OSError as error:
-            raise BadInput.expected("artifact", path, "to read it", str(error.strerror)) from None
-        data = read_bytes(path, "artifact", limits.ARTIFACT)
-        if (found := digest(data)) != artifact.sha256:
-            raise BadInput.expected("artifact", path, f"sha256 {artifact.sha256}", found)
-        return data
+    @property
+    def observed(self) -> RunFolder:
+        """The copy of the observed run."""
+        return RunFolder(self.path / OBSERVED)
 
-    def save(self, finding: Finding, blobs: Iterable[Blob] = ()) -> Finding:
-        """Write a finding with its new artifacts, and return it sealed, as written. Raises DiskFull or
-        RunLogError, and BadInput when an artifact that it names is missing or changed."""
-        finding = sealed(finding)  # what is derived shows the texts that will be read back
-        for blob in blobs:
-            if blob.data is not None and blob.artifact.path in finding.files:
-                _write(self.path / blob.artifact.path, blob.data)
+    def flip_of(self, test: str) -> Path:
+        """The copy of a test's flip."""
+        return self.path / TESTS / test
 
-        def read(sha256: str) -> bytes | None:
-            return self.read_artifact(finding.artifact(sha256))
-
-        for artifact in finding.artifacts:
-            self.read_artifact(artifact)
-        files = derive(finding, read)
-        for name, text in files.items():
-            _write(self.path / name, text.encode())
-        hashes = {name: digest(text.encode()) for name, text in files.items()}
-        done = sealed(replace(finding, derived=hashes))
-        _write(self.path / FINDING, to_bytes(done))
-        self._drop_leftovers(done)
+    def save(self, finding: Finding, blobs: Blobs) -> Finding:
+        """Write a finding with its new files, and return it sealed, as written. Raises DiskFull or RunLogError."""
+        files = {name: file for name, file in finding.files.items() if name != README}
+        finding = sealed(
+            replace(finding, files=files | {n: blob.file for n, blob in blobs.items()})
+        )
+        for name, blob in blobs.items():
+            if blob.data is not None:
+                self._write(name, blob.data)
+        text = readme(finding).encode()
+        self._write(README, text)
+        with_readme = finding.files | {README: File(sha256=digest(text), size=len(text))}
+        done = sealed(replace(finding, files=with_readme))
+        self._write(FINDING, to_bytes(done))
         return done
 
-    def _drop_leftovers(self, finding: Finding) -> None:
-        """Remove our own artifacts and plots that nothing refers to. Other files stay, for `verify` to
-        report."""
-        wanted = set(finding.files)
-        for path in [*(self.path / "artifacts").glob("*"), *(self.path / "plots").glob("*.svg")]:
-            name = str(path.relative_to(self.path))
-            if name in wanted or path.is_symlink() or not path.is_file():
-                continue
-            named = path.name.split(".")[0]
-            if re.fullmatch(r"plots/e[0-9]+\.svg", name) or named == digest(
-                read_bytes(path, "artifact", limits.FINDING)
-            ):
-                path.unlink(missing_ok=True)
+    def _write(self, name: str, data: bytes) -> None:
+        path = self.path / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error("evidence", path, f"to write {len(data)} bytes", error) from error
+        write_whole(path, data, "evidence")
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold the lock that excludes other changes; waits for one that is in progress."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -146,54 +186,45 @@ class Bundle:
         finally:
             os.close(fd)
 
-    def change(
-        self, change: Callable[[Finding], tuple[Finding, Iterable[Blob]]]
-    ) -> tuple[Finding, Finding]:
-        """Apply `change` under the lock, and save the finding that it returns with its new artifacts.
+    def change(self, change: Callable[[Finding], Finding], blobs: Blobs | None = None) -> Finding:
+        """Apply `change` under the lock, and save the finding that it returns with its new files.
 
-        An entry of the finding in LOG.md is rewritten. Returns the finding before and after. Raises what
-        `change` raises, and then leaves everything as it was.
+        An entry of the finding in LOG.md is rewritten. Raises what `change` raises, and then leaves everything as it
+        was.
         """
-        with self.locked():
-            before = self.load()
-            finding, blobs = change(before)
-            done = self.save(finding, blobs)
-            if logged_seal(self.path.parent / LOG, self.path.name) is not None:
-                self.export()
-        return before, done
+        with self._locked():
+            done = self.save(change(self.load()), blobs or {})
+            if logged_seal(self.path) is not None:
+                _log(self.path, done)
+        return done
 
     def export(self, to: Path | None = None) -> Bundle:
-        """Enter the finding into LOG.md of its evidence folder; with `to`, copy the bundle there first.
-        Raises BadInput for a bundle that does not verify, and for a copy that already exists."""
+        """Enter the finding into LOG.md of its evidence folder; with `to`, copy the folder there first. Verify it
+        before. Raises BadInput for a copy that exists."""
         finding = self.load()
-        for artifact in finding.artifacts:
-            self.read_artifact(artifact)
         bundle = self
         if to is not None and to.resolve() != self.path.parent.resolve():
             bundle = Bundle(to / self.path.name)
             if bundle.path.exists():
                 raise BadInput.expected("export", bundle.path, "nothing there", "something")
-            for name in (FINDING, *finding.files):
-                _write(bundle.path / name, read_bytes(self.path / name, "finding", limits.FINDING))
-        _log(bundle.path.parent / LOG, bundle.path.name, finding)
+            copied = [name for name, file in finding.files.items() if file.is_copied]
+            for name in (*copied, FINDING):
+                bundle._write(name, read_bytes(self.path / name, "finding", limits.ARTIFACT))
+        _log(bundle.path, finding)
         return bundle
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file atomically; a file that already holds these bytes is not touched."""
-    with contextlib.suppress(OSError):
-        if not path.is_symlink() and path.is_file() and path.read_bytes() == data:
-            return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error("evidence", path, f"to write {len(data)} bytes", error) from error
-    write_whole(path, data, "evidence")
+def path_of(folder: Path, slug: str, at: str) -> Path:
+    return folder / f"{at[:10]}-{slug}"
+
+
+def slug_of(text: str) -> str:
+    """Make the name of a finding from some words."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:48].strip("-") or "finding"
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether the folder holds a finding, damaged or not: a finding.json of any kind is checked, never
-    skipped."""
+    """Whether the folder holds a finding, damaged or not: a finding.json of any kind is checked, never skipped."""
     return os.path.lexists(path / FINDING)
 
 
@@ -212,14 +243,15 @@ def find_bundles(folder: Path) -> list[Bundle]:
 
 
 def find_bundle(name: str, folder: Path) -> Bundle:
-    """Find a bundle by path, folder name or slug; an empty name means the only open one. Raises BadInput."""
+    """Find a bundle by path, folder name or slug; an empty name means the only one, or the only open one. Raises
+    BadInput."""
     if name and is_bundle(Path(name)):
         return Bundle(Path(name))
     found = find_bundles(folder)
     if name:
-        fitting = [b for b in found if b.path.name == name or b.path.name[11:] == name]
+        fitting = [b for b in found if name in (b.path.name, b.path.name[11:])]
     else:
-        fitting = [b for b in found if _is_open(b)]
+        fitting = [b for b in found if len(found) == 1 or _is_open(b)]
     if len(fitting) == 1:
         return fitting[0]
     names = ", ".join(b.path.name for b in (fitting or found)) or "none"
@@ -232,38 +264,40 @@ def _is_open(bundle: Bundle) -> bool:
     try:
         return bundle.load().closed is None
     except BadInput:
-        return False  # A damaged bundle is not open: `find_bundle` must still find the others.
+        return (
+            False  # A damaged or older one is not open: `find_bundle` must still find the others.
+        )
 
 
 def log_entry(name: str, finding: Finding) -> str:
     """The paragraph for a finding in LOG.md."""
-    kinds = [node.status for node in finding.nodes if is_active(node)]
-    counts = ", ".join(f"{kinds.count(s)} {s}" for s in get_args(Status) if s in kinds)
-    open_ = sum(p.level != "warning" for p in judge(finding))
-    left = f" {open_} open." if open_ else ""
-    return (
-        f"## {finding.at[:10]}: {one_line(finding.title)}, `{name}/`\n"
-        f"{state_words(finding)}. {counts}.{left} Seal `{finding.seal}`.\n"
-    )
+    title = f"## {finding.at[:10]}: {one_line(finding.title)}, `{name}/`"
+    return f"{title}\n{one_line(state_words(finding))}. Seal `{finding.seal}`.\n"
 
 
-def logged_seal(log: Path, name: str) -> str | None:
-    """The seal of a bundle that LOG.md records; None when it records none."""
+def logged_seal(bundle: Path) -> str | None:
+    """The seal of a bundle that LOG.md beside it records; None when it records none."""
     try:
-        text = read_text(log, "log of findings", limits.FINDING)
+        text = read_text(bundle.parent / LOG, "log of findings", limits.FINDINGS_LOG)
     except BadInput:
         return None
-    for part in re.split(r"(?m)^(?=## )", text):
-        if f", `{name}/`\n" in part and (match := re.search(r"Seal `([^`]*)`\.", part)):
+    for part in _entries(text)[1:]:
+        if f", `{bundle.name}/`\n" in part and (match := re.search(r"Seal `([^`]*)`\.", part)):
             return match[1]
     return None
 
 
-def _log(path: Path, name: str, finding: Finding) -> None:
+def _entries(text: str) -> list[str]:
+    """The head of LOG.md, then each of its entries."""
+    return re.split(r"(?m)^(?=## )", text)
+
+
+def _log(bundle: Path, finding: Finding) -> None:
     """Put the entry of a finding on top, in place of an older entry of the same finding."""
+    path = bundle.parent / LOG
     there = os.path.lexists(path)
     text = read_text(path, "log", limits.FINDINGS_LOG) if there else _LOG_TITLE
-    head, *entries = re.split(r"(?m)^(?=## )", text)
-    others = "".join(entry for entry in entries if f", `{name}/`\n" not in entry)
+    head, *entries = _entries(text)
+    others = "".join(entry for entry in entries if f", `{bundle.name}/`\n" not in entry)
     gap = "\n" if others else ""
-    write_whole(path, f"{head.rstrip()}\n\n{log_entry(name, finding)}{gap}{others}")
+    write_whole(path, f"{head.rstrip()}\n\n{log_entry(bundle.name, finding)}{gap}{others}")

@@ -1,159 +1,179 @@
-"""Changes of a finding on disk, for `engine why`, the screens and the notebook.
-
-Each change holds the lock of the finding's folder, so a shell and a screen can work on the same finding, and
-returns a short description of what it did. Evidence is captured before the lock is taken, because a command
-may run for minutes. Errors are the engine's own.
-"""
+"""Changes of a finding on disk, for `engine why`, the screens and the notebook. Each holds the lock of its folder, so a
+shell and a screen can work on the same finding. Errors are the engine's own."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import os
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Concatenate, ParamSpec
+from typing import NamedTuple
 
 from engine.errors import BadInput
-from engine.findings import whys
-from engine.findings.bundle import LOG, Bundle
-from engine.findings.capture import Blob, Capture
-from engine.findings.finding import Finding, Says
-from engine.findings.verify import Checked, check_bundle
-
-P = ParamSpec("P")
-Take = Callable[[], Capture]
-"""Captures evidence when called, possibly by running a command."""
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    finding: Finding
-    """The finding as it is on disk now."""
-    said: str
-    """What was done, beginning with the id of the entry."""
-    reopened: bool
-    """Whether the finding was closed before."""
+from engine.findings import finding as records
+from engine.findings.bundle import LOG, Bundle, copy_flip, copy_run, path_of, slug_of
+from engine.findings.finding import Cause, Finding, Parent, Test
+from engine.findings.verify import check_bundle
+from engine.flips.ending import ending_plan
+from engine.flips.plan import Change, Plan
+from engine.flips.proposals import proposals
+from engine.flips.record import read_pairs, read_verdict
+from engine.flips.verdict import ENDS_IT
+from engine.log.folder import RunFolder, read_command, settings_of
+from engine.log.follow import Follower
+from engine.log.observed import Observed, observation, run_id
+from engine.sealing import now_utc
 
 
-def slug_of(text: str, otherwise: str = "finding") -> str:
-    """Make the name of a finding from some words."""
-    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return words[:48].strip("-") or otherwise
+class Suspect(NamedTuple):
+    """A change that would end the observation."""
+
+    assignment: str
+    why: str = ""
 
 
 def begin(
-    folder: Path, slug: str, claim: str, *, title: str = "", take: Take | None = None
+    folder: Path,
+    run: RunFolder,
+    name: str = "",
+    suspects: Iterable[Suspect] = (),
+    *,
+    slug: str = "",
+    why_of: Bundle | None = None,
 ) -> Bundle:
-    """Create a finding in `folder`, with evidence under its first node when `take` is given. Raises BadInput."""
-    finding, blobs = whys.new_finding(slug, claim, title=title), list[Blob]()
-    path = Bundle.path_of(folder, finding)
-    if take is not None and not path.exists():
-        capture = take()
-        finding = whys.link(finding, "n1", capture, relative_to=path)
-        blobs = capture.blobs
-    return Bundle.create(folder, finding, blobs)
+    """Create a finding in `folder` about what `run` showed: `alert ID`, `check ID`, `identity ID` or `exit`; without a
+    name about what proves most. Raises BadInput."""
+    observed = observation(run, name)
+    slug = slug or slug_of(f"{run.name} {observed.id}")
+    source = os.path.relpath(run.path, path_of(folder, slug, now_utc()))
+    parent = None if why_of is None else parent_of(why_of)
+    made = records.new_finding(slug, observed, source, parent)
+    for one in suspects:
+        change = _change_of(run.path, observed, one.assignment)
+        made = records.add_cause(made, one.assignment, change, one.why)
+    return Bundle.create(folder, made, copy_run(run))
 
 
-def _changed(
-    bundle: Bundle,
-    change: Callable[[Finding], Finding],
-    said: Callable[[Finding], str],
-    blobs: Iterable[Blob] = (),
-) -> Done:
-    before, done = bundle.change(lambda finding: (change(finding), blobs))
-    return Done(done, said(done), before.closed is not None and done.closed is None)
+def parent_of(bundle: Bundle) -> Parent:
+    """What a finding about the confirmed cause of another one says of that. Raises BadInput where it has none."""
+    finding = bundle.load()
+    if not finding.confirmed:
+        raise BadInput.expected("finding", bundle.path, "one with a confirmed cause", "none")
+    cause = finding.confirmed[0]
+    runs = [finding.observed.run_id]
+    for test in finding.tests:
+        if test.cause == cause.id and test.verdict == ENDS_IT:
+            flip = bundle.flip_of(test.id)
+            runs += [run_id(RunFolder(flip / pair.a.run)) for pair in read_pairs(flip)]
+    return Parent(finding=bundle.path.name, cause=cause.id, runs=tuple(runs))
 
 
-def _on_disk(
-    operation: Callable[Concatenate[Finding, P], Finding], said: Callable[..., str]
-) -> Callable[Concatenate[Bundle, P], Done]:
-    """Apply an operation of `engine.findings.whys` to the finding of a bundle. `said` describes it, given the
-    changed finding and the arguments."""
-
-    def change(bundle: Bundle, /, *args: P.args, **kwargs: P.kwargs) -> Done:
-        return _changed(
-            bundle,
-            lambda finding: operation(finding, *args, **kwargs),
-            lambda finding: said(finding, *args, **kwargs),
-        )
-
+def _change_of(run: Path, observed: Observed, assignment: str) -> Change:
+    (change,) = ending_plan(run, observed, assignment, order_seed=0).changes
     return change
 
 
-add = _on_disk(
-    whys.add_node, lambda f, *_, why_of, **__: f"{f.nodes[-1].id}: why of {', '.join(why_of)}"
-)
-refute = _on_disk(whys.refute, lambda _, node, __: f"{node}: refuted")
-withdraw = _on_disk(whys.withdraw, lambda _, entry, __: f"{entry}: withdrawn")
-suspect = _on_disk(
-    whys.add_alternative,
-    lambda f, node, *_, **__: f"{f.node(node).alternatives[-1].id}: alternative to {node}",
-)
-answer = _on_disk(
-    whys.answer, lambda _, alternative, outcome, *__, **___: f"{alternative}: {outcome}"
-)
+def suspect(bundle: Bundle, assignment: str, why: str = "") -> Finding:
+    """Add a possible cause. Raises BadInput for what is no change of the observed run."""
+    finding = bundle.load()
+    change = _change_of(_source(bundle, finding), finding.observed, assignment)
+    return bundle.change(lambda f: records.add_cause(f, assignment, change, why))
 
 
-def link(
-    bundle: Bundle,
-    node: str,
-    take: Take,
-    *,
-    says: Says = "supports",
-    answers: str = "",
-    outcome: str = "",
-    result: str = "",
-    claim: str = "",
-) -> Done:
-    """Link evidence to a node. With `answers` it is the test of that alternative; with `claim` it goes under
-    a new node that explains `node`."""
-    bundle.load().node(node)  # fail before a command is run for nothing
-    if says == "answers" and not (answers and result.strip()):
-        expected = "an alternative and what its test showed"
-        raise BadInput.expected("evidence", node, expected, answers or "neither")
-    capture = take()
-
-    def change(finding: Finding) -> Finding:
-        if claim:
-            finding = whys.add_node(finding, claim, why_of=[node])
-        under = finding.nodes[-1].id if claim else node
-        finding = whys.link(finding, under, capture, says=says, relative_to=bundle.path)
-        if says == "answers":
-            own = finding.node(node).evidence[-1].id
-            finding = whys.answer(finding, answers, outcome=outcome, text=result, evidence=own)
-        return finding
-
-    def said(finding: Finding) -> str:
-        if claim:
-            new = finding.nodes[-1]
-            return f"{new.id}: why of {node}, with {new.evidence[-1].id}"
-        return f"{finding.node(node).evidence[-1].id} {says} {node}"
-
-    return _changed(bundle, change, said, capture.blobs)
+def _source(bundle: Bundle, finding: Finding) -> Path:
+    """The folder of the observed run. Raises BadInput where it is not there any more."""
+    path = bundle.path / finding.source
+    found = run_id(RunFolder(path)) if path.is_dir() else "nothing there"
+    if found != finding.observed.run_id:
+        expected = f"the observed run {finding.observed.run}"
+        raise BadInput.expected("run", path, expected, found, hint="tests start from its settings")
+    return Path(os.path.relpath(path))
 
 
-def close(bundle: Bundle, *, unresolved: str = "", text: str = "") -> Done:
-    """Close as root cause, or as unresolved with a reason. Raises CannotClose with the rules that forbid it,
-    and BadInput for a bundle that does not verify."""
-    known = _sound(bundle).problems
-    outcome = "unresolved" if unresolved else "root cause"
-    return _changed(
-        bundle,
-        lambda f: whys.close(f, unresolved=unresolved, text=text, known=known),
-        lambda f: f"{f.slug}: closed, {outcome}",
+def plan_test(
+    bundle: Bundle, cause: str = "", *, steps: int | None = None, budget_s: float | None = None
+) -> tuple[Cause, Plan]:
+    """Plan a test of a cause, or of the one to test next. Raises BadInput."""
+    finding = bundle.load()
+    chosen = finding.cause(cause) if cause else finding.next_cause
+    if chosen is None:
+        found = "one that is confirmed" if finding.confirmed else "none that is open"
+        hint = None if finding.confirmed else "`engine why cause CHANGE` names one"
+        raise BadInput.expected("cause", bundle.path, "one to test", found, hint=hint)
+    plan = ending_plan(
+        _source(bundle, finding),
+        finding.observed,
+        chosen.assignment,
+        # Drawn, so that no two plans are the same.
+        order_seed=secrets.randbelow(1 << 31),
+        steps=steps,
+        budget_s=budget_s,
     )
+    return chosen, plan
+
+
+def register(bundle: Bundle, cause: Cause, plan: Plan, flip: Path) -> Test:
+    """Register a test, before the flip in `flip` is begun. Raises BadInput for one that is there already."""
+    if os.path.lexists(flip):
+        raise BadInput.expected("flip folder", flip, "a new one", "something")
+    where = os.path.relpath(flip.absolute(), bundle.path.resolve())
+    return bundle.change(lambda f: records.add_test(f, cause, plan, where)).tests[-1]
+
+
+def pending(bundle: Bundle) -> tuple[Test, Path] | None:
+    """The test whose flip was begun and that has no verdict yet, with the flip's folder; None without one."""
+    for test in bundle.load().tests:
+        flip = Path(os.path.relpath(bundle.path / test.flip))
+        if not test.verdict and flip.is_dir():
+            return test, flip
+    return None
+
+
+def record(bundle: Bundle, test: Test) -> Finding:
+    """Copy the ended flip of a registered test into the finding, with its verdict. Raises BadInput where the finding
+    does not verify with it."""
+    flip = bundle.path / test.flip
+    verdict = read_verdict(flip)
+    if verdict is None or verdict["interrupted"]:
+        raise BadInput.expected("flip", flip, "a verdict", "none: it has not ended")
+    done = bundle.change(
+        lambda f: records.with_verdict(f, test, verdict["verdict"], verdict["reason"]),
+        copy_flip(flip, test.id),
+    )
+    _must_be_sound(bundle)
+    return done
+
+
+def note(bundle: Bundle, text: str) -> Finding:
+    """Keep a person's words; they support nothing."""
+    return bundle.change(lambda f: records.add_note(f, text))
+
+
+def close(bundle: Bundle, unresolved: str = "") -> Finding:
+    """Close with the confirmed cause, or as unresolved with a reason. Raises CannotClose, and BadInput for a finding
+    that does not verify."""
+    _must_be_sound(bundle)
+    return bundle.change(lambda f: records.close(f, unresolved))
 
 
 def export(bundle: Bundle, to: Path | None = None) -> Bundle:
-    """Enter the finding into LOG.md; with `to`, copy it into that evidence folder first. Raises BadInput for
-    a bundle that does not verify."""
+    """Enter the finding into LOG.md; with `to`, copy it into that evidence folder first. Raises BadInput for a finding
+    that does not verify."""
     # The entry in LOG.md is rewritten anyway, so it need not match.
-    _sound(bundle, but=LOG)
+    _must_be_sound(bundle, but=LOG)
     return bundle.export(to)
 
 
-def _sound(bundle: Bundle, but: str = "") -> Checked:
+def _must_be_sound(bundle: Bundle, but: str = "") -> None:
     checked = check_bundle(bundle)
-    if faults := [fault for fault in checked.faults if fault.where != but]:
-        raise BadInput.expected("finding", bundle.path, "a sound bundle", str(faults[0]))
-    return checked
+    if checked.unread or (faults := [one for one in checked.faults if one.where != but]):
+        found = checked.unread or str(faults[0])
+        raise BadInput.expected("finding", bundle.path, "one that verifies", found)
+
+
+def suspects_of(run: RunFolder) -> list[Suspect]:
+    """What may have caused what a run showed, likeliest first: the changes that its alerts, decisions and, of a script,
+    its environment propose. Raises RunLogError."""
+    view = Follower(run).read_all()
+    found = proposals(view, settings_of(run), read_command(run))
+    return [Suspect(one.assignment, one.source) for one in found if not one.impossible]

@@ -1,330 +1,264 @@
-"""A finding: a graph of claims that answer "why", each with its evidence. The file finding.json.
+"""A finding: what went wrong in a run, what may have caused it, and the experiments that told. The file finding.json.
 
-    n1  observed    the run made no step in 90 minutes
-     └─ n2  refuted      the dense upload ran out of memory     e2: flip, both arms completed
-     └─ n3  supported    the attention ran on the CPU           e3: metric window   e4: flip
+    observed  alert stalled_at_start of hang              one line of its log
+    c1        teacher.backend: quantized -> dequantized   confirmed
+    t1        A shows it in 3 of 3 pairs, B in none       a flip, registered before its first run
 
-A node names the nodes that it explains (`why_of`), so a finding is a chain or a DAG and need not stop at the
-first answer. Evidence consists of an artifact, identified by the sha256 of its bytes, and a locator, which
-names the relevant part of it and quotes what it says. Everything is immutable; the functions of
-`engine.findings.whys` return new values. `finding.schema.json` is the JSON schema of these classes.
+A cause is one change of the observed run that would end what was observed. A test is an experiment that the engine
+ran: runs with the cause must show the observation, runs with the change must not. Text is kept, and supports nothing.
+Several findings make a chain of whys: a later one asks about a run that the earlier one's cause was found on.
 
-finding.json is the root of its bundle. It lists the hash of every other file, it has one canonical form
-(sorted keys, one space of indent), and its `seal` is the sha256 of that form with an empty seal. So a change
-to any byte is detected. The seal is not a signature: someone who rewrites the whole bundle with this tool
-gets a valid seal, but a different one. LOG.md beside the bundle records the seal too, and so may anything
-else that should notice such a rewrite.
+finding.json lists the hash of every other file of its folder, it has one canonical form (sorted keys, one space of
+indent), and its `seal` is the sha256 of that form with an empty seal. So a change to any byte is detected. The seal is
+not a signature: who rewrites the whole folder with this tool gets a valid seal, but a different one, and LOG.md
+beside the folder records the seal too.
 """
 
 from __future__ import annotations
 
-import calendar
-import hashlib
+import getpass
 import json
+import platform
 import re
-import time
-from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 from msgspec.structs import replace
 
-from engine.errors import BadInput
+from engine.errors import EXIT_FAIL, BadInput, EngineError
+from engine.flips.plan import Change, Plan
+from engine.flips.verdict import ENDS_IT, KEEPS_IT
+from engine.log.observed import Observed
+from engine.log.text import one_line
+from engine.redact import Redactor
+from engine.sealing import canonical, digest, now_utc
 
+SCHEMA = "apr-workbench/finding/2"
 Sha: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,63}$")]
 Utc: TypeAlias = Annotated[str, Meta(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}Z$")]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
-Count: TypeAlias = Annotated[int, Meta(ge=0)]
-
-Kind: TypeAlias = Literal["observation", "hypothesis", "mechanism", "process"]
-Status: TypeAlias = Literal["observed", "supported", "refuted", "unverified"]
-Says: TypeAlias = Literal["supports", "contradicts", "answers", "source"]
-LogName: TypeAlias = Literal["events", "device", "watch"]
+Level: TypeAlias = Literal["confirmed", "refuted", "open"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class of the parts of a finding. They are frozen and reject unknown fields."""
 
 
-class Quote(Record, frozen=True, kw_only=True):
-    seq: Count
-    text: Text
-    """The beginning of the line."""
+class Signed(Record, frozen=True, kw_only=True):
+    author: Text
+    at: Utc
 
 
-class OfRun(Record, frozen=True, kw_only=True):
-    """Base class of evidence that belongs to one run."""
-
-    run: str
-    run_id: str
-    """Hash of the first line of the run's log. It identifies the run under any folder name."""
-
-
-class EventRange(OfRun, frozen=True, kw_only=True, tag_field="type", tag="events"):
-    """All lines of one log of a run from `first_seq` to `last_seq`."""
-
-    log: LogName
-    first_seq: Count
-    last_seq: Count
-    quotes: tuple[Quote, ...]
+class Cause(Signed, frozen=True, kw_only=True):
+    id: Id
+    assignment: Text
+    """What would end the observation, as `engine flip --propose` names it: `teacher.backend=dequantized`."""
+    change: Change
+    """The same as the difference between the arms of its tests: of the observed run, and what would end it."""
+    why: str = ""
+    """Why it was suspected: the alert or decision that proposed it."""
 
 
-class ExitRecord(OfRun, frozen=True, kw_only=True, tag_field="type", tag="exit"):
-    """The supervisor's record of how the trainer ended, from its watch log."""
-
-    seq: Count
-    state: str
-    """A state of `engine.watch.exit_cause`: OOM_MEMCG, KILLED_EXTERNAL, ..."""
-    certainty: str
-    cause: str
-    sentence: str
-
-
-class MetricWindow(OfRun, frozen=True, kw_only=True, tag_field="type", tag="metric"):
-    """A metric of a run over a time window, with its statistics."""
-
-    metric: str
-    first_step: Count = 0
-    last_step: Count | None = None
-    from_unix_s: float
-    to_unix_s: float
-    count: Count
-    """Number of finite values; the statistics below are over these."""
-    absent: Count
-    non_finite: Count
-    first: float | None
-    last: float | None
-    least: float | None
-    greatest: float | None
-    mean: float | None
-
-
-class FileRange(Record, frozen=True, kw_only=True, tag_field="type", tag="file"):
-    """Lines of a text file, counted from 1; 0 and 0 mean the whole file."""
-
-    path: str
-    first_line: Count
-    last_line: Count
-    file_sha256: Sha
-    """Hash of the whole file, after redaction if it held secrets."""
-    file_bytes: Count
-
-
-class FlipResult(Record, frozen=True, kw_only=True, tag_field="type", tag="flip"):
-    """The verdict of a flip. `effect`, `low` and `high` are ratios B over A."""
-
-    flip: str
+class Test(Signed, frozen=True, kw_only=True):
+    id: Id
+    cause: Id
     plan_sha256: Sha
-    plan: Sha
-    """Hash of the artifact that holds the plan."""
-    pairs: Sha
-    """Hash of the artifact that holds the pairs."""
-    grade: Literal["measured", "screen", "exploratory"]
-    verdict: Text
-    hypothesis: str
-    changes: tuple[str, ...]
-    metric: str
-    effect: float | None
-    low: float | None
-    high: float | None
-    n_pairs: Count
+    """Of the plan, which says what is observed, what differs and how it is judged."""
+    flip: Text
+    """Its folder, relative to that of the finding."""
+    verdict: str = ""
+    """A word of `engine.flips.verdict`; empty until it was recorded."""
+    reason: str = ""
 
 
-class StartedRun(OfRun, frozen=True, kw_only=True):
-    """A run that a command started: its log was opened while the command ran."""
-
-    begun_unix_s: float
-    log: Sha
-    """Hash of the artifact with the log that `run_id` comes from, or only its first line if the log is too
-    big to copy."""
-
-
-class CommandRun(Record, frozen=True, kw_only=True, tag_field="type", tag="command"):
-    """A command that the tool ran. The hashes are of its output after redaction."""
-
-    argv: tuple[str, ...]
-    exit_status: int | None
-    """Exit status as a shell reports it; None when the command timed out."""
-    stdout_sha256: Sha
-    stderr_sha256: Sha
-    expect_exit: int | None = None
-    expect_text: str = ""
-    """Text that the output must contain. It and `expect_exit` were given before the command ran; without either
-    the command reproduces nothing."""
-    as_expected: bool | None = None
-    """Whether the output met the expectation; None when there was no expectation."""
-    started: StartedRun | UnsetType = UNSET
-    """The run that the command started. A reproduction has one."""
-
-    @property
-    def reproduces(self) -> bool:
-        """Whether the command was run to reproduce something."""
-        return self.expect_exit is not None or bool(self.expect_text)
-
-
-class Statement(Record, frozen=True, kw_only=True, tag_field="type", tag="statement"):
-    """A person's statement; the artifact holds the same words."""
-
+class Note(Signed, frozen=True, kw_only=True):
     text: Text
 
 
-Locator: TypeAlias = (
-    EventRange | ExitRecord | MetricWindow | FileRange | FlipResult | CommandRun | Statement
-)
+class Closed(Signed, frozen=True, kw_only=True):
+    outcome: Literal["root-cause", "unresolved"]
+    text: Text
 
 
-class Artifact(Record, frozen=True, kw_only=True):
-    """A file of the bundle. When `kept` is false it was too big to copy, and only hash and size are known."""
+class Parent(Record, frozen=True, kw_only=True):
+    """The finding whose confirmed cause this one asks about."""
 
+    finding: Text
+    cause: Id
+    runs: tuple[str, ...]
+    """Ids of the runs that had that cause; the observation is of one of them."""
+
+
+class File(Record, frozen=True, kw_only=True):
     sha256: Sha
-    name: Text
-    size: Count
-    what: str
-    kept: bool = True
+    size: Annotated[int, Meta(ge=0)]
+    is_copied: bool = True
+    """Of a file that was too big to copy, only hash and size are known."""
     redacted: dict[str, int] = {}
     """Number of secrets of each sort that were replaced before hashing."""
-
-    @property
-    def path(self) -> str:
-        """Path of the file in the bundle."""
-        _, dot, suffix = self.name.rpartition(".")
-        plain = suffix.isalnum() and suffix.isascii() and len(suffix) <= 8
-        return f"artifacts/{self.sha256}{f'.{suffix.lower()}' if dot and plain else ''}"
+    whole_sha256: str = ""
+    """Of the file before that, where something was replaced."""
 
 
-class Withdrawn(Record, frozen=True, kw_only=True):
-    """A withdrawal. The entry stays in the finding, struck out, and counts for nothing any more."""
-
-    reason: Text
-    author: Text
-    at: Utc
-
-
-class Evidence(Record, frozen=True, kw_only=True):
-    id: Id
-    says: Says
-    locator: Locator
-    artifact: Sha
-    captured_by: Literal["tool", "human"]
-    source: str = ""
-    """Where the evidence was taken from, relative to the bundle; empty when there is no lasting source to
-    compare with."""
-    at: Utc
-    attached: tuple[Sha, ...] = ()
-    """Artifacts captured with it: receipt, settings, surroundings, stacks."""
-    withdrawn: Withdrawn | UnsetType = UNSET
-
-
-class Answer(Record, frozen=True, kw_only=True):
-    outcome: Literal["excluded", "holds", "undecided"]
-    text: Text
-    evidence: Id
-    at: Utc
-
-
-class Alternative(Record, frozen=True, kw_only=True):
-    """Another explanation, and the cheapest test that distinguishes it from the claim."""
-
-    id: Id
-    claim: Text
-    test: Text
-    expected_if_true: Text
-    expected_if_false: Text
-    cost_minutes: Annotated[float, Meta(ge=0)]
-    answer: Answer | None = None
-    withdrawn: Withdrawn | UnsetType = UNSET
-
-
-class Node(Record, frozen=True, kw_only=True):
-    id: Id
-    claim: Text
-    kind: Kind
-    status: Status
-    why_of: tuple[Id, ...] = ()
-    evidence: tuple[Evidence, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
-    reason: str = ""
-    """Why the claim was refuted."""
-    missing: tuple[str, ...] = ()
-    """Facts that an imported record should have contained and did not."""
-    author: Text
-    at: Utc
-    withdrawn: Withdrawn | UnsetType = UNSET
-
-
-def is_active(entry: Node | Alternative | Evidence) -> bool:
-    """Whether an entry was not withdrawn."""
-    return entry.withdrawn is UNSET
-
-
-class Closed(Record, frozen=True, kw_only=True):
-    outcome: Literal["root-cause", "unresolved"]
-    text: str
-    author: Text
-    at: Utc
-
-
-class Finding(Record, frozen=True, kw_only=True):
-    schema: Literal["apr-workbench/finding/1"] = "apr-workbench/finding/1"
+class Finding(Signed, frozen=True, kw_only=True):
+    schema: Literal["apr-workbench/finding/2"] = "apr-workbench/finding/2"
     slug: Id
-    title: Text
     host: str
-    author: Text
-    at: Utc
-    nodes: tuple[Node, ...]
-    artifacts: tuple[Artifact, ...] = ()
-    """Sorted by sha256."""
-    derived: dict[str, Sha] = {}
-    """Hashes of the files that are generated from this one for people: README.md and plots."""
+    source: Text
+    """Folder of the observed run, relative to that of the finding."""
+    observed: Observed
+    parent: Parent | None = None
+    causes: tuple[Cause, ...] = ()
+    tests: tuple[Test, ...] = ()
+    notes: tuple[Note, ...] = ()
+    files: dict[str, File] = {}
+    """Every file of the folder but finding.json, by its path in it."""
     closed: Closed | None = None
     seal: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
 
-    def node(self, id_: str) -> Node:
-        """Return the node with that id. Raises BadInput."""
-        for node in self.nodes:
-            if node.id == id_:
-                return node
-        known = ", ".join(node.id for node in self.nodes)
-        raise BadInput.expected("node", self.slug, f"one of {known}", repr(id_))
+    @property
+    def title(self) -> str:
+        return one_line(f"{self.observed.name} of {self.observed.run}: {self.observed.text}")
 
-    def artifact(self, sha256: str) -> Artifact:
-        return next(a for a in self.artifacts if a.sha256 == sha256)
+    def cause(self, id_: str) -> Cause:
+        """Return the cause with that id; the only one without an id. Raises BadInput."""
+        found = [cause for cause in self.causes if id_ in ("", cause.id)]
+        if len(found) == 1:
+            return found[0]
+        known = ", ".join(f"{one.id} ({one.assignment})" for one in self.causes) or "none"
+        raise BadInput.expected("cause", self.slug, f"one of {known}", id_ or "none named")
+
+    def level_of(self, cause: Cause) -> Level:
+        """`confirmed` by a test that it ends the observation and none that it does not, `refuted` the other way."""
+        words = {test.verdict for test in self.tests if test.cause == cause.id}
+        if ENDS_IT in words:
+            return "open" if KEEPS_IT in words else "confirmed"
+        return "refuted" if KEEPS_IT in words else "open"
 
     @property
-    def files(self) -> list[str]:
-        """The names of its bundle's files, except finding.json."""
-        return [*self.derived, *(a.path for a in self.artifacts if a.kept)]
+    def confirmed(self) -> tuple[Cause, ...]:
+        return tuple(cause for cause in self.causes if self.level_of(cause) == "confirmed")
 
-    def whys_of(self, id_: str) -> tuple[Node, ...]:
-        """The nodes that explain `id_`, including withdrawn ones."""
-        return tuple(node for node in self.nodes if id_ in node.why_of)
-
-    def active_whys_of(self, id_: str) -> tuple[Node, ...]:
-        return tuple(node for node in self.whys_of(id_) if is_active(node))
-
-    def evidence(self) -> Iterable[tuple[Node, Evidence]]:
-        for node in self.nodes:
-            for evidence in node.evidence:
-                yield node, evidence
+    @property
+    def next_cause(self) -> Cause | None:
+        """The cause to test next: an open one, untested before tested; None once one is confirmed."""
+        if self.confirmed:
+            return None
+        tested = {test.cause for test in self.tests if test.verdict}
+        left = [cause for cause in self.causes if self.level_of(cause) == "open"]
+        return min(left, key=lambda cause: cause.id in tested, default=None)
 
 
-Read = Callable[[str], bytes | None]
-"""Returns the bytes of an artifact by its hash; None for one that was not copied."""
+class CannotClose(EngineError):
+    """No test confirms a cause."""
+
+    exit_code = EXIT_FAIL
+
+
+# What a finding becomes
+
+
+def new_finding(
+    slug: str, observed: Observed, source: str, parent: Parent | None, *, author: str = ""
+) -> Finding:
+    """Create a finding. Raises BadInput for a name that is no slug, and for an observation of another run than those
+    that had the parent's cause."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", slug):
+        raise BadInput.expected("finding", slug, "a name of a-z, 0-9 and -", repr(slug))
+    if parent is not None and observed.run_id not in parent.runs:
+        expected = f"a run that had {parent.cause} of {parent.finding}"
+        raise BadInput.expected("observation", observed.run, expected, "another run")
+    return Finding(
+        slug=slug, host=platform.node(), source=source, observed=observed, parent=parent,
+        **_signed(author),
+    )  # fmt: skip
+
+
+def add_cause(
+    finding: Finding, assignment: str, change: Change, why: str = "", *, author: str = ""
+) -> Finding:
+    """Add a possible cause. Raises BadInput for one that it has."""
+    assignment = _clean(assignment, "change")
+    if any(cause.change == change for cause in finding.causes):
+        raise BadInput.expected("cause", finding.slug, "a new one", f"{change}, which it has")
+    id_ = f"c{len(finding.causes) + 1}"
+    cause = Cause(
+        id=id_, assignment=assignment, change=change, why=_cleaned(why), **_signed(author)
+    )
+    return replace(finding, closed=None, causes=(*finding.causes, cause))
+
+
+def add_test(finding: Finding, cause: Cause, plan: Plan, flip: str) -> Finding:
+    """Register a test before it runs. Raises BadInput for a plan of something else."""
+    if plan.observed != finding.observed:
+        found = "nothing" if plan.observed is None else plan.observed.name
+        expected = f"one that asks about {finding.observed.name} of {finding.observed.run}"
+        raise BadInput.expected("plan", finding.slug, expected, found)
+    id_ = f"t{len(finding.tests) + 1}"
+    test = Test(id=id_, cause=cause.id, plan_sha256=plan.sha256, flip=flip, **_signed(""))
+    return replace(finding, closed=None, tests=(*finding.tests, test))
+
+
+def add_note(finding: Finding, text: str, *, author: str = "") -> Finding:
+    note = Note(text=_clean(text, "note"), **_signed(author))
+    return replace(finding, notes=(*finding.notes, note))
+
+
+def with_verdict(finding: Finding, test: Test, verdict: str, reason: str) -> Finding:
+    done = replace(test, verdict=verdict, reason=_cleaned(reason))
+    tests = tuple(done if one.id == test.id else one for one in finding.tests)
+    return replace(finding, tests=tests)
+
+
+def close(finding: Finding, unresolved: str = "", *, author: str = "") -> Finding:
+    """Close with the confirmed cause, or as unresolved with a reason. Raises CannotClose."""
+    if not unresolved and not finding.confirmed:
+        levels = ", ".join(f"{one.id} {finding.level_of(one)}" for one in finding.causes)
+        raise CannotClose(
+            f"finding: {finding.slug} — expected a cause that a test confirms, found {levels or 'none'}",
+            hint="`engine why test` runs the next experiment; --unresolved REASON closes without one",
+        )
+    closed = Closed(
+        outcome="unresolved" if unresolved else "root-cause",
+        text=_clean(unresolved or in_words(finding), "reason"),
+        **_signed(author),
+    )
+    return replace(finding, closed=closed)
+
+
+def in_words(finding: Finding) -> str:
+    """What the tests confirm, in one sentence."""
+    told = [
+        f"{cause.assignment} ends it ({test.id}: {test.reason})"
+        for cause in finding.confirmed
+        for test in finding.tests
+        if test.cause == cause.id and test.verdict == ENDS_IT
+    ]
+    return f"{finding.observed.name} of {finding.observed.run}: {'; '.join(told)}"
+
+
+def _signed(author: str) -> dict[str, Any]:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    return {"author": author or user, "at": now_utc()}
+
+
+def _cleaned(text: str) -> str:
+    """A person's words for storage: secrets removed, valid UTF-8."""
+    return Redactor().text(text.encode("utf-8", "backslashreplace").decode()).text.strip()
+
+
+def _clean(text: str, what: str) -> str:
+    if kept := _cleaned(text):
+        return kept
+    raise BadInput.expected(what, "of the finding", "some words", "none")
+
 
 # finding.json as bytes
-
-_DERIVED = re.compile(r"README\.md|plots/e[0-9]+\.svg")
-
-
-def now_utc(unix_s: float | None = None) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))
-
-
-def unix_of(utc: str) -> float:
-    """Convert a UTC time of a finding to seconds since 1970."""
-    return float(calendar.timegm(time.strptime(utc, "%Y-%m-%dT%H:%M:%SZ")))
 
 
 def to_bytes(finding: Finding) -> bytes:
@@ -332,29 +266,14 @@ def to_bytes(finding: Finding) -> bytes:
     return canonical(msgspec.to_builtins(finding))
 
 
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
-
-
-def canonical(value: Any) -> bytes:
-    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    # A name that is no UTF-8 holds halves of surrogate pairs, which no JSON that can be read again holds.
-    text = _HALF_PAIR.sub(lambda half: f"\\\\{ascii(half[0])[2:-1]}", text)
-    return text.encode() + b"\n"
-
-
 def sealed(finding: Finding) -> Finding:
-    """Return the finding as it will be read back, with the seal of its content. Raises BadInput for a value
-    that the schema does not allow."""
+    """Return the finding as it will be read back, with the seal of its content. Raises BadInput for a value that the
+    schema does not allow."""
     try:
         checked = msgspec.convert(json.loads(to_bytes(finding)), Finding)
     except msgspec.ValidationError as error:
-        raise BadInput.expected(
-            "finding", finding.slug, "what its schema allows", str(error)
-        ) from None
+        expected = "what its schema allows"
+        raise BadInput.expected("finding", finding.slug, expected, str(error)) from None
     bare = replace(checked, seal="")
     return replace(bare, seal=digest(to_bytes(bare)))
 
@@ -364,10 +283,9 @@ def load(raw: bytes, where: object) -> Finding:
     try:
         finding = msgspec.json.decode(raw, type=Finding)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadInput.expected(
-            "finding", where, "a finding (apr-workbench/finding/1)", str(error)
-        ) from None
-    check_form(finding, where)
+        expected = f"a finding ({SCHEMA})"
+        raise BadInput.expected("finding", where, expected, str(error)) from None
+    _check_form(finding, where)
     if sealed(finding).seal != finding.seal:
         raise BadInput.expected("finding", where, "the content that was sealed", "other content")
     if to_bytes(finding) != raw:
@@ -375,44 +293,20 @@ def load(raw: bytes, where: object) -> Finding:
     return finding
 
 
-def check_form(finding: Finding, where: object) -> None:
+def _check_form(finding: Finding, where: object) -> None:
     """Check what the schema cannot express. Raises BadInput."""
-
-    def refuse(expected: str, found: str) -> BadInput:
-        return BadInput.expected("finding", where, expected, found)
-
-    ids = [node.id for node in finding.nodes]
-    ids += [a.id for node in finding.nodes for a in node.alternatives]
-    ids += [evidence.id for _, evidence in finding.evidence()]
-    if twice := sorted({id_ for id_ in ids if ids.count(id_) > 1}):
-        raise refuse("each id once", f"{', '.join(twice)} twice")
-    hashes = [artifact.sha256 for artifact in finding.artifacts]
-    if hashes != sorted(set(hashes)):
-        raise refuse("artifacts in the order of their hashes", "another order, or one twice")
-    if odd := [name for name in finding.derived if not _DERIVED.fullmatch(name)]:
-        raise refuse("README.md and plots alone to be made from it", odd[0])
-    seen: set[str] = set()
-    for node in finding.nodes:
-        # A node refers only to earlier nodes, so there is no cycle.
-        if unknown := [id_ for id_ in node.why_of if id_ not in seen]:
-            raise refuse(f"{node.id} to be a why of nodes before it", ", ".join(unknown))
-        seen.add(node.id)
-        own = {evidence.id for evidence in node.evidence}
-        for other in node.alternatives:
-            if other.answer is not None and other.answer.evidence not in own:
-                raise refuse(f"evidence of {node.id} to answer {other.id}", other.answer.evidence)
-    if not finding.nodes or finding.nodes[0].why_of:
-        raise refuse("a first node that is a why of nothing", "none")
-    for _, evidence in finding.evidence():
-        wanted = [evidence.artifact, *evidence.attached]
-        if isinstance(evidence.locator, FlipResult):
-            wanted += [evidence.locator.plan, evidence.locator.pairs]
-        if isinstance(evidence.locator, CommandRun) and evidence.locator.started is not UNSET:
-            wanted.append(evidence.locator.started.log)
-        if lost := [sha for sha in wanted if sha not in hashes]:
-            raise refuse(f"the artifacts of {evidence.id} in the list", f"no {lost[0][:12]}")
+    causes = [cause.id for cause in finding.causes]
+    tests = [test.id for test in finding.tests]
+    for expected, good in (
+        ("causes c1, c2, ...", causes == [f"c{n + 1}" for n in range(len(causes))]),
+        ("tests t1, t2, ...", tests == [f"t{n + 1}" for n in range(len(tests))]),
+        ("tests of its causes", {test.cause for test in finding.tests} <= {*causes}),
+        ("no experiment twice", len({t.plan_sha256 for t in finding.tests}) == len(tests)),
+        ("files inside its folder", all(map(_is_inside, finding.files))),
+    ):
+        if not good:
+            raise BadInput.expected("finding", where, expected, "something else")
 
 
-def schema() -> bytes:
-    """The JSON schema, as published in finding.schema.json."""
-    return canonical(msgspec.json.schema(Finding))
+def _is_inside(name: str) -> bool:
+    return not any(part in ("", ".", "..") for part in name.split("/"))

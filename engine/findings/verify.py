@@ -1,52 +1,51 @@
-"""Verification of a whole bundle: every byte, every locator, every rule.
+"""Verification of a finding's folder: every byte, the observation, and every test judged again from its files.
 
-    fail      a byte, a file or a seal was changed; a locator does not match its artifact; a rule is
-              broken, or the finding was closed although a rule forbade it
-    unknown   intact and open: no root cause yet
-    pass      intact and closed
+    fail      a byte, a file or a seal was changed; a test does not verify; closed with a cause that none confirms
+    unknown   as it was, and open, unresolved or of an earlier version
+    pass      as it was, and closed with a confirmed cause
 
-A finding.json that is a folder, a FIFO or an unreadable file cannot be checked at all. The verdict is then
-unknown; the bundle is never skipped.
+A test counts only where its flip is that of the plan that was registered before its first run, the plan has the
+observed run as arm A and the cause as its one change, each arm was started with its own settings, and its logs show, or
+do not show, what the pairs say. The verdict is then made again from the pairs.
 
-The artifact must match its locator. If the run or the flip that it came from is still in its place, that must
-match too: logs are append-only, so a difference means a change. A project's file may change later, so a
-difference there gives a note and no fault; so does a source that no longer exists.
-
-A fault names the file or the evidence. Verification detects changes made by anything but this tool: bit rot,
-editors, people. A bundle that was rewritten with the tool's own code is detected by the seal in LOG.md,
-unless that was rewritten too.
+Changes by anything but this tool are detected: bit rot, editors, people. A folder that was rewritten with the tool's
+own code is detected by the seal in LOG.md, unless that was rewritten too.
 """
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engine import limits
 from engine.errors import BadInput, EngineError
-from engine.files import parse_json, read_bytes
+from engine.files import read_bytes
 from engine.findings.bundle import FINDING, LOG, Bundle, logged_seal
-from engine.findings.finding import (
-    Evidence,
-    FileRange,
-    Finding,
-    OfRun,
-    Read,
-    digest,
-    is_active,
-    load,
-)
-from engine.findings.kinds import KINDS, Piece
-from engine.findings.rules import Problem, in_the_way, judge, names_a_run
+from engine.findings.finding import Cause, Finding, Test
+from engine.findings.older import LEVEL, Older
+from engine.flips.arms import Outcome, shown_by
+from engine.flips.ending import PAIRS_MIN, as_it_was
+from engine.flips.plan import Plan
+from engine.flips.proof import settings_differ
+from engine.flips.record import read_header, read_pairs, read_plan_of
+from engine.flips.statistics import ALPHA
+from engine.flips.verdict import Pair, judge
+from engine.flips.watched import arms_of
+from engine.log.folder import COMMAND, RunFolder, read_command
+from engine.log.observed import lines_of, observations, run_id
+from engine.sealing import digest, now_utc
 from engine.verdict import Level, Verdict
 
+_BROKEN = (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     where: str
-    """The file, or the id of the evidence."""
+    """The file, or the id of the test."""
     text: str
 
     def __str__(self) -> str:
@@ -56,204 +55,229 @@ class Fault:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     bundle: Bundle
-    finding: Finding | None = None
+    finding: Finding | Older | None = None
     """None when it is damaged or cannot be read."""
     faults: tuple[Fault, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
     unread: str = ""
     """Why nothing could be checked: finding.json is not a readable file."""
 
     @property
     def broken(self) -> dict[str, str]:
-        """Artifacts that do not verify, by sha256, with the reason."""
-        if self.finding is None:
-            return {}
-        paths = {a.path: a.sha256 for a in self.finding.artifacts}
-        return {paths[f.where]: f.text for f in self.faults if f.where in paths}
+        """Why tests do not verify, by their ids."""
+        return {fault.where: fault.text for fault in reversed(self.faults)}
 
     @property
-    def integrity(self) -> Verdict:
-        """Whether all files are unchanged and all locators match, whatever the rules say."""
-        if self.unread:
-            return Verdict(Level.UNKNOWN, f"could not be checked: {self.unread}")
-        if self.faults:
-            return Verdict(Level.FAIL, _and_more(self.faults))
-        assert self.finding is not None
-        files = len(self.finding.files) + 1
-        return Verdict(Level.PASS, f"{files} files and {_count(self.finding)} as they were")
-
-    @property
-    def standing(self) -> Verdict:
-        """The integrity, or FAIL when the finding was closed against the rules. What an open finding lacks
-        does not count."""
-        closed = self.finding.closed if self.finding is not None else None
-        if self.integrity.level is not Level.PASS or closed is None:
-            return self.integrity
-        unresolved = closed.outcome == "unresolved"
-        against = in_the_way(self.problems, unresolved=unresolved)
-        if not against:
-            return self.integrity
-        what = "closed" if unresolved else "closed as root cause"
-        return Verdict(Level.FAIL, f"{what} against {_and_more(against)}")
+    def is_sound(self) -> bool:
+        return not self.faults and not self.unread
 
     @property
     def verdict(self) -> Verdict:
-        if self.standing.level is not Level.PASS:
-            return self.standing
-        assert self.finding is not None
+        if self.unread:
+            return Verdict(Level.UNKNOWN, f"could not be checked: {self.unread}")
+        if self.faults:
+            more = f" and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
+            return Verdict(Level.FAIL, f"{self.faults[0]}{more}")
+        assert self.finding is not None, "what could not be loaded has a fault"
+        files = f"{len(self.finding.files) + 1} files as they were"
+        if isinstance(self.finding, Older):
+            return Verdict(Level.UNKNOWN, f"{files}, {LEVEL}")
         closed = self.finding.closed
         if closed is None:
-            for level, what in (("error", Level.FAIL), ("open", Level.UNKNOWN)):
-                if found := [p for p in self.problems if p.level == level]:
-                    return Verdict(what, _and_more(found))
-            return Verdict(Level.UNKNOWN, "sound, and not closed")
+            return Verdict(Level.UNKNOWN, f"{files}, not closed")
         if closed.outcome == "unresolved":
-            return Verdict(Level.UNKNOWN, f"closed unresolved: {closed.text}")
-        return Verdict(Level.PASS, f"root cause, {_count(self.finding)} checked")
-
-
-def _and_more(found: Sequence[object]) -> str:
-    return f"{found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}"
-
-
-def _count(finding: Finding) -> str:
-    count = sum(1 for _ in finding.evidence())
-    return f"{count} piece{'s' if count != 1 else ''} of evidence"
+            return Verdict(Level.UNKNOWN, f"{files}, closed unresolved: {closed.text}")
+        tests = len(self.finding.tests)
+        judged = f"{tests} test{'s' if tests != 1 else ''} judged again"
+        return Verdict(Level.PASS, f"root cause, {files}, {judged}")
 
 
 def check_bundle(bundle: Bundle) -> Checked:
-    """Re-hash every file and re-check every locator and rule."""
+    """Hash every file and judge every test again."""
     try:
-        raw = bundle.read_finding()
+        read_bytes(bundle.path / FINDING, "finding", limits.FINDING)
     except BadInput as error:
         return Checked(bundle=bundle, unread=error.message)
     try:
-        finding = load(raw, bundle.path / FINDING)
+        finding = bundle.open()
     except BadInput as error:
-        return Checked(bundle=bundle, faults=(Fault(where=FINDING, text=error.message),))
-    faults, kept = list(_file_faults(bundle, finding)), dict[str, bytes | None]()
-    notes: list[str] = []
-    for artifact in finding.artifacts:
-        try:
-            kept[artifact.sha256] = bundle.read_artifact(artifact)
-        except BadInput as error:
-            faults.append(Fault(where=artifact.path, text=error.message))
-    for _, evidence in finding.evidence():
-        found: list[str] = []
-        if evidence.artifact in kept:
-            found += _differences(Piece(finding, evidence, kept.get))
-        fault, note = _source_difference(finding, evidence, bundle.path)
-        found += [fault] if fault else []
-        notes += [f"{evidence.id}: {evidence.source}: {note}"] if note else []
-        faults += [Fault(where=evidence.id, text=text) for text in found]
-    notes += [
-        f"{a.name} ({a.sha256[:12]}, {a.size} bytes) was not copied: known by hash and size"
-        for a in finding.artifacts
-        if not a.kept
-    ]
-    checked = Checked(bundle=bundle, finding=finding, faults=tuple(faults), notes=tuple(notes))
-    tested = _tested_problems(finding, kept.get)
-    return replace(checked, problems=(*judge(finding, checked.broken), *tested))
+        return Checked(bundle=bundle, faults=(Fault(FINDING, error.message),))
+    if isinstance(finding, Older):
+        faults = _file_faults(bundle, finding.files, {*finding.files}, finding.seal)
+        return Checked(bundle=bundle, finding=finding, faults=tuple(faults))
+    hashes = {name: file.sha256 for name, file in finding.files.items()}
+    copied = {name for name, file in finding.files.items() if file.is_copied}
+    found = [*_file_faults(bundle, hashes, copied, finding.seal)]
+    if not found:
+        found += _observation_faults(bundle, finding)
+        found += [f for test in finding.tests if test.verdict for f in _told(bundle, finding, test)]
+        found += _closing_faults(bundle, finding)
+    return Checked(bundle=bundle, finding=finding, faults=tuple(found), notes=(*_notes(finding),))
 
 
-def _differences(piece: Piece) -> list[str]:
-    """List where a locator differs from its artifact."""
-    if piece.read(piece.evidence.artifact) is None:
-        return []  # known by hash and size alone
-    locator = piece.evidence.locator
-    try:
-        return list(KINDS[type(locator)].differences(locator, piece))
-    except (EngineError, ValueError, KeyError, TypeError) as error:
-        return [f"it cannot be read as it was: {error}"]
+def _notes(finding: Finding) -> Iterator[str]:
+    for name, file in finding.files.items():
+        if not file.is_copied:
+            yield f"{name}: not copied, known by hash and size"
+        if file.redacted:
+            yield f"{name}: redacted, otherwise whole"
 
 
-def _source_difference(finding: Finding, evidence: Evidence, folder: Path) -> tuple[str, str]:
-    """Compare evidence with its source and return (fault, note). `folder` is the bundle's folder."""
-    again_of = KINDS[type(evidence.locator)].again
-    if not evidence.source:
-        return "", ""
-    if finding.artifact(evidence.artifact).redacted or "[redacted" in evidence.source:
-        return "", "not compared, secrets were taken out"
-    path = folder / evidence.source
-    if not path.exists():
-        return "", "is not here, not compared"
-    try:
-        again = None if again_of is None else again_of(evidence.locator, path)
-    except (EngineError, OSError) as error:
-        return f"{evidence.source}: cannot be read any more: {error}", ""
-    if again is None:
-        return "", "something else lies there now, not compared"
-    if again.blob.artifact.redacted:
-        return "", "not compared, secrets are taken out of it by now"
-    if again.blob.artifact.sha256 == evidence.artifact and again.locator == evidence.locator:
-        return "", ""
-    if isinstance(evidence.locator, FileRange):
-        return "", "the file was changed since"
-    return f"{evidence.source}: does not say any more what was taken from it", ""
-
-
-def _tested_problems(finding: Finding, read: Read) -> Iterator[Problem]:
-    """Yield a problem for each alternative that was excluded by a run other than the one that its test
-    starts. The settings captured with the run record the spec that it was started with."""
-    for node in finding.nodes:
-        for alternative in node.alternatives:
-            answer, wanted = alternative.answer, names_a_run(alternative.test)
-            if answer is None or answer.outcome != "excluded" or not wanted:
-                continue
-            if not is_active(node) or not is_active(alternative):
-                continue
-            evidence = next(e for e in node.evidence if e.id == answer.evidence)
-            if not isinstance(evidence.locator, OfRun):
-                continue
-            if why := _another_run(finding, evidence, wanted, alternative.test, read):
-                text = f"{alternative.id} is not excluded by the test it names: {evidence.id} {why}"
-                yield Problem(rule="E-WHY-004", level="open", node=node.id, text=text)
-
-
-def _another_run(finding: Finding, evidence: Evidence, spec: str, test: str, read: Read) -> str:
-    """Say why the run behind the evidence was not started with `spec` and the settings of the test; empty
-    when it was."""
-    names = {a.sha256: a.name for a in finding.artifacts}
-    kept = [sha for sha in evidence.attached if names.get(sha) == "effective.json"]
-    raw = read(kept[0]) if kept else None
-    try:
-        effective = parse_json(raw or b"", "effective.json", "settings")
-        file, sets, tree = effective["spec_file"], effective["sets"], effective["spec"]
-        if Path(str(file)).name != Path(spec).name:
-            return f"is of a run of {Path(str(file)).name}, the test names {spec}"
-        for key, value in re.findall(r"--set[ =](\S+?)=(\S+)", test):
-            section, _, name = key.partition(".")
-            if f"{key}={value}" not in sets and str(tree[section].get(name)) != value:
-                return f"is of a run without {key}={value}"
-    except (BadInput, KeyError, TypeError, AttributeError):
-        return "is of a run of which it is not recorded how it was started"
-    return ""
-
-
-def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
-    """Yield files that should not be there, generated files that were changed, and a seal that differs from
-    LOG.md."""
-    wanted = {FINDING, *finding.files}
-    folders = {str(Path(name).parent) for name in wanted}
+def _file_faults(
+    bundle: Bundle, hashes: dict[str, str], copied: set[str], seal: str
+) -> Iterator[Fault]:
+    """Yield files that are missing, changed, or should not be there, and a seal that differs from LOG.md."""
+    wanted = {FINDING, *copied}
+    folders = {str(above) for name in wanted for above in Path(name).parents}
     for path in sorted(bundle.path.rglob("*")):
         name = str(path.relative_to(bundle.path))
-        if path.is_dir() and not path.is_symlink():
-            if name not in folders:
-                yield Fault(where=name, text="a folder that the finding does not name")
-        elif name not in wanted:
-            yield Fault(where=name, text="a file that the finding does not name")
-    for name, sha256 in finding.derived.items():
+        is_folder = path.is_dir() and not path.is_symlink()
+        if name not in (folders if is_folder else wanted):
+            yield Fault(name, "the finding does not name it")
+    for name in sorted(copied):
         path = bundle.path / name
         try:
-            data = read_bytes(path, "file", limits.ARTIFACT)
+            found = "a link" if path.is_symlink() else digest(_bytes(path))
         except BadInput as error:
-            yield Fault(where=name, text=f"cannot be read: {error.message}")
+            yield Fault(name, f"cannot be read: {error.message}")
             continue
-        found = digest(data)
-        if path.is_symlink() or found != sha256:
-            yield Fault(where=name, text=f"expected sha256 {sha256[:16]}, found {found[:16]}")
-    seal = logged_seal(bundle.path.parent / LOG, bundle.path.name)
-    if seal is not None and seal != finding.seal:
-        text = f"has the seal {seal[:16]}, the finding {finding.seal[:16]}: export it again if you changed it"
-        yield Fault(where=LOG, text=text)
+        if found != hashes[name]:
+            yield Fault(name, f"expected sha256 {hashes[name][:16]}, found {found[:16]}")
+    logged = logged_seal(bundle.path)
+    if logged is not None and logged != seal:
+        text = f"has the seal {logged[:16]}, the finding {seal[:16]}: export it again if you changed it"
+        yield Fault(LOG, text)
+
+
+def _bytes(path: Path) -> bytes:
+    return read_bytes(path, "file", limits.ARTIFACT)
+
+
+def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
+    """Compare the observation with the copy of the run's log."""
+    seen = finding.observed
+    logs = [finding.files.get(f"observed/{name}.jsonl") for name in ("watch", "events")]
+    if any(file is not None and (file.redacted or not file.is_copied) for file in logs):
+        return  # said in the notes
+    try:
+        found = [dataclasses.replace(one, run=seen.run) for one in observations(bundle.observed)]
+    except EngineError as error:
+        yield Fault("observed", error.message)
+        return
+    if seen not in found:
+        yield Fault("observed", f"its logs do not say {seen.name} as the finding does")
+
+
+def _closing_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
+    closed, parent = finding.closed, finding.parent
+    if closed is not None and closed.outcome == "root-cause" and not finding.confirmed:
+        yield Fault(FINDING, "closed with a root cause, and no test confirms one")
+    if parent is None:
+        return
+    try:
+        above = Bundle(bundle.path.parent / parent.finding).load()
+    except BadInput:
+        return  # it lies elsewhere
+    if parent.cause not in {cause.id for cause in above.confirmed}:
+        yield Fault(
+            FINDING, f"{parent.cause} of {parent.finding}, which it explains, is not confirmed"
+        )
+
+
+# A test, judged again
+
+
+def _told(bundle: Bundle, finding: Finding, test: Test) -> Iterator[Fault]:
+    """Yield why a recorded verdict is not one on its cause."""
+    folder, cause = bundle.flip_of(test.id), finding.cause(test.cause)
+    try:
+        plan, pairs = read_plan_of(folder), read_pairs(folder)
+        found = [
+            *_plan_faults(bundle, finding, test, cause, plan, read_header(folder)),
+            *_pair_faults(finding, test, plan, pairs, folder),
+        ]
+    except _BROKEN as error:
+        yield Fault(test.id, f"its flip cannot be read: {error}")
+        return
+    if not found:
+        judgement = judge(plan, pairs) or judge(plan, pairs, "ended")
+        word = judgement.verdict if judgement is not None else "nothing"
+        if word != test.verdict:
+            found.append(f"its pairs say {word}, it says {test.verdict}")
+    yield from (Fault(test.id, text) for text in found)
+
+
+def _plan_faults(
+    bundle: Bundle, finding: Finding, test: Test, cause: Cause, plan: Plan, header: dict[str, Any]
+) -> Iterator[str]:
+    file = finding.files[f"tests/{test.id}/plan.json"]
+    if header["plan_sha256"] != test.plan_sha256 or (
+        plan.sha256 != test.plan_sha256 and not file.redacted
+    ):
+        yield "its flip is of another plan than the one that was registered"
+    if plan.observed != finding.observed:
+        yield "its plan asks about another observation"
+    if plan.changes != (cause.change,):
+        yield f"its plan changes {' and '.join(map(str, plan.changes)) or 'nothing'}"
+    easier = plan.pairs_min < PAIRS_MIN or plan.alpha > ALPHA or plan.steps < finding.observed.step
+    if easier:
+        yield "its plan asks for fewer pairs or steps, or allows more chance, than a test has"
+    if not cause.at <= test.at <= header["at"]:
+        yield "the cause and the test were not registered before its flip"
+    observed = bundle.observed
+    if plan.command is None:
+        if dict(plan.spec) != as_it_was(observed.path):
+            yield "its arm A has other settings than the observed run"
+        return
+    command = read_command(observed)
+    words = arms_of(observed, {cause.change.key: cause.change.b}).words
+    if command is None or (plan.command.words, plan.command.folder) != (words, command.folder):
+        yield "its arm A is another command than the observed run"
+
+
+def _pair_faults(
+    finding: Finding, test: Test, plan: Plan, pairs: Sequence[Pair], folder: Path
+) -> Iterator[str]:
+    order, begun = plan.order(), read_header(folder)["at"]
+    ids = {finding.observed.run_id}
+    for number, pair in enumerate(pairs, start=1):
+        if pair.number != number or number > plan.pairs_max or pair.b_first != order[number - 1]:
+            yield f"pair {number} is not the one that its plan has there"
+        if why := _not_flipped(plan, pair, folder):
+            yield f"pair {number}: {why}"
+        for outcome in pair.outcomes.values():
+            run = RunFolder(folder / outcome.run)
+            if (name := run_id(run)) in ids:
+                yield f"{outcome.run} is a run that stands for another one too"
+            ids.add(name)
+            first = next(iter(lines_of(run.events if run.events.exists() else run.watch)))
+            if now_utc(first.unix_s) < begun:
+                yield f"{outcome.run} began before the flip"
+            if run.read_effective().get("flip_sha256", test.plan_sha256) != test.plan_sha256:
+                yield f"{outcome.run} is of another flip"
+            if shown_by(plan, run, outcome.state)[0] != outcome.shown:
+                yield f"{outcome.run}: its logs do not say what the pair does"
+
+
+def _not_flipped(plan: Plan, pair: Pair, folder: Path) -> str:
+    """Why the two runs of a pair do not differ in the change alone; empty where they do."""
+    if plan.command is None:
+        proof = settings_differ(plan, pair.a, pair.b, folder)
+        return "" if proof.level is Level.PASS else proof.reason
+    a, b = (_started_with(folder, outcome) for outcome in (pair.a, pair.b))
+    (change,) = plan.changes
+    differ = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+    return (
+        ""
+        if differ == {change.key}
+        else f"its arms differ in {', '.join(sorted(differ)) or 'nothing'}"
+    )
+
+
+def _started_with(folder: Path, outcome: Outcome) -> dict[str, str]:
+    """Words, variables and settings of a command's run, by name, without what names the run itself."""
+    run = RunFolder(folder / outcome.run)
+    told = run.read_effective()[COMMAND]
+    given = dict(text.split("=", 1) for text in told.get("environment", ())) | told.get("set", {})
+    found = {"{}": "\0".join(told["arguments"]), **given}
+    return {name: text.replace(run.name, "") for name, text in found.items()}

@@ -42,7 +42,7 @@ def ending_plan(
         plan = watched_plan(path, difference(assignment), **how)
     else:
         plan = make_plan(path, [assignment], **how)
-        plan = dataclasses.replace(plan, spec=_as_it_was(path))
+        plan = dataclasses.replace(plan, spec=as_it_was(path))
     if len(plan.changes) != 1:
         found = " and ".join(map(str, plan.changes)) or "none"
         raise BadInput.expected("change", "of the flip", "one, to name a cause", found)
@@ -50,6 +50,9 @@ def ending_plan(
     if change.key.partition(".")[0] in OBSERVERS:
         expected = "a setting of the job"
         raise BadInput.expected("change", str(change), expected, "one of who looks at it")
+    if plan.steps < observed.step:
+        text = f"at least the {observed.step} after which the run showed it"
+        raise BadInput.expected("steps", "of the flip", text, str(plan.steps))
     limit_s = max(LEAST_WAIT_S, LONGEST_WAIT * max(observed.after_s, observed.window_s))
     values = f"{change.key}={change.text(b=False)} and not with {change.text(b=True)}"
     return dataclasses.replace(
@@ -69,7 +72,7 @@ def steps_past(observed: Observed) -> int:
     return max(STEPS, observed.step + WARM_UP_STEPS, -(-5 * observed.step // 4))
 
 
-def _as_it_was(path: Path) -> dict[str, dict[str, Any]]:
+def as_it_was(path: Path) -> dict[str, dict[str, Any]]:
     """The settings of the run itself, without checkpoints and without an end that cuts a hang short."""
     tree = load_source(path).to_dict()
     tree["checkpoint"] |= {"every": 0, "at_end": False}

@@ -89,7 +89,7 @@ QUANTIZED = "quantized"
 def proofs(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> dict[str, Verdict | None]:
     """Every proof about a pair, by the names in `PROOFS`; None for one that does not apply."""
     if plan.observed is not None:
-        asked = _commands_differ if plan.command is not None else _settings_differ
+        asked = _commands_differ if plan.command is not None else settings_differ
         return {"flipped": asked(plan, a, b, flip), "equal": None, "parity": None}
     if plan.command is not None:
         # What a script computes is its own affair: its words may change it on purpose.
@@ -158,7 +158,7 @@ def _same_training(a: Outcome, b: Outcome) -> Verdict:
 
 def flipped(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
     """Prove that the arms differ in the planned settings and in no other."""
-    verdicts = [_settings_differ(plan, a, b, flip)]
+    verdicts = [settings_differ(plan, a, b, flip)]
     verdicts += [_decided(change, a, b) for change in plan.changes]
     if {"teacher.kernel", BACKEND} & plan.keys:
         verdicts.append(_other_kernels(a, b))
@@ -166,7 +166,8 @@ def flipped(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
     return lowest(verdicts)
 
 
-def _settings_differ(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
+def settings_differ(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
+    """Prove from both run folders that the arms' settings differ in the planned ones alone."""
     expected: dict[str, tuple[Any, Any]] = {c.key: (c.a, c.b) for c in plan.changes}
     if plan.slow_a_by:
         expected[SLOW_KEY] = (plan.slow_a_by, plan.spec["compute"]["slow_by"])

@@ -138,6 +138,17 @@ def read_pairs(path: Path) -> list[Pair]:
         return _read(path / "pairs.jsonl")[1]
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """Read the first line of a flip's pairs: the hash of its plan, when it was registered, the machine. Raises
+    RunLogError."""
+    with _expecting(path, "a header and pairs"):
+        return _read(path / "pairs.jsonl")[0]
+
+
+def is_flip(path: Path) -> bool:
+    return (path / "pairs.jsonl").is_file()
+
+
 def find_flips(folder: Path) -> list[Path]:
     """The flips directly in `folder`, or `folder` itself, newest first; flips of controls are not included."""
     if (folder / "pairs.jsonl").is_file():

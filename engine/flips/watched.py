@@ -16,7 +16,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import BadInput
 from engine.flips.command import OUT, WORDS
@@ -61,19 +61,9 @@ def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:
     if command.part_of is not None:
         found = f"a later training of {command.part_of}"
         raise _refused(path, "the first training of a command", found)
-    told = run.read_effective()[COMMAND]
-    given = dict(text.split("=", 1) for text in told.get("environment", ()))
-    a: dict[str, str | None] = {**given, **told.get("set", {})}
-    words, changed = command.arguments, dict(b)
-    if not words or any(REDACTED in text for text in (*words, *given.values())):
-        found = "one with a secret, which is not kept" if words else "none"
-        raise _refused(path, "a command that the run folder keeps", found)
+    words, a, changed, outputs = arms_of(run, b)
     if not os.path.isdir(command.folder):
         raise _refused(path, f"its folder {command.folder}", "no such folder")
-    if (own := changed.pop(WORDS, None)) is not None:
-        words, a[WORDS] = _without_options(words, own)
-        changed[WORDS] = own
-    words, outputs = _into_out(words)
     is_small = size_to_copy(Path(command.folder)) is not None
     if not is_small and not outputs:
         raise _refused(
@@ -96,6 +86,33 @@ def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:
         copied=is_small,
         **how,
     )
+
+
+class Arms(NamedTuple):
+    words: tuple[str, ...]
+    a: dict[str, str | None]
+    b: dict[str, str | None]
+    """What B has otherwise."""
+    outputs: int
+    """How many options say where the script writes."""
+
+
+def arms_of(run: RunFolder, b: Mapping[str, str | None]) -> Arms:
+    """The command of a watched run with `{}` and `{out}` in it, and what its arms have. Raises BadInput."""
+    command = read_command(run)
+    assert command is not None, "the run is of a command that was watched"
+    told = run.read_effective()[COMMAND]
+    given = dict(text.split("=", 1) for text in told.get("environment", ()))
+    a: dict[str, str | None] = {**given, **told.get("set", {})}
+    words, changed = command.arguments, dict(b)
+    if not words or any(REDACTED in text for text in (*words, *given.values())):
+        found = "one with a secret, which is not kept" if words else "none"
+        raise _refused(run.path, "a command that the run folder keeps", found)
+    if (own := changed.pop(WORDS, None)) is not None:
+        words, a[WORDS] = _without_options(words, own)
+        changed[WORDS] = own
+    words, outputs = _into_out(words)
+    return Arms(words, a, changed, outputs)
 
 
 def options_for(assignment: str) -> list[str]:

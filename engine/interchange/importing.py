@@ -18,7 +18,6 @@ from typing import Any
 from engine import limits
 from engine.errors import BadInput
 from engine.files import parse_json
-from engine.findings.redact import Redactor
 from engine.interchange.names import COUNTS, HELD_OUT, our_names
 from engine.interchange.series import Point, by_step
 from engine.interchange.sources import Recorded, read_table, read_tensorboard, read_wandb
@@ -38,6 +37,7 @@ from engine.log.events import (
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.log.text import one_line
 from engine.log.write import LogWriter
+from engine.redact import Redactor
 from engine.units import format_count
 from engine.watch.replay import diagnose
 

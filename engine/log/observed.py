@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from engine.errors import BadInput, RunLogError
@@ -81,9 +82,12 @@ class Line(NamedTuple):
     event: AnyEvent
 
 
-def lines_of(run: RunFolder, log: Log) -> Iterator[Line]:
+def log_of(run: RunFolder, log: Log) -> Path:
+    return run.events if log == "events" else run.watch
+
+
+def lines_of(path: Path) -> Iterator[Line]:
     """Yield the whole lines of a log with their times; none where the log is missing. Raises RunLogError."""
-    path = run.events if log == "events" else run.watch
     origin_s = 0.0
     try:
         with open_plain(path) as file:
@@ -106,8 +110,8 @@ def lines_of(run: RunFolder, log: Log) -> Iterator[Line]:
 def run_id(run: RunFolder) -> str:
     """An id that is the same wherever the run's folder lies: a hash of the first line of its oldest log. Raises
     RunLogError."""
-    for log in ("watch", "events"):
-        for line in lines_of(run, log):
+    for log in reversed(LOGS):
+        for line in lines_of(log_of(run, log)):
             return hashlib.sha256(line.raw + b"\n").hexdigest()[:16]
     raise RunLogError.expected("run folder", run.path, "a log with a line in it", "none")
 
@@ -117,7 +121,7 @@ def observations(run: RunFolder) -> list[Observed]:
     found: dict[tuple[Kind, str], tuple[int, Observed]] = {}
     id_, first, step = run_id(run), None, 0
     for log in LOGS:
-        for line in lines_of(run, log):
+        for line in lines_of(log_of(run, log)):
             event = line.event
             first = line.unix_s if first is None else min(first, line.unix_s)
             if isinstance(event, StepDone):
@@ -211,7 +215,7 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
     is_whole: bool | None = None
     answered = observed.kind in ("alert", "exit")
     for log in LOGS:
-        for line in lines_of(run, log):
+        for line in lines_of(log_of(run, log)):
             event = line.event
             first, last = min(first, line.unix_s), max(last, line.unix_s)
             told = _told(event)

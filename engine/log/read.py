@@ -404,3 +404,10 @@ class Liveness:
     supervisor: bool
     boot_id: str = ""
     """The kernel's boot id; empty when it was not read."""
+
+
+def events_of(log: Path) -> Iterator[AnyEvent]:
+    """Yield the events of a possibly long log. Raises BrokenLog after the last sound part."""
+    reader = LogReader(log)
+    while events := reader.poll():
+        yield from events

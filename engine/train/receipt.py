@@ -17,10 +17,6 @@ from torch import Tensor
 from engine.data.batches import epoch_order
 from engine.data.chat_template import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, ChatTemplate
 from engine.errors import write_error
-from engine.findings.context import allowed_environment, engine_source, package_versions, view_of
-from engine.findings.finding import digest, now_utc
-from engine.findings.receipt import digest_files, digest_rest, facts_of, facts_sha256
-from engine.findings.redact import Redactor
 from engine.formats.safetensors import tensors_sha256
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.log.events import DataReady, ReceiptWritten, StudentSaved
@@ -29,7 +25,11 @@ from engine.log.write import read_boot_id
 from engine.models.decoder import Decoder
 from engine.models.load import save_decoder
 from engine.plan.inputs import Inputs
+from engine.receipts.context import allowed_environment, engine_source, package_versions, view_of
+from engine.receipts.receipt import digest_files, digest_rest, facts_of, facts_sha256
+from engine.redact import Redactor
 from engine.runtime.device import torch_dtype
+from engine.sealing import digest, now_utc
 from engine.spec import RunSpec
 from engine.version import VERSION
 

@@ -26,8 +26,6 @@ from engine.checks.artefact import Artefact, Sample, samples_of
 from engine.checks.runner import Checks
 from engine.crash import as_engine_error, is_memory_error, trace_of
 from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError
-from engine.findings.context import view_of
-from engine.findings.receipt import largest_rate
 from engine.log.beats import BeatWriter, log_of
 from engine.log.events import Evaluated, Note, Phase, RunFinished
 from engine.log.folder import RunFolder, open_run
@@ -41,6 +39,8 @@ from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import choose_sharded
 from engine.plan.run_plan import Plan, plan_run
+from engine.receipts.context import view_of
+from engine.receipts.receipt import largest_rate
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
 from engine.signals import Stopped

@@ -311,6 +311,7 @@ class Evidence(Scenario):
     def prepare(self) -> None:
         from engine.findings.capture import capture_statement
         from engine.findings.whys import link
+
         from tests.support.findings import AT, NO_SECRETS, blobs_of, hanging_run, idle, seen
 
         run = hanging_run(self.folder / "run")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import shlex
-import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,29 +14,33 @@ from typing import Any
 from engine.cli import evidence as evidence_command
 from engine.cli import why as why_command
 from engine.errors import EngineError
-from engine.findings.capture import Blob, Capture, capture_exit, capture_metric
-from engine.findings.finding import CommandRun, Finding, FlipResult, MetricWindow
-from engine.findings.redact import Redactor
-from engine.findings.whys import add_alternative, add_node, answer, link, new_finding
+from engine.findings import changes
+from engine.findings.bundle import Bundle
+from engine.findings.changes import Suspect
+from engine.findings.finding import Finding, Test
+from engine.flips.arms import Outcome, shown_by
 from engine.flips.conclusion import FlipVerdict, conclude
 from engine.flips.plan import Plan
-from engine.flips.record import create_flip
+from engine.flips.record import create_flip, open_flip
 from engine.flips.surroundings import Surroundings
 from engine.flips.verdict import Pair, judge
 from engine.log.events import AlertRaised, GpuSample, HostSample, RunFinished, TrainerExited
 from engine.log.folder import RunFolder
 from engine.terminal import ArgumentParser
 from engine.verdict import Level, Verdict
-from tests.support.flip_pairs import plan, timed
+from tests.support.flip_pairs import outcome, plan, timed
+from tests.support.paths import ROOT
 from tests.support.run_folders import START_UNIX_S, Scene, started, step
 
-AT = "2026-05-22T08:00:00Z"
-NO_SECRETS = Redactor({})
 HERE = Surroundings(machine="m", device="cpu", device_name="the CPU", engine="1")
 PASSED = {name: Verdict(Level.PASS, "yes") for name in ("AA", "positive")}
 NONE = {name: Verdict(Level.UNKNOWN, "none within a day") for name in PASSED}
 FASTER = [-0.301, -0.299, -0.3, -0.302]
 SAME = [0.001, -0.002, 0.0015, -0.001]
+DEMO = ROOT / "engine" / "demo"
+SETTINGS: dict[str, dict[str, Any]] = {name: dict(part) for name, part in plan().spec.items()}
+SETTINGS["teacher"]["path"] = str(DEMO / "teacher")
+SETTINGS["student"]["config"] = str(DEMO / "student.json")
 
 
 @dataclass(frozen=True)
@@ -105,28 +109,11 @@ def with_runs(folder: Path, made: Plan, one: Pair) -> Pair:
     return replace(one, **arms)
 
 
-STARTING = """
-import json, pathlib, sys, time
-folder, code, text = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-folder.mkdir(parents=True)
-(folder / "effective.json").write_text("{}")
-line = {"v": 1, "seq": 0, "t_s": 0.0, "kind": "log_opened", "unix_s": time.time(), "boot_id": "b", "pid": 1,
-        "writer": "trainer", "torn_bytes_dropped": 0}
-(folder / "events.jsonl").write_text(json.dumps(line) + "\\n")
-print(text)
-sys.exit(code)
-"""
-
-
-def starting(folder: Path, code: int, text: str = "") -> list[str]:
-    """Return a command that leaves a new run in `folder`, prints a text and ends with an exit status."""
-    return [sys.executable, "-c", STARTING, str(folder), str(code), text]
-
-
 def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 0.0) -> RunFolder:
     """Make a run that did a few steps, stayed at 0 % GPU utilisation, raised an alert and was killed."""
     steps = 4
     scene = Scene(path, start_unix_s=START_UNIX_S + later_s).open()
+    with_settings(scene.run, SETTINGS)
     scene.events(started(path.name, 60))
     for number in range(1, steps + 1):
         scene.now_s += 1.0
@@ -143,6 +130,7 @@ def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 
             id="gpu_idle",
             severity="error",
             title="the GPU has done nothing for 6 s",
+            last_step=steps,
             from_unix_s=begin + steps,
             to_unix_s=begin + scene.now_s,
         ),
@@ -159,70 +147,77 @@ def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 
     return scene.close().run
 
 
-def steady_run(path: Path, values: list[float | None]) -> RunFolder:
-    """Make a completed run with these losses."""
-    scene = Scene(path).open()
-    scene.events(started(path.name, len(values)))
-    for number, value in enumerate(values, start=1):
-        scene.now_s += 0.5
-        scene.events(step(number, value))
-    scene.events(
-        RunFinished(state="completed", reason="every step done", exit_code=0, step=len(values))
-    )
-    return scene.close().run
+def with_settings(run: RunFolder, settings: Mapping[str, Any], **more: object) -> None:
+    told = {"spec_file": "/kd.toml", "sets": [], "spec": settings, **more}
+    run.effective.write_text(json.dumps(told))
 
 
-def idle(run: RunFolder) -> Capture:
-    return capture_metric(run, "gpu0.gpu_util_pct", NO_SECRETS)
+Shows = Sequence[tuple[bool | None, bool | None]]
+ENDS, KEEPS = [(True, False)] * 3, [(True, True)]
+THREADS, ROWS = "compute.threads=1", "train.rows=2"
 
 
-def blobs_of(*captures: Capture) -> list[Blob]:
-    """Return everything that a bundle needs for these captures."""
-    return [blob for capture in captures for blob in capture.blobs]
+def asked(run: RunFolder, *causes: str, folder: Path | None = None, **how: Any) -> Bundle:
+    """Begin a finding about the alert of `hanging_run`."""
+    folder = folder or run.path.parent.parent / "evidence"
+    return changes.begin(folder, run, "alert gpu_idle", map(Suspect, causes or (THREADS,)), **how)
 
 
-def seen(run: RunFolder) -> Finding:
-    """Make a finding whose first node was observed in `run`."""
-    finding = new_finding("hang", "no step in 90 minutes", author="tester", at=AT)
-    return link(finding, "n1", idle(run), at=AT)
+def begin_test(bundle: Bundle, flip: Path, cause: str = "") -> Test:
+    """Register a test, and begin its flip as `engine why test` does."""
+    chosen, made = changes.plan_test(bundle, cause)
+    test = changes.register(bundle, chosen, made, flip)
+    create_flip(flip, made, HERE).close()
+    return test
 
 
-def why(finding: Finding, claim: str, kind: str = "mechanism", of: str = "n1") -> Finding:
-    return add_node(finding, claim, why_of=[of], kind=kind, author="tester", at=AT)  # type: ignore[arg-type]
+def end_test(flip: Path, shows: Shows) -> None:
+    """Carry out a begun flip: each arm shows the alert or does not, by logs that a run of it leaves."""
+    opened, made = open_flip(flip)
+    for number, (a, b) in enumerate(shows, start=1):
+        begun = time.time()
+        opened.add(
+            Pair(
+                number=number,
+                b_first=made.order()[number - 1],
+                begun_unix_s=begun,
+                seconds=1.0,
+                a=an_arm(flip, made, number, "A", a),
+                b=an_arm(flip, made, number, "B", b),
+                proofs={"flipped": Verdict(Level.PASS, "yes"), "equal": None, "parity": None},
+            )
+        )
+    judgement = judge(made, opened.pairs) or judge(made, opened.pairs, "no more pairs")
+    assert judgement is not None
+    verdict = conclude(made, opened, judgement, {}, HERE, interrupted=False, cost_s=1.0)
+    opened.write(verdict.to_json())
+    opened.close()
 
 
-def with_answered_alternative(finding: Finding, node: str, capture: Capture) -> Finding:
-    """Add an alternative that costs five minutes, with its test done."""
-    finding = add_alternative(
-        finding,
-        node,
-        "the disk was slow",
-        test=test_of(capture),
-        if_true="x",
-        if_false="y",
-        minutes=5,
-    )
-    finding = link(finding, node, capture, says="answers", at=AT)
-    name = finding.node(node).alternatives[-1].id
-    own = finding.node(node).evidence[-1].id
-    return answer(finding, name, outcome="excluded", text="equal", evidence=own, at=AT)
+def an_arm(flip: Path, made: Plan, number: int, arm: str, shown: bool | None) -> Outcome:
+    """Make the run of an arm that shows the alert, goes on without it, or breaks."""
+    name = f"arms/{number:02}-{arm.lower()}"
+    scene = Scene(flip / name, start_unix_s=time.time() + number + (arm == "B") / 2).open()
+    spec = made.arm(arm == "B", flip / "arms", Path(name).name, number)
+    with_settings(scene.run, spec.to_dict(), flip_sha256=made.sha256)
+    assert made.observed is not None
+    for at in range(1, 3 if shown is not False else made.steps + 1):
+        scene.now_s += 1.0
+        scene.events(step(at, 2.0))
+    scene.now_s += made.observed.window_s
+    if shown:
+        scene.watch(AlertRaised(id=made.observed.id, severity="error", title="nothing is done"))
+    state, code = ("failed", 1) if shown is None else ("terminated", 143)
+    end: dict[str, Any] = {"cause": "c", "certainty": "proved", "sentence": "it ended"}
+    scene.watch(TrainerExited(trainer_pid=7, returncode=code, state=state, signal=None, **end))
+    found, reason = shown_by(made, scene.close().run, state)
+    assert found is shown, reason
+    state = state if shown is None else "answered"
+    return outcome(arm, None, run=name, state=state, reason=reason, shown=shown)
 
 
-def test_of(capture: Capture) -> str:
-    """Return the test whose result this evidence is."""
-    match capture.locator:
-        case FlipResult():
-            keys = [change.partition(":")[0] for change in capture.locator.changes]
-            return f"engine flip kd.toml --set {' '.join(keys)}"
-        case CommandRun():
-            return shlex.join(capture.locator.argv)
-        case MetricWindow():
-            return f"{capture.locator.metric} of a run"
-    return "the exit of the run"
-
-
-test_of.__test__ = False  # type: ignore[attr-defined]
-
-
-def end_of(run: RunFolder) -> Capture:
-    return capture_exit(run, NO_SECRETS)
+def carry_out(bundle: Bundle, flip: Path, shows: Shows = ENDS, cause: str = "") -> Finding:
+    """Test a cause with made-up runs, and record the verdict."""
+    test = begin_test(bundle, flip, cause)
+    end_test(flip, shows)
+    return changes.record(bundle, test)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UsageError
-from engine.findings.chart import LIMIT, Series, line_chart
 from engine.log.downsample import Row, points
 from engine.log.folder import open_run
+from engine.report.chart import LIMIT, Series, line_chart
 from engine.terminal import as_html, printable
 from workbench.compared import (
     Compared,

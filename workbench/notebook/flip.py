@@ -20,11 +20,11 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import BadInput, UsageError
-from engine.findings.chart import flip_figure
 from engine.flips.plan import parse_time
 from engine.flips.proposals import proposals
 from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
+from engine.report.chart import flip_figure
 from engine.terminal import as_html
 from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed, command_of

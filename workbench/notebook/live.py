@@ -28,9 +28,9 @@ import ipywidgets
 import traitlets
 
 from engine.errors import BadInput, UsageError
-from engine.findings.chart import run_figures
 from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.view import RunView
+from engine.report.chart import run_figures
 from workbench.engine_commands import resume_run, start_run, stop_run
 from workbench.feed import UNREADABLE, RunFeed, Snapshot
 from workbench.notebook.panel import Panel

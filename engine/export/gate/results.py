@@ -19,8 +19,8 @@ from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
 from engine.export.gate.gate import Subject, does_not_apply
 from engine.export.outcome import Outcome, answered, unknown
-from engine.findings.receipt import check_student_files
 from engine.log.folder import RunFolder
+from engine.receipts.receipt import check_student_files
 from engine.verdict import Level
 
 HELDOUT, EVAL = "heldout", "eval"

@@ -23,7 +23,7 @@ from engine.errors import BadInput
 from engine.findings import finding as form
 from engine.findings.bundle import Bundle
 from engine.findings.finding import Closed, Finding
-from engine.findings.redact import Redactor
+from engine.redact import Redactor
 from tests.support.findings import ask, flip, hanging_run, starting
 from tests.support.paths import ROOT
 

@@ -22,9 +22,9 @@ from engine.export.gate.run import ask_gates
 from engine.export.gate.smoke import least_cross_entropy, smoke
 from engine.export.gate.teacher import cache_fidelity, teacher_parity
 from engine.export.outcome import Outcome, answered
-from engine.findings.context import spec_hash, view_of
 from engine.log.folder import RunFolder
 from engine.models.load import save_decoder
+from engine.receipts.context import spec_hash, view_of
 from engine.spec import load_spec, spec_from_dict
 from engine.verdict import Level
 from tests.support.finished_runs import finish, results_file

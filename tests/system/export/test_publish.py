@@ -174,7 +174,7 @@ def test_tensors_with_another_hash_than_the_run_logged_are_refused(run: RunFolde
     flipped(run.student / "model.safetensors")
     receipt = run.read_receipt()
     assert receipt is not None
-    from engine.findings.receipt import digest_files
+    from engine.receipts.receipt import digest_files
 
     another_receipt(run, student_files=digest_files(run.student))
     with pytest.raises(BadInput, match="tensors of the student: expected sha256"):

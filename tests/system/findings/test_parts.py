@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from engine.findings.kinds import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.findings.chart import FAINT, Row, metric_figure
-from engine.findings.context import kernel_excerpt, view_of
 from engine.findings.finding import Locator
-from engine.findings.kinds import KINDS
 from engine.log.sparkline import sparkline
+from engine.receipts.context import kernel_excerpt, view_of
+from engine.report.chart import FAINT, Row, metric_figure
 from tests.support.findings import hanging_run
 from tests.support.paths import ROOT
 from tests.support.run_folders import Scene, started

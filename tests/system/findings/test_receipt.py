@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from engine.data.batches import epoch_order
-from engine.findings.context import checkout_state, view_of
-from engine.findings.receipt import differences, facts_of, facts_sha256, lineage_of, rows_of
 from engine.log.events import Event
 from engine.log.folder import RunFolder
+from engine.receipts.context import checkout_state, view_of
+from engine.receipts.receipt import differences, facts_of, facts_sha256, lineage_of, rows_of
 from engine.spec import spec_from_dict
 from tests.support.findings import ask, hanging_run
 from tests.support.paths import ROOT

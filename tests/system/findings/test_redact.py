@@ -9,17 +9,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from engine.findings.capture import capture_command, capture_events, capture_metric
+from engine.findings.whys import link, new_finding
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.findings.bundle import Bundle
-from engine.findings.capture import capture_command, capture_events, capture_metric
-from engine.findings.context import allowed_environment, checkout_state, run_blobs
-from engine.findings.redact import Redactor, is_secret_name
 from engine.findings.verify import check_bundle
-from engine.findings.whys import link, new_finding
 from engine.log.events import FactsRead, Note
 from engine.log.read import decode_line
+from engine.receipts.context import allowed_environment, checkout_state, run_blobs
+from engine.redact import Redactor, is_secret_name
 from tests.support.findings import AT, ask, blobs_of, hanging_run, why
 from tests.support.run_folders import Scene, started
 

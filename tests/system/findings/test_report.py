@@ -7,16 +7,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from engine.findings.capture import capture_metric
+from engine.findings.whys import link, new_finding
 
 from engine.errors import BadInput
 from engine.findings.bundle import Bundle
-from engine.findings.capture import capture_metric
-from engine.findings.chart import flip_figure
-from engine.findings.redact import Redactor
-from engine.findings.report import report
-from engine.findings.whys import link, new_finding
 from engine.flips.record import create_flip
 from engine.flips.surroundings import Surroundings
+from engine.redact import Redactor
+from engine.report.chart import flip_figure
+from engine.report.page import report
 from tests.support.findings import blobs_of
 from tests.support.flip_pairs import plan, timed
 from tests.support.run_folders import completed, corrupt, killed, running

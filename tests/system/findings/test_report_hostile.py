@@ -14,11 +14,11 @@ import pytest
 
 from engine.cli.main import main
 from engine.errors import RunLogError
-from engine.findings.chart import Series, line_chart
-from engine.findings.report import _lines, _page, _section, hanging
 from engine.log.events import FactsRead, GpuSample, HostSample
 from engine.log.read import decode_line
 from engine.log.write import encode
+from engine.report.chart import Series, line_chart
+from engine.report.page import _lines, _page, _section, hanging
 from tests.support.paths import ROOT
 from tests.support.run_events import KINDS, example_of, numbered, step
 from tests.support.run_folders import completed

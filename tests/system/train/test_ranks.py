@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.findings.receipt import differences
 from engine.formats.open import open_weights
 from engine.log.beats import read_beats, read_lost_rank
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
+from engine.receipts.receipt import differences
 from engine.runtime.ranks import ranks_here
 from engine.spec import spec_from_dict
 from engine.watch.replay import diagnose

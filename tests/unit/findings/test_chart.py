@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from engine.findings.chart import COLOURS, FAINT, PAINTS, Series, line_chart
+from engine.report.chart import COLOURS, FAINT, PAINTS, Series, line_chart
 from tests.support.contrast import as_seen_without, contrast
 from workbench.plot.series import SERIES
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.findings.chart import Series, line_chart
 from engine.log.downsample import Bucket, bucket_at, buckets, equal_counts, equal_widths, points
 from engine.log.table import Range, Table
+from engine.report.chart import Series, line_chart
 
 LIMIT = 1024
 

@@ -1,180 +1,121 @@
-"""One finding: its chain as a tree, each piece of evidence opened in place, and the actions on it."""
+"""One finding: what was observed, its possible causes, the tests of each, and the actions on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, cast, get_args
+from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from engine.errors import BadInput
+from engine.errors import EngineError
 from engine.findings import changes
 from engine.findings.bundle import LOG, Bundle
-from engine.findings.changes import Done
-from engine.findings.finding import Kind, Says
+from engine.findings.changes import Suspect
+from engine.findings.finding import Finding
+from engine.findings.text import next_words, state_words
 from engine.findings.verify import check_bundle
-from engine.findings.whys import OUTCOMES
-from workbench.findings import FindingFeed, node_of, tested_id
-from workbench.linking import PARTS, captured
+from engine.log.folder import RunFolder
+from engine.log.observed import observation
+from engine.log.text import one_line
+from workbench.findings import EVIDENCE, JOB, FindingFeed, newest_flip, of_flip, offered
+from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
+from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import Field, FormScreen, Values
+from workbench.tui.screens.polling import PollingScreen
 
 NOTES = (
-    "Signs of claims: * observed, + supported, x refuted, ? unverified. A cause (hypothesis,",
-    "mechanism) is supported by a flip or a reproduction alone; else it is shown as unverified.",
-    "> is evidence, shown in full under the cursor. ! was changed since it was captured.",
-    "- was withdrawn: it stays, struck through, and supports nothing any more.",
+    "+ confirmed: runs as they were show the observation, runs with the change do not, in three",
+    "  pairs, and no run says otherwise. x refuted: a run with the change shows it too. ? open.",
+    "> is a test, judged again from its files. ! does not verify. A note supports nothing.",
     "",
-    "E-WHY-001  observed needs evidence; supported and refuted need evidence that a tool captured",
-    "E-WHY-002  a cause needs a flip with its runs, or a reproduction that started a run",
-    "E-WHY-003  out of memory needs the record of an exit that says so",
-    "E-WHY-004  no root cause while an alternative of less than 30 minutes is untested, or one is",
-    "           excluded by anything but the test it names",
-    "E-WHY-005  one observation supports one claim once",
-    "",
+    "t runs the next test in the background; enter on it shows its runs. It goes on when this screen",
+    "or the workbench is closed, and t goes on with one that was interrupted.",
     "Every change is made as by `engine why`, under the lock of the finding.",
 )
-WHERE = "a run, a flip or a file; ! COMMAND; or : what you say"
+LATER = "name one later"
+SHOWN = 3
+"""So many of what went wrong are shown with their words above the form."""
 
 
 class FindingScreen(BrowseScreen[FindingFeed]):
-    """The tree of one finding."""
+    """One finding."""
 
-    NOTES = NOTES
+    NOTES, JOB = NOTES, JOB
     CSS = "FindingScreen.-wide #both RowList, FindingScreen.-wide #both DetailsPane { width: 1fr; }"
-    ACTING = frozenset({"add", "link", "alternative", "refute", "withdraw", "close", "export"})
+    ACTING = frozenset({"test", "cause", "note", "close", "export", "stop"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding(
-            "a", "add", "add why", tooltip="add an answer to why the claim under the cursor is so"
+            "t", "test", "test", tooltip="run the next test, or that of the cause under the cursor"
         ),
+        Binding("ctrl+x", "stop", "stop", tooltip="interrupt the test; t goes on with it"),
+        Binding("e", "runs", "runs", tooltip="the runs of the newest test as they go"),
+        Binding("a", "cause", "add cause", tooltip="name another change that may end it"),
+        Binding("c", "close", "close", tooltip="close with the confirmed cause, or as unresolved"),
+        Binding("n", "note", "note", tooltip="keep some words; they support nothing"),
+        Binding("v", "verify", "verify", tooltip="hash every file, judge every test again"),
         Binding(
-            "l", "link", "link", tooltip="put evidence under the claim, or answer an alternative"
-        ),
-        Binding("o", "alternative", "or", tooltip="name another explanation and its cheapest test"),
-        Binding("x", "refute", "refute", tooltip="mark the claim as wrong, with a reason"),
-        Binding(
-            "t", "withdraw", "withdraw", tooltip="withdraw an entry: it is kept, struck through"
-        ),
-        Binding("v", "verify", "verify", tooltip="hash and evaluate every piece of evidence again"),
-        Binding("c", "close", "close", tooltip="close as root cause, or as unresolved"),
-        Binding(
-            "e", "export", "export", tooltip="enter it into LOG.md, or copy it elsewhere first"
+            "x", "export", "export", tooltip="enter it into LOG.md, or copy it elsewhere first"
         ),
     )
 
     def __init__(self, context: Context, path: Path) -> None:
-        super().__init__(
-            context, f"finding {path.name}", FindingFeed(path, ascii_only=context.ascii_only)
-        )
+        super().__init__(context, f"finding {path.name}", FindingFeed(path))
         self.bundle = Bundle(path)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return self._feed.finding is not None if action in self.ACTING else True
-
-    def _place(self) -> tuple[str, str]:
-        """Return the node under the cursor, and the alternative, if it is one."""
         finding = self._feed.finding
-        assert finding is not None, "actions are offered once it was read"
-        return node_of(finding, self.selected.key if self.selected is not None else "")
+        if action == "stop":
+            return self.job_runs
+        if action == "test":
+            return finding is not None and finding.next_cause is not None and not self.job_runs
+        if action == "runs":
+            return finding is not None and newest_flip(finding, self.bundle) is not None
+        return finding is not None if action in self.ACTING else True
 
     def _ask(
-        self, title: str, send: Callable[[Values], Done | str], *fields: Field, note: str = ""
+        self, title: str, send: Callable[[Values], Finding | str], *fields: Field, note: str = ""
     ) -> None:
-        """Open a form; its result is shown, and the cursor goes to the entry that it changed."""
+        """Open a form; what comes next is shown after it."""
 
         def sent(values: Values) -> str:
             done = send(values)
-            return done if isinstance(done, str) else done.said
+            return done if isinstance(done, str) else next_words(done) or "closed"
 
         def done(said: str | None) -> None:
             if said is not None:
                 self.notify(said, markup=False)
-                self.goto(said.partition(":")[0].partition(" ")[0])
+                self.tick()
 
         self.app.push_screen(FormScreen(title, fields, sent, note=note), done)
 
-    # Keys.
+    # Keys
 
-    def action_add(self) -> None:
-        def send(v: Values) -> Done:
-            parents, kind = v["of"].replace(",", " ").split(), cast(Kind, v["kind"])
-            return changes.add(self.bundle, v["claim"], why_of=parents, kind=kind)
+    def action_test(self) -> None:
+        asked = ["why", "test", "--finding", str(self.bundle.path)]
+        key, finding = "" if self.selected is None else self.selected.key, self._feed.finding
+        if finding is not None and key in {cause.id for cause in finding.causes}:
+            asked += ["--cause", key]
+        self.start_job([*asked, "--evidence", str(self.bundle.path.parent)])
 
-        self._ask(
-            "add an answer to a why",
-            send,
-            Field(name="claim", label="because", hint="the attention ran on the CPU"),
-            Field(name="of", label="why of", value=self._place()[0], hint="n1, or several: n1 n3"),
-            Field(name="kind", label="kind", value="hypothesis", options=get_args(Kind)),
-        )
-
-    def action_link(self) -> None:
-        node, alternative = self._place()
+    def action_runs(self) -> None:
         finding = self._feed.finding
-        assert finding is not None
+        if finding is not None and (flip := newest_flip(finding, self.bundle)) is not None:
+            self.app.push_screen(FlipScreen(self.context, None, folder=flip))
 
-        def send(v: Values) -> Done:
-            answers = tested_id(finding, v["node"], v["answers"]) if v["says"] == "answers" else ""
-            return changes.link(
-                self.bundle,
-                v["node"],
-                lambda: captured(v["where"], v["part"]),
-                says=cast(Says, v["says"]),
-                answers=answers,
-                outcome=v["outcome"],
-                result=v["result"],
-            )
-
-        said = "answers" if alternative else "supports"
+    def action_cause(self) -> None:
+        hint = "teacher.backend=dequantized, OMP_NUM_THREADS=1, --lr 1e-4"
         self._ask(
-            "link evidence",
-            send,
-            Field(name="where", label="evidence", hint=WHERE),
-            Field(name="part", label="part", hint=f"of a run: {PARTS}"),
-            Field(name="node", label="node", value=node),
-            Field(name="says", label="it", value=said, options=get_args(Says)[:3]),
-            Field(name="answers", label="alternative", value=alternative, hint="for answers: a1"),
-            Field(name="outcome", label="it is", value="excluded", options=OUTCOMES),
-            Field(name="result", label="test showed", hint="for answers: what the test showed"),
-            note="A command is run now, without a shell; part `exit 0` makes it a reproduction.",
+            "another change that may end it",
+            lambda v: changes.suspect(self.bundle, v["change"]),
+            Field(name="change", label="change", hint=hint),
         )
 
-    def action_alternative(self) -> None:
-        def send(v: Values) -> Done:
-            asked = {name: v[name] for name in ("test", "if_true", "if_false", "minutes")}
-            return changes.suspect(self.bundle, v["node"], v["claim"], **asked)
-
-        self._ask(
-            "another explanation",
-            send,
-            Field(name="claim", label="or", hint="the disk was slow"),
-            Field(name="test", label="cheapest test", hint="engine flip RUN --set data.workers=0"),
-            Field(name="if_true", label="if it is so", hint="what the test shows then"),
-            Field(name="if_false", label="if not", hint="what the test shows then"),
-            Field(name="minutes", label="minutes", hint="what the test costs"),
-            Field(name="node", label="instead of", value=self._place()[0]),
-        )
-
-    def action_refute(self) -> None:
-        self._ask(
-            "mark a claim as wrong",
-            lambda v: changes.refute(self.bundle, v["node"], v["reason"]),
-            Field(name="reason", label="reason", hint="both arms completed"),
-            Field(name="node", label="node", value=self._place()[0]),
-        )
-
-    def action_withdraw(self) -> None:
-        entry = "" if self.selected is None else self.selected.key.partition("@")[0]
-        hint = "a claim, evidence or an alternative: n2, e3, a1"
-        self._ask(
-            "withdraw an entry",
-            lambda v: changes.withdraw(self.bundle, v["entry"], v["reason"]),
-            Field(name="reason", label="reason", hint="it is of another run"),
-            Field(name="entry", label="entry", value=entry, hint=hint),
-            note="It is kept, struck through, and supports nothing any more.",
-        )
+    def action_note(self) -> None:
+        fields = (Field(name="text", label="note"),)
+        self._ask("a note", lambda v: changes.note(self.bundle, v["text"]), *fields)
 
     def action_verify(self) -> None:
         def verify() -> str:
@@ -185,20 +126,14 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         self.command("verify", verify)
 
     def action_close(self) -> None:
-        def send(v: Values) -> Done:
-            unresolved = v["outcome"] == "unresolved"
-            if unresolved and not v["text"]:
-                expected = "why it stays unresolved"
-                raise BadInput.expected("finding", self.bundle.path, expected, "no reason")
-            reason = v["text"] if unresolved else ""
-            return changes.close(self.bundle, unresolved=reason, text=v["text"])
-
-        hint, outcomes = "the root cause, or why there is none", ("root-cause", "unresolved")
+        finding = self._feed.finding
+        if finding is not None and finding.confirmed:
+            self.command("close", lambda: state_words(changes.close(self.bundle)))
+            return
         self._ask(
-            "close the finding",
-            send,
-            Field(name="text", label="in a sentence", hint=hint),
-            Field(name="outcome", label="as", value="root-cause", options=outcomes),
+            "close as unresolved: no test confirms a cause",
+            lambda v: changes.close(self.bundle, v["reason"]),
+            Field(name="reason", label="reason", hint="why there is no cause"),
         )
 
     def action_export(self) -> None:
@@ -212,3 +147,50 @@ class FindingScreen(BrowseScreen[FindingFeed]):
             Field(name="to", label="copy to", hint="another evidence folder; empty: here"),
             note="It is entered into LOG.md of its evidence folder.",
         )
+
+
+def ask_why(screen: PollingScreen, run: RunFolder | None, flip: Path | None = None) -> None:
+    """Open the form of a new finding about a run, or about a run of a flip, and then the finding."""
+
+    def begun(path: str | None) -> None:
+        if path is not None:
+            screen.app.push_screen(FindingScreen(screen.context, Path(path)))
+
+    def make() -> None:
+        # In a thread: a log may be long.
+        try:
+            if flip is not None:
+                form = finding_form(*of_flip(flip))
+            else:
+                assert run is not None, "a run or a flip"
+                form = finding_form(run)
+        except EngineError as problem:
+            screen.app.call_from_thread(
+                screen.notify, str(problem), severity="warning", markup=False
+            )
+        else:
+            screen.app.call_from_thread(screen.app.push_screen, form, begun)
+
+    screen.run_worker(make, thread=True)
+
+
+def finding_form(run: RunFolder, suspects: Sequence[Suspect] = ()) -> FormScreen:
+    """Return a form for a new finding about a run, filled in; its result is the folder of the finding. Raises BadInput
+    where nothing went wrong in the run."""
+    observation(run, "")
+    seen, proposed = offered(run)
+    folder: Path = beside([run.path.parent], EVIDENCE)[0]
+    known = {one.assignment: one for one in (*suspects, *proposed)}
+
+    def send(v: Values) -> str:
+        names = [v["other"]] if v["other"] else [v["cause"]] if v["cause"] != LATER else []
+        chosen = [known.get(name, Suspect(name)) for name in names]
+        return str(changes.begin(folder, run, v["seen"], chosen).path)
+
+    fields = (
+        Field(name="seen", label="went wrong", options=tuple(one.name for one in seen)),
+        Field(name="cause", label="may be ended by", options=(*known, LATER)),
+        Field(name="other", label="or by", hint="another change: KEY=VALUE, NAME=VALUE, or words"),
+    )
+    note = "\n".join(f"{one.name}: {one_line(one.text)}" for one in seen[:SHOWN])
+    return FormScreen(f"why? a finding about {run.name}", fields, send, note=note)

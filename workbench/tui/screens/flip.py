@@ -68,9 +68,7 @@ class FlipScreen(PollingScreen):
         Binding("tab", "edit", "edit", tooltip="go through the fields"),
         Binding("z", "details", "details", tooltip="the statistics, controls, plan and pairs"),
         Binding("ctrl+x", "stop", "stop", tooltip="end the flip and keep its measurements"),
-        Binding(
-            "ctrl+w", "keep", "to a finding", tooltip="put its verdict into a five-whys finding"
-        ),
+        Binding("ctrl+w", "keep", "why", tooltip="a five-whys finding with its change as a cause"),
         Binding("escape", "back", "back", tooltip="back; a running flip continues"),
         Binding("f1", "app.help", "help", tooltip="this help"),
     ]
@@ -227,14 +225,10 @@ class FlipScreen(PollingScreen):
 
     def action_keep(self) -> None:
         # Imported here: the first frame does not need it.
-        from workbench.tui.screens.finding_forms import keep_form
+        from workbench.tui.screens.finding import ask_why
 
         if self._snapshot is not None and self._snapshot.has_ended:
-            self.app.push_screen(keep_form(self._snapshot), self._kept)
-
-    def _kept(self, said: str | None) -> None:
-        if said is not None:
-            self.notify(said, timeout=10, markup=False)
+            ask_why(self, None, self._snapshot.folder)
 
     def action_back(self) -> None:
         if self._snapshot is not None and self._snapshot.going_on:

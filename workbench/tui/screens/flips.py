@@ -8,11 +8,11 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from engine.log.folder import RunFolder
-from workbench.flips import FLIPS, FlipFeed, FlipsFeed
+from workbench.flips import FLIPS, FlipsFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
-from workbench.tui.screens.finding_forms import keep_form
+from workbench.tui.screens.finding import ask_why
 from workbench.tui.screens.flip import FlipScreen
 
 NOTES = (
@@ -34,9 +34,7 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
         Binding(
             "n", "new", "new flip", tooltip="test a suspicion about the run that was on screen"
         ),
-        Binding(
-            "ctrl+w", "keep", "to a finding", tooltip="put its verdict into a five-whys finding"
-        ),
+        Binding("ctrl+w", "keep", "why", tooltip="a five-whys finding with its change as a cause"),
     )
 
     def __init__(self, context: Context, run: RunFolder | None = None) -> None:
@@ -68,12 +66,4 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
     def action_keep(self) -> None:
         if self.selected is None:
             return
-        snapshot = FlipFeed(Path(self.selected.key)).poll()
-        if not snapshot.has_ended:
-            self.notify("it has no verdict yet", severity="warning", markup=False)
-            return
-        self.app.push_screen(keep_form(snapshot), self._kept)
-
-    def _kept(self, said: str | None) -> None:
-        if said is not None:
-            self.notify(said, markup=False)
+        ask_why(self, None, Path(self.selected.key))

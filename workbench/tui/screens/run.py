@@ -110,7 +110,7 @@ class RunScreen(PollingScreen):
         ),
         Binding("right", "scrub(1)", "later", show=False, priority=True, tooltip="on in a replay"),
         Binding("F", "flip", "flip", tooltip="test a suspicion: this run with one setting changed"),
-        Binding("W", "why", "why", tooltip="begin a five-whys finding with an alert of this run"),
+        Binding("W", "why", "why", tooltip="ask what causes what went wrong here, and test it"),
         STOP,
         RESUME,
         Binding("escape", "back", "back", show=False, tooltip="unzoom, or go back to the runs"),
@@ -506,14 +506,9 @@ class RunScreen(PollingScreen):
 
     def action_why(self) -> None:
         # Imported here: the first frame does not need it.
-        from workbench.tui.screens.finding_forms import finding_form
+        from workbench.tui.screens.finding import ask_why
 
-        if self._snapshot is not None:
-            self.app.push_screen(finding_form(self.run, self._snapshot.view), self._begun)
-
-    def _begun(self, path: str | None) -> None:
-        if path is not None:
-            self.notify(f"begun: {path}; w lists the findings", markup=False)
+        ask_why(self, self.run)
 
 
 def _needs(snapshot: Snapshot | None) -> object:

@@ -1,4 +1,4 @@
-"""Five whys: the findings in the evidence folders, and a new one."""
+"""Five whys: the findings in the evidence folders."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from engine.findings.changes import begin, slug_of
 from workbench.findings import EVIDENCE, FindingsFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.finding import FindingScreen
-from workbench.tui.screens.form import Field, FormScreen, Values
 
 NOTES = (
-    "A finding begins with an observation and asks why until no cheaper explanation is untested.",
-    "It is kept in evidence/DATE-NAME/, with all its evidence, frozen by hash.",
+    "A finding begins with what went wrong in a run (W on its screen), names changes that may end",
+    "it, and tests them: runs as they were must show it, and runs with the change must not.",
+    "It is kept in evidence/DATE-NAME/, with all that its tests were judged by, frozen by hash.",
 )
 
 
@@ -25,10 +24,8 @@ class WhysScreen(BrowseScreen[FindingsFeed]):
     """The findings."""
 
     NOTES = NOTES
-    ACTING = frozenset({"new"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
-        Binding("enter", "open", "open", tooltip="the tree of the finding under the cursor"),
-        Binding("n", "new", "new", tooltip="begin a finding with what was seen"),
+        Binding("enter", "open", "open", tooltip="the finding under the cursor"),
     )
 
     def __init__(self, context: Context) -> None:
@@ -37,21 +34,3 @@ class WhysScreen(BrowseScreen[FindingsFeed]):
     def action_open(self) -> None:
         if self.selected is not None:
             self.app.push_screen(FindingScreen(self.context, Path(self.selected.key)))
-
-    def action_new(self) -> None:
-        folder = self._feed.folders[0]
-
-        def send(values: Values) -> str:
-            name = values["name"] or slug_of(values["claim"])
-            return str(begin(folder, name, values["claim"]).path)
-
-        def done(path: str | None) -> None:
-            if path is not None:
-                self.goto(path)
-
-        fields = (
-            Field(name="claim", label="what was seen", hint="no step in 90 minutes"),
-            Field(name="name", label="name", hint="a-z, 0-9 and -; empty: from the words above"),
-        )
-        note = f"It is begun in {folder}/; evidence is linked next."
-        self.app.push_screen(FormScreen("a new finding", fields, send, note=note), done)

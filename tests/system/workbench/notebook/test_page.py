@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.findings.chart import PAINTS
-from engine.findings.report import report
+from engine.report.chart import PAINTS
+from engine.report.page import report
 from tests.support import notebook_lab
 from tests.support.hostile_logs import hostile_run
 from tests.support.lacks import needs
@@ -135,7 +135,7 @@ def test_a_notebook_from_elsewhere_and_an_exported_one_show_the_result(
 
 KEPT = """\
 from IPython.display import HTML
-from engine.findings.chart import Series, line_chart
+from engine.report.chart import Series, line_chart
 from workbench.notebook.panel import still_html
 rows = ((0.0, 1.0), (1.0, 2.0))
 HTML(still_html("kept", [line_chart("loss", [Series(name="x", rows=rows)], x_name="step")], ["said"]))"""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import ipywidgets
 import pytest
+from engine.findings.whys import CannotClose
 
 from engine.errors import BadInput, UsageError
 from engine.findings.bundle import find_bundles
-from engine.findings.whys import CannotClose
 from engine.flips.record import read_verdict
 from tests.support.findings import starting
 from tests.support.notebook_pages import drawn, until

@@ -28,14 +28,14 @@ import msgspec
 
 from engine.errors import BadInput, RunLogError, SpecError
 from engine.files import open_plain
-from engine.findings.context import plain, sessions_of, spec_hash
-from engine.findings.finding import canonical, digest, now_utc
-from engine.findings.logs import events_of, read_log
 from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
 from engine.log.events import CheckpointSaved, Event, RunStarted, StudentSaved
 from engine.log.folder import RunFolder
-from engine.log.read import BrokenLog
+from engine.log.observed import lines_of
+from engine.log.read import BrokenLog, events_of
 from engine.log.view import RunView
+from engine.receipts.context import plain, sessions_of, spec_hash
+from engine.sealing import canonical, digest, now_utc
 from engine.spec import parse_set, read_spec
 from engine.terminal import clipped
 from engine.verdict import Level, Verdict
@@ -418,7 +418,7 @@ def _ends_early(log: Path, covered: int, receipt: dict[str, Any]) -> str:
         return ""
     ended_unix_s, offset = receipt.get("finished_unix_s") or 0.0, 0
     try:
-        for line in read_log(log):
+        for line in lines_of(log):
             if offset < covered:
                 offset += len(line.raw) + 1
                 continue

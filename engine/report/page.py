@@ -7,20 +7,17 @@ the folder alone: once a run has ended, the same folder gives the same bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from engine.attach.identities import identity_lines
 from engine.errors import BadInput, RunLogError
 from engine.findings.bundle import Bundle, is_bundle
-from engine.findings.capture import is_flip
-from engine.findings.chart import PAINTS, flip_figure, run_figures
-from engine.findings.finding import EventRange, MetricWindow
-from engine.findings.kinds import words_of
-from engine.findings.text import derive, event_lines, state_words, struck, tree_lines
+from engine.findings.finding import Finding
+from engine.findings.older import Older
+from engine.findings.text import lines
 from engine.findings.verify import check_bundle
-from engine.flips.record import read_pairs, read_plan_of, read_verdict
+from engine.flips.record import is_flip, read_pairs, read_plan_of, read_verdict
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.flips.verdict import interval_of
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
@@ -38,6 +35,7 @@ from engine.log.text import (
     speed_lines,
     status_text,
 )
+from engine.report.chart import PAINTS, flip_figure, run_figures
 from engine.terminal import as_html
 
 _STYLE = (
@@ -50,10 +48,6 @@ _STYLE = (
     f"@media(prefers-color-scheme:dark){{body{{color:{PAINTS['ink'][1]};background:{PAINTS['ground'][1]}}}"
     "pre{background:#222}}"
 )
-
-
-_STRUCK = re.compile(r"~~([a-z][0-9a-z-]* .*)~~  (withdrawn [^~]*)")
-"""A withdrawn entry, in the format of `struck`."""
 
 
 def report(path: Path) -> str:
@@ -113,6 +107,10 @@ def _command_of(run: RunFolder) -> WatchedCommand | None:
 
 
 def _flip_page(path: Path) -> str:
+    return _page(f"flip {path.resolve().name}", _flip_parts(path))
+
+
+def _flip_parts(path: Path) -> list[str]:
     plan, pairs, verdict = read_plan_of(path), read_pairs(path), read_verdict(path)
     table = [pair_heading(plan)]
     for count, pair in enumerate(pairs, start=1):
@@ -121,37 +119,32 @@ def _flip_page(path: Path) -> str:
         said = ["no verdict: it goes on, or it died"] if verdict is None else verdict_lines(verdict)
     except (KeyError, TypeError) as error:
         raise RunLogError.expected("verdict", path, "the fields of one", repr(error)) from error
-    parts = [
+    return [
         _section("Verdict", said),
-        flip_figure(plan, pairs),
+        *([flip_figure(plan, pairs)] if plan.observed is None else ()),
         _section("Plan, registered before the first run", plan_lines(plan)),
         _section("Pairs", table),
     ]
-    return _page(f"flip {path.resolve().name}", parts)
 
 
 def _finding_page(bundle: Bundle) -> str:
     checked = check_bundle(bundle)
-    finding = bundle.load()
-    readable = {a.sha256: a for a in finding.artifacts if a.sha256 not in checked.broken}
-
-    def read(sha256: str) -> bytes | None:
-        return bundle.read_artifact(readable[sha256]) if sha256 in readable else None
-
-    plots = derive(finding, read)
+    finding = bundle.open()
+    is_older = isinstance(finding, Older)
+    said = finding.lines if isinstance(finding, Older) else lines(finding, checked.broken)
     parts = [
-        _lines([state_words(finding), f"verified: {checked.verdict}"]),
-        f"<h2>Whys</h2>\n{hanging(tree_lines(finding, checked.broken))}",
-        *[_section("Changed since it was taken", map(str, checked.faults))] * bool(checked.faults),
-        "<h2>Evidence</h2>",
+        _lines([f"verified: {checked.verdict.level.name.lower()}: {checked.verdict.reason}"]),
+        f"<h2>{'Claims' if is_older else 'Causes and tests'}</h2>\n{hanging(said)}",
+        *[_section("Changed", map(str, checked.faults))] * bool(checked.faults),
+        *[_section("Notes", checked.notes)] * bool(checked.notes),
     ]
-    for node, evidence in finding.evidence():
-        words = f"{evidence.id} {evidence.says} {node.id}: {words_of(evidence.locator)}"
-        words = struck(words, evidence.withdrawn)
-        found = isinstance(evidence.locator, EventRange)
-        parts.append(hanging([words, *(event_lines(evidence, read) if found else ())]))
-        if isinstance(evidence.locator, MetricWindow):
-            parts.append(plots[f"plots/{evidence.id}.svg"])
+    if isinstance(finding, Finding):
+        for test in finding.tests:
+            if test.verdict and test.id not in checked.broken:
+                parts += [
+                    f"<h2>{test.id}: {as_html(test.reason)}</h2>",
+                    *_flip_parts(bundle.flip_of(test.id)),
+                ]
     return _page(finding.title, parts)
 
 
@@ -177,10 +170,6 @@ def hanging(lines: Iterable[str]) -> str:
     drawn = []
     for line in lines:
         text = line.lstrip(" ")
-        entry = _STRUCK.fullmatch(text)
-        words = as_html(text)
-        if entry is not None:
-            words = f"<s>{as_html(entry[1])}</s>  {as_html(entry[2])}"
         style = f"margin-left:{len(line) - len(text) + 4}ch;text-indent:-4ch"
-        drawn.append(f'<div style="{style}">{words}</div>')
+        drawn.append(f'<div style="{style}">{as_html(text)}</div>')
     return f'<pre style="white-space:pre-wrap;word-break:normal">{"".join(drawn)}</pre>'

@@ -124,13 +124,6 @@ def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
     return line_chart(title, series, x_name="pair", levels=levels, ends=ends)
 
 
-def metric_figure(window: Sequence[Row], title: str) -> str:
-    """A metric over the seconds since its first row; the rows are (unix seconds, value)."""
-    begin = window[0][0] if window else 0.0
-    rows = points([x - begin for x, _ in window], [y for _, y in window], LIMIT, gaps=True)
-    return line_chart(title, [Series(name=title, rows=rows)], x_name="seconds")
-
-
 # Drawing
 
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,57 +25,20 @@ import msgspec
 
 import engine
 from engine.errors import EngineError, RunLogError
-from engine.files import open_plain
-from engine.findings.capture import Blob, file_blob, json_blob, text_blob
-from engine.findings.finding import now_utc
-from engine.findings.logs import events_of
-from engine.findings.redact import Redactor, is_secret_name
 from engine.log.events import LogOpened, name_of_non_finite
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from engine.log.read import events_of
 from engine.log.view import RunView
-from engine.log.write import read_boot_id
 from engine.machine.surroundings import PACKAGES, installed_versions, is_run_variable
+from engine.redact import Redactor, is_secret_name
+from engine.sealing import now_utc
 from engine.spec import settings_sha256
 from engine.version import VERSION
-from engine.watch.exit_cause import read_kernel_log
 
 _GIT_LIMIT_S = 20.0
 _UNKNOWN_FILES_HASHED = 2000
 _LARGEST_HASHED_BYTES = 8 << 20
-STACKS_KEPT = 8
-STDERR_BYTES = 64 << 10
-KERNEL_LINES = 200
-_TELLING = re.compile(
-    r"oom|[Oo]ut of memory|Killed process|NVRM|Xid|nvidia|segfault|traps:|Hardware Error|thermal|I/O error"
-)
-
-
-def run_blobs(run: RunFolder, redactor: Redactor, project: Path | None = None) -> list[Blob]:
-    """Capture everything that is attached when a run is linked. `project` is the user's folder, by default
-    the current one."""
-    files = [
-        (path, f"{path.name} of {run.name}") for path in (run.effective, run.spec, run.receipt)
-    ]
-    blobs = [file_blob(path, what, redactor) for path, what in files if path.is_file()]
-    view = view_of(run)
-    value = {
-        "run": run.name,
-        "of_the_run": of_the_run(run, view),
-        "when_linked": {
-            "environment": allowed_environment(redactor=redactor),
-            "packages": package_versions(),
-            "project": checkout_state(project or Path.cwd(), redactor=redactor),
-            "kernel_log": kernel_excerpt(view),
-        },
-    }
-    blobs.append(json_blob(value, "context.json", f"surroundings of {run.name}", redactor))
-    stacks = sorted((run.path / "stacks").glob("*"))[-STACKS_KEPT:]
-    what = f"stacks of {run.name}"
-    blobs += [file_blob(path, what, redactor) for path in stacks if path.is_file()]
-    if run.stderr.is_file() and (tail := _tail(run.stderr)):
-        blobs.append(text_blob(tail, "stderr.txt", f"what {run.name} printed last", redactor))
-    return blobs
 
 
 def view_of(run: RunFolder) -> RunView:
@@ -87,17 +48,6 @@ def view_of(run: RunFolder) -> RunView:
     with contextlib.suppress(RunLogError):
         follower.read_all()
     return follower.view
-
-
-def of_the_run(run: RunFolder, view: RunView) -> dict[str, Any]:
-    """What the logs record; a part that they lack is None or empty."""
-    said = ("started", "decisions", "memory_plan", "finished", "exit", "last_step")
-    return {name: plain(getattr(view, name)) for name in said} | {
-        "spec": spec_hash(run),
-        "sessions": sessions_of(run),
-        "device_facts": plain(view.facts),
-        "alerts": plain([*view.alerts.values()]),
-    }
 
 
 def spec_hash(run: RunFolder) -> dict[str, Any]:
@@ -136,35 +86,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return name_of_non_finite(value)
     return value
-
-
-def kernel_excerpt(view: RunView, kmsg: Path = Path("/dev/kmsg")) -> dict[str, Any]:
-    """Lines of the kernel's log about memory, the GPU and crashes during the run, or the reason why there are
-    none. Kernel times count from boot, so a run before the last boot has none."""
-    if view.first_unix_s is None:
-        return {"lines": None, "why": "the run has no time"}
-    booted_unix_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    if view.first_unix_s < booted_unix_s:
-        return {"lines": None, "why": "the machine was started after the run"}
-    lines, why = read_kernel_log(kmsg)
-    if why is not None:
-        return {"lines": None, "why": why}
-    # The kernel's clock and ours differ by time asleep; a minute on either side covers more than that.
-    begin = view.first_unix_s - booted_unix_s - 60
-    end = (view.last_unix_s or view.first_unix_s) - booted_unix_s + 60
-    found = []
-    for line in lines:
-        stamp = re.match(r"\[\s*([0-9]+\.[0-9]+)\]", line)
-        if stamp and begin <= float(stamp[1]) <= end and _TELLING.search(line):
-            found.append(line)
-    boot = read_boot_id()
-    return {"lines": found[-KERNEL_LINES:], "boot_id": boot, "found": len(found)}
-
-
-def _tail(path: Path) -> bytes:
-    with open_plain(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - STDERR_BYTES))
-        return file.read().decode("utf-8", "replace").encode()
 
 
 # Environment, packages and checkout

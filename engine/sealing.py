@@ -1,0 +1,27 @@
+"""What is kept to be checked later: one form of JSON, hashes and times."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from typing import Any
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+def canonical(value: Any) -> bytes:
+    """Write JSON in its one form: sorted keys, one space of indent."""
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    # A name that is no UTF-8 holds halves of surrogate pairs, which no JSON that can be read again holds.
+    text = _HALF_PAIR.sub(lambda half: f"\\\\{ascii(half[0])[2:-1]}", text)
+    return text.encode() + b"\n"
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def now_utc(unix_s: float | None = None) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))
