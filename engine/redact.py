@@ -262,14 +262,6 @@ class Redactor:
         self._values = frozenset(_secrets_of(environ)) | frozenset(known)
         self._pieces = _Pieces(self._values)
 
-    def knowing(self, argv: Sequence[str]) -> Redactor:
-        """Return a redactor that also knows the secrets in these arguments, wherever a program prints them."""
-        found = {value for value, behind in _after_options(argv) if behind and _is_telling(value)}
-        for argument in argv:
-            _, _, learnt = self._once(argument, _is_telling)
-            found |= learnt
-        return Redactor({}, known=self._values | found)
-
     def text(self, text: str) -> Redacted:
         text, found, learnt = self._once(text)
         # A value that once followed a secret-like name may stand without one elsewhere.

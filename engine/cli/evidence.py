@@ -37,7 +37,7 @@ _ENTRIES_SHOWN = 200
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions_of(parser)
     listed = action("list", "the findings in a folder, newest first")
-    verify = action("verify", "check every byte and every piece of evidence")
+    verify = action("verify", "check every byte, judge every test again")
     for made in (listed, verify):
         add_path(made, "folder", "DIR", "(evidence)", nargs="?")
     receipt = action("receipt", "what a run really did, compared with what lies beside it")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.errors import BadInput
+from engine.errors import BadInput, RunLogError
 from engine.findings import finding as records
 from engine.findings.bundle import LOG, Bundle, copy_flip, copy_run, path_of, slug_of
 from engine.findings.finding import Cause, Finding, Parent, Test
@@ -173,7 +173,10 @@ def _must_be_sound(bundle: Bundle, but: str = "") -> None:
 
 def suspects_of(run: RunFolder) -> list[Suspect]:
     """What may have caused what a run showed, likeliest first: the changes that its alerts, decisions and, of a script,
-    its environment propose. Raises RunLogError."""
-    view = Follower(run).read_all()
-    found = proposals(view, settings_of(run), read_command(run))
+    its environment propose; none of a run without settings. Raises RunLogError."""
+    try:
+        settings, command = settings_of(run), read_command(run)
+    except RunLogError:
+        return []
+    found = proposals(Follower(run).read_all(), settings, command)
     return [Suspect(one.assignment, one.source) for one in found if not one.impossible]

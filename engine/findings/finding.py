@@ -16,6 +16,7 @@ beside the folder records the seal too.
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import json
 import platform
@@ -170,10 +171,17 @@ def new_finding(
     if parent is not None and observed.run_id not in parent.runs:
         expected = f"a run that had {parent.cause} of {parent.finding}"
         raise BadInput.expected("observation", observed.run, expected, "another run")
+    observed = dataclasses.replace(
+        observed, run=_cleaned(observed.run), text=_cleaned(observed.text)
+    )
     return Finding(
-        slug=slug, host=platform.node(), source=source, observed=observed, parent=parent,
+        slug=slug,
+        host=platform.node(),
+        source=_cleaned(source),
+        observed=observed,
+        parent=parent,
         **_signed(author),
-    )  # fmt: skip
+    )
 
 
 def add_cause(
@@ -197,7 +205,7 @@ def add_test(finding: Finding, cause: Cause, plan: Plan, flip: str) -> Finding:
         expected = f"one that asks about {finding.observed.name} of {finding.observed.run}"
         raise BadInput.expected("plan", finding.slug, expected, found)
     id_ = f"t{len(finding.tests) + 1}"
-    test = Test(id=id_, cause=cause.id, plan_sha256=plan.sha256, flip=flip, **_signed(""))
+    test = Test(id=id_, cause=cause.id, plan_sha256=plan.sha256, flip=_cleaned(flip), **_signed(""))
     return replace(finding, closed=None, tests=(*finding.tests, test))
 
 
@@ -264,6 +272,11 @@ def _clean(text: str, what: str) -> str:
 def to_bytes(finding: Finding) -> bytes:
     """Serialise a finding in its canonical form."""
     return canonical(msgspec.to_builtins(finding))
+
+
+def schema() -> bytes:
+    """The JSON schema of a finding, as it is published beside this module."""
+    return canonical(msgspec.json.schema(Finding))
 
 
 def sealed(finding: Finding) -> Finding:

@@ -65,7 +65,8 @@ class Checked:
     @property
     def broken(self) -> dict[str, str]:
         """Why tests do not verify, by their ids."""
-        return {fault.where: fault.text for fault in reversed(self.faults)}
+        places = ((one.where.removeprefix("tests/").partition("/")[0], one) for one in self.faults)
+        return {place: fault.text for place, fault in reversed([*places])}
 
     @property
     def is_sound(self) -> bool:

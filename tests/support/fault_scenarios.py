@@ -306,45 +306,39 @@ class Flip(Scenario):
 
 
 class Evidence(Scenario):
-    """A finding is made from a run, then a second piece of evidence is linked to it."""
+    """A finding is begun from a run, then a note is kept in it."""
 
     def prepare(self) -> None:
-        from engine.findings.capture import capture_statement
-        from engine.findings.whys import link
+        from tests.support.findings import hanging_run
 
-        from tests.support.findings import AT, NO_SECRETS, blobs_of, hanging_run, idle, seen
-
-        run = hanging_run(self.folder / "run")
-        self.first = seen(run), blobs_of(idle(run))
-        note = capture_statement("later", NO_SECRETS)
-        self.second = link(self.first[0], "n1", note, at=AT), blobs_of(note)
+        self.run = hanging_run(self.folder / "run")
 
     def act(self) -> None:
-        from engine.findings.bundle import Bundle
+        from engine.findings import changes
 
-        bundle = Bundle.create(self.folder / "evidence", *self.first)
+        bundle = changes.begin(self.folder / "evidence", self.run)
         self.done.append(1)
-        bundle.save(*self.second)
+        changes.note(bundle, "later")
         self.done.append(2)
         bundle.export()
         self.done.append("exported")
 
     def check(self, failed: bool, persistent: bool) -> None:
-        from engine.findings.bundle import Bundle, find_bundles, logged_seal
+        from engine.findings import changes
+        from engine.findings.bundle import find_bundles, logged_seal
+        from engine.findings.verify import check_bundle
 
         found = find_bundles(self.folder / "evidence")
         assert found or not self.done
         for bundle in found:
-            finding = bundle.load()
-            for artifact in finding.artifacts:
-                bundle.read_artifact(artifact)
-            evidence = sum(len(node.evidence) for node in finding.nodes)
-            assert evidence >= len(self.done[:2])
-            bundle.save(*self.second)
+            notes = len(bundle.load().notes)
+            assert notes >= len(self.done[1:2])
+            assert len(changes.note(bundle, "again").notes) == notes + 1
+            assert check_bundle(bundle).is_sound
             if "exported" in self.done:
-                assert logged_seal(bundle.path.parent / "LOG.md", bundle.path.name)
+                assert logged_seal(bundle.path)
         if not found and not persistent:
-            Bundle.create(self.folder / "evidence", *self.first)
+            changes.begin(self.folder / "evidence", self.run)
 
 
 SCENARIOS: dict[str, type[Scenario]] = {

@@ -9,7 +9,6 @@ run. A page requests the run when it is opened or reloaded (`ready`) and gets it
 A kernel that is running a cell does not receive the request; so, from the display of the widget until the
 request arrives, the whole run is sent every PREVIEW_S, thinned further. `window` is the time span last
 selected with the mouse in a chart, in unix seconds; in a chart over steps it is when these steps were done.
-`Whys.link` takes it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import importlib.resources
 import math
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import ipywidgets
@@ -62,9 +60,6 @@ class RunPlot(anywidget.AnyWidget):
 
 class Live(Panel):
     """One run, live."""
-
-    selected: ClassVar[weakref.ref[Live] | None] = None
-    """The widget in which a window was selected last."""
 
     def __init__(
         self,
@@ -242,7 +237,7 @@ class Live(Panel):
             if window is None:
                 self._say("no step was done in the window selected")
                 return
-            self.window, Live.selected = window, weakref.ref(self)
+            self.window = window
             self._say(f"window of {window[1] - window[0]:.1f} s selected")
 
 

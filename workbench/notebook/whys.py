@@ -51,12 +51,11 @@ class Whys(Panel):
             ("verify", "hash every file, judge every test again", self._verify),
             ("export", "enter the finding into LOG.md", lambda: f"exported {self.export()}"),
         )
-        made = []
+        self._buttons: dict[str, ipywidgets.Button] = {}
         for name, tooltip, call in buttons:
-            button = ipywidgets.Button(description=name, tooltip=tooltip)
+            button = self._buttons[name] = ipywidgets.Button(description=name, tooltip=tooltip)
             button.on_click(lambda _, name=name, call=call: self._command(name, call))
-            made.append(button)
-        row = ipywidgets.HBox([*made, self._said])
+        row = ipywidgets.HBox([*self._buttons.values(), self._said])
         self._begin(ipywidgets.VBox([self._tree, self._change, row]))
 
     @classmethod

@@ -25,17 +25,15 @@ from engine.log.events import (
     Watched,
 )
 from engine.log.folder import RunFolder, create_run
-from engine.log.follow import Follower
+from engine.log.observed import observation, observations
 from engine.log.text import OTHERS_KERNELS, OTHERS_RESULT, UNSEEN_COMMAND
 from engine.log.write import LogWriter
 from tests.support.running import engine_here
 from tests.support.screens import on_screen, press, settle, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
-from workbench.linking import captured
 from workbench.notebook import Live
 from workbench.panes import page_panes
 from workbench.runs_feed import RunsFeed
-from workbench.tui.screens import finding_forms
 from workbench.tui.screens.flip import FlipScreen
 
 LIMIT_S = 120.0
@@ -225,13 +223,12 @@ def test_a_finding_begins_with_what_is_suspected_of_a_script(tmp_path: Path) -> 
         Identity(id="update", degree=CONTRADICTION, step=2, text="w moved by 1, not by 2"),
     ]
     run = make(tmp_path / "runs" / "run", *seen)
-    parts = finding_forms._parts(Follower(run).read_all())
-    assert list(parts) == ["check update", "check lost_gradients", "exit"]
-    assert parts["check update"] == "contradiction: w moved by 1, not by 2"
-    text = (captured(str(run.path), "check update").blob.data or b"").decode()
-    assert "w moved by 1" in text and text.count("\n") == 1
-    with pytest.raises(BadInput, match="an answer of no_gradient"):
-        captured(str(run.path), "check no_gradient")
+    found = observations(run)
+    names = ["identity update", "identity lost_gradients"]
+    assert [one.name for one in found] == [*names, f"exit {found[-1].id}"]
+    assert found[0].text == "w moved by 1, not by 2"
+    with pytest.raises(BadInput, match="identity lost_gradients"):
+        observation(run, "identity no_gradient")
 
 
 def test_a_notebook_shows_the_command_in_the_place_of_decisions(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What bundles are made of: plots that hide nothing, the kernel's log, and no torch anywhere."""
+"""What findings and reports are made of: plots that hide nothing, and no torch anywhere."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import math
 import os
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree
-from pathlib import Path
-from typing import get_args
 
 import pytest
-from engine.findings.kinds import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.findings.finding import Locator
+from engine.log.downsample import points as sampled
 from engine.log.sparkline import sparkline
-from engine.receipts.context import kernel_excerpt, view_of
-from engine.report.chart import FAINT, Row, metric_figure
-from tests.support.findings import hanging_run
+from engine.report.chart import FAINT, LIMIT, Row, Series, line_chart
 from tests.support.paths import ROOT
-from tests.support.run_folders import Scene, started
+
+
+def metric_figure(window: list[Row], title: str) -> str:
+    rows = sampled([x for x, _ in window], [y for _, y in window], LIMIT, gaps=True)
+    return line_chart(title, [Series(name=title, rows=rows)], x_name="seconds")
 
 
 def points(values: list[float | None]) -> list[Row]:
@@ -62,46 +60,6 @@ def test_one_spike_among_a_hundred_thousand_points_is_drawn(odd: float | None) -
 
 def test_a_gpu_that_does_nothing_is_drawn_at_the_bottom() -> None:
     assert sparkline([0.0, 0.0]) == "▁▁" and sparkline([96.0, 96.0]) == "██"
-
-
-def test_each_kind_of_evidence_has_its_row() -> None:
-    assert set(KINDS) == set(get_args(Locator))
-
-
-def fake(folder: Path, text: str, code: int = 0) -> None:
-    script = folder / "dmesg"
-    script.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\nexit {code}\n")
-    script.chmod(0o755)
-
-
-def test_the_kernels_lines_of_the_time_of_a_run_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    closed = tmp_path / "kmsg"
-    scene = Scene(tmp_path / "run", start_unix_s=time.time()).open()
-    scene.events(started("run", 1))
-    view = view_of(scene.close().run)
-    now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    lines = [
-        f"[{now - 4000:12.6f}] Out of memory: Killed process 1 (old)",
-        f"[{now:12.6f}] NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus",
-        f"[{now:12.6f}] usb 1-1: new device",
-        f"[{now + 4000:12.6f}] oom-kill:constraint=CONSTRAINT_NONE",
-    ]
-    absent = kernel_excerpt(view, closed)
-    assert absent["lines"] is None and "dmesg" in absent["why"]
-    fake(tmp_path, "\n".join(lines))
-    found = kernel_excerpt(view, closed)
-    assert found["lines"] == [lines[1]]
-    fake(tmp_path, "", code=1)
-    denied = kernel_excerpt(view, closed)
-    assert denied["lines"] is None and "exit 1" in denied["why"]
-
-
-def test_a_run_of_before_the_start_of_the_machine_has_no_kernel_lines(tmp_path: Path) -> None:
-    found = kernel_excerpt(view_of(hanging_run(tmp_path / "run")))
-    assert found == {"lines": None, "why": "the machine was started after the run"}
 
 
 def test_findings_are_read_and_checked_without_torch() -> None:

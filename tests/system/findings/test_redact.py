@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
-from engine.findings.capture import capture_command, capture_events, capture_metric
-from engine.findings.whys import link, new_finding
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.findings.bundle import Bundle
 from engine.findings.verify import check_bundle
-from engine.log.events import FactsRead, Note
-from engine.log.read import decode_line
-from engine.receipts.context import allowed_environment, checkout_state, run_blobs
+from engine.log.events import Checked, FactsRead, Note
+from engine.receipts.context import allowed_environment, checkout_state
 from engine.redact import Redactor, is_secret_name
-from tests.support.findings import AT, ask, blobs_of, hanging_run, why
+from tests.support.findings import ask, hanging_run
 from tests.support.run_folders import Scene, started
 
 # Put together here, so that no scanner of this repository takes them for real ones.
@@ -171,13 +167,6 @@ def test_copies_and_pieces_of_a_known_secret_go(before: str) -> None:
     assert AWS_SECRET[9:18] not in redactor.text(f"x{AWS_SECRET[9:18]}").text
 
 
-def test_a_secret_that_an_argument_tells_is_cut_out_of_what_is_printed() -> None:
-    capture = capture_command(["sh", "-c", 'echo "used $2"', "x", "--key-token", OWN], Redactor({}))
-    kept = [capture.blob, *capture.attached]
-    assert all(OWN[:8].encode() not in (blob.data or b"") for blob in kept)
-    assert any(b"used [redacted" in (blob.data or b"") for blob in kept)
-
-
 def test_the_value_of_a_secret_variable_is_found_whatever_its_form() -> None:
     redactor = Redactor({"MY_API_KEY": OWN, "PLAIN": "kept-as-it-is", "SHORT_TOKEN": "abc"})
     done = redactor.text(f"x {OWN} kept-as-it-is abc")
@@ -293,73 +282,41 @@ def test_planted_tokens_are_in_no_byte_of_a_bundle_and_the_bundle_says_what_was_
         started("chatty", 3),
         Note(level="info", text=f"password={PASSWORD} {OWN} Bearer {BEARER}"),
         Note(level="info", text=f"key {AWS_ID}, secret_key: {AWS_SECRET}, {JWT}"),
+        Checked(id="x", level="fail", reason=f"token={PASSWORD}", cost_s=0.0, step=0),
     )
     scene.device(FactsRead(facts={"url": f"https://{GITHUB}@host"}))
     chatty = scene.close().run
 
     folder = tmp_path / "evidence"
-    made = ask("why", "new", "leaks", "--evidence", folder, "--claim", f"seen with {HUGGING_FACE}")
-    assert made.code == 0, made.err
+    asked = ("--evidence", folder)
     said = [
-        ask("why", "link", "n1", run.path, "--exit", "--evidence", folder),
-        ask("why", "link", "n1", chatty.path, "--events", "1-3", "--evidence", folder),
-        ask("why", "link", "n1", run.stderr, "--evidence", folder),
-        ask("why", "link", "n1", "--note", f"I used {JWT}", "--evidence", folder),
-        ask(
-            *("why", "link", "n1", "--evidence", folder, "--run-command"),
-            f"sh -c 'echo $HF_TOKEN; echo Bearer {BEARER} >&2' x --api-key {PASSWORD}",
-        ),
-        ask(
-            "why", "add", "--why-of", "n1", "--claim", f"because of {AWS_ID}", "--evidence", folder
-        ),
+        ask("why", "new", run.path, "--seen", "alert gpu_idle", "--slug", "leaks", *asked),
+        ask("why", "new", chatty.path, "--slug", "chatty", *asked),
+        ask("why", "note", f"I used {JWT}", "--finding", "leaks", *asked),
+        ask("why", "export", "--finding", "leaks", *asked),
+        ask("why", "export", "--finding", "chatty", *asked),
     ]
     assert all(ran.code == 0 for ran in said), [ran.err for ran in said]
-    assert sum("redacted: " in ran.err for ran in said) >= 4, "people are told"
-    ask("why", "export", "--evidence", folder)
 
-    (bundle,) = [Bundle(p) for p in folder.iterdir() if p.is_dir()]
+    bundles = [Bundle(p) for p in folder.iterdir() if p.is_dir()]
     written = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     for secret in PLANTED:
         where = [p.name for p, data in written.items() if secret.encode() in data]
         assert not where, (secret[:6], where)
         assert not any(secret in str(p) for p in written)
         assert not any(secret in ran.out + ran.err for ran in said), secret[:6]
-    assert not check_bundle(bundle).faults
-    finding = bundle.load()
-    sorts = {sort for artifact in finding.artifacts for sort in artifact.redacted}
+    sorts = set()
+    for bundle in bundles:
+        checked = check_bundle(bundle)
+        assert not checked.faults
+        assert any("redacted, otherwise whole" in note for note in checked.notes), "it is told"
+        for file in bundle.load().files.values():
+            sorts |= {*file.redacted}
+            assert bool(file.redacted) == bool(file.whole_sha256)
     assert {"Hugging Face token", "URL credentials", "value of a secret variable"} & sorts
-    assert "redacted: " in (bundle.path / "README.md").read_text()
-
-
-def test_a_slice_of_a_log_without_its_secrets_is_still_a_log(tmp_path: Path) -> None:
-    scene = Scene(tmp_path / "run").open()
-    scene.events(
-        started("run", 3), Note(level="info", text=f'a "quoted" {PASSWORD}, token={PASSWORD}')
-    )
-    run = scene.close().run
-    capture = capture_events(run, "events", 0, 2, Redactor({"X_TOKEN": PASSWORD}))
-    assert capture.blob.data is not None and PASSWORD.encode() not in capture.blob.data
-    lines = capture.blob.data.splitlines()
-    assert [decode_line(line, "x").seq for line in lines] == [0, 1, 2]
-
-
-def test_digests_are_of_what_is_kept_so_that_none_of_a_secret_remains(tmp_path: Path) -> None:
-    run = hanging_run(tmp_path / "run")
-    run.stderr.write_text(HUGGING_FACE)
-    blobs = run_blobs(run, Redactor({}), tmp_path)
-    digests = {blob.artifact.sha256 for blob in blobs}
-    assert hashlib.sha256(HUGGING_FACE.encode()).hexdigest() not in digests
-    assert hashlib.sha256(b"[redacted: Hugging Face token]").hexdigest() in digests
-
-
-def test_evidence_of_another_environment_is_compared_by_its_own_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = hanging_run(tmp_path / "run")
-    capture = capture_metric(run, "loss", Redactor({}))
-    finding = new_finding("x", "a loss", author="t", at=AT)
-    where = tmp_path / "e" / f"{AT[:10]}-x"
-    finding = why(link(finding, "n1", capture, relative_to=where, at=AT), "y")
-    bundle = Bundle.create(tmp_path / "e", finding, blobs_of(capture))
-    monkeypatch.setenv("LATER_TOKEN", "grad_norm")  # a word of the log, secret from now on
-    assert not check_bundle(bundle).faults
+    assert "otherwise whole" in (bundles[0].path / "README.md").read_text()
+    # A file that is marked as redacted is held to its hash like any other.
+    for bundle in bundles:
+        name = next(n for n, file in bundle.load().files.items() if file.redacted)
+        (bundle.path / name).write_bytes(b"[redacted: JWT]\n")
+        assert check_bundle(bundle).verdict.level.name == "FAIL"

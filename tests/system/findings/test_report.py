@@ -7,18 +7,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from engine.findings.capture import capture_metric
-from engine.findings.whys import link, new_finding
 
 from engine.errors import BadInput
-from engine.findings.bundle import Bundle
+from engine.findings import changes
 from engine.flips.record import create_flip
 from engine.flips.surroundings import Surroundings
-from engine.redact import Redactor
 from engine.report.chart import flip_figure
 from engine.report.page import report
-from tests.support.findings import blobs_of
+from tests.support.findings import asked, carry_out, hanging_run
 from tests.support.flip_pairs import plan, timed
+from tests.support.paths import ROOT
 from tests.support.run_folders import completed, corrupt, killed, running
 from tests.support.running import engine_here
 
@@ -87,8 +85,8 @@ def test_a_run_that_did_not_end_well_has_a_page_too(make, tmp_path: Path) -> Non
 
 
 def test_a_name_is_text_and_no_markup(tmp_path: Path) -> None:
-    finding = new_finding("x", "<script>alert(1)</script>", title="<img src=x>")
-    bundle = Bundle.create(tmp_path / "evidence", finding)
+    bundle = asked(hanging_run(tmp_path / "runs" / "<img src=x>"))
+    changes.note(bundle, "<script>alert(1)</script>")
     text = report(bundle.path)
     whole(text)
     assert "&lt;script&gt;" in text and "<img" not in text
@@ -109,19 +107,22 @@ def test_a_flip_has_its_plan_its_pairs_and_the_margin(tmp_path: Path) -> None:
     assert figure.count("stroke-dasharray") == 3, "the margin, and no change"
 
 
-def test_a_finding_shows_its_evidence_and_names_what_was_changed(tmp_path: Path) -> None:
-    run = completed(tmp_path / "run")
-    finding = new_finding("slow", "the loss fell")
-    capture = capture_metric(run, "loss", Redactor())
-    finding = link(finding, "n1", capture)
-    bundle = Bundle.create(tmp_path / "evidence", finding, blobs_of(capture))
+def test_a_finding_shows_its_tests_and_names_what_was_changed(tmp_path: Path) -> None:
+    bundle = asked(hanging_run(tmp_path / "runs" / "hang"))
+    carry_out(bundle, tmp_path / "flips" / "1")
     text = report(bundle.path)
-    assert whole(text).tags.count("svg") == 1 and "loss of run" in text
-    assert "Changed since" not in text
-    (artifact, *_) = [a for a in bundle.load().artifacts if a.kept]
-    with (bundle.path / artifact.path).open("ab") as file:
+    whole(text)
+    assert "c1  confirmed: compute.threads: 2 -&gt; 1" in text and "shows it      does not" in text
+    assert "<h2>Changed</h2>" not in text
+    with (bundle.path / "tests" / "t1" / "plan.json").open("ab") as file:
         file.write(b"x")
-    assert "Changed since it was taken" in report(bundle.path)
+    assert "<h2>Changed</h2>" in report(bundle.path)
+
+
+def test_a_finding_of_the_first_version_has_a_page_too() -> None:
+    text = report(ROOT / "evidence" / "2026-11-21-hang-at-step-zero")
+    whole(text)
+    assert "of an earlier version" in text and "said to be supported" in text
 
 
 def test_the_command_writes_the_file_and_keeps_one_that_exists(

@@ -189,7 +189,7 @@ def finding_form(run: RunFolder, suspects: Sequence[Suspect] = ()) -> FormScreen
 
     fields = (
         Field(name="seen", label="went wrong", options=tuple(one.name for one in seen)),
-        Field(name="cause", label="may be ended by", options=(*known, LATER)),
+        Field(name="cause", label="ended by", options=(*known, LATER)),
         Field(name="other", label="or by", hint="another change: KEY=VALUE, NAME=VALUE, or words"),
     )
     note = "\n".join(f"{one.name}: {one_line(one.text)}" for one in seen[:SHOWN])

@@ -113,7 +113,7 @@ def test_a_flip_is_started_by_a_click_and_its_verdict_read_from_the_page(
 @pytest.mark.parametrize(
     ("name", "last"),
     [
-        ("03_five_whys.ipynb", "pieces of evidence checked"),
+        ("03_five_whys.ipynb", "tests judged again"),
         ("04_reading_a_past_run.ipynb", "'(pass|unknown)'"),
         ("05_a_7b_teacher_on_one_gpu.ipynb", "of the limit on an H200"),
         ("06_from_a_chat_file_to_a_student.ipynb", "teacher: [A-Z0-9]"),

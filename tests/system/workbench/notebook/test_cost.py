@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support import notebook_pages
+from tests.support.findings import hanging_run
 from tests.support.notebook_pages import CountedComm, opened, until
 from tests.support.run_folders import completed, gpu, running
 from workbench.notebook import Flip, Whys
@@ -95,7 +96,7 @@ def test_after_close_no_comm_no_thread_and_no_object_is_left(
     elif kind == "Flip":
         made = Flip(run, flips=tmp_path / "flips")
     else:
-        made = Whys("x", claim="it was slow", folder=tmp_path / "evidence")
+        made = Whys.of(hanging_run(tmp_path / "hang").path, folder=tmp_path / "evidence")
     assert len(comms.alive) > 3 and threading.active_count() == threads + 1
     root = weakref.ref(made._root)
     made._ipython_display_()
@@ -155,14 +156,14 @@ place = pathlib.Path(sys.argv[1])
 live = Live(place / "run")
 live.wait()
 flip = Flip(place / "run", flips=place / "flips")
-whys = Whys("x", claim="it was slow", folder=place / "evidence")
+whys = Whys.of(place / "hang", "alert gpu_idle", folder=place / "evidence")
 Compare([place / "run"])._repr_mimebundle_()
 def page():
     # What a page can cause: a question, a selection, a choice, every button.
     live._hear(None, {"kind": "ready"}, [])
     live._hear(None, {"kind": "window", "x": "step", "from": 1, "to": 9}, [])
     flip._set.value = "compute.threads=1"
-    whys._metric.value = "loss"
+    whys._change.value = "compute.threads=1"
     for button in (*live._buttons.values(), *whys._buttons.values(), flip._stop_button):
         button.click()
 before = set(threading.enumerate())
@@ -171,7 +172,7 @@ other.start()
 other.join()
 for thread in set(threading.enumerate()) - before:
     thread.join()
-assert whys.bundle.load().node("n1").evidence, whys._said.value
+assert whys.bundle.load().causes, whys._said.value
 for panel in (live, flip, whys):
     panel.close()
 bad = {"torch", "cuda", "triton"} & set(sys.modules)
@@ -183,6 +184,7 @@ def test_callbacks_on_another_thread_load_no_torch_and_open_no_socket_of_a_netwo
     tmp_path: Path,
 ) -> None:
     completed(tmp_path / "run")
+    hanging_run(tmp_path / "hang")
     subprocess.run([sys.executable, "-c", USED, str(tmp_path)], check=True, cwd=tmp_path)
 
 

@@ -110,14 +110,14 @@ def test_a_past_run_is_read(
 
 
 @pytest.mark.soak
-def test_the_cause_of_a_planted_failure_is_reproduced_and_closed(
+def test_the_cause_of_a_planted_failure_is_found_by_real_runs_and_closed(
     place: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notebook = executed("03_five_whys.ipynb", place, monkeypatch)
     words = said(notebook)
-    assert "root cause: set the rate on the optimizer's own groups" in words
-    assert "n2  supported  mechanism" in words and "exit 0, as expected" in words
-    assert "pass: root cause, 3 pieces of evidence checked" in words
+    assert "c1  refuted: SEED: 0 -> 1" in words and "c2  confirmed: RATE: 5 -> 0.05" in words
+    assert "RATE=0.05 ends it" in words
+    assert "pass: root cause" in words and "2 tests judged again" in words
     assert Path(place["APR_NOTEBOOK_RUNS"], "evidence", "LOG.md").is_file()
 
 

@@ -6,8 +6,6 @@ Takes minutes and wants Chromium, so it runs with `make notebooks` and in the so
 from __future__ import annotations
 
 import base64
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from engine.report.chart import PAINTS
 from engine.report.page import report
 from tests.support import notebook_lab
+from tests.support.findings import hanging_run
 from tests.support.hostile_logs import hostile_run
 from tests.support.lacks import needs
 from tests.support.notebook_lab import (
@@ -57,13 +56,13 @@ first.start()
 panels = [first, *(Live(runs / "eight") for _ in range(7))]""",
     "display(*panels)",
     """\
-whys = Whys("grew", claim="the trainer grew", folder=runs / "evidence")
+whys = Whys.of(runs / "hang", "alert gpu_idle", folder=runs / "evidence")
 whys""",
     """\
 for panel in (*panels, whys):
     panel.close()""",
 )
-"""A page of eight widgets on one run, a finding that takes a window of the last of them, and the end of all."""
+"""A page of eight widgets on one run, a finding about another, and the end of all."""
 COUNT = """() => {
   const real = HTMLCanvasElement.prototype.getContext;
   window.drawn = 0;
@@ -205,13 +204,14 @@ def test_kept_figures_are_dark_where_the_page_is_dark(
             alone.screenshot(path=shoot(f"11-report-{asked}"))
 
 
-def test_eight_widgets_stay_responsive_a_drag_becomes_evidence_and_nothing_is_left(
+def test_eight_widgets_stay_responsive_beside_a_finding_and_nothing_is_left(
     page: sync_api.Page, lab: str, folder: Path, shoot: Callable[..., Path]
 ) -> None:
     import nbformat
 
     notebook = nbformat.read(NOTEBOOKS / "01_first_run.ipynb", 4)
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in EIGHT]
+    hanging_run(folder / "runs" / "hang")
     nbformat.write(notebook, folder / "08_widgets.ipynb")
     open_notebook(page, lab, "08_widgets.ipynb")
     run_cell(page, 0)
@@ -230,26 +230,10 @@ def test_eight_widgets_stay_responsive_a_drag_becomes_evidence_and_nothing_is_le
     session.detach()
     assert 0 < thread_s < CHART_S * drawn, f"{thread_s} s of the page for {drawn} charts drawn"
     run_cell(page, 2)
-    page.get_by_placeholder("loss, gpu0").wait_for()
-    chart = page.locator(".apr-live").last.locator("canvas").last
-    box = chart.bounding_box()
-    assert box is not None
-    # Each waits until the page has come to rest and the chart is what lies under the mouse.
-    chart.hover(position={"x": 0.4 * box["width"], "y": 0.5 * box["height"]})
-    page.mouse.down()
-    chart.hover(position={"x": 0.7 * box["width"], "y": 0.5 * box["height"]})
-    page.mouse.up()
-    until(lambda: re.search(r"window of ([\d.]+) s", page.inner_text(".jp-Notebook")), "the window")
-    page.get_by_placeholder("loss, gpu0").fill("trainer_rss_bytes")
-    page.get_by_role("button", name="link window").click()
-    until(lambda: "e1  supports: trainer_rss_bytes" in page.inner_text(".jp-Notebook"), "evidence")
-    shoot("08-linked")
-    (finding,) = (folder / "runs" / "evidence").glob("*-grew/finding.json")
-    (evidence,) = json.loads(finding.read_text())["nodes"][0]["evidence"]
-    said = re.search(r"window of ([\d.]+) s", page.inner_text(".jp-Notebook"))
-    window_s = evidence["locator"]["to_unix_s"] - evidence["locator"]["from_unix_s"]
-    # From the first reading in the window to the last.
-    assert said is not None and 0 < window_s <= float(said[1]) + 0.06
+    page.get_by_placeholder("KEY=VALUE").fill("compute.threads=1")
+    page.get_by_role("button", name="add cause").click()
+    until(lambda: "c1  open: compute.threads: 2 -> 1" in page.inner_text(".jp-Notebook"), "a cause")
+    shoot("08-suspected")
     assert len(comms(page)) > 9 * 8
     run_cell(page, 3)
     until(lambda: not comms(page), "the end of every comm")

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import shlex
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import ipywidgets
 import pytest
-from engine.findings.whys import CannotClose
 
 from engine.errors import BadInput, UsageError
 from engine.findings.bundle import find_bundles
+from engine.findings.finding import CannotClose
 from engine.flips.record import read_verdict
-from tests.support.findings import starting
+from tests.support.findings import THREADS, carry_out, hanging_run
 from tests.support.notebook_pages import drawn, until
 from tests.support.run_folders import completed, killed
-from workbench.notebook import Compare, Doctor, Flip, Live, Whys
+from workbench.notebook import Compare, Doctor, Flip, Whys
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -79,15 +78,7 @@ def test_a_click_runs_the_flip_whose_verdict_is_an_object_and_evidence(
     assert again.wait(30) and again.result == result
     assert again.start() == result.folder and again._started is None
     again.close()
-    whys = Whys("slow", claim="steps are slow", folder=tmp_path / "evidence")
-    whys.link(flip, "n1")
-    (evidence,) = whys.bundle.load().node("n1").evidence
-    assert evidence.locator.verdict == result.verdict  # type: ignore[union-attr]
-    other = Flip(ended_run, flips=tmp_path / "other")
-    with pytest.raises(UsageError, match="a verdict"):
-        whys.link(other, "n1")
-    for shown in (flip, other, whys):
-        shown.close()
+    flip.close()
 
 
 def test_a_refused_flip_says_why_and_may_be_tried_again(ended_run: Path, tmp_path: Path) -> None:
@@ -103,58 +94,33 @@ def test_a_refused_flip_says_why_and_may_be_tried_again(ended_run: Path, tmp_pat
     flip.close()
 
 
-def test_a_finding_is_begun_linked_to_a_window_verified_and_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    live = Live(completed(tmp_path / "run").path)
-    live.wait(30)
+def test_a_finding_is_begun_suspected_tested_and_closed(tmp_path: Path) -> None:
+    run = hanging_run(tmp_path / "runs" / "<hang>")
     evidence = tmp_path / "evidence"
-    whys = Whys("loss-falls", claim="the loss <fell>", folder=evidence)
-    with pytest.raises(UsageError, match="a metric or a selected window"):
-        whys.link(live, "n1")
-    whys._metric.value = "loss"
-    monkeypatch.setattr(Live, "selected", None)
-    whys._buttons["link window"].click()
-    until(lambda: "expected a window" in whys._said.value)
-    live._hear(None, {"kind": "window", "x": "seconds", "from": 2.0, "to": 6.0}, [])
-    whys._buttons["link window"].click()
-    until(lambda: whys._said.value == "linked e1 under n1")
-    assert whys.link(live, "n1") == "e2"
-    assert whys.add("the rate was right", why_of=["n1"]) == "n2"
-    finding = whys.bundle.load()
-    (window, _) = finding.node("n1").evidence
-    assert window.locator.count == 9  # type: ignore[union-attr]
-    assert finding.node("n1").status == "observed" and finding.node("n2").status == "unverified"
-    whys._of.value, whys._claim.value = "n2", "it was tried before"
-    whys._buttons["add"].click()
-    until(lambda: "it was tried before" in whys._tree.value)
-    assert "&lt;fell&gt;" in whys._tree.value
-    assert whys.verify().integrity.level.name == "PASS"
+    whys = Whys.of(run.path, "alert gpu_idle", folder=evidence)
+    until(lambda: "no cause was named" in whys._tree.value)
+    assert "&lt;hang&gt;" in whys._tree.value and "<hang>" not in whys._tree.value
+    whys._change.value = THREADS
+    whys._buttons["add cause"].click()
+    until(lambda: whys._said.value == "added c1")
+    until(lambda: "test c1: does compute.threads=1 end it?" in whys._tree.value)
+    with pytest.raises(CannotClose, match="c1 open"):
+        whys.close_finding()
+    whys._buttons["close"].click()
+    until(lambda: "expected a cause that a test confirms" in whys._said.value)
+    carry_out(whys.bundle, tmp_path / "flips" / "1")
+    until(lambda: "t1  B_ENDS_IT: A shows it in 3 of 3 pairs" in whys._tree.value)
+    whys.note("seen by <me>")
+    whys._buttons["close"].click()
+    until(lambda: "root cause: " in whys._tree.value)
+    assert whys.verify().verdict.level.name == "PASS"
     assert whys.export() == whys.bundle.path and (evidence / "LOG.md").is_file()
-    argv = starting(tmp_path / "runs" / "again", 0, "again")
-    test = shlex.join(argv)
-    other = whys.suspect("n2", "luck", test=test, if_true="-", if_false="+", minutes=1)
-    with pytest.raises(CannotClose, match="E-WHY-002"):
-        whys.conclude("the rate was right")
-    seen = whys.reproduce("n2", argv, expect_text="again")
-    with pytest.raises(CannotClose, match="E-WHY-004"):
-        whys.conclude("the rate was right")
-    whys.answer(other, "excluded", "it fell again", evidence=seen)
-    never = starting(tmp_path / "runs" / "never", 0)
-    whys.reproduce("n3", never, expect_exit=1, says="contradicts")
-    mistaken = whys.link(live, "n3")
-    whys.withdraw(mistaken, "it is of the other rate")
-    until(lambda: "<s>" in whys._tree.value and "of the other rate" in whys._tree.value)
-    whys.refute("n3", "nobody tried it")
-    whys.conclude("the rate was right")
-    assert whys.bundle.load().closed is not None
-    whys.close()
-    again = Whys("loss-falls", claim="the loss fell", folder=evidence)
+    again = Whys("hang-gpu-idle", folder=evidence)
     assert again.bundle == whys.bundle and len(find_bundles(evidence)) == 1
     with pytest.raises(BadInput):
-        again.add("no such parent", why_of=["n9"])
-    again.close()
-    live.close()
+        again.cause("the moon is full")
+    for shown in (whys, again):
+        shown.close()
 
 
 def test_runs_are_compared_in_a_figure_and_a_frame(tmp_path: Path) -> None:
