@@ -19,7 +19,7 @@ from engine.findings.older import LEVEL, Older
 from engine.findings.text import cause_words, lines, next_words, state_words, test_words, tests_of
 from engine.findings.verify import Checked, check_bundle
 from engine.flips.command import WORDS
-from engine.flips.record import find_flips, read_pairs, read_plan_of
+from engine.flips.record import read_pairs, read_plan_of
 from engine.flips.text import pair_heading, pair_line, plan_lines
 from engine.log.folder import RunFolder, find_runs, is_run
 from engine.log.observed import Observed, observations
@@ -75,7 +75,7 @@ class FindingsFeed:
 def _row(bundle: Bundle) -> Row:
     name, key = bundle.path.name, str(bundle.path)
     try:
-        finding = bundle.open()
+        finding = bundle.read()
     except BadInput as problem:
         # A damaged finding must not hide the others.
         text = f"damaged: {one_line(problem.message)}"
@@ -234,12 +234,3 @@ def of_flip(flip: Path) -> tuple[RunFolder, list[Suspect]]:
             assignment = value if change.key == WORDS else f"{change.key}={value}"
             suspects.append(Suspect(assignment, f"flip {flip.name}"))
     return run, suspects
-
-
-def newest_flip(finding: Finding, bundle: Bundle) -> Path | None:
-    """The folder of the test that goes on, or ended last; None where there is none."""
-    for test in reversed(finding.tests):
-        folder = bundle.path / test.flip
-        if find_flips(folder):
-            return folder
-    return None

@@ -62,7 +62,7 @@ def _list(a: argparse.Namespace) -> int:
     folder = _folder(a.folder)
     for bundle in find_bundles(folder):
         try:
-            finding = bundle.open()
+            finding = bundle.read()
             state = LEVEL if isinstance(finding, Older) else state_words(finding)
             row = {"title": finding.title, "state": state}
         except BadInput as error:

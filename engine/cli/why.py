@@ -152,7 +152,7 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
-    finding = bundle.open()
+    finding = bundle.read()
     for fault in checked.faults:
         say(f"changed: {fault}")
     if isinstance(finding, Older):

@@ -127,14 +127,14 @@ class Bundle:
 
     def load(self) -> Finding:
         """Load the finding. Raises BadInput when it is not exactly as the tool left it, or of an earlier version."""
-        found = self.open()
+        found = self.read()
         if isinstance(found, Older):
             hint = "`engine why new RUN` begins one by today's rules"
             found_ = "one of an earlier version, which is read-only"
             raise BadInput.expected("finding", self.path, "one to work on", found_, hint=hint)
         return found
 
-    def open(self) -> Finding | Older:
+    def read(self) -> Finding | Older:
         """Load the finding, whichever version wrote it. Raises BadInput when it is not exactly as the tool left it."""
         raw = read_bytes(self.path / FINDING, "finding", limits.FINDING)
         return read_older(raw, self.path / FINDING) or load(raw, self.path / FINDING)

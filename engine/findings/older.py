@@ -5,7 +5,6 @@ Nothing in them is an experiment that named its observation beforehand, so by to
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import BadInput
+from engine.files import parse_json
 from engine.log.text import one_line
 from engine.sealing import canonical, digest
 
@@ -69,11 +69,11 @@ class Older:
 def read_older(raw: bytes, where: object) -> Older | None:
     """Decode a finding of the first version; None for any other bytes. Raises BadInput for one that was changed."""
     try:
-        tree = json.loads(raw)
+        tree = parse_json(raw, where, "finding")
         if not isinstance(tree, dict) or tree.get("schema") != SCHEMA:
             return None
         found = msgspec.convert(tree, _Finding)
-    except (ValueError, RecursionError) as error:
+    except (BadInput, msgspec.ValidationError) as error:
         if SCHEMA.encode() not in raw:
             return None
         raise BadInput.expected("finding", where, f"a finding ({SCHEMA})", str(error)) from None

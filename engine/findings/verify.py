@@ -100,7 +100,7 @@ def check_bundle(bundle: Bundle) -> Checked:
     except BadInput as error:
         return Checked(bundle=bundle, unread=error.message)
     try:
-        finding = bundle.open()
+        finding = bundle.read()
     except BadInput as error:
         return Checked(bundle=bundle, faults=(Fault(FINDING, error.message),))
     if isinstance(finding, Older):

@@ -129,7 +129,7 @@ def _flip_parts(path: Path) -> list[str]:
 
 def _finding_page(bundle: Bundle) -> str:
     checked = check_bundle(bundle)
-    finding = bundle.open()
+    finding = bundle.read()
     is_older = isinstance(finding, Older)
     said = finding.lines if isinstance(finding, Older) else lines(finding, checked.broken)
     parts = [

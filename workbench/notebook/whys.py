@@ -139,7 +139,7 @@ class Whys(Panel):
         running = [*job.lines()] if job is not None and (job.is_alive or job.code) else []
         try:
             checked = check_bundle(self.bundle)
-            finding = self.bundle.open()
+            finding = self.bundle.read()
             said = finding.lines if isinstance(finding, Older) else lines(finding, checked.broken)
             return [], [*(f"changed: {fault}" for fault in checked.faults), *said, *running]
         except EngineError as problem:

@@ -225,7 +225,7 @@ def test_a_finding_begins_with_what_is_suspected_of_a_script(tmp_path: Path) -> 
     run = make(tmp_path / "runs" / "run", *seen)
     found = observations(run)
     names = ["identity update", "identity lost_gradients"]
-    assert [one.name for one in found] == [*names, f"exit {found[-1].id}"]
+    assert [one.name for one in found] == names
     assert found[0].text == "w moved by 1, not by 2"
     with pytest.raises(BadInput, match="identity lost_gradients"):
         observation(run, "identity no_gradient")

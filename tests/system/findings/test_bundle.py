@@ -193,7 +193,7 @@ def test_a_finding_of_the_first_version_opens_read_only_with_todays_level(tmp_pa
     checked = check_bundle(copy)
     assert checked.verdict.level is Level.UNKNOWN and not checked.faults
     assert "tested no cause by today's rules" in checked.verdict.reason
-    finding = copy.open()
+    finding = copy.read()
     assert isinstance(finding, Older)
     said = "\n".join(finding.lines)
     assert "was closed as root-cause" in said and "said to be supported" in said

@@ -18,11 +18,10 @@ from engine.findings.verify import check_bundle
 from engine.log.folder import RunFolder
 from engine.log.observed import observation
 from engine.log.text import one_line
-from workbench.findings import EVIDENCE, JOB, FindingFeed, newest_flip, of_flip, offered
+from workbench.findings import EVIDENCE, JOB, FindingFeed, of_flip, offered
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
-from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import Field, FormScreen, Values
 from workbench.tui.screens.polling import PollingScreen
 
@@ -31,8 +30,8 @@ NOTES = (
     "  pairs, and no run says otherwise. x refuted: a run with the change shows it too. ? open.",
     "> is a test, judged again from its files. ! does not verify. A note supports nothing.",
     "",
-    "t runs the next test in the background; enter on it shows its runs. It goes on when this screen",
-    "or the workbench is closed, and t goes on with one that was interrupted.",
+    "t runs the next test in the background, and E shows its runs. It goes on when this screen or the",
+    "workbench is closed, and t goes on with one that was interrupted.",
     "Every change is made as by `engine why`, under the lock of the finding.",
 )
 LATER = "name one later"
@@ -51,7 +50,6 @@ class FindingScreen(BrowseScreen[FindingFeed]):
             "t", "test", "test", tooltip="run the next test, or that of the cause under the cursor"
         ),
         Binding("ctrl+x", "stop", "stop", tooltip="interrupt the test; t goes on with it"),
-        Binding("e", "runs", "runs", tooltip="the runs of the newest test as they go"),
         Binding("a", "cause", "add cause", tooltip="name another change that may end it"),
         Binding("c", "close", "close", tooltip="close with the confirmed cause, or as unresolved"),
         Binding("n", "note", "note", tooltip="keep some words; they support nothing"),
@@ -71,8 +69,6 @@ class FindingScreen(BrowseScreen[FindingFeed]):
             return self.job_runs
         if action == "test":
             return finding is not None and finding.next_cause is not None and not self.job_runs
-        if action == "runs":
-            return finding is not None and newest_flip(finding, self.bundle) is not None
         return finding is not None if action in self.ACTING else True
 
     def _ask(
@@ -99,11 +95,6 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         if finding is not None and key in {cause.id for cause in finding.causes}:
             asked += ["--cause", key]
         self.start_job([*asked, "--evidence", str(self.bundle.path.parent)])
-
-    def action_runs(self) -> None:
-        finding = self._feed.finding
-        if finding is not None and (flip := newest_flip(finding, self.bundle)) is not None:
-            self.app.push_screen(FlipScreen(self.context, None, folder=flip))
 
     def action_cause(self) -> None:
         hint = "teacher.backend=dequantized, OMP_NUM_THREADS=1, --lr 1e-4"

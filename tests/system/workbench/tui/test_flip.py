@@ -18,10 +18,10 @@ from engine.flips.verdict import Pair
 from engine.log.events import AlertRaised, DecisionMade, Event, FactsRead
 from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
-from tests.support.findings import NONE, SAME, flip
+from tests.support.findings import NONE, SAME, asked, carry_out, flip, hanging_run
 from tests.support.flip_pairs import plan, timed
 from tests.support.run_folders import Scene, completed
-from tests.support.screens import on_screen, poll, press, settle, shows, text_of, texts_of, words_of
+from tests.support.screens import on_screen, poll, press, settle, shows, texts_of, words_of
 from workbench.feed import RunFeed
 from workbench.flips import FlipFeed, FlipsFeed, Wanted, going_on
 from workbench.plot.canvas import plain
@@ -317,39 +317,33 @@ def test_a_broken_flip_is_listed_beside_the_others(tmp_path: Path) -> None:
     assert sorted(row.tone for row in rows) == ["bad", "good"]
 
 
-def test_a_verdict_is_put_into_a_new_finding_and_into_one_that_there_is(
+def test_a_flip_of_a_run_that_failed_begins_a_finding_with_its_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(_past_flips(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    other = asked(hanging_run(tmp_path / "runs" / "hang"), folder=tmp_path / "others")
+    carry_out(other, tmp_path / "flips" / "1")
 
     async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "E", "down", "enter", "ctrl+w")
-        assert "finding [new]" in words_of(pilot)
+        await press(pilot, "E", "enter", "ctrl+w")
+        assert await shows(pilot, "why? a finding about hang")
         await press(pilot, "enter")
-        (first,) = find_bundles(tmp_path / "evidence")
-        assert "less than A's" in first.load().nodes[0].claim
-        await press(pilot, "ctrl+w", "shift+tab", "right", "enter")
-        assert len(find_bundles(tmp_path / "evidence")) == 1
-        finding = first.load()
-        assert [node.why_of for node in finding.nodes] == [(), ("n1",)]
-        assert check_bundle(first).faults == ()
+        assert await shows(pilot, "does compute.threads=1 end it?")
+        (made,) = find_bundles(tmp_path / "evidence")
+        assert made.load().causes[0].why == "flip 1"
+        assert check_bundle(made).faults == ()
 
-    on_screen([tmp_path], (120, 40), script)
+    on_screen([tmp_path / "runs"], (120, 40), script)
 
 
-def test_keys_without_a_verdict_put_nothing_into_a_finding(
+def test_a_flip_in_which_nothing_went_wrong_begins_no_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(_past_flips(tmp_path))
-    for path in (tmp_path / "flips").glob("*/verdict.json"):
-        path.unlink()
 
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "E", "ctrl+w")
-        assert "it has no verdict yet" in words_of(pilot)
-        await press(pilot, "enter")
-        assert "it ended without a verdict" in text_of(pilot)
-        assert "to a finding" not in words_of(pilot)
+        assert await shows(pilot, "went wrong in, found no alert")
 
     on_screen([tmp_path], (120, 40), script)
     assert not find_bundles(tmp_path / "evidence")
