@@ -88,8 +88,11 @@ def copy_flip(flip: Path, test: str) -> Blobs:
 
 def _copies(root: Path, paths: Iterable[Path], into: str) -> Blobs:
     redactor = Redactor()
+    # A name that is no UTF-8 is written with its bytes escaped.
     return {
-        f"{into}/{path.relative_to(root)}": _blob(path, redactor)
+        f"{into}/{path.relative_to(root)}".encode("utf-8", "backslashreplace").decode(): _blob(
+            path, redactor
+        )
         for path in paths
         if path.is_file() and not path.is_symlink()
     }

@@ -9,7 +9,6 @@ for the OOM killer, and built a second backend on that. Here, with public comman
     engine distill    the run hangs; seconds until it is named, with its line and the flip
     kill -9           from outside; what the exit is attributed to
     engine distill    the same run without the defect: are blocks slow by themselves?
-    engine flip       the defect against dense weights, in one pair
     engine why        a finding about the alert: a setting that saves memory is refuted by its test, the
                       teacher's backend confirmed by its own; closed, exported
     engine evidence   verify
@@ -80,14 +79,11 @@ class Size:
     heldout: float
     stall_seconds: int
     """0 is what every run has."""
-    budget_s: int
-    """Of the flip; a run of it gets half."""
-    steps: int
 
 
 SIZES = {
-    "7b": Size("qwen2.5-7b", "qwen2.5-0.5b", 8192, 1, 1, 0.08, 0, 160, 6),
-    "tiny": Size("tiny", "tiny", 2048, 1, 48, 0.3, 2, 200, 6),
+    "7b": Size("qwen2.5-7b", "qwen2.5-0.5b", 8192, 1, 1, 0.08, 0),
+    "tiny": Size("tiny", "tiny", 2048, 1, 48, 0.3, 2),
 }
 NAMED_LIMIT_S = 150.0
 
@@ -269,26 +265,6 @@ class Story:
             "alerts": sorted(view.alerts),
         }
 
-    def flip(self) -> None:
-        size = self.size
-        out = self.engine(
-            *("flip", "runs/hang", "--set", "teacher.backend=dequantized", "--steps", size.steps),
-            *("--budget", f"{size.budget_s}s", "--pairs", 4, "--seed", 1, "--controls", "skip"),
-            *("--hypothesis", MEMORY, "--out", "flips/backend", "--json"),
-            planted=True,
-        )
-        verdict = json.loads(out)
-        # Of a pair that decided, the arm that completed.
-        dense = next(
-            f"flips/backend/{entry['run']}" for entry in verdict["raw_runs"] if entry["arm"] == "B"
-        )
-        self.summary["flip"] = {
-            name: verdict[name]
-            for name in ("verdict", "class", "reason", "pairs_run", "censored", "cost_s", "changes")
-        } | {"dense_arm": {"run": dense} | self.measured(dense)}
-        print(json.dumps(self.summary["flip"], indent=1), flush=True)
-        assert verdict["verdict"] == "A_DID_NOT_COMPLETE", verdict["reason"]
-
     def whys(self) -> None:
         hang, sound = self.summary["hang"], self.summary["sound"]
         seen = f"alert {hang['named_by']}"
@@ -320,11 +296,10 @@ class Story:
         assert [*levels.values()] == ["refuted", "confirmed"], levels
 
 
-PARTS = ("make_files", "hang", "control", "flip", "whys")
+PARTS = ("make_files", "hang", "control", "whys")
 SLUG = "hang-at-step-zero"
 CAUSES = ("student.checkpointing=on", "teacher.backend=dequantized")
 """What would end it, if it was for want of memory; and what does."""
-MEMORY = "the dense upload causes the OOM kill, so the quantized backend is needed"
 
 
 def has_line_and_flip(line: Any) -> bool:

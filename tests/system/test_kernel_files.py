@@ -13,6 +13,7 @@ import pytest
 
 import engine.demo
 from engine.cli.main import main
+from tests.support.findings import hanging_run
 from tests.support.kit import Kit
 from tests.support.run_folders import completed
 
@@ -62,7 +63,7 @@ def test_no_setting_reads_it(key: str, name: str, kit: Kit, tmp_path: Path, said
 def test_no_argument_reads_it(name: str, said: Said) -> None:
     for arguments in (
         ["distill", "--check", name],
-        ["evidence", "import", name],
+        ["why", "new", name],
         ["inspect", name],
         ["convert", "--quant", "f32", name, "new"],
         ["eval", "ppl", DEMO / "teacher", "--data", name],
@@ -72,9 +73,6 @@ def test_no_argument_reads_it(name: str, said: Said) -> None:
         assert code == 65 and len(lines) == 1, (arguments, lines)
     code, _, out = said("contracts", "validate", name)
     assert code == 1 and "which the kernel makes up" in out
-    assert said("why", "new", "slug", "--claim", "c")[0] == 0
-    code, lines, _ = said("why", "link", "n1", name)
-    assert code == 65 and len(lines) == 1 and "which the kernel makes up" in lines[0]
 
 
 @pytest.mark.parametrize("name", MADE_UP)
@@ -103,14 +101,13 @@ def test_a_file_of_a_run_that_is_a_link_to_it(
     ):
         code, lines, _ = said(*arguments)
         assert code in (0, 1, 2, 65), (arguments, lines)
-    assert said("why", "new", "slug", "--claim", "c")[0] == 0
-    code, lines, _ = said("why", "link", "n1", run, "--exit")
+    code, lines, _ = said("why", "new", run)
     assert code in (0, 65) and len(lines) <= 2, lines
 
 
 @pytest.mark.parametrize("name", MADE_UP)
 def test_a_finding_that_is_a_link_to_it(name: str, tmp_path: Path, said: Said) -> None:
-    assert said("why", "new", "slug", "--claim", "c")[0] == 0
+    assert said("why", "new", hanging_run(tmp_path / "runs" / "hang").path)[0] == 0
     (found,) = tmp_path.glob("evidence/*/finding.json")
     for target in (found, tmp_path / "evidence" / "LOG.md"):
         shutil.copytree(tmp_path / "evidence", tmp_path / "kept")

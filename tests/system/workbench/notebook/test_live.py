@@ -150,7 +150,6 @@ def test_a_window_of_steps_is_when_they_were_done(tmp_path: Path) -> None:
     times = live.snapshot.view.steps.values("unix_s")
     live._hear(None, {"kind": "window", "x": "step", "from": 9.5, "to": 20.0}, [])
     assert live.window == (times[9], times[19])
-    assert Live.selected is not None and Live.selected() is live
     live._hear(None, {"kind": "window", "x": "step", "from": 9.2, "to": 9.8}, [])
     assert live.window == (times[9], times[19]) and "no step" in live._said.value
     live.close()
