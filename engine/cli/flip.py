@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for arm in ("a", "b"):
         what = f"what replaces {{}} in the command of arm {arm.upper()}"
         parser.add_argument(f"--{arm}", metavar="WORDS", help=what)
+    in_copy = "of a watched run: a line of the script's copy for arm B, train.py:42=TEXT"
+    add_repeated(parser, "--line", "FILE:N=TEXT", in_copy)
     for arm in ("a", "b"):
         what = f"a variable of the environment of arm {arm.upper()}"
         add_repeated(parser, f"--env-{arm}", "NAME=VALUE", what)
@@ -153,7 +155,7 @@ def _refuse_with_resume(arguments: argparse.Namespace) -> None:
 
 
 _OF_SPEC = ("set",)
-_OF_COMMAND = ("a", "b", "env-a", "env-b")
+_OF_COMMAND = ("a", "b", "env-a", "env-b", "line")
 _OF_PLAN = ("ends", "hypothesis", "steps", "pairs", "metric", "seed", "out", "dry-run")
 
 
@@ -164,7 +166,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     from engine.flips.command import WORDS
     from engine.flips.plan import make_command_plan, make_plan, parse_share, parse_time
     from engine.flips.script_settings import read_script_settings
-    from engine.flips.watched import watched_plan
+    from engine.flips.watched import difference, options_for, watched_plan
     from engine.plan.inputs import check_inputs
 
     if arguments.ends is not None:
@@ -172,13 +174,13 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     from engine.spec.environment import sets_from_environment
 
     changes_words = arguments.a is not None or arguments.b is not None
-    changes_words = changes_words or bool(arguments.env_a or arguments.env_b)
+    changes_words = changes_words or bool(arguments.env_a or arguments.env_b or arguments.line)
     watched = _watched(arguments.source)
     of_command = changes_words or len(arguments.source) > 1 or watched is not None
     if of_command and not changes_words and not arguments.set:
         if watched is not None:
             raise UsageError(
-                "expected --set, --env-b or --b, what arm B does otherwise",
+                "expected --set, --env-b, --line or --b, what arm B does otherwise",
                 hint=f"engine flip {watched} --propose",
             )
         raise UsageError(
@@ -205,6 +207,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             words, variables = getattr(arguments, arm), getattr(arguments, f"env_{arm}")
             arms[arm] = dict(read_variable(f"--env-{arm}", text) for text in variables)
             arms[arm] |= {} if words is None else {WORDS: words}
+        for text in arguments.line:
+            if watched is None or options_for(text)[0] != "--line":
+                expected = "--line: expected FILE:N=TEXT of a watched run"
+                raise UsageError(f"{expected}, found {text!r}", hint="engine flip runs/NAME ...")
+            arms["b"] |= difference(text)
         arms["b"] |= read_script_settings(arguments.set)
         if watched is not None:
             if arguments.a is not None or arguments.env_a:
@@ -226,10 +233,11 @@ def _ending_plan(arguments: argparse.Namespace) -> Plan:
     from engine.log.folder import open_run
     from engine.log.observed import observation
 
-    changes = [*arguments.set, *arguments.env_b, *([] if arguments.b is None else [arguments.b])]
+    changes = [*arguments.set, *arguments.env_b, *arguments.line]
+    changes += [] if arguments.b is None else [arguments.b]
     if len(arguments.source) != 1 or len(changes) != 1:
         raise UsageError(
-            "--ends: expected one run, and one change by --set, --env-b or --b",
+            "--ends: expected one run, and one change by --set, --env-b, --line or --b",
             hint="engine flip runs/NAME --propose",
         )
     for name in ("a", "env_a", "hypothesis", "metric", "pairs"):

@@ -2,7 +2,8 @@
 
     engine why new runs/kd-1             begin one with what went wrong there, and list what may have caused it
     engine why new runs/kd-1 --seen "alert gpu_idle" --cause teacher.backend=dequantized
-    engine why cause compute.threads=1   another change that might end it
+    engine why cause compute.threads=1   another change that might end it; of a script also NAME=VALUE of its
+                                         environment, words ("--lr 1e-4"), or a line ("train.py:42=TEXT")
     engine why test                      run the next experiment: the run as it was, and with the change, in turn
     engine why show | verify | close | export
     engine why new runs/kd-1 --seen "check step_rows" --why-of hang     the next why, of the cause that was found
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--slug", default="", help="name of the finding (default: of run and alert)")
     new.add_argument("--why-of", metavar="NAME", help="the finding whose cause this is about")
     action("cause", "add a possible cause").add_argument(
-        "change", help="knob=value, NAME=VALUE, or words"
+        "change", help="KEY=VALUE, NAME=VALUE, words, or FILE:N=TEXT"
     )
     test = action("test", "run the next experiment, or go on with it")
     test.add_argument("--cause", default="", metavar="ID", help="c2 (default: the next open one)")

@@ -27,6 +27,7 @@ from engine.findings.bundle import FINDING, LOG, Bundle, logged_seal
 from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
 from engine.flips.arms import Outcome, shown_by
+from engine.flips.command import LINE, LINE_VARIABLE
 from engine.flips.ending import PAIRS_MIN, as_it_was
 from engine.flips.plan import Plan
 from engine.flips.proof import settings_differ
@@ -268,11 +269,8 @@ def _not_flipped(plan: Plan, pair: Pair, folder: Path) -> str:
     a, b = (_started_with(folder, outcome) for outcome in (pair.a, pair.b))
     (change,) = plan.changes
     differ = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
-    return (
-        ""
-        if differ == {change.key}
-        else f"its arms differ in {', '.join(sorted(differ)) or 'nothing'}"
-    )
+    key = LINE_VARIABLE if LINE.fullmatch(change.key) else change.key
+    return "" if differ == {key} else f"its arms differ in {', '.join(sorted(differ)) or 'nothing'}"
 
 
 def _started_with(folder: Path, outcome: Outcome) -> dict[str, str]:

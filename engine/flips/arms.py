@@ -27,7 +27,7 @@ from engine.errors import BadInput, RunLogError, write_error
 from engine.files import open_plain
 from engine.flips import command
 from engine.flips.plan import BURSTS, Kind, Plan
-from engine.flips.script_folder import copy_folder, remove_copy
+from engine.flips.script_folder import copy_folder, remove_copy, write_line
 from engine.log.folder import RunFolder, create_run, is_run
 from engine.log.follow import Follower
 from engine.log.held import ALLOCATOR, read_held
@@ -461,6 +461,8 @@ def _start_command(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
     if plan.command.copied:
         try:
             copy_folder(Path(plan.command.folder), where)
+            for name, text in arm.lines.items():
+                write_line(where, name, text)
         except OSError as error:
             raise write_error("flip", where, "to copy the script's folder", error) from error
     # An arm that is asked about an observation goes on until it has told.

@@ -42,6 +42,12 @@ TRACKERS = {
 """Variables that keep runs of a few steps out of the user's projects."""
 
 
+LINE = re.compile(r"(?P<file>[^=:]+):(?P<number>[1-9]\d{0,6})")
+"""The name of a line of a script, as `train.py:42`."""
+LINE_VARIABLE = "APR_FLIP_LINE"
+"""Tells a run's log which line it was started with."""
+
+
 class Arm(NamedTuple):
     """What a run of an arm is started with."""
 
@@ -50,6 +56,8 @@ class Arm(NamedTuple):
     """What it has in its environment besides ours."""
     changed: dict[str, str]
     """Settings that the probe changes in the script."""
+    lines: dict[str, str]
+    """Lines of the script's copy, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +95,10 @@ class Command:
                 shlex.split(own) if word == WORDS else [word.replace(WORDS, own)] for word in words
             ]
             words = tuple(word for part in split for word in part)
-        given = {name: text for name, text in settings.items() if text is not None}
+        lines = {name: text or "" for name, text in settings.items() if LINE.fullmatch(name)}
+        given = {n: text for n, text in settings.items() if text is not None and n not in lines}
+        if lines:
+            given[LINE_VARIABLE] = "; ".join(f"{name}={text}" for name, text in lines.items())
         of_script = {name: text for name, text in given.items() if name in SCRIPT_SETTINGS}
         variables = {**TRACKERS, **{n: text for n, text in given.items() if n not in of_script}}
         made = [_replaced(word, places) for word in words]
@@ -100,6 +111,7 @@ class Command:
             made,
             {name: _replaced(text, places) for name, text in variables.items()},
             of_script,
+            lines,
         )
 
 

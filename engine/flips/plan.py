@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from engine.errors import BadInput, SpecError, UsageError
 from engine.files import parse_json
-from engine.flips.command import NOTHING, WORDS, Arm, Command
+from engine.flips.command import LINE, NOTHING, WORDS, Arm, Command
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder, must_have_settings
@@ -231,6 +231,8 @@ class Plan:
                     arms += f" --b {shlex.quote(value)}" if arm == "b" else ""
                 elif change.key == WORDS:
                     arms += f" --{arm} {shlex.quote(value)}"
+                elif LINE.fullmatch(change.key):
+                    arms += f" --line {shlex.quote(f'{change.key}={value}')}" if arm == "b" else ""
                 elif change.key in SCRIPT_SETTINGS:
                     arms += f" --set {change.key}={value}" if arm == "b" else ""
                 elif value is not None and not (is_of_run and arm == "a"):

@@ -11,6 +11,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.errors import BadInput
+from engine.files import read_text
+from engine.limits import SCRIPT
+
 COPY_BYTES, COPY_FILES = 256 << 20, 20_000
 """A larger folder is not copied for each run."""
 LEFT_OUT = frozenset(
@@ -71,6 +75,33 @@ def copy_folder(folder: Path, to: Path) -> None:
     for name in LINKED:
         if os.path.lexists(folder / name):
             os.symlink(folder / name, to / name)
+
+
+def line_of(folder: Path, name: str) -> str:
+    """Read the line `train.py:42` of a script's folder. Raises BadInput."""
+    file, number, lines = _lines_of(folder, name)
+    if number > len(lines):
+        raise BadInput.expected("line", f"of {file}", name, f"a file of {len(lines)} lines")
+    return lines[number - 1].rstrip("\r\n")
+
+
+def write_line(folder: Path, name: str, text: str) -> None:
+    """Put another text in the place of a line, behind its own indentation. Raises BadInput, OSError."""
+    file, number, lines = _lines_of(folder, name)
+    old = line_of(folder, name)
+    indent = "" if text[:1].isspace() else old[: len(old) - len(old.lstrip())]
+    end = lines[number - 1][len(old) :]
+    lines[number - 1] = f"{indent if text else ''}{text}{end}"
+    file.write_text("".join(lines), encoding="utf-8", newline="")
+
+
+def _lines_of(folder: Path, name: str) -> tuple[Path, int, list[str]]:
+    path, _, number = name.rpartition(":")
+    file = folder / path
+    if not file.resolve().is_relative_to(folder.resolve()) or file.is_symlink():
+        raise BadInput.expected("line", name, f"a file of {folder}", "one of elsewhere, or a link")
+    text = read_text(file, "script", SCRIPT)
+    return file, int(number), text.splitlines(keepends=True)
 
 
 def remove_copy(to: Path) -> None:

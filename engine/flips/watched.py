@@ -3,6 +3,7 @@
     engine flip runs/train-1 --set loader.workers=4         a setting that the probe changes
     engine flip runs/train-1 --env-b OMP_NUM_THREADS=1      a variable of its environment
     engine flip runs/train-1 --b "--num_workers 4"          words: an option that it has is replaced, another added
+    engine flip runs/train-1 --line "train.py:42=x = x.detach()"   a line of the script's copy
 
 Its runs must not write over what the script has written before. Each is started in a copy of the script's folder,
 where that is small, and what an output option names is replaced by `{out}`; where neither can be done nothing starts.
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import BadInput
-from engine.flips.command import OUT, WORDS
+from engine.flips.command import LINE, OUT, WORDS
 from engine.flips.plan import (
     BUDGET_S,
     PAIRS_MIN,
@@ -30,7 +31,7 @@ from engine.flips.plan import (
     make_command_plan,
 )
 from engine.flips.proof import REDACTED
-from engine.flips.script_folder import COPY_BYTES, COPY_FILES, size_to_copy
+from engine.flips.script_folder import COPY_BYTES, COPY_FILES, line_of, size_to_copy
 from engine.flips.script_settings import read_script_settings
 from engine.flips.surroundings import time_of_run
 from engine.log.folder import COMMAND, RunFolder, read_command
@@ -65,6 +66,10 @@ def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:
     if not os.path.isdir(command.folder):
         raise _refused(path, f"its folder {command.folder}", "no such folder")
     is_small = size_to_copy(Path(command.folder)) is not None
+    for name in filter(LINE.fullmatch, changed):
+        if not is_small:
+            raise _refused(path, "a folder small enough to copy, to change a line of it", "more")
+        a[name] = line_of(Path(command.folder), name)
     if not is_small and not outputs:
         raise _refused(
             path,
@@ -120,6 +125,8 @@ def options_for(assignment: str) -> list[str]:
     name, and a variable of the environment has none."""
     if assignment.startswith("-"):
         return ["--b", assignment]
+    if LINE.fullmatch(assignment.partition("=")[0]):
+        return ["--line", assignment]
     return ["--env-b" if re.match(r"[A-Za-z_]\w*=", assignment) else "--set", assignment]
 
 
@@ -128,7 +135,7 @@ def difference(assignment: str) -> dict[str, str | None]:
     option, text = options_for(assignment)
     if option == "--b":
         return {WORDS: text}
-    if option == "--env-b":
+    if option in ("--env-b", "--line"):
         name, _, value = text.partition("=")
         return {name: value}
     return {**read_script_settings([text])}

@@ -232,7 +232,7 @@ def test_a_script_that_a_variable_breaks_is_explained_by_real_runs(
     )
     watch = [sys.executable, "-m", "engine", "watch", "--quiet", "--name", "bad", "--env=MODE=bad"]
     subprocess.run([*watch, "--", sys.executable, "train.py", "--steps", "40"], check=False)
-    made = ask("why", "new", "runs/bad", "--cause", "MODE=good", "--cause", "MODE=worse")
+    made = ask("why", "new", "runs/bad", "--cause", "MODE=good", "--cause", "train.py:3=pass")
     assert made.code == 0 and "next: test c1: does MODE=good end it?" in made.err, made.err
     (bundle,) = find_bundles(tmp_path / "evidence")
     assert re.fullmatch("exit [a-z_]+ of bad: .*", bundle.load().title)
@@ -251,6 +251,14 @@ def test_a_script_that_a_variable_breaks_is_explained_by_real_runs(
     assert "c1  confirmed: MODE: bad -> good" in ask("why", "show").out
     told = ask("why", "show", "--json").json
     assert told["levels"] == {"c1": "confirmed", "c2": "open"}
+    # A line of the script is a cause as well, changed in copies alone.
+    before = (tmp_path / "train.py").read_bytes()
+    ran = ask("why", "test", "--cause", "c2")
+    assert ran.code == 0 and "t2 B_ENDS_IT" in ran.out, ran.err
+    assert ask("why", "verify").code == 2, "a new test opens it again"
+    assert ask("why", "close").code == 0
+    assert "c2  confirmed: train.py:3:" in ask("why", "show").out
+    assert (tmp_path / "train.py").read_bytes() == before
     assert (
         ask("why", "export").code == 0
         and "root cause: exit" in (tmp_path / "evidence" / LOG).read_text()

@@ -12,18 +12,17 @@ from typing import Any
 
 import pytest
 
+from engine.errors import BadInput
 from engine.flips import arms
 from engine.flips.arms import Stopped, run_arm
 from engine.flips.command import WORDS
 from engine.flips.conclusion import FlipVerdict
-from engine.flips.ending import ending_plan
 from engine.flips.flip import run_flip
 from engine.flips.plan import make_command_plan
 from engine.flips.record import find_flips, read_pairs, read_plan_of
 from engine.flips.text import answer_lines
-from engine.flips.watched import watched_plan
-from engine.log.folder import RunFolder, read_command
-from engine.log.observed import observation
+from engine.flips.watched import difference, watched_plan
+from engine.log.folder import RunFolder, create_run, read_command
 from engine.log.view import RunView
 from tests.support.attached import BEGIN
 from tests.support.attached_scripts import LOADED, SLEEPING
@@ -100,25 +99,23 @@ def test_a_setting_that_changes_nothing_in_b_is_not_judged(folder: Path) -> None
     assert "loader.workers=4 changed nothing in arm B" in answer_of(verdict)[0]
 
 
-def test_a_variable_that_breaks_a_script_is_what_ends_it(folder: Path) -> None:
-    (folder / "train.py").write_text(
-        "import os\nif os.environ['MODE'] == 'bad':\n    raise SystemExit('no such mode')\n"
-        + BEGIN
-        + SLEEPING
-    )
-    watch = [sys.executable, "-m", "engine", "watch", "--quiet", "--name", "bad", "--env=MODE=bad"]
-    subprocess.run([*watch, "--", sys.executable, "train.py", "--steps", "40"], check=False)
-    run = RunFolder(folder / "runs" / "bad")
-    observed = observation(run, "exit")
-    for other, expected in (("good", "B_ENDS_IT"), ("worse", "B_KEEPS_IT")):
-        if other == "worse":
-            (folder / "train.py").write_text("raise SystemExit('no such mode')")
-        plan = ending_plan(run.path, observed, f"MODE={other}", order_seed=1)
-        verdict = run_flip(plan, Path("flips") / other, use_controls="skip")
-        assert verdict.verdict == expected, verdict.reason
-        (found,) = [path for path in find_flips(folder / "flips") if path.name == other]
-        assert read_plan_of(found) == plan, "what is asked is in the plan that was registered"
-    assert answer_of(verdict)[0].startswith("MODE=worse does not end it: B shows it too")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train.py:99999=pass", "a file of "),
+        ("nowhere.py:1=pass", "nothing there"),
+        ("../other.py:1=pass", "one of elsewhere"),
+        ("link.py:1=pass", "one of elsewhere, or a link"),
+        ("train.py:2=import json, os, sys", "two that differ"),
+    ],
+)
+def test_a_line_that_is_none_is_refused(folder: Path, name: str, said: str) -> None:
+    (folder.parent / "other.py").write_text("x\n")
+    (folder / "link.py").symlink_to("train.py")
+    command = {"arguments": [sys.executable, "train.py"], "folder": str(folder), "commit": None}
+    run = create_run(folder / "runs" / "r", "", {"command": command, "spec": {}})
+    with pytest.raises(BadInput, match=said):
+        watched_plan(run.path, difference(name), order_seed=1)
 
 
 @pytest.mark.soak

@@ -97,7 +97,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         self.start_job([*asked, "--evidence", str(self.bundle.path.parent)])
 
     def action_cause(self) -> None:
-        hint = "teacher.backend=dequantized, OMP_NUM_THREADS=1, --lr 1e-4"
+        hint = "teacher.backend=dequantized, OMP_NUM_THREADS=1, --lr 1e-4, train.py:42=TEXT"
         self._ask(
             "another change that may end it",
             lambda v: changes.suspect(self.bundle, v["change"]),
