@@ -32,7 +32,7 @@ def plan(
 def test_the_words_of_an_arm_replace_braces_as_a_shell_would_split_them() -> None:
     made = plan({WORDS: "--name 'a b'"}, {WORDS: ""}, (*TRAIN, "--out={out}", "--seed", "{seed}"))
     out = Path("/flip/out/02-a")
-    words, variables, _ = made.arm_of_command(False, out, 2)
+    words, variables, *_ = made.arm_of_command(False, out, 2)
     assert words[1:] == ["train.py", "--name", "a b", f"--out={out}", "--seed", "2"]
     assert made.arm_of_command(True, out, 2)[0][1:] == ["train.py", f"--out={out}", "--seed", "2"]
     assert variables["WANDB_MODE"] == "offline" and variables["WANDB_DIR"] == str(out)
