@@ -13,12 +13,12 @@ from engine.errors import BadInput, RunLogError
 from engine.findings import finding as records
 from engine.findings.bundle import LOG, Bundle, copy_flip, copy_run, path_of, slug_of
 from engine.findings.finding import Cause, Finding, Parent, Test
-from engine.findings.verify import check_bundle
+from engine.findings.verify import check_bundle, faults_of_test
 from engine.flips.ending import ending_plan
 from engine.flips.plan import Change, Plan
 from engine.flips.proposals import proposals
 from engine.flips.record import read_pairs, read_verdict
-from engine.flips.verdict import ENDS_IT
+from engine.flips.verdict import ENDS_IT, INVALID
 from engine.log.folder import RunFolder, read_command, settings_of
 from engine.log.follow import Follower
 from engine.log.observed import Observed, observation, run_id
@@ -130,18 +130,20 @@ def pending(bundle: Bundle) -> tuple[Test, Path] | None:
 
 
 def record(bundle: Bundle, test: Test) -> Finding:
-    """Copy the ended flip of a registered test into the finding, with its verdict. Raises BadInput where the finding
-    does not verify with it."""
+    """Copy the ended flip of a registered test into the finding, with its verdict; one that does not verify is recorded
+    as INVALID, with the reason. Raises BadInput for one that has not ended."""
     flip = bundle.path / test.flip
     verdict = read_verdict(flip)
     if verdict is None or verdict["interrupted"]:
         raise BadInput.expected("flip", flip, "a verdict", "none: it has not ended")
-    done = bundle.change(
-        lambda f: records.with_verdict(f, test, verdict["verdict"], verdict["reason"]),
-        copy_flip(flip, test.id),
-    )
-    _must_be_sound(bundle)
-    return done
+    word, reason = verdict["verdict"], verdict["reason"]
+    finding = bundle.load()
+    told = records.with_verdict(finding, test, word, reason)
+    done = next(one for one in told.tests if one.id == test.id)
+    if faults := faults_of_test(finding, done, bundle.observed, flip):
+        word, reason = INVALID, f"does not verify: {faults[0]}"
+    copied = {} if faults else copy_flip(flip, test.id)
+    return bundle.change(lambda f: records.with_verdict(f, test, word, reason), copied)
 
 
 def note(bundle: Bundle, text: str) -> Finding:

@@ -33,7 +33,7 @@ from engine.flips.plan import Plan
 from engine.flips.proof import settings_differ
 from engine.flips.record import read_header, read_pairs, read_plan_of
 from engine.flips.statistics import ALPHA
-from engine.flips.verdict import Pair, judge
+from engine.flips.verdict import INVALID, Pair, judge
 from engine.flips.watched import arms_of
 from engine.log.folder import COMMAND, RunFolder, read_command
 from engine.log.observed import lines_of, observations, run_id
@@ -112,7 +112,13 @@ def check_bundle(bundle: Bundle) -> Checked:
     found = [*_file_faults(bundle, hashes, copied, finding.seal)]
     if not found:
         found += _observation_faults(bundle, finding)
-        found += [f for test in finding.tests if test.verdict for f in _told(bundle, finding, test)]
+        for test in finding.tests:
+            # One that did not verify when it was recorded has no copy, and counts for nothing.
+            is_copied = f"tests/{test.id}/plan.json" in hashes
+            if test.verdict and (is_copied or test.verdict != INVALID):
+                flip = bundle.flip_of(test.id)
+                texts = faults_of_test(finding, test, bundle.observed, flip)
+                found += [Fault(test.id, text) for text in texts]
         found += _closing_faults(bundle, finding)
     return Checked(bundle=bundle, finding=finding, faults=tuple(found), notes=(*_notes(finding),))
 
@@ -189,33 +195,41 @@ def _closing_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
 # A test, judged again
 
 
-def _told(bundle: Bundle, finding: Finding, test: Test) -> Iterator[Fault]:
-    """Yield why a recorded verdict is not one on its cause."""
-    folder, cause = bundle.flip_of(test.id), finding.cause(test.cause)
+def faults_of_test(finding: Finding, test: Test, observed: RunFolder, flip: Path) -> list[str]:
+    """Why the flip in `flip` does not say of the test's cause what the test says; `observed` is the run that the
+    finding is about, or its copy. Of a flip that says nothing it is enough that its pairs do not."""
+    cause, file = finding.cause(test.cause), finding.files.get(f"tests/{test.id}/plan.json")
+    is_whole = file is None or not file.redacted
     try:
-        plan, pairs = read_plan_of(folder), read_pairs(folder)
-        found = [
-            *_plan_faults(bundle, finding, test, cause, plan, read_header(folder)),
-            *_pair_faults(finding, test, plan, pairs, folder),
-        ]
+        plan, pairs = read_plan_of(flip), read_pairs(flip)
+        found = (
+            []
+            if test.verdict == INVALID
+            else [
+                *_plan_faults(observed, finding, test, cause, plan, read_header(flip), is_whole),
+                *_pair_faults(finding, test, plan, pairs, flip),
+            ]
+        )
     except _BROKEN as error:
-        yield Fault(test.id, f"its flip cannot be read: {error}")
-        return
+        return [f"its flip cannot be read: {error}"]
     if not found:
         judgement = judge(plan, pairs) or judge(plan, pairs, "ended")
         word = judgement.verdict if judgement is not None else "nothing"
         if word != test.verdict:
             found.append(f"its pairs say {word}, it says {test.verdict}")
-    yield from (Fault(test.id, text) for text in found)
+    return found
 
 
 def _plan_faults(
-    bundle: Bundle, finding: Finding, test: Test, cause: Cause, plan: Plan, header: dict[str, Any]
+    observed: RunFolder,
+    finding: Finding,
+    test: Test,
+    cause: Cause,
+    plan: Plan,
+    header: dict[str, Any],
+    is_whole: bool,
 ) -> Iterator[str]:
-    file = finding.files[f"tests/{test.id}/plan.json"]
-    if header["plan_sha256"] != test.plan_sha256 or (
-        plan.sha256 != test.plan_sha256 and not file.redacted
-    ):
+    if header["plan_sha256"] != test.plan_sha256 or (is_whole and plan.sha256 != test.plan_sha256):
         yield "its flip is of another plan than the one that was registered"
     if plan.observed != finding.observed:
         yield "its plan asks about another observation"
@@ -226,7 +240,6 @@ def _plan_faults(
         yield "its plan asks for fewer pairs or steps, or allows more chance, than a test has"
     if not cause.at <= test.at <= header["at"]:
         yield "the cause and the test were not registered before its flip"
-    observed = bundle.observed
     if plan.command is None:
         if dict(plan.spec) != as_it_was(observed.path):
             yield "its arm A has other settings than the observed run"

@@ -470,6 +470,19 @@ def test_nonsense_does_not_close(world: World, name: str) -> None:
         assert check_bundle(bundle).verdict.level is not Level.PASS
 
 
+def test_a_flip_that_was_touched_is_recorded_as_invalid_and_the_next_test_goes_on(
+    world: World,
+) -> None:
+    spoilt(of_plan(pairs_min=1))(world)
+    (bundle,) = find_bundles(world.evidence)
+    (test,) = bundle.load().tests
+    assert test.verdict == "INVALID" and "another plan than the one" in test.reason
+    assert check_bundle(bundle).is_sound and changes.pending(bundle) is None
+    carry_out(bundle, world.flip("2"))
+    changes.close(bundle)
+    assert check_bundle(bundle).verdict.level is Level.PASS
+
+
 def test_what_is_tried_would_close_if_it_were_no_nonsense(world: World) -> None:
     """The control of the attempts: the same steps, with nothing spoilt."""
     spoilt(lambda *_: None)(world)
@@ -589,6 +602,7 @@ def of_observed(**to: object) -> Callable[[Finding], Finding]:
     [
         of_test(verdict="B_KEEPS_IT"),
         of_test(verdict="NOT_SEEN"),
+        of_test(verdict="INVALID"),
         of_test(plan_sha256="0" * 64),
         of_test(cause="c2"),
         of_test(at="2020-01-01T00:00:00Z"),
