@@ -15,7 +15,6 @@ from engine.errors import BadInput, EngineError
 from engine.findings.bundle import FINDING, Bundle, find_bundles
 from engine.findings.changes import Suspect, suspects_of
 from engine.findings.finding import Finding, Level, Test
-from engine.findings.older import LEVEL, Older
 from engine.findings.text import cause_words, lines, next_words, state_words, test_words, tests_of
 from engine.findings.verify import Checked, check_bundle
 from engine.flips.command import WORDS
@@ -80,12 +79,12 @@ def _row(bundle: Bundle) -> Row:
         # A damaged finding must not hide the others.
         text = f"damaged: {one_line(problem.message)}"
         return Row(key=key, name=name, text=text, tone="bad", lines=(name, f"  {text}"))
-    if isinstance(finding, Older):
-        text = f"{one_line(finding.title)}, {LEVEL}"
-        return Row(key=key, name=name, text=text, tone="quiet", lines=finding.lines)
-    tone: Tone = "unsure" if finding.closed is None else "quiet"
-    tone = "good" if finding.confirmed else tone
-    text = f"{one_line(state_words(finding))}  {finding.title}"
+    tone: Tone = "quiet"
+    if isinstance(finding, Finding) and finding.closed is None:
+        tone = "unsure"
+    if isinstance(finding, Finding) and finding.confirmed:
+        tone = "good"
+    text = f"{one_line(state_words(finding))}  {one_line(finding.title)}"
     return Row(key=key, name=name, text=text, tone=tone, lines=(name, *lines(finding)))
 
 
@@ -134,13 +133,10 @@ def listing_of(checked: Checked) -> Listing:
     head = f"{bundle.path.name}: {said}"
     title = one_line(finding.title) if finding else "cannot be read"
     details = [str(bundle.path), f"  {said}", *_section("changed", checked.faults)]
-    if isinstance(finding, Older):
-        details += finding.lines
-    elif finding is not None:
-        state = state_words(finding)
-        by = f"by {one_line(finding.author)} on {one_line(finding.host)}, {finding.at}"
-        details += ["state", f"  {one_line(state)}", f"  {by}"]
-        head = f"{one_line(state)}   next: {next_words(finding) or 'nothing'}"
+    if finding is not None:
+        details += lines(finding, checked.broken)
+    if isinstance(finding, Finding):
+        head = f"{one_line(state_words(finding))}   next: {next_words(finding) or 'nothing'}"
     details += _section("notes", checked.notes)
     first = Row(key=HEAD, text=title, tone=TONE_OF[verdict.level], lines=tuple(details))
     rows = _rows(checked, finding) if isinstance(finding, Finding) else ()
@@ -155,7 +151,11 @@ def _section(title: str, found: Iterable[object]) -> list[str]:
 
 def _rows(checked: Checked, finding: Finding) -> Iterator[Row]:
     seen = finding.observed
-    words = tuple(_observed_lines(checked.bundle.observed, seen))
+    words: tuple[str, ...] = (
+        f"{seen.name} of {seen.run}",
+        f"  {one_line(seen.text)}",
+        f"  after {seen.step} steps, {seen.after_s:.0f} s; line {seen.seq} of {seen.log}.jsonl",
+    )
     yield Row(
         key="observed", sign="*", text=f"observed {seen.name}: {one_line(seen.text)}", lines=words
     )
@@ -185,13 +185,6 @@ def _rows(checked: Checked, finding: Finding) -> Iterator[Row]:
         )
 
 
-def _observed_lines(run: RunFolder, seen: Observed) -> Iterator[str]:
-    yield f"{seen.name} of {seen.run}"
-    yield f"  {one_line(seen.text)}"
-    yield f"  after {seen.step} steps, {seen.after_s:.0f} s; line {seen.seq} of {seen.log}.jsonl"
-    yield from _section("kept of the run", sorted(path.name for path in run.path.glob("*")))
-
-
 def _test_lines(bundle: Bundle, test: Test) -> Iterator[str]:
     flip = bundle.flip_of(test.id)
     if not test.verdict:
@@ -217,20 +210,18 @@ def offered(run: RunFolder) -> tuple[list[Observed], list[Suspect]]:
 
 
 def of_flip(flip: Path) -> tuple[RunFolder, list[Suspect]]:
-    """The run of a flip that something went wrong in (its source, an arm A, an arm B), and its change as what would end
-    that. Raises BadInput, RunLogError."""
+    """The run of a flip that something went wrong in, its source or an arm A, and its change as what would end that.
+    Raises BadInput, RunLogError."""
     plan = read_plan_of(flip)
-    arms = sorted(find_runs(flip / "arms"), key=lambda run: (run.name.partition("-")[2], run.name))
     source = [RunFolder(Path(plan.source))] if is_run(Path(plan.source)) else []
+    arms = [run for run in find_runs(flip / "arms") if run.name[3:4] == "a"]
     run = next((run for run in (*source, *arms) if observations(run)), None)
     if run is None:
         found = "no alert, no failed check, no bad end"
         raise BadInput.expected("flip", flip, "a run that something went wrong in", found)
-    is_b = run.name.partition("-")[2].startswith("b") and run not in source
     suspects = []
-    for change in plan.changes if len(plan.changes) == 1 else ():
-        value = change.a if is_b else change.b
-        if value not in (None, ""):
-            assignment = value if change.key == WORDS else f"{change.key}={value}"
-            suspects.append(Suspect(assignment, f"flip {flip.name}"))
+    if len(plan.changes) == 1 and (value := plan.changes[0].b) not in (None, ""):
+        key = plan.changes[0].key
+        assignment = value if key == WORDS else f"{key}={value}"
+        suspects = [Suspect(assignment, f"flip {flip.name}")]
     return run, suspects

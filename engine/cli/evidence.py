@@ -12,10 +12,8 @@ checked. Of receipt: 0 it agrees with its run, 1 it does not, 2 the run has none
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +23,8 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.findings.verify import Checked
-    from engine.verdict import Verdict
 
 HELP = "list and verify findings, read receipts"
-
-
-_ENTRIES_SHOWN = 200
-"""Entries printed of one part of a receipt, at most."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(a: argparse.Namespace) -> int:
     from engine.errors import BadInput
     from engine.findings.bundle import find_bundles
-    from engine.findings.older import LEVEL, Older
     from engine.findings.text import state_words
     from engine.log.text import one_line
 
@@ -63,8 +55,7 @@ def _list(a: argparse.Namespace) -> int:
     for bundle in find_bundles(folder):
         try:
             finding = bundle.read()
-            state = LEVEL if isinstance(finding, Older) else state_words(finding)
-            row = {"title": finding.title, "state": state}
+            row = {"title": finding.title, "state": state_words(finding)}
         except BadInput as error:
             # A damaged finding must not hide the others.
             row = {"error": error.message}
@@ -83,9 +74,9 @@ def _list(a: argparse.Namespace) -> int:
 
 
 def _verify(a: argparse.Namespace) -> int:
+    from engine.errors import EXIT_FAIL, BadInput
     from engine.findings.bundle import find_bundles
     from engine.findings.verify import check_bundle
-    from engine.verdict import Level, Verdict
 
     folder = _folder(a.folder)
     checked = [check_bundle(bundle) for bundle in find_bundles(folder)]
@@ -93,10 +84,9 @@ def _verify(a: argparse.Namespace) -> int:
     if not checked:
         say(f"no findings in {folder}: nothing was checked")
         return EXIT_UNKNOWN
-    level = Level.FAIL if any(one.faults for one in checked) else Level.PASS
-    if level is Level.PASS and any(one.unread for one in checked):
-        level = Level.UNKNOWN
-    return exit_code_of(checked, Verdict(level, ""))
+    if any(one.faults for one in checked):
+        return EXIT_FAIL
+    return BadInput.exit_code if any(one.unread for one in checked) else 0
 
 
 def _folder(given: Path | None) -> Path:
@@ -109,19 +99,10 @@ def _folder(given: Path | None) -> Path:
     return given or Path("evidence")
 
 
-def exit_code_of(checked: Sequence[Checked], verdict: Verdict) -> int:
-    """Return the exit code of a verdict; bad input when it is unknown because a finding could not be read."""
-    from engine.errors import BadInput
-    from engine.verdict import Level
-
-    unread = verdict.level is Level.UNKNOWN and any(one.unread for one in checked)
-    return BadInput.exit_code if unread else verdict.exit_code
-
-
 def print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
     """Print the result of checking findings: their faults and notes."""
     if as_json:
-        put_json([_as_json(c) for c in checked])
+        put_json([one.as_fields() for one in checked])
         return
     for one in checked:
         verdict = one.verdict
@@ -134,23 +115,12 @@ def print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
             put(f"         seal {one.finding.seal}")
 
 
-def _as_json(one: Checked) -> dict[str, Any]:
-    verdict = one.verdict
-    return {
-        "folder": str(one.bundle.path),
-        "level": verdict.level.name.lower(),
-        "reason": verdict.reason,
-        "seal": one.finding.seal if one.finding is not None else None,
-        "faults": [{"where": f.where, "text": f.text} for f in one.faults],
-        "notes": list(one.notes),
-    }
-
-
 def _receipt(a: argparse.Namespace) -> int:
     from engine.log.folder import open_run
     from engine.log.text import one_line
     from engine.receipts.context import view_of
     from engine.receipts.receipt import check_receipt, not_looked_at, read_receipt_or_facts
+    from engine.receipts.text import receipt_lines
     from engine.verdict import lowest
 
     folder = open_run(a.run)
@@ -167,7 +137,7 @@ def _receipt(a: argparse.Namespace) -> int:
             | {"not_looked_at": left}
         )
         return verdict.exit_code
-    for line in _receipt_lines(receipt):
+    for line in receipt_lines(receipt):
         put(one_line(line))
     if not is_receipt:
         put("no receipt: the run has not come to its end; this is what its logs say")
@@ -176,32 +146,3 @@ def _receipt(a: argparse.Namespace) -> int:
     for what in left:
         put(f"         not looked at: {what}")
     return verdict.exit_code
-
-
-def _receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
-    """Render a receipt for people: what identifies the run, what it did, and what differs from the request."""
-    for name in (
-        *("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"),
-        *("times", "environment", "rows", "heldout_loss_nats", "lineage"),
-    ):
-        value = receipt.get(name)
-        if not isinstance(value, dict | list):
-            yield f"{name}: {_compact(value)}"
-            continue
-        yield name
-        items = value.items() if isinstance(value, dict) else ((None, one) for one in value)
-        for key, inner in islice(items, _ENTRIES_SHOWN):
-            yield f"  {_compact(inner)}" if key is None else f"  {key}: {_compact(inner)}"
-        if (more := len(value) - _ENTRIES_SHOWN) > 0:
-            yield f"  and {more:,} more"
-    yield "decisions"
-    for made in receipt.get("decisions") or []:
-        how = "set by the user" if made["overridden"] else f"because {made['reason']}"
-        yield f"  {made['knob']}: {made['choice']}, {how}"
-    yield "asked for, and done otherwise"
-    for one in receipt.get("differences") or []:
-        yield f"  {one['key']}: asked {one['requested']}, did {one['effective']} ({one['why']})"
-
-
-def _compact(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -143,12 +143,12 @@ def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
     import msgspec
 
     levels = {cause.id: finding.level_of(cause) for cause in finding.causes}
-    told = {"folder": str(bundle.path), "finding": msgspec.to_builtins(finding)}
-    return told | {"title": finding.title, "levels": levels}
+    told = {"folder": str(bundle.path), "title": finding.title, "levels": levels}
+    return told | {"finding": msgspec.to_builtins(finding)}
 
 
 def _show(bundle: Bundle, a: argparse.Namespace) -> int:
-    from engine.findings.older import Older
+    from engine.findings.finding import Finding
     from engine.findings.text import lines
     from engine.findings.verify import check_bundle
 
@@ -156,24 +156,22 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
     finding = bundle.read()
     for fault in checked.faults:
         say(f"changed: {fault}")
-    if isinstance(finding, Older):
-        put_json({"title": finding.title, "lines": finding.lines}) if a.json else put(
-            "\n".join(finding.lines)
-        )
-    elif a.json:
-        put_json(_fields(bundle, finding))
+    told = lines(finding, checked.broken)
+    if a.json:
+        put_json(_fields(bundle, finding) if isinstance(finding, Finding) else {"lines": told})
     else:
-        put("\n".join(lines(finding, checked.broken)))
+        put("\n".join(told))
     return 0
 
 
 def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
-    from engine.cli.evidence import exit_code_of, print_checked
+    from engine.cli.evidence import print_checked
+    from engine.errors import BadInput
     from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
     print_checked([checked], as_json=a.json)
-    return exit_code_of([checked], checked.verdict)
+    return BadInput.exit_code if checked.unread else checked.verdict.exit_code
 
 
 def _test(bundle: Bundle, a: argparse.Namespace) -> int:

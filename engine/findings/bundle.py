@@ -132,9 +132,8 @@ class Bundle:
         """Load the finding. Raises BadInput when it is not exactly as the tool left it, or of an earlier version."""
         found = self.read()
         if isinstance(found, Older):
-            hint = "`engine why new RUN` begins one by today's rules"
-            found_ = "one of an earlier version, which is read-only"
-            raise BadInput.expected("finding", self.path, "one to work on", found_, hint=hint)
+            what = "one of an earlier version, which is read-only"
+            raise BadInput.expected("finding", self.path, "one to work on", what)
         return found
 
     def read(self) -> Finding | Older:

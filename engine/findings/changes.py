@@ -86,7 +86,7 @@ def _source(bundle: Bundle, finding: Finding) -> Path:
     found = run_id(RunFolder(path)) if path.is_dir() else "nothing there"
     if found != finding.observed.run_id:
         expected = f"the observed run {finding.observed.run}"
-        raise BadInput.expected("run", path, expected, found, hint="tests start from its settings")
+        raise BadInput.expected("run", path, expected, found)
     return Path(os.path.relpath(path))
 
 
@@ -98,8 +98,7 @@ def plan_test(
     chosen = finding.cause(cause) if cause else finding.next_cause
     if chosen is None:
         found = "one that is confirmed" if finding.confirmed else "none that is open"
-        hint = None if finding.confirmed else "`engine why cause CHANGE` names one"
-        raise BadInput.expected("cause", bundle.path, "one to test", found, hint=hint)
+        raise BadInput.expected("cause", bundle.path, "one to test", found)
     plan = ending_plan(
         _source(bundle, finding),
         finding.observed,

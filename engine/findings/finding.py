@@ -161,9 +161,7 @@ class CannotClose(EngineError):
 # What a finding becomes
 
 
-def new_finding(
-    slug: str, observed: Observed, source: str, parent: Parent | None, *, author: str = ""
-) -> Finding:
+def new_finding(slug: str, observed: Observed, source: str, parent: Parent | None) -> Finding:
     """Create a finding. Raises BadInput for a name that is no slug, and for an observation of another run than those
     that had the parent's cause."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", slug):
@@ -180,37 +178,32 @@ def new_finding(
         source=_cleaned(source),
         observed=observed,
         parent=parent,
-        **_signed(author),
+        **_signed(),
     )
 
 
-def add_cause(
-    finding: Finding, assignment: str, change: Change, why: str = "", *, author: str = ""
-) -> Finding:
+def add_cause(finding: Finding, assignment: str, change: Change, why: str = "") -> Finding:
     """Add a possible cause. Raises BadInput for one that it has."""
     assignment = _clean(assignment, "change")
     if any(cause.change == change for cause in finding.causes):
         raise BadInput.expected("cause", finding.slug, "a new one", f"{change}, which it has")
     id_ = f"c{len(finding.causes) + 1}"
-    cause = Cause(
-        id=id_, assignment=assignment, change=change, why=_cleaned(why), **_signed(author)
-    )
+    cause = Cause(id=id_, assignment=assignment, change=change, why=_cleaned(why), **_signed())
     return replace(finding, closed=None, causes=(*finding.causes, cause))
 
 
 def add_test(finding: Finding, cause: Cause, plan: Plan, flip: str) -> Finding:
     """Register a test before it runs. Raises BadInput for a plan of something else."""
     if plan.observed != finding.observed:
-        found = "nothing" if plan.observed is None else plan.observed.name
         expected = f"one that asks about {finding.observed.name} of {finding.observed.run}"
-        raise BadInput.expected("plan", finding.slug, expected, found)
+        raise BadInput.expected("plan", finding.slug, expected, "another one")
     id_ = f"t{len(finding.tests) + 1}"
-    test = Test(id=id_, cause=cause.id, plan_sha256=plan.sha256, flip=_cleaned(flip), **_signed(""))
+    test = Test(id=id_, cause=cause.id, plan_sha256=plan.sha256, flip=_cleaned(flip), **_signed())
     return replace(finding, closed=None, tests=(*finding.tests, test))
 
 
-def add_note(finding: Finding, text: str, *, author: str = "") -> Finding:
-    note = Note(text=_clean(text, "note"), **_signed(author))
+def add_note(finding: Finding, text: str) -> Finding:
+    note = Note(text=_clean(text, "note"), **_signed())
     return replace(finding, notes=(*finding.notes, note))
 
 
@@ -220,7 +213,7 @@ def with_verdict(finding: Finding, test: Test, verdict: str, reason: str) -> Fin
     return replace(finding, tests=tests)
 
 
-def close(finding: Finding, unresolved: str = "", *, author: str = "") -> Finding:
+def close(finding: Finding, unresolved: str = "") -> Finding:
     """Close with the confirmed cause, or as unresolved with a reason. Raises CannotClose."""
     if not unresolved and not finding.confirmed:
         levels = ", ".join(f"{one.id} {finding.level_of(one)}" for one in finding.causes)
@@ -231,7 +224,7 @@ def close(finding: Finding, unresolved: str = "", *, author: str = "") -> Findin
     closed = Closed(
         outcome="unresolved" if unresolved else "root-cause",
         text=_clean(unresolved or in_words(finding), "reason"),
-        **_signed(author),
+        **_signed(),
     )
     return replace(finding, closed=closed)
 
@@ -247,12 +240,12 @@ def in_words(finding: Finding) -> str:
     return f"{finding.observed.name} of {finding.observed.run}: {'; '.join(told)}"
 
 
-def _signed(author: str) -> dict[str, Any]:
+def _signed() -> dict[str, Any]:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = "unknown"
-    return {"author": author or user, "at": now_utc()}
+    return {"author": user, "at": now_utc()}
 
 
 def _cleaned(text: str) -> str:

@@ -5,7 +5,6 @@ Nothing in them is an experiment that named its observation beforehand, so by to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +59,7 @@ class _Finding(msgspec.Struct):
 class Older:
     title: str
     lines: tuple[str, ...]
-    """Its claims as a tree, with the kinds of evidence under them."""
+    """Its claims, with the kinds of evidence under them."""
     files: dict[str, str]
     """sha256 by path."""
     seal: str
@@ -83,17 +82,9 @@ def read_older(raw: bytes, where: object) -> Older | None:
     end = f"was closed as {closed.get('outcome')}: {closed.get('text')}" if closed else "open"
     lines = [f"{one_line(found.title)}  [{LEVEL}]", f"  {one_line(end)}"]
     for node in found.nodes:
-        if not node.why_of:
-            lines += _tree(found, node, "  ", {node.id})
+        of = f", why of {', '.join(node.why_of)}" if node.why_of else ""
+        kinds = ", ".join(f"{one.says} by {one.locator.get('type')}" for one in node.evidence)
+        claim = f"{node.id}  {node.kind}, said to be {node.status}{of}: {node.claim}"
+        lines += [f"  {one_line(claim)}", *([f"      {one_line(kinds)}"] if kinds else ())]
     files = {one.path: one.sha256 for one in found.artifacts if one.kept} | found.derived
     return Older(found.title, tuple(lines), files, found.seal)
-
-
-def _tree(finding: _Finding, node: _Node, indent: str, above: set[str]) -> Iterator[str]:
-    yield f"{indent}{node.id}  {node.kind}, said to be {node.status}: {one_line(node.claim)}"
-    for one in node.evidence:
-        kind = one_line(str(one.locator.get("type")))
-        yield f"{indent}    {one.id}  {one.says}: {kind}"
-    for inner in finding.nodes:
-        if node.id in inner.why_of and inner.id not in above:
-            yield from _tree(finding, inner, f"{indent}    ", above | {inner.id})

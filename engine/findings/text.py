@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from engine.findings.finding import Cause, Finding, Test
+from engine.findings.older import LEVEL, Older
 from engine.log.text import one_line
-from engine.redact import words
 
 _ESCAPES = str.maketrans(
     {**{sign: f"\\{sign}" for sign in "\\`*_[]|#~"}, "<": "&lt;", ">": "&gt;", "&": "&amp;"}
 )
 
 
-def state_words(finding: Finding) -> str:
+def state_words(finding: Finding | Older) -> str:
     """Its level in one sentence, computed from its tests."""
+    if isinstance(finding, Older):
+        return LEVEL
     if (closed := finding.closed) is not None:
         what = "root cause" if closed.outcome == "root-cause" else "closed unresolved"
         return f"{what}: {closed.text} ({closed.at}, {closed.author})"
@@ -39,8 +40,10 @@ def next_words(finding: Finding) -> str:
     return f"test {cause.id}{' again, with more steps' if again else ''}: does {cause.assignment} end it?"
 
 
-def lines(finding: Finding, broken: Mapping[str, str] | None = None) -> list[str]:
+def lines(finding: Finding | Older, broken: Mapping[str, str] | None = None) -> list[str]:
     """Describe a finding. `broken` says of tests that do not verify why."""
+    if isinstance(finding, Older):
+        return [*finding.lines]
     seen = finding.observed
     out = [f"{one_line(finding.title)}  [{one_line(state_words(finding))}]"]
     out += [
@@ -71,34 +74,10 @@ def test_words(test: Test, broken: Mapping[str, str] | None = None) -> str:
 
 
 def readme(finding: Finding) -> str:
-    return "\n".join(_readme(finding)) + "\n"
-
-
-def _readme(finding: Finding) -> Iterator[str]:
-    yield f"# {_escape(finding.title)}"
-    yield ""
-    yield f"{_escape(state_words(finding))}. By {_escape(finding.author)} on {_escape(finding.host)}, {finding.at}."
-    yield ""
-    yield from (f"    {line}" for line in lines(finding))
-    yield from _table("file", "bytes", "sha256", "note")
-    for name, file in sorted(finding.files.items()):
-        notes = [] if file.is_copied else ["not copied"]
-        notes += [f"{words(file.redacted)}, otherwise whole"] if file.redacted else []
-        is_plain = file.is_copied and re.fullmatch(r"[\w./-]+", name)
-        place = f"[{_escape(name)}]({name})" if is_plain else _escape(name)
-        yield _cells(place, str(file.size), f"`{file.sha256[:16]}`", ", ".join(notes))
-    yield ""
-    yield "Checked with `engine why verify`; made from `finding.json`, do not edit."
-
-
-def _table(*heads: str) -> Iterator[str]:
-    yield ""
-    yield _cells(*heads)
-    yield f"{'|---' * len(heads)}|"
-
-
-def _cells(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    by = f"By {finding.author} on {finding.host}, {finding.at}."
+    told = "\n".join(f"    {line}" for line in lines(finding))
+    end = "Checked with `engine why verify`; made from `finding.json`, do not edit."
+    return f"# {_escape(finding.title)}\n\n{_escape(state_words(finding))}. {_escape(by)}\n\n{told}\n\n{end}\n"
 
 
 def _escape(text: str) -> str:

@@ -73,6 +73,17 @@ class Checked:
     def is_sound(self) -> bool:
         return not self.faults and not self.unread
 
+    def as_fields(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "folder": str(self.bundle.path),
+            "level": self.verdict.level.name.lower(),
+            "reason": self.verdict.reason,
+            "seal": None if self.finding is None else self.finding.seal,
+            "faults": list(map(dataclasses.asdict, self.faults)),
+            "notes": self.notes,
+        }
+
     @property
     def verdict(self) -> Verdict:
         if self.unread:

@@ -131,7 +131,7 @@ def _finding_page(bundle: Bundle) -> str:
     checked = check_bundle(bundle)
     finding = bundle.read()
     is_older = isinstance(finding, Older)
-    said = finding.lines if isinstance(finding, Older) else lines(finding, checked.broken)
+    said = lines(finding, checked.broken)
     parts = [
         _lines([f"verified: {checked.verdict.level.name.lower()}: {checked.verdict.reason}"]),
         f"<h2>{'Claims' if is_older else 'Causes and tests'}</h2>\n{hanging(said)}",

@@ -21,8 +21,7 @@ from engine.findings import changes
 from engine.findings.bundle import find_bundle
 from engine.findings.changes import Suspect
 from engine.findings.finding import Finding
-from engine.findings.older import Older
-from engine.findings.text import lines
+from engine.findings.text import lines, state_words
 from engine.findings.verify import Checked, check_bundle
 from engine.log.folder import open_run
 from engine.report.page import hanging
@@ -45,10 +44,18 @@ class Whys(Panel):
             description="may be ended by", placeholder="KEY=VALUE", layout={"width": "60%"}
         )
         buttons: tuple[tuple[str, str, Callable[[], str]], ...] = (
-            ("test", "run the next test", self._test),
-            ("add cause", "add this change as a possible cause", self._cause),
-            ("close", "close with the confirmed cause", self._close),
-            ("verify", "hash every file, judge every test again", self._verify),
+            ("test", "run the next test", lambda: self.test().lines()[0]),
+            (
+                "add cause",
+                "add this change as a possible cause",
+                lambda: f"added {self.cause(self._change.value.strip())}",
+            ),
+            ("close", "close with the confirmed cause", lambda: state_words(self.close_finding())),
+            (
+                "verify",
+                "hash every file, judge every test again",
+                lambda: str(self.verify().verdict.reason),
+            ),
             ("export", "enter the finding into LOG.md", lambda: f"exported {self.export()}"),
         )
         self._buttons: dict[str, ipywidgets.Button] = {}
@@ -87,9 +94,9 @@ class Whys(Panel):
         """Keep some words; they support nothing. Raises BadInput."""
         self._waking(changes.note(self.bundle, text))
 
-    def close_finding(self, unresolved: str = "") -> None:
+    def close_finding(self, unresolved: str = "") -> Finding:
         """Close with the confirmed cause, or as unresolved with a reason. Raises CannotClose."""
-        self._waking(changes.close(self.bundle, unresolved))
+        return self._waking(changes.close(self.bundle, unresolved))
 
     def verify(self) -> Checked:
         """Hash every file, and judge every test again."""
@@ -102,23 +109,6 @@ class Whys(Panel):
     def _waking(self, finding: Finding) -> Finding:
         self._wake.set()
         return finding
-
-    # Buttons
-
-    def _test(self) -> str:
-        self.test()
-        return "the test runs"
-
-    def _cause(self) -> str:
-        return f"added {self.cause(self._change.value.strip())}"
-
-    def _close(self) -> str:
-        self.close_finding()
-        return "closed"
-
-    def _verify(self) -> str:
-        verdict = self.verify().verdict
-        return f"{verdict.level.name.lower()}: {verdict.reason}"
 
     # The polling thread
 
@@ -139,8 +129,7 @@ class Whys(Panel):
         running = [*job.lines()] if job is not None and (job.is_alive or job.code) else []
         try:
             checked = check_bundle(self.bundle)
-            finding = self.bundle.read()
-            said = finding.lines if isinstance(finding, Older) else lines(finding, checked.broken)
+            said = lines(self.bundle.read(), checked.broken)
             return [], [*(f"changed: {fault}" for fault in checked.faults), *said, *running]
         except EngineError as problem:
             return [], [str(problem), *running]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from engine.findings.verify import check_bundle
 from engine.log.folder import RunFolder
 from engine.log.observed import observation
 from engine.log.text import one_line
-from workbench.findings import EVIDENCE, JOB, FindingFeed, of_flip, offered
+from workbench.findings import EVIDENCE, JOB, FindingFeed, offered
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
@@ -54,9 +55,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         Binding("c", "close", "close", tooltip="close with the confirmed cause, or as unresolved"),
         Binding("n", "note", "note", tooltip="keep some words; they support nothing"),
         Binding("v", "verify", "verify", tooltip="hash every file, judge every test again"),
-        Binding(
-            "x", "export", "export", tooltip="enter it into LOG.md, or copy it elsewhere first"
-        ),
+        Binding("x", "export", "export", tooltip="verify it and enter it into LOG.md"),
     )
 
     def __init__(self, context: Context, path: Path) -> None:
@@ -128,39 +127,26 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         )
 
     def action_export(self) -> None:
-        def send(v: Values) -> str:
-            done = changes.export(self.bundle, Path(v["to"]) if v["to"] else None)
-            return f"exported: {done.path}, entered into {done.path.parent / LOG}"
+        def send() -> str:
+            path = changes.export(self.bundle).path
+            return f"exported: {path}, entered into {path.parent / LOG}"
 
-        self._ask(
-            "export",
-            send,
-            Field(name="to", label="copy to", hint="another evidence folder; empty: here"),
-            note="It is entered into LOG.md of its evidence folder.",
-        )
+        self.command("export", send)
 
 
-def ask_why(screen: PollingScreen, run: RunFolder | None, flip: Path | None = None) -> None:
-    """Open the form of a new finding about a run, or about a run of a flip, and then the finding."""
+def ask_why(screen: PollingScreen, form: Callable[[], FormScreen]) -> None:
+    """Open the form of a new finding, and then the finding. The form is made in a thread: a log may be long."""
 
     def begun(path: str | None) -> None:
         if path is not None:
             screen.app.push_screen(FindingScreen(screen.context, Path(path)))
 
     def make() -> None:
-        # In a thread: a log may be long.
         try:
-            if flip is not None:
-                form = finding_form(*of_flip(flip))
-            else:
-                assert run is not None, "a run or a flip"
-                form = finding_form(run)
+            screen.app.call_from_thread(screen.app.push_screen, form(), begun)
         except EngineError as problem:
-            screen.app.call_from_thread(
-                screen.notify, str(problem), severity="warning", markup=False
-            )
-        else:
-            screen.app.call_from_thread(screen.app.push_screen, form, begun)
+            said = partial(screen.notify, str(problem), severity="warning", markup=False)
+            screen.app.call_from_thread(said)
 
     screen.run_worker(make, thread=True)
 

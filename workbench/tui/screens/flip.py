@@ -225,10 +225,12 @@ class FlipScreen(PollingScreen):
 
     def action_keep(self) -> None:
         # Imported here: the first frame does not need it.
-        from workbench.tui.screens.finding import ask_why
+        from workbench.findings import of_flip
+        from workbench.tui.screens.finding import ask_why, finding_form
 
         if self._snapshot is not None and self._snapshot.has_ended:
-            ask_why(self, None, self._snapshot.folder)
+            folder = self._snapshot.folder
+            ask_why(self, lambda: finding_form(*of_flip(folder)))
 
     def action_back(self) -> None:
         if self._snapshot is not None and self._snapshot.going_on:

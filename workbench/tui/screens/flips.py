@@ -8,11 +8,12 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from engine.log.folder import RunFolder
+from workbench.findings import of_flip
 from workbench.flips import FLIPS, FlipsFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
-from workbench.tui.screens.finding import ask_why
+from workbench.tui.screens.finding import ask_why, finding_form
 from workbench.tui.screens.flip import FlipScreen
 
 NOTES = (
@@ -66,4 +67,5 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
     def action_keep(self) -> None:
         if self.selected is None:
             return
-        ask_why(self, None, Path(self.selected.key))
+        folder = Path(self.selected.key)
+        ask_why(self, lambda: finding_form(*of_flip(folder)))

@@ -506,9 +506,9 @@ class RunScreen(PollingScreen):
 
     def action_why(self) -> None:
         # Imported here: the first frame does not need it.
-        from workbench.tui.screens.finding import ask_why
+        from workbench.tui.screens.finding import ask_why, finding_form
 
-        ask_why(self, self.run)
+        ask_why(self, lambda: finding_form(self.run))
 
 
 def _needs(snapshot: Snapshot | None) -> object:

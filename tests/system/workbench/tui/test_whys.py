@@ -151,7 +151,6 @@ def test_a_finding_is_begun_with_its_numbers_and_worked_on_with_keys(
         await poll(pilot)
         assert await shows(pilot, "root cause: alert gpu_idle")
         await press(pilot, "x")
-        await fill(pilot)
         assert (tmp_path / "evidence" / LOG).is_file()
         await press(pilot, "v")
         assert check_bundle(bundle).verdict.level == Level.PASS
