@@ -82,7 +82,7 @@ def test_the_first_run_is_started_watched_and_read(
     assert "COMPLETED | step 6/6" in said(notebook)
     # The figure was replaced after the end, so a notebook that is opened again shows the whole run.
     (still,) = stills(notebook)
-    assert "<svg" in drawn(still) and "held-out loss of the student at step 6" in still
+    assert "<svg" in drawn(still) and "held-out loss of the saved student at step 6" in still
     assert len(still) < 80_000
 
 
