@@ -80,11 +80,12 @@ def _row(bundle: Bundle) -> Row:
         text = f"damaged: {one_line(problem.message)}"
         return Row(key=key, name=name, text=text, tone="bad", lines=(name, f"  {text}"))
     tone: Tone = "quiet"
-    if isinstance(finding, Finding) and finding.closed is None:
-        tone = "unsure"
-    if isinstance(finding, Finding) and finding.confirmed:
-        tone = "good"
-    text = f"{one_line(state_words(finding))}  {one_line(finding.title)}"
+    if isinstance(finding, Finding):
+        tone = "good" if finding.confirmed else "quiet" if finding.closed else "unsure"
+    text = one_line(state_words(finding))
+    if tone != "good":
+        # What a confirmed cause ends is said with it.
+        text += f"  {one_line(finding.title)}"
     return Row(key=key, name=name, text=text, tone=tone, lines=(name, *lines(finding)))
 
 

@@ -245,6 +245,8 @@ def _ending_plan(arguments: argparse.Namespace) -> Plan:
             raise UsageError(
                 f"--ends asks of the run as it was, without --{name.replace('_', '-')}"
             )
+    if arguments.controls == "run":
+        raise UsageError("--ends measures nothing, so that no control applies")
     run = open_run(Path(arguments.source[0]))
     return ending_plan(
         run.path,

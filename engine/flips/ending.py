@@ -16,7 +16,7 @@ from engine.errors import BadInput
 from engine.flips.plan import SHOWN, STEPS, WARM_UP_STEPS, Plan, load_source, make_plan
 from engine.flips.watched import difference, watched_plan
 from engine.log.folder import RunFolder, read_command
-from engine.log.observed import Observed
+from engine.log.observed import STALLS, Observed
 
 PAIRS_MIN, PAIRS_MAX = 3, 8
 LONGEST_WAIT = 3.0
@@ -47,7 +47,9 @@ def ending_plan(
         found = " and ".join(map(str, plan.changes)) or "none"
         raise BadInput.expected("change", "of the flip", "one, to name a cause", found)
     (change,) = plan.changes
-    if change.key.partition(".")[0] in OBSERVERS:
+    section = change.key.partition(".")[0]
+    # What is evaluated less is observed less; a stall is seen without any evaluation.
+    if section in OBSERVERS or (section == "eval" and observed.id not in STALLS):
         expected = "a setting of the job"
         raise BadInput.expected("change", str(change), expected, "one of who looks at it")
     if plan.steps < observed.step:

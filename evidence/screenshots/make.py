@@ -3,8 +3,8 @@
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
 in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two for the colour-blind;
 WATCHED, a run of `make demo-watch`, at three sizes; a flip of RUN before it starts; help and palette;
-and each of the screens that can be opened from everywhere (contracts, drills, findings, doctor), as
-they are in the folder where this is started.
+each of the screens that can be opened from everywhere (contracts, drills, findings, doctor), and the newest
+finding, as they are in the folder where this is started.
 `live.svg`, the picture of README, is a replay of ON_GPU, on an H100: `engine distill engine/demo/demo.toml --set
 train.rows=512 --set train.steps=1500 --set eval.every=100 --set watch.sample_seconds=0.5 --set checkpoint.every=500`.
 """
@@ -80,6 +80,7 @@ async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
     for place in PLACES:
         if place.key:
             await save(run, wide, f"{place.name}.svg", place.key)
+    await save(run, wide, "finding.svg", "w", "enter", *["down"] * 5)
 
 
 if __name__ == "__main__":

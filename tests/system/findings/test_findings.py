@@ -396,6 +396,7 @@ NONSENSE: dict[str, Callable[[World], object]] = {
     "who looks: the watch": suspecting("watch.stall_seconds=100000"),
     "who looks: how often": suspecting("watch.sample_seconds=3600"),
     "who looks: the checks": suspecting("checks.on_fail=report"),
+    "who looks: the evaluation": suspecting("eval.every=0"),
     "where it is kept": suspecting("run.name=other"),
     # Observations that are none.
     "an alert that was not raised": seeing("alert data_wait"),

@@ -77,6 +77,8 @@ def test_an_arm_whose_steps_take_several_times_as_long_is_slower(folder: Path) -
         assert command is not None and command.arguments[1] == "train.py"
 
 
+# `engine why test` of a script runs in copies too, and the probe's change of workers has tests of its own.
+@pytest.mark.soak
 def test_a_watched_run_is_flipped_with_more_workers_in_a_copy_of_its_folder(folder: Path) -> None:
     (folder / "loaded.py").write_text(BEGIN + LOADED)
     watch = [sys.executable, "-m", "engine", "watch", "--quiet", "--name", "loaded", "--"]
