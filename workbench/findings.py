@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.errors import BadInput, EngineError
 from engine.findings.bundle import FINDING, Bundle, find_bundles
-from engine.findings.changes import Suspect, suspects_of
+from engine.findings.changes import Suspect
 from engine.findings.finding import Finding, Level, Test
 from engine.findings.text import cause_words, lines, next_words, state_words, test_words, tests_of
 from engine.findings.verify import Checked, check_bundle
@@ -21,11 +21,11 @@ from engine.flips.command import WORDS
 from engine.flips.record import read_pairs, read_plan_of
 from engine.flips.text import pair_heading, pair_line, plan_lines
 from engine.log.folder import RunFolder, find_runs, is_run
-from engine.log.observed import Observed, observations
+from engine.log.observed import observations
 from engine.log.text import one_line
 from workbench.listing import TONE_OF, Listing, Row, Tone
 
-EVIDENCE, FLIPS, JOB = "evidence", "flips", "why"
+EVIDENCE, JOB = "evidence", "why"
 NONE = """\
 No finding in {folders} yet.
 
@@ -39,8 +39,6 @@ SIGNS: dict[Level, tuple[str, Tone]] = {
     "refuted": ("x", "quiet"),
     "open": ("?", "unsure"),
 }
-HEAD = "finding"
-"""Key of the first row: the finding as a whole."""
 
 
 # The list
@@ -139,7 +137,7 @@ def listing_of(checked: Checked) -> Listing:
     if isinstance(finding, Finding):
         head = f"{one_line(state_words(finding))}   next: {next_words(finding) or 'nothing'}"
     details += _section("notes", checked.notes)
-    first = Row(key=HEAD, text=title, tone=TONE_OF[verdict.level], lines=tuple(details))
+    first = Row(key="finding", text=title, tone=TONE_OF[verdict.level], lines=tuple(details))
     rows = _rows(checked, finding) if isinstance(finding, Finding) else ()
     return Listing(head=head, rows=(first, *rows))
 
@@ -202,12 +200,7 @@ def _test_lines(bundle: Bundle, test: Test) -> Iterator[str]:
         yield f"  {one_line(str(problem))}"
 
 
-# What a run or a flip offers
-
-
-def offered(run: RunFolder) -> tuple[list[Observed], list[Suspect]]:
-    """What went wrong in a run, what proves most first, and what may have caused it. Raises RunLogError."""
-    return observations(run), suspects_of(run)
+# What a flip offers
 
 
 def of_flip(flip: Path) -> tuple[RunFolder, list[Suspect]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from engine.flips.statistics import ALPHA
 from engine.flips.verdict import INVALID, Pair, judge
 from engine.flips.watched import arms_of
 from engine.log.folder import COMMAND, RunFolder, read_command
-from engine.log.observed import lines_of, observations, run_id
+from engine.log.observed import LOGS, lines_of, observations, run_id
 from engine.sealing import digest, now_utc
 from engine.verdict import Level, Verdict
 
@@ -59,7 +59,7 @@ class Checked:
     finding: Finding | Older | None = None
     """None when it is damaged or cannot be read."""
     faults: tuple[Fault, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     unread: str = ""
     """Why nothing could be checked: finding.json is not a readable file."""
 
@@ -156,7 +156,8 @@ def _file_faults(
     for name in sorted(copied):
         path = bundle.path / name
         try:
-            found = "a link" if path.is_symlink() else digest(_bytes(path))
+            data = read_bytes(path, "file", limits.ARTIFACT)
+            found = "a link" if path.is_symlink() else digest(data)
         except BadInput as error:
             yield Fault(name, f"cannot be read: {error.message}")
             continue
@@ -168,22 +169,26 @@ def _file_faults(
         yield Fault(LOG, text)
 
 
-def _bytes(path: Path) -> bytes:
-    return read_bytes(path, "file", limits.ARTIFACT)
-
-
 def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
-    """Compare the observation with the copy of the run's log."""
+    """Compare the observation with the copies of the run's logs: as far as they were copied, and but for words where
+    secrets were taken out."""
     seen = finding.observed
-    logs = [finding.files.get(f"observed/{name}.jsonl") for name in ("watch", "events")]
-    if any(file is not None and (file.redacted or not file.is_copied) for file in logs):
-        return  # said in the notes
+    files = {log: finding.files.get(f"observed/{log}.jsonl") for log in LOGS}
+    is_whole = all(
+        file is None or (file.is_copied and not file.redacted) for file in files.values()
+    )
+    own = files[seen.log]
+    if own is not None and not own.is_copied:
+        return
     try:
-        found = [dataclasses.replace(one, run=seen.run) for one in observations(bundle.observed)]
+        said = [one for one in observations(bundle.observed) if one.name == seen.name]
     except EngineError as error:
         yield Fault("observed", error.message)
         return
-    if seen not in found:
+    same = [one for one in said if (one.log, one.seq) == (seen.log, seen.seq)]
+    if is_whole:
+        same = [one for one in same if dataclasses.replace(one, run=seen.run) == seen]
+    if not same:
         yield Fault("observed", f"its logs do not say {seen.name} as the finding does")
 
 

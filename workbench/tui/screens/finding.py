@@ -12,14 +12,14 @@ from textual.binding import Binding, BindingType
 from engine.errors import EngineError
 from engine.findings import changes
 from engine.findings.bundle import LOG, Bundle
-from engine.findings.changes import Suspect
+from engine.findings.changes import Suspect, suspects_of
 from engine.findings.finding import Finding
 from engine.findings.text import next_words, state_words
 from engine.findings.verify import check_bundle
 from engine.log.folder import RunFolder
-from engine.log.observed import observation
+from engine.log.observed import observation, observations
 from engine.log.text import one_line
-from workbench.findings import EVIDENCE, JOB, FindingFeed, offered
+from workbench.findings import EVIDENCE, JOB, FindingFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
@@ -70,21 +70,18 @@ class FindingScreen(BrowseScreen[FindingFeed]):
             return finding is not None and finding.next_cause is not None and not self.job_runs
         return finding is not None if action in self.ACTING else True
 
-    def _ask(
-        self, title: str, send: Callable[[Values], Finding | str], *fields: Field, note: str = ""
-    ) -> None:
+    def _ask(self, title: str, send: Callable[[Values], Finding], *fields: Field) -> None:
         """Open a form; what comes next is shown after it."""
 
         def sent(values: Values) -> str:
-            done = send(values)
-            return done if isinstance(done, str) else next_words(done) or "closed"
+            return next_words(send(values)) or "closed"
 
         def done(said: str | None) -> None:
             if said is not None:
                 self.notify(said, markup=False)
                 self.tick()
 
-        self.app.push_screen(FormScreen(title, fields, sent, note=note), done)
+        self.app.push_screen(FormScreen(title, fields, sent), done)
 
     # Keys
 
@@ -155,7 +152,7 @@ def finding_form(run: RunFolder, suspects: Sequence[Suspect] = ()) -> FormScreen
     """Return a form for a new finding about a run, filled in; its result is the folder of the finding. Raises BadInput
     where nothing went wrong in the run."""
     observation(run, "")
-    seen, proposed = offered(run)
+    seen, proposed = observations(run), suspects_of(run)
     folder: Path = beside([run.path.parent], EVIDENCE)[0]
     known = {one.assignment: one for one in (*suspects, *proposed)}
 
