@@ -17,6 +17,7 @@ from engine.findings import changes
 from engine.findings.bundle import LOG, Bundle, find_bundles
 from engine.findings.verify import check_bundle
 from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from engine.verdict import Level
 from tests.support.findings import (
     DEMO,
@@ -199,7 +200,12 @@ def test_the_founding_story_closes_by_a_real_flip_in_few_keys(
     command += [f"--set={key}={value}" for key, value in sets.items()]
     engine = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     run = RunFolder(tmp_path / "runs" / "hang")
-    pid = wait_for(run.path, lambda view: "stalled_at_start" in view.alerts).view.trainer_pid
+
+    def hangs(view: RunView) -> bool:
+        alert = view.alerts.get("stalled_at_start")
+        return alert is not None and "loading the teacher" in alert.title
+
+    pid = wait_for(run.path, hangs).view.trainer_pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     engine.wait(60)
