@@ -130,7 +130,7 @@ CATALOGUE: tuple[About, ...] = (
         id="split_disjoint",
         question="Is held-out text absent from the text that is trained on?",
         means="The held-out loss measures memory of the training text and says nothing about new text.",
-        remedy="Remove copies from the corpus, or split by document.",
+        remedy="Remove copies from the corpus, or split by document; `engine data SPEC` names them.",
         when=When.FIRST_STEPS,
         stops=False,
     ),

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
-from engine.data.batches import IGNORED, Batch, Int64Array
+from engine.data.batches import IGNORED, Batch
+from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
 from engine.data.tokens import READ_AT_ONCE, TokenStream
 
 LOOKED_AT = 4
@@ -33,22 +34,16 @@ PADDING_SHARE = 0.02
 ENDS, LEAST_ENDS = 64, 4
 """Ends of documents that are looked for, and special tokens that must be there for a verdict."""
 
-WINDOW = 64
-"""Number of tokens that two documents share only if one was copied; this also finds boilerplate, such as
-a licence.
-"""
+NEAR_COPIES = 0.3
+"""Share of held-out documents that may be near copies: of Python's library, split by file, one in six is the variant
+of a file, mostly of character codes."""
+LEAST_NEAR_COPIES = 3
+"""Of a sample of the training documents, where a single one says little about the others."""
 SHARED_SHARE = 0.5
 """Share of held-out windows that must be found in the training text to count as a leak. Source code
 repeats itself: of Python's library, split by file, a quarter is found, mostly in tables of character
 codes. Leaked text is found completely.
 """
-LEAST_WINDOWS, NEAR_SHARE = 4, 0.7
-"""A held-out document of at least so many windows is a near copy if this share of them is in the training text."""
-NEAR_COPIES = 0.2
-"""Share of held-out documents that may be near copies."""
-MOST_TOKENS = 1 << 26
-"""Tokens of either side whose windows are compared: about two seconds."""
-MOST_WINDOWS = 1 << 16
 MOST_ROWS = 512
 """Largest number of rows that are checked, however many make up one step."""
 
@@ -166,21 +161,21 @@ def split_disjoint(context: Context, step: object = None) -> Answer:
     # Only documents with the length of a held-out one can be copies of it.
     candidates = np.isin(train.lengths, held.lengths)
     copies = len({one for one in _digests(train, candidates) if one in wanted})
-    train_tokens, held_tokens = _texts(train), _texts(held)
-    looked_at = len(train_tokens)
-    starts, found = shared_windows(train_tokens, held_tokens)
+    looked_at, held_tokens = predicted(train), predicted(held)
+    found = shared_windows(looked_at, held_tokens)
     shared, windows = int(found.sum()), len(found)
-    near, compared = _near_copies(held, starts, found)
+    near = near_copies(train, held)
     train.release()
     held.release()
     share = shared / windows if windows else 0.0
     numbers = Numbers(
         copied_documents=copies,
-        near_copies=near,
-        compared_documents=compared,
+        near_copies=len(near.pairs),
+        compared_documents=near.compared,
+        searched_documents=near.searched,
         shared_windows=shared,
         windows=windows,
-        searched_tokens=looked_at,
+        searched_tokens=len(looked_at),
     )
     if copies:
         return numbers.failed(
@@ -190,17 +185,27 @@ def split_disjoint(context: Context, step: object = None) -> Answer:
         return numbers.failed(
             f"{share:.0%} of held-out stretches of {WINDOW} tokens are in the training text too"
         )
-    if near > NEAR_COPIES * compared:
+    allowed = NEAR_COPIES * near.compared * near.searched
+    if len(near.pairs) > allowed and (near.searched == 1 or len(near.pairs) >= LEAST_NEAR_COPIES):
+        one, _, alike = near.pairs[0]
         return numbers.failed(
-            f"{near} of {compared} held-out documents are nearly whole in the training text: copies with few changes"
+            f"{len(near.pairs)} of {near.compared} held-out documents are training documents but for few tokens, as "
+            f"{_beginning(context, one)} ({alike:.0%} alike)"
         )
-    searched = (
-        "" if looked_at == train.token_count else f", of which {looked_at:,} tokens were searched"
-    )
+    sample = "" if near.searched == 1 else f" of a sample of {near.searched:.1%} of them"
     return numbers.passed(
-        f"no held-out document is trained on, {near} of {compared} nearly; {share:.1%} of held-out stretches "
-        f"of {WINDOW} tokens are in the training text{searched}"
+        f"no held-out document is trained on, {len(near.pairs)} of {near.compared} are nearly training "
+        f"documents{sample}; {share:.1%} of held-out stretches of {WINDOW} tokens are in the training text"
     )
+
+
+def _beginning(context: Context, document: int) -> str:
+    """Return how a held-out document begins."""
+    stream = context.heldout_stream
+    begin, end = stream.starts[document : document + 2].tolist()
+    ids = stream.tokens[begin : min(end, begin + SHINGLE)].tolist()
+    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+    return f"document {document:,}" if tokenizer is None else repr(tokenizer.decode(ids))
 
 
 def _other_rows(context: Context) -> int:
@@ -212,16 +217,6 @@ def _other_rows(context: Context) -> int:
         there_BT = tokens[np.minimum(places_BT, len(tokens) - 1)]
         other += int((batch.tokens_BT != there_BT).any(1).sum())
     return other
-
-
-def _texts(stream: TokenStream) -> NDArray[np.generic]:
-    """Return the first MOST_TOKENS tokens, without padding, which is the same everywhere."""
-    tokens = stream.tokens[:MOST_TOKENS]
-    if stream.padding is None:
-        return tokens
-    count = int(np.searchsorted(stream.starts, len(tokens)))
-    lengths = np.diff(np.minimum(stream.starts[: count + 1], len(tokens)))
-    return tokens[~np.repeat(stream.padding[:count], lengths)]
 
 
 def _digests(stream: TokenStream, wanted: NDArray[np.bool_]) -> Iterator[bytes]:
@@ -238,82 +233,3 @@ def _digests(stream: TokenStream, wanted: NDArray[np.bool_]) -> Iterator[bytes]:
             stream.release()
             read = 0
         yield hashlib.sha256(np.ascontiguousarray(tokens, dtype="<u4").data).digest()
-
-
-def shared_windows(
-    train: NDArray[np.generic], held: NDArray[np.generic], window: int = WINDOW
-) -> tuple[Int64Array, NDArray[np.bool_]]:
-    """Return where windows of `held` begin, and whether each occurs anywhere in `train`.
-
-    Windows start at every quarter of a window. They are compared by a rolling hash: with r(t) a random
-    64-bit number for token t and an odd base b, h(i) = b^-i * sum_{j < window} r(t_{i+j}) b^{i+j},
-    everything modulo 2^64. The probability of a false match is about (windows * positions) / 2^64.
-    """
-    starts = np.arange(0, len(held) - window + 1, max(window // 4, 1))
-    if len(starts) > MOST_WINDOWS:
-        starts = starts[np.linspace(0, len(starts) - 1, MOST_WINDOWS).astype(np.int64)]
-    if len(starts) == 0 or len(train) < window:
-        return starts, np.zeros(len(starts), dtype=bool)
-    # Only those windows: hashes of all places of a large corpus take 50 bytes for each token.
-    powers = np.full(window, _BASE, dtype=np.uint64)
-    powers[0] = 1
-    np.multiply.accumulate(powers, out=powers)
-    hashes = np.concatenate(
-        [
-            _mixed(held[part[:, None] + np.arange(window)]) @ powers
-            for part in np.array_split(starts, -(-len(starts) // 4096))
-        ]
-    )
-    wanted = np.unique(hashes)
-    found = np.zeros(len(wanted), dtype=bool)
-    step = 1 << 20
-    for first in range(0, len(train) - window + 1, step):
-        here = _rolling(train[first : first + step + window - 1], window)
-        places = np.minimum(np.searchsorted(wanted, here), len(wanted) - 1)
-        found[places[wanted[places] == here]] = True
-    return starts, found[np.searchsorted(wanted, hashes)]
-
-
-def _near_copies(
-    held: TokenStream, starts: Int64Array, found: NDArray[np.bool_]
-) -> tuple[int, int]:
-    """Return of how many held-out documents nearly every window occurs in the training text, and how many documents
-    have enough windows to tell."""
-    begins = held.starts
-    if held.padding is not None:
-        # `_texts` left padding out.
-        lengths = np.where(held.padding, 0, held.lengths)
-        begins = np.concatenate([[0], np.cumsum(lengths)])
-    document = np.searchsorted(begins, starts, side="right") - 1
-    inside = starts + WINDOW <= begins[document + 1]
-    windows = np.bincount(document[inside], minlength=len(begins))
-    copied = np.bincount(document[inside], weights=found[inside], minlength=len(begins))
-    enough = windows >= LEAST_WINDOWS
-    return int((copied[enough] >= NEAR_SHARE * windows[enough]).sum()), int(enough.sum())
-
-
-_BASE = 0x9E3779B97F4A7C15
-_INVERSE = pow(_BASE, -1, 1 << 64)
-
-
-def _mixed(tokens: NDArray[np.generic]) -> NDArray[np.uint64]:
-    """Return a number for each token; those of neighbouring ids are unrelated (splitmix64)."""
-    mixed = tokens.astype(np.uint64) + np.uint64(_BASE)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
-
-
-def _rolling(tokens: NDArray[np.generic], window: int) -> NDArray[np.uint64]:
-    """Return the hash of each window of `tokens`."""
-    mixed, count = _mixed(tokens), len(tokens)
-    powers = np.full(count, _BASE, dtype=np.uint64)
-    inverses = np.full(count, _INVERSE, dtype=np.uint64)
-    powers[0] = inverses[0] = 1
-    np.multiply.accumulate(powers, out=powers)
-    np.multiply.accumulate(inverses, out=inverses)
-    sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed * powers)])
-    places = count - window + 1
-    hashes: NDArray[np.uint64] = (sums[window:] - sums[:places]) * inverses[:places]
-    return hashes

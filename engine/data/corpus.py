@@ -12,12 +12,11 @@ Both splits are ordered by that same hash. `max_bytes` walks that order and take
 fits, so the subset depends only on the documents.
 
 Invariants of a `Corpus`: neither split is empty; no text of one equals a text of the other (an exact copy
-is dropped from train).
+is dropped from train). Near copies (the same file with another licence line) may be on both sides:
+`engine.data.overlap` finds them.
 
 A corpus may be larger than memory: it is read once to be split, which keeps 24 bytes of each document and no text,
 and again, in the order of the files, by whoever wants the texts. A document that differs the second time is refused.
-
-Not covered: near-duplicates (the same file with another licence line) are kept on both sides.
 """
 
 from __future__ import annotations
@@ -72,9 +71,16 @@ class Split:
         return tuple(one for _, one in found)
 
     @property
-    def copies(self) -> int:
-        """Documents whose text another one of the split has."""
-        return len(self.numbers) - len(np.unique(self.index.digests[self.numbers]))
+    def copies(self) -> NDArray[np.int64]:
+        """The documents whose text an earlier one of the split has, as numbers of the index."""
+        _, first = np.unique(self.index.digests[self.numbers], return_index=True)
+        return np.delete(self.numbers, first)
+
+    def like(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, for documents whose text the split has, the first document of the split that has it."""
+        digests, first = np.unique(self.index.digests[self.numbers], return_index=True)
+        places = np.searchsorted(digests, self.index.digests[numbers])
+        return self.numbers[first[places]]
 
     @property
     def sha256(self) -> str:
@@ -95,8 +101,8 @@ class Corpus:
     heldout: Split
     skipped: tuple[Skipped, ...]
     """What a source leaves out, with the reason."""
-    duplicates: int
-    """Documents dropped from train because their text is held out."""
+    dropped: NDArray[np.int64]
+    """Documents dropped from train because their text is held out, as numbers of the index."""
     beyond_max_bytes: int
     """Documents left out because they did not fit into `max_bytes`."""
 
@@ -165,14 +171,14 @@ class Index:
 
     def take(
         self, numbers: NDArray[np.int64], max_bytes: int | None, heldout: Split | None = None
-    ) -> tuple[NDArray[np.int64], int]:
-        """Return, in order, the documents that still fit and are no copies of held-out text, and how many are
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return, in order, the documents that still fit and are no copies of held-out text, and those that are
         copies. Raises the CorpusError of one that fits and cannot be read."""
         left_bytes = math.inf if max_bytes is None else max_bytes
         is_copy = np.zeros(len(numbers), dtype=np.bool_)
         if heldout is not None:
             is_copy = np.isin(self.digests[numbers], heldout.index.digests[heldout.numbers])
-        taken, copies = array("q"), 0
+        taken, copies = array("q"), array("q")
         for number, copy in zip(numbers, is_copy, strict=True):
             size = int(self.sizes[number])
             if size > left_bytes:
@@ -184,11 +190,11 @@ class Index:
             elif (error := self.unusable.get(int(number))) is not None:
                 raise error
             elif copy:
-                copies += 1
+                copies.append(number)
             else:
                 left_bytes -= size
                 taken.append(number)
-        return np.array(taken, dtype=np.int64), copies
+        return np.array(taken, dtype=np.int64), np.array(copies, dtype=np.int64)
 
     def split(self, numbers: NDArray[np.int64]) -> Split:
         return Split(
@@ -274,7 +280,7 @@ def open_corpus(
     heldout = index.split(numbers)
     numbers, copies = index.take(train_numbers, max_bytes, heldout)
     if not len(numbers):
-        raise _no_train(source, index.sizes[train_numbers], copies, max_bytes)
+        raise _no_train(source, index.sizes[train_numbers], len(copies), max_bytes)
 
     train = index.split(numbers)
     kept = train.document_count + heldout.document_count
@@ -283,8 +289,8 @@ def open_corpus(
         train=train,
         heldout=heldout,
         skipped=tuple(sorted(index.skipped, key=lambda one: one.name)),
-        duplicates=copies,
-        beyond_max_bytes=len(index) - kept - copies - index.left_out,
+        dropped=copies,
+        beyond_max_bytes=len(index) - kept - len(copies) - index.left_out,
     )
 
 

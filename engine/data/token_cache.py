@@ -317,7 +317,7 @@ def _make(
     _check_unchanged(recipe, stamp)
     manifest = {
         "format": FORMAT,
-        "skipped": len(corpus.skipped) + corpus.duplicates,
+        "skipped": len(corpus.skipped) + len(corpus.dropped),
         "streams": streams,
         "files": {path.name: _size_and_hash(path, progress) for path in sorted(folder.iterdir())},
     }

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.data.batches import count_rows, labelled_rows
+from engine.data.batches import Int64Array, count_rows, labelled_rows
 from engine.data.corpus import Corpus, Split, open_corpus
+from engine.data.overlap import near_copies
 from engine.data.packing import STREAM
 from engine.data.sources import column_names
 from engine.data.token_cache import Progress, no_progress
@@ -60,6 +61,13 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    count: int
+    names: tuple[tuple[str, str], ...]
+    """Of the first, and of what each is a copy of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """The beginning of a training document, as the models read it."""
 
@@ -79,10 +87,13 @@ class Overview:
     lengths: tuple[tuple[int, int], ...]
     """Training documents by length: the most tokens of a group, a power of two, and how many are in it."""
     longer_than_a_row: int
-    duplicates: int
-    """Training documents whose text another one has."""
-    copies: int
+    repeated: Copies
+    """Training documents whose text an earlier one has."""
+    dropped: Copies
     """Documents dropped from the training text because their text is held out."""
+    near_copies: Copies
+    """Held-out documents that are training documents but for few tokens, of those that were compared."""
+    compared: int
     left_out: tuple[Reason, ...]
     last_turn_only: int
     beyond_bytes: int
@@ -119,12 +130,24 @@ class Overview:
             lines.append(
                 f"{self.longer_than_a_row:,} are longer than a row; the rest of each stands in the next one"
             )
-        counts = (
-            (self.duplicates, "training documents have the text of another one"),
-            (self.copies, "documents are dropped from train, because their text is held out"),
-            (self.last_turn_only, "conversations have labels on their last turn only"),
-        )
-        told = [f"{count:,} {words}" for count, words in counts if count]
+        told = []
+        for copies, words in (
+            (self.repeated, "training documents have the text of another one"),
+            (self.dropped, "documents are dropped from train, because their text is held out"),
+            (
+                self.near_copies,
+                f"of {self.compared:,} held-out documents are training documents but for few tokens",
+            ),
+        ):
+            if copies.count:
+                told.append(f"{copies.count:,} {words}:")
+                told += [f"    {name} is {other}" for name, other in copies.names]
+                if copies.count > len(copies.names):
+                    told.append(f"    and {copies.count - len(copies.names):,} more")
+        if self.last_turn_only:
+            told.append(
+                f"{self.last_turn_only:,} conversations have labels on their last turn only"
+            )
         told += [f"{one.count:,} left out: {one.text} (as {one.example})" for one in self.left_out]
         return [*lines, *(["", *told] if told else [])]
 
@@ -168,6 +191,12 @@ def look_at_data(
     packed = inputs.load_tokens(part, progress, corpus=corpus)
     train, held = whole.train, whole.heldout
     lengths = train.lengths
+    near = near_copies(train, held)
+    repeated = corpus.train.copies
+    copied, of = (
+        side.numbers[np.array([pair[place] for pair in near.pairs], dtype=np.int64)]
+        for place, side in enumerate((corpus.heldout, corpus.train))
+    )
     return Overview(
         source=data.corpus,
         seq_len=data.seq_len,
@@ -175,13 +204,24 @@ def look_at_data(
         heldout=_part(corpus.heldout, held, packed.heldout, data.seq_len, "held-out"),
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
-        duplicates=corpus.train.copies,
-        copies=corpus.duplicates,
+        repeated=_copies(corpus, repeated, corpus.train.like(repeated)),
+        dropped=_copies(corpus, corpus.dropped, corpus.heldout.like(corpus.dropped)),
+        near_copies=_copies(corpus, copied, of),
+        compared=near.compared,
         left_out=_reasons(corpus, (*train.left_out, *held.left_out)),
         last_turn_only=train.last_turn_only + held.last_turn_only,
         beyond_bytes=corpus.beyond_max_bytes,
         samples=_samples(corpus.train, train, inputs, samples),
     )
+
+
+def _copies(corpus: Corpus, numbers: Int64Array, of: Int64Array) -> Copies:
+    if not len(numbers):
+        return Copies(count=0, names=())
+    shown = numbers[:REASONS], of[:REASONS]
+    names = {n: one.name for n, one in corpus.train.index.read(np.concatenate(shown))}
+    pairs = tuple((names[a], names[b]) for a, b in zip(*(x.tolist() for x in shown), strict=True))
+    return Copies(count=len(numbers), names=pairs)
 
 
 def _part(split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, what: str) -> Part:

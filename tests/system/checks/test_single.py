@@ -22,10 +22,11 @@ from engine.checks.catalogue import ABOUT
 from engine.checks.check import Answer
 from engine.checks.checkpoint import checkpoint_reloads, random_states
 from engine.checks.context import Context, Memory, Resumed
-from engine.checks.data import end_is_learnt, shared_windows, split_disjoint
+from engine.checks.data import end_is_learnt, split_disjoint
 from engine.checks.runner import CHECKS
 from engine.checks.weights import shape_of, weights_of
 from engine.data.batches import IGNORED, Batch
+from engine.data.overlap import PERMUTATIONS, SHINGLE, near_copies, predicted, shared_windows
 from engine.data.tokens import TokenStream, make_stream, starts_of
 from engine.drills.catalogue import planted
 from engine.formats.tokenizer import open_tokenizer
@@ -120,6 +121,50 @@ def test_held_out_documents_that_are_trained_on_with_few_changes_are_found(world
         assert found.numbers["copied_documents"] == 0
 
 
+def test_near_copies_are_found_however_short_what_is_unchanged_in_them(world: World) -> None:
+    held = world.heldout
+    copies = held.tokens.copy()
+    copies[::30] += 1
+    train = make_stream(
+        np.concatenate([world.train.tokens, copies]),
+        np.append(world.train.starts, held.starts[1:] + len(world.train)),
+    )
+    # No stretch of 64 tokens is that of a held-out document.
+    assert not shared_windows(copies, held.tokens).any()
+    looked_at = dataclasses.replace(make_run(world).context, train_stream=train)
+    found = split_disjoint(looked_at)
+    assert found.verdict.level is Level.FAIL and "but for few tokens" in found.verdict.reason
+    pairs = near_copies(train, held).pairs
+    assert len(pairs) == found.numbers["near_copies"] >= 0.9 * found.numbers["compared_documents"]
+    for number, other, alike in pairs:
+        assert other == len(world.train.starts) - 1 + number
+        (a, b), (c, d) = held.starts[number : number + 2], train.starts[other : other + 2]
+        ours, theirs = (
+            {part.tobytes() for part in np.lib.stride_tricks.sliding_window_view(tokens, SHINGLE)}
+            for tokens in (held.tokens[a:b], train.tokens[c:d])
+        )
+        # Three standard deviations of an estimate from 128 permutations.
+        exact = len(ours & theirs) / len(ours | theirs)
+        assert abs(alike - exact) <= 3 * (exact * (1 - exact) / PERMUTATIONS) ** 0.5
+
+
+def test_a_prompt_that_all_conversations_begin_with_is_no_leak() -> None:
+    def chats(first: int) -> TokenStream:
+        tokens = np.arange(first, first + 8 * 300).reshape(8, 300) ** 2 % 50_021
+        tokens[:, :220] = np.arange(220)
+        labelled = np.zeros((8, 300), dtype=np.bool_)
+        labelled[:, 220:] = True
+        starts = starts_of([300] * 8)
+        return make_stream(tokens.flatten().astype(np.uint16), starts, labelled=labelled.flatten())
+
+    train, held = chats(0), chats(10_000)
+    found = near_copies(train, held)
+    assert (found.pairs, found.compared, found.searched) == ((), 8, 1.0)
+    assert not shared_windows(predicted(train), predicted(held)).any()
+    every = [dataclasses.replace(one, labelled=None) for one in (train, held)]
+    assert len(near_copies(every[0], every[1]).pairs) == 8
+
+
 @given(
     train=st.lists(st.integers(0, 2), min_size=1, max_size=60),
     held=st.lists(st.integers(0, 2), min_size=1, max_size=40),
@@ -132,8 +177,7 @@ def test_shared_windows_are_those_that_a_plain_search_finds(
     starts = range(0, len(held) - window + 1, window // 4)
     expected = [tuple(held[i : i + window]) in everywhere for i in starts]
     arrays = (np.array(train, dtype=np.uint16), np.array(held, dtype=np.uint16))
-    begins, found = shared_windows(*arrays, window)
-    assert (begins.tolist(), found.tolist()) == (list(starts), expected)
+    assert shared_windows(*arrays, window).tolist() == expected
 
 
 def test_ends_that_are_never_a_label_are_named(world: World) -> None:

@@ -86,7 +86,7 @@ def test_copies_of_heldout_text_are_dropped_from_train(tmp_path: Path) -> None:
     train_name = before.train.documents[0].name
     write_folder(tmp_path, {train_name: copied.text})
     after = open_corpus(source, heldout_fraction=FRACTION)
-    assert after.duplicates == 1 and after.beyond_max_bytes == 0
+    assert len(after.dropped) == 1 and after.beyond_max_bytes == 0
     assert train_name not in names(after)[0]
     assert not {d.text for d in after.train.documents} & {d.text for d in after.heldout.documents}
     assert after.heldout.documents == before.heldout.documents

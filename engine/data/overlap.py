@@ -1,0 +1,173 @@
+"""What two splits share: stretches of tokens that both have, and documents that are nearly the same.
+
+Compared are the tokens that are to be predicted: a system prompt that all conversations begin with is no leak.
+"""
+
+# Shapes: N tokens, D documents, P permutations of a sketch, W windows
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.tokens import TokenStream, starts_of
+
+WINDOW = 64
+"""Tokens that two documents share only if one was copied; this also finds boilerplate, such as a licence."""
+MOST_TOKENS = 1 << 26
+"""Tokens of either side whose windows are compared: about two seconds."""
+MOST_WINDOWS = 1 << 16
+
+SHINGLE = 8
+"""Tokens of a window whose set describes a document. One changed token changes as many windows."""
+LEAST_TOKENS = 64
+ALIKE = 0.5
+"""Share of the shingles of both that near copies have in common (Jaccard), with one token in 20 changed."""
+PERMUTATIONS = 128
+"""Of a MinHash: the share is estimated with a standard deviation of at most 0.045."""
+MOST_COMPARED = 1 << 24
+"""Tokens of the training documents that are compared."""
+MOST_OF_ONE = 1 << 18
+"""Tokens of one document: it is known by its beginning."""
+MOST_TRAIN, MOST_HELDOUT = 1 << 15, 1 << 8
+"""Documents that are compared, spread evenly over each side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearCopies:
+    pairs: tuple[tuple[int, int, float], ...]
+    """Held-out document, the training document most like it, and the share of shingles that they have in common."""
+    compared: int
+    """Held-out documents."""
+    searched: float
+    """Share of the training documents that they were compared with."""
+
+
+def near_copies(train: TokenStream, heldout: TokenStream) -> NearCopies:
+    """Find held-out documents that are training documents but for few tokens, by MinHash (Broder 1997) of their
+    shingles. Of many documents a sample is compared."""
+    held, held_DP, _ = _sketches(heldout, MOST_HELDOUT)
+    trained, trained_DP, searched = _sketches(train, MOST_TRAIN)
+    pairs = []
+    for number, sketch_P in zip(held, held_DP if trained else (), strict=False):
+        alike_D = (trained_DP == sketch_P).mean(axis=1)
+        nearest = int(alike_D.argmax())
+        if alike_D[nearest] >= ALIKE:
+            pairs.append((number, trained[nearest], float(alike_D[nearest])))
+    return NearCopies(pairs=tuple(pairs), compared=len(held), searched=searched)
+
+
+def _sketches(stream: TokenStream, most: int) -> tuple[list[int], NDArray[np.uint32], float]:
+    """Return documents spread evenly over those that are long enough, the MinHash of each, (D, P), and which share of
+    all they are."""
+    from rensa import RMinHash
+
+    lengths = np.minimum(stream.lengths, MOST_OF_ONE)
+    enough = lengths >= LEAST_TOKENS
+    if stream.padding is not None:
+        enough &= ~stream.padding
+    places = np.flatnonzero(enough)
+    room = MOST_COMPARED * len(places) // max(int(lengths[enough].sum()), 1)
+    count = min(len(places), most, max(room, 1))
+    chosen: list[int] = []
+    sketches: list[NDArray[np.uint32]] = []
+    # Few at a time: a hash of each place takes 50 bytes.
+    for part in np.array_split(
+        places[np.arange(count) * len(places) // max(count, 1)], max(count // 64, 1)
+    ):
+        texts = [(i, _predicted_of(stream, i)) for i in part.tolist()]
+        found = [(i, rolling(text, SHINGLE)) for i, text in texts if len(text) >= LEAST_TOKENS]
+        if not found:
+            continue
+        matrix = RMinHash.digest_matrix_from_flat_token_hashes(
+            np.concatenate([hashes for _, hashes in found]),
+            starts_of([len(hashes) for _, hashes in found]).astype(np.uint64),
+            PERMUTATIONS,
+            0,
+        )
+        chosen += [i for i, _ in found]
+        sketches.append(np.array(matrix.to_rows(), dtype=np.uint32))
+    stream.release()
+    none = np.empty((0, PERMUTATIONS), dtype=np.uint32)
+    return chosen, np.concatenate([none, *sketches]), count / max(len(places), 1)
+
+
+def _predicted_of(stream: TokenStream, document: int) -> NDArray[np.generic]:
+    begin, end = stream.starts[document : document + 2]
+    place = slice(begin, min(end, begin + MOST_OF_ONE))
+    tokens = stream.tokens[place]
+    return tokens if stream.labelled is None else tokens[stream.labelled[place]]
+
+
+def predicted(stream: TokenStream) -> NDArray[np.generic]:
+    """Return those of the first MOST_TOKENS tokens that are to be predicted and no padding. Shape (N,)."""
+    tokens = stream.tokens[:MOST_TOKENS]
+    if stream.labelled is not None:
+        # Padding has no labels.
+        return tokens[stream.labelled[:MOST_TOKENS]]
+    if stream.padding is None:
+        return tokens
+    lengths = np.diff(np.minimum(stream.starts, len(tokens)))
+    return tokens[~np.repeat(stream.padding, lengths)]
+
+
+def shared_windows(
+    train: NDArray[np.generic], heldout: NDArray[np.generic], window: int = WINDOW
+) -> NDArray[np.bool_]:
+    """Return whether each window of `heldout` occurs anywhere in `train`. Shape (W,).
+
+    Windows start at every quarter of a window. They are compared by a rolling hash: with r(t) a random
+    64-bit number for token t and an odd base b, h(i) = b^-i * sum_{j < window} r(t_{i+j}) b^{i+j},
+    everything modulo 2^64. The probability of a false match is about (windows * positions) / 2^64.
+    """
+    starts = np.arange(0, len(heldout) - window + 1, max(window // 4, 1))
+    if len(starts) > MOST_WINDOWS:
+        starts = starts[np.linspace(0, len(starts) - 1, MOST_WINDOWS).astype(np.int64)]
+    if len(starts) == 0 or len(train) < window:
+        return np.zeros(len(starts), dtype=np.bool_)
+    # Only those windows: hashes of all places of a large corpus take 50 bytes for each token.
+    hashes = np.concatenate(
+        [
+            rolling(heldout[part[:, None] + np.arange(window)], window)[:, 0]
+            for part in np.array_split(starts, -(-len(starts) // 4096))
+        ]
+    )
+    wanted = np.unique(hashes)
+    found = np.zeros(len(wanted), dtype=np.bool_)
+    step = 1 << 20
+    for first in range(0, len(train) - window + 1, step):
+        here = rolling(train[first : first + step + window - 1], window)
+        places = np.minimum(np.searchsorted(wanted, here), len(wanted) - 1)
+        found[places[wanted[places] == here]] = True
+    return found[np.searchsorted(wanted, hashes)]
+
+
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 1 << 64)
+
+
+def _mixed(tokens: NDArray[np.generic]) -> NDArray[np.uint64]:
+    """Return a number for each token; those of neighbouring ids are unrelated (splitmix64)."""
+    mixed = tokens.astype(np.uint64) + np.uint64(_BASE)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def rolling(tokens: NDArray[np.generic], window: int) -> NDArray[np.uint64]:
+    """Return the hash of each window along the last axis."""
+    mixed, count = _mixed(tokens), tokens.shape[-1]
+    powers = np.full(count, _BASE, dtype=np.uint64)
+    inverses = np.full(count, _INVERSE, dtype=np.uint64)
+    powers[0] = inverses[0] = 1
+    np.multiply.accumulate(powers, out=powers)
+    np.multiply.accumulate(inverses, out=inverses)
+    sums = np.cumsum(mixed * powers, axis=-1)
+    sums = np.concatenate([np.zeros_like(sums[..., :1]), sums], axis=-1)
+    hashes: NDArray[np.uint64] = (sums[..., window:] - sums[..., :-window]) * inverses[
+        : count - window + 1
+    ]
+    return hashes
