@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engine.checks.artefact import samples_of
 from engine.checks.check import Result
 from engine.checks.context import Context
 from engine.checks.runner import Checks
@@ -122,7 +123,8 @@ class Drawn:
             device=torch.device("cpu"),
             precision=self.precision,
         )
-        return Run(spec, trainer, self.context(spec, trainer), Checks(spec), {})
+        context, samples = self.context(spec, trainer), samples_of(trainer.student)
+        return Run(spec, trainer, context, Checks(spec), {}, self.world.train, samples)
 
     def context(self, spec: RunSpec, trainer: Trainer) -> Context:
         length, teacher = spec.data.seq_len, trainer.teacher
