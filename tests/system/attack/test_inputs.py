@@ -164,12 +164,15 @@ def planted(value: Any, random_: random.Random) -> Any:
 
 def spec_of(folder: Path, **settings: object) -> Path:
     """A spec that is sound, with the demo's models and a text of its own."""
-    (folder / "text.txt").write_text("some words of a text\n\n" * 600)
+    text = "".join(f"some words of paragraph {number}\n\n" for number in range(1200))
+    (folder / "text.txt").write_text(text)
     wanted: dict[str, object] = {
         "teacher.path": DEMO / "teacher",
         "student.config": DEMO / "student.json",
         "data.corpus": folder / "text.txt",
         "data.seq_len": 32,
+        # The text is cut into a few documents, and the hash of none of their names is below a smaller fraction.
+        "data.heldout_fraction": 0.3,
         "train.steps": 30,
     } | {key.replace("__", "."): value for key, value in settings.items()}
     lines: dict[str, list[str]] = {}
