@@ -34,6 +34,7 @@ LACKS = {
     "TensorBoard and W&B": "pip install -e .[import]",
     "TRL": "make frameworks",
     "Lightning": "make frameworks",
+    "loops in Triton's interpreter": "pip install 'triton>=3.7'",
     "an ordinary user": "run the tests as one, not as root",
     "root": "run the tests as root, who may mount file systems",
     "a memory control group": "run the tests as root, outside a container",
