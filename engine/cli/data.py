@@ -1,12 +1,14 @@
-"""Show the data of a spec before anything is trained on it.
+"""Show the data of a spec before anything is trained on it, or what a step of a run has trained on.
 
-    engine data SPEC                  documents, tokens, lengths, labels, what is left out and why
+    engine data SPEC                  documents, tokens, lengths, labels, what is left out and why, copies
     engine data SPEC --samples 5      with the beginning of five documents: what is to be predicted is marked
     engine data SPEC --json           the same as one JSON value
+    engine data RUN --step 137        the rows of one step: documents, text, and whether it was their turn
 
 The numbers are of the tokens that the models would read. Of a large corpus at most 16 MiB are looked at; --all reads
-everything. In a sample what has a label is shown in reverse, or between ⟦ and ⟧ where there is no terminal or NO_COLOR
-is set.
+everything. In a text what has a label is shown in reverse, or between ⟦ and ⟧ where there is no terminal or NO_COLOR
+is set. Rows of a step are looked up in the corpus by their hashes in the run's records: what is shown is what was
+trained on, and a row that it was not the turn of is said to be one.
 """
 
 from __future__ import annotations
@@ -14,37 +16,73 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from typing import TYPE_CHECKING
 
 from engine import limits
 from engine.cli.arguments import add_flag, add_json, add_number, add_path, add_set
+from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, put_marked
 from engine.units import format_bytes
 
+if TYPE_CHECKING:
+    from engine.data.token_cache import Progress
+    from engine.plan.inputs import Inputs
+    from engine.spec import RunSpec
+
 PLAIN_EVERY_S = 10.0
-HELP = "show what the data of a spec holds, and what has labels"
+HELP = "show what the data of a spec holds, or what a step trained on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "spec", "SPEC", "a spec file")
+    add_path(parser, "subject", "SPEC|RUN", "a spec file, or a run folder")
     add_set(parser)
-    add_number(parser, "--samples", limits.SHOWN_DOCUMENTS, "documents to show (2)", default=2)
+    add_number(parser, "--step", limits.STEPS, "show the rows of this step of a run", least=1)
+    add_number(
+        parser, "--samples", limits.SHOWN_DOCUMENTS, "documents or rows to show (2)", default=2
+    )
     add_flag(parser, "--all", "read all of the corpus, however large")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.plan.data_overview import look_at_data
+    from engine.log.folder import must_have_settings, open_run
     from engine.plan.inputs import check_inputs
-    from engine.spec import load_spec
+    from engine.spec import load_spec, spec_from_dict
     from engine.spec.environment import sets_from_environment
 
-    sets = sets_from_environment(os.environ) + arguments.set
-    spec, _ = load_spec(arguments.spec, sets)
+    if arguments.subject.is_dir():
+        found = open_run(arguments.subject)
+        must_have_settings(found)
+        if arguments.set:
+            raise UsageError("--set — expected a spec file beside it: a run has its settings")
+        spec = spec_from_dict(found.read_effective()["spec"])
+    elif arguments.step is not None:
+        raise UsageError("--step — expected a run folder beside it, found a file")
+    else:
+        sets = sets_from_environment(os.environ) + arguments.set
+        spec, _ = load_spec(arguments.subject, sets)
     inputs = check_inputs(spec)
     status = StatusLine(plain_every_s=PLAIN_EVERY_S, plain_at_once=False)
 
     def progress(what: str, done: int, total: int | None) -> None:
         status.show(f"{what} {format_bytes(done)}{f' of {format_bytes(total)}' if total else ''}")
+
+    try:
+        if arguments.step is not None:
+            return _show_step(arguments, spec, inputs, progress, status)
+        return _show_data(arguments, spec, inputs, progress, status)
+    finally:
+        status.clear()
+
+
+def _show_data(
+    arguments: argparse.Namespace,
+    spec: RunSpec,
+    inputs: Inputs,
+    progress: Progress,
+    status: StatusLine,
+) -> int:
+    from engine.plan.data_overview import look_at_data
 
     found = look_at_data(
         spec, inputs, samples=arguments.samples, everything=arguments.all, progress=progress
@@ -64,4 +102,34 @@ def run(arguments: argparse.Namespace) -> int:
         put_marked(sample.parts)
         if sample.tokens > sample.shown:
             put(f"... {sample.tokens - sample.shown:,} more")
+    return 0
+
+
+def _show_step(
+    arguments: argparse.Namespace,
+    spec: RunSpec,
+    inputs: Inputs,
+    progress: Progress,
+    status: StatusLine,
+) -> int:
+    from engine.log.folder import RunFolder
+    from engine.plan.step_rows import rows_of_step
+
+    found = rows_of_step(RunFolder(arguments.subject), spec, inputs, arguments.step, progress)
+    status.clear()
+    if arguments.json:
+        put_json(dataclasses.asdict(found))
+        return 0
+    for line in found.lines():
+        put(line)
+    for number, row in enumerate(found.rows):
+        rank = f", rank {row.rank}" if found.ranks > 1 else ""
+        put(f"\n--- {number + 1}{rank}: {row}, {row.labels:,} labels")
+        for piece in row.pieces:
+            part = (
+                f"tokens {piece.begin + 1:,} to {piece.begin + piece.tokens:,} of {piece.length:,}"
+            )
+            put(f"{piece.document}, {part if piece.tokens < piece.length else 'whole'}")
+        if number < arguments.samples:
+            put_marked(row.text)
     return 0

@@ -1,7 +1,10 @@
-"""What each step trained on, by content: one small record for each row, in a file for each rank.
+"""What each step trained on, by content: small records for each row, in a file for each rank.
 
-    <run>/rows/RANK.bin    "aprrows1", the number of ranks, 0 (u32 each); then for each row the step (u64) and the row's
-                           hash (8 bytes), little-endian, in the order in which the rank trained on them
+    <run>/rows/RANK.bin    "aprrows2", the number of ranks, 0 (u32 each); then for each row the step (u64) and the row's
+                           hash (8 bytes), little-endian, in the order in which the rank trained on them. Behind a row
+                           of several documents stand their hashes, each with the step and its highest bit set.
+
+`engine.data.row_hashes` says what is hashed.
 
 A resume at a step cuts off the records of later steps, so that a file has the rows that led to the weights. What a
 killed writer leaves of a record is cut off too, and readers ignore it.
@@ -12,6 +15,7 @@ digests agree at a step have trained on the same rows in the same order until th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -25,8 +29,10 @@ from engine.errors import RunLogError, write_error
 from engine.log.folder import RunFolder
 from engine.log.write import write_fully
 
-MAGIC = b"aprrows1"
+MAGIC = b"aprrows2"
 HASH_BYTES = 8
+_OF_ROW = 1 << 63
+"""Set in the step of a record that is of a document of the row before."""
 _HEADER = struct.Struct("<8sII")
 _RECORD = struct.Struct(f"<Q{HASH_BYTES}s")
 _AT_ONCE = 1 << 16
@@ -38,13 +44,8 @@ NO_ROWS = bytes(HASH_BYTES)
 class TrainedRow(NamedTuple):
     step: int
     hash: bytes
-
-
-def row_hash(tokens: bytes, labels: bytes) -> bytes:
-    """Return the hash of a row: blake2b of 8 bytes over its tokens and labels, int64 and little-endian each."""
-    digest = hashlib.blake2b(tokens, digest_size=HASH_BYTES)
-    digest.update(labels)
-    return digest.digest()
+    documents: tuple[bytes, ...] = ()
+    """Of the documents in the row, where there are several."""
 
 
 def extended(digest: bytes, hashes: Sequence[bytes]) -> bytes:
@@ -57,14 +58,38 @@ def path_of(run: RunFolder, rank: int) -> Path:
 
 
 def read_rows(path: Path) -> Iterator[TrainedRow]:
-    """Yield the records of a file in order. Raises RunLogError for one that is not of this form."""
+    """Yield the rows of a file in order. Raises RunLogError for one that is not of this form."""
+    row: TrainedRow | None = None
+    for step, found in _read_records(path):
+        if row is not None and step & _OF_ROW:
+            row = row._replace(documents=(*row.documents, found))
+            continue
+        if row is not None:
+            yield row
+        row = TrainedRow(step, found)
+    if row is not None:
+        yield row
+
+
+def read_ranks(path: Path) -> int:
+    """Return the number of ranks of a file. Raises RunLogError."""
+    with _readable(path) as file:
+        return _read_header(file, path)
+
+
+def _read_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    with _readable(path) as file:
+        _read_header(file, path)
+        while block := file.read(_RECORD.size * _AT_ONCE):
+            whole = len(block) - len(block) % _RECORD.size
+            yield from _RECORD.iter_unpack(block[:whole])
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            _read_header(file, path)
-            while block := file.read(_RECORD.size * _AT_ONCE):
-                whole = len(block) - len(block) % _RECORD.size
-                for step, found in _RECORD.iter_unpack(block[:whole]):
-                    yield TrainedRow(step, found)
+            yield file
     except OSError as error:
         raise RunLogError.expected(
             "rows", path, "a file that can be read", error.strerror or str(error)
@@ -105,13 +130,18 @@ class RowsWriter:
         except OSError as error:
             raise write_error("rows", self.path, "to write the rows of steps to", error) from error
 
-    def append(self, step: int, hashes: Sequence[bytes]) -> None:
-        """Raises RunLogError and DiskFull."""
+    def append(self, step: int, rows: Sequence[tuple[bytes, Sequence[bytes]]]) -> None:
+        """Write the rows of a step, each with its documents where it has several. Raises RunLogError and DiskFull."""
+        records = [
+            _RECORD.pack(number, one)
+            for row, documents in rows
+            for number, one in ((step, row), *((step | _OF_ROW, part) for part in documents))
+        ]
         try:
-            write_fully(self._file, b"".join(_RECORD.pack(step, one) for one in hashes))
+            write_fully(self._file, b"".join(records))
         except OSError as error:
             raise write_error("rows", self.path, "to hold one more step", error) from error
-        self.digest = extended(self.digest, hashes)
+        self.digest = extended(self.digest, [row for row, _ in rows])
 
     def sync(self) -> None:
         try:
@@ -120,17 +150,19 @@ class RowsWriter:
             raise write_error("rows", self.path, "to be written to disk", error) from error
 
     def _set_aside(self, ranks: int, step: int) -> None:
-        """Rename a file of another number of ranks: its rows are other parts of the steps."""
+        """Rename a file of another number of ranks, whose rows are other parts of the steps, or of another form."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
-            if _read_header(file, self.path) == ranks:
-                return
+            header = file.read(_HEADER.size)
+        if header == _HEADER.pack(MAGIC, ranks, 0):
+            return
         self.path.rename(self.path.with_name(f"{self.path.stem}-until-{step}.bin"))
 
     def _read(self, until: int) -> None:
         rows = itertools.takewhile(lambda row: row.step <= until, read_rows(self.path))
         for _, of_step in itertools.groupby(rows, key=lambda row: row.step):
-            hashes = [row.hash for row in of_step]
+            found = list(of_step)
+            hashes = [row.hash for row in found]
+            self._kept += sum(1 + len(row.documents) for row in found)
             self.digest = extended(self.digest, hashes)
-            self._kept += len(hashes)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.data.batches import Int64Array, count_rows, labelled_rows
 from engine.data.corpus import Corpus, Split, open_corpus
@@ -22,6 +23,7 @@ from engine.data.packing import STREAM
 from engine.data.sources import column_names
 from engine.data.token_cache import Progress, no_progress
 from engine.data.tokens import LeftOut, TokenStream, count_left_out
+from engine.formats.tokenizer import Tokenizer
 from engine.plan.inputs import Inputs
 from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
@@ -32,6 +34,10 @@ BARS = 40
 SAMPLE_TOKENS = 400
 """Tokens of a document that are shown."""
 REASONS = 10
+
+
+Marked = tuple[str, bool]
+"""Text, and whether it is to be predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +80,7 @@ class Sample:
     name: str
     tokens: int
     shown: int
-    parts: tuple[tuple[str, bool], ...]
+    parts: tuple[Marked, ...]
     """Text in order, and whether it is to be predicted."""
 
 
@@ -281,15 +287,21 @@ def _samples(split: Split, stream: TokenStream, inputs: Inputs, count: int) -> t
         labelled[0] = False
         if stream.labelled is not None:
             labelled &= stream.labelled[start : start + len(ids)]
-        # Runs of tokens that are alike in this.
-        cuts = [0, *(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
-        parts = tuple(
-            (inputs.tokenizer.decode(ids[a:b].tolist()), bool(labelled[a]))
-            for a, b in itertools.pairwise(cuts)
-        )
+        parts = marked(inputs.tokenizer, ids, labelled)
         found.append(
             Sample(
                 name=names[int(split.numbers[number])], tokens=length, shown=len(ids), parts=parts
             )
         )
     return tuple(found)
+
+
+def marked(
+    tokenizer: Tokenizer, ids: Int64Array, labelled: NDArray[np.bool_]
+) -> tuple[Marked, ...]:
+    """Return the text of tokens in runs that are to be predicted, and that are not."""
+    cuts = [0, *(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
+    return tuple(
+        (tokenizer.decode(ids[a:b].tolist()), bool(labelled[a]))
+        for a, b in itertools.pairwise(cuts)
+    )

@@ -22,9 +22,10 @@ from engine.audit.stages import STAGES
 from engine.checks.catalogue import skipped_ids
 from engine.checks.check import Answer, Numbers, Result, passed
 from engine.data.batches import IGNORED, Batch, Int64Array
+from engine.data.row_hashes import RowHash, row_hashes
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
-from engine.log.rows import RowsWriter, path_of, read_rows, row_hash
+from engine.log.rows import RowsWriter, path_of, read_rows
 from engine.spec import RunSpec
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
@@ -49,7 +50,7 @@ class TrainedRows(StepObserver):
         self._prescribed = prescribed
         self._skipped = "step_rows" in skipped_ids(spec.checks.skip)
         self._writer = RowsWriter(run, ranks.rank, ranks.world, step)
-        self._hashes: dict[int, list[list[bytes]]] = {}
+        self._hashes: dict[int, list[list[RowHash]]] = {}
         """Of each step that is not recorded yet: those of each of its micro-batches."""
         self._step = step
         trainer.observers = (*trainer.observers, self)
@@ -61,7 +62,7 @@ class TrainedRows(StepObserver):
     def forwarded(
         self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
     ) -> None:
-        self._hashes[self._step].append(hashes_of(micro.batch.tokens_BT, micro.batch.labels_BT))
+        self._hashes[self._step].append(hashes_of(micro.batch))
 
     def record(self, step: StepDone) -> StepDone:
         """Write the rows of a step that is done, and return its record with the running digest."""
@@ -104,34 +105,36 @@ class TrainedRows(StepObserver):
                     )
         return passed("every row is the one whose turn it was")
 
-    def _known(self, found: bytes, step: int, wanted: list[bytes]) -> str:
-        """Say what a row is that was trained on out of turn."""
-        for batch in self._heldout:
-            if found in hashes_of(batch.tokens_BT, batch.labels_BT):
-                return "a held-out row"
-        if found in wanted:
-            return "another row of the same micro-batch"
-        for rank in range(self._ranks.world):
-            for row in read_rows(path_of(self._run, rank)):
-                if row.hash == found and (row.step, rank) < (step, self._ranks.rank):
-                    whose = "" if rank == self._ranks.rank else f" by rank {rank}"
-                    return f"one that was trained on in step {row.step:,}{whose}"
+    def _known(self, found: RowHash, step: int, wanted: list[RowHash]) -> str:
+        """Say what a row is that was trained on out of turn, or what one of its documents is."""
+        heldout = [one for batch in self._heldout for one in hashes_of(batch)]
+        for prefix, parts in (("", found[:1]), ("one that has a document of ", found.documents)):
+            for part in parts:
+                if any(part == one.row or part in one.documents for one in heldout):
+                    return f"{prefix}a held-out row"
+                if any(part == one.row or part in one.documents for one in wanted):
+                    return f"{prefix}another row of the same micro-batch"
+                if before := self._trained_before(part, step):
+                    return f"{prefix}{before}"
         return "one that was not trained on before: another row, or one that was altered"
 
+    def _trained_before(self, part: bytes, step: int) -> str | None:
+        for rank in range(self._ranks.world):
+            for row in read_rows(path_of(self._run, rank)):
+                known = part == row.hash or part in row.documents
+                if known and (row.step, rank) < (step, self._ranks.rank):
+                    whose = "" if rank == self._ranks.rank else f" by rank {rank}"
+                    return f"one that was trained on in step {row.step:,}{whose}"
+        return None
 
-def hashes_of(tokens_BT: Int64Array, labels_BT: Int64Array) -> list[bytes]:
-    """Return the hash of each row."""
-    return [
-        row_hash(tokens_T.tobytes(), labels_T.tobytes())
-        for tokens_T, labels_T in zip(
-            tokens_BT.astype("<i8", copy=False), labels_BT.astype("<i8", copy=False), strict=True
-        )
-    ]
+
+def hashes_of(batch: Batch) -> list[RowHash]:
+    return row_hashes(batch.tokens_BT, batch.documents_BT, batch.labels_BT)
 
 
-def prescribed_hashes(prescribed: PrescribedRows, row_ids: Int64Array) -> list[bytes]:
+def prescribed_hashes(prescribed: PrescribedRows, row_ids: Int64Array) -> list[RowHash]:
     """Return the hashes of rows of the corpus, with the labels that the audit's reference gives them."""
     rows = prescribed.rows(row_ids)
     labels_BT = reference.next_tokens(rows.tokens_BT, rows.documents_BT, rows.after_B)
     labels_BT = torch.where(rows.predicted_BT, labels_BT, IGNORED)
-    return hashes_of(rows.tokens_BT.numpy(), labels_BT.numpy())
+    return row_hashes(rows.tokens_BT.numpy(), rows.documents_BT.numpy(), labels_BT.numpy())

@@ -217,6 +217,7 @@ def loss_spike(case: Case) -> Symptom | None:
         return None
     loss, index, limit = worst
     step = int(numbered[index][1])
+    shown = "" if case.view.is_foreign else f" (`engine data RUN --step {step}` shows it)"
     return Symptom(
         f"the loss jumped to {loss:.3f} at step {step}",
         [
@@ -227,7 +228,7 @@ def loss_spike(case: Case) -> Symptom | None:
             )
         ],
         case.span(rows),
-        meaning="a batch unlike the others, a rate too high, or a number that went wrong in the hardware",
+        meaning=f"a batch unlike the others{shown}, a rate too high, or a number that went wrong in the hardware",
         **case.lower_rate(2),
     )
 

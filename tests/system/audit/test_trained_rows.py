@@ -60,8 +60,8 @@ def test_the_records_are_the_rows_of_the_order_and_their_digest_is_logged(
     run = make_run(world)
     digests = [step.rows_digest for step, _ in trained(run, tmp_path, 3)]
     batch = Batches(world.train, seq_len=SEQ_LEN, rows_per_batch=4, seed=0).take(0, 12)
-    found = [one.hash for one in read_rows(path_of(RunFolder(tmp_path), 0))]
-    assert found == hashes_of(batch.tokens_BT, batch.labels_BT)
+    found = [one[1:] for one in read_rows(path_of(RunFolder(tmp_path), 0))]
+    assert found == hashes_of(batch) and any(documents for _, documents in found)
     assert len(set(digests)) == 3 and None not in digests
 
 
@@ -115,6 +115,29 @@ def test_a_held_out_row_is_said_to_be_one(
 
     monkeypatch.setattr(Batches, "take", spoilt)
     assert "but a held-out row" in said(run, tmp_path, 1)[1]
+
+
+def test_documents_that_are_met_again_in_other_rows_are_named_with_their_step(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Batches.take
+    walk = Batches(world.train, seq_len=SEQ_LEN, rows_per_batch=4, seed=0).take(0, 40)
+    row = next(i for i, ids in enumerate(walk.documents_BT) if ids[0] != ids[-1])
+    step = row // 4 + 1
+    last = walk.documents_BT[row] == walk.documents_BT[row, -1]
+
+    def spoilt(self: Batches, position: int, rows: int) -> Batch:
+        batch = take(self, position, rows)
+        if position == 4 * step:
+            # In front of what else the row has.
+            for name in ("tokens_BT", "labels_BT", "documents_BT"):
+                getattr(batch, name)[1, : last.sum()] = getattr(walk, name)[row, last]
+        return batch
+
+    monkeypatch.setattr(Batches, "take", spoilt)
+    found = said(make_run(world), tmp_path, step + 1)
+    wanted = f"one that has a document of one that was trained on in step {step}"
+    assert list(found) == [step + 1] and wanted in found[step + 1]
 
 
 def test_rows_that_a_resume_meets_again_are_named_with_their_step(

@@ -73,6 +73,16 @@ def test_the_same_global_batch_gives_the_same_losses(alone: RunView, pair: Path)
     assert [e.loss for e in two.evals] == pytest.approx([e.loss for e in alone.evals], rel=2e-5)
 
 
+def test_the_rows_of_a_step_are_shown_with_the_rank_that_trained_on_each(pair: Path) -> None:
+    done = engine_here("data", pair, "--step", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ranks"], found["digest_agrees"]) == (2, True)
+    assert [row["rank"] for row in found["rows"]] == [0, 0, 1, 1]
+    assert all(row["row"] == row["turn"] for row in found["rows"])
+    assert "--- 3, rank 1: row" in engine_here("data", pair, "--step", "4").stdout
+
+
 def test_every_check_that_one_process_answers_is_answered_the_same(
     alone: RunView, pair: Path
 ) -> None:

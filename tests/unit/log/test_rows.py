@@ -3,17 +3,27 @@ that a resume goes on from."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engine.errors import RunLogError
 from engine.log.folder import RunFolder
-from engine.log.rows import NO_ROWS, RowsWriter, path_of, read_rows, row_hash
+from engine.log.rows import NO_ROWS, RowsWriter, path_of, read_ranks, read_rows
 
-ROWS = {step: [bytes([step, row, 0, 0, 0, 0, 0, 0]) for row in range(3)] for step in range(1, 6)}
+
+def hash_of(*numbers: int) -> bytes:
+    return bytes(numbers).ljust(8, b"\0")
+
+
+ROWS = {
+    # Of each step the third row has two documents.
+    step: [
+        (hash_of(step, row), (hash_of(step, row, 1), hash_of(step, row, 2)) if row == 2 else ())
+        for row in range(3)
+    ]
+    for step in range(1, 6)
+}
 
 
 def written(run: RunFolder, until: int, *, behind: int = 0, ranks: int = 1) -> RowsWriter:
@@ -23,17 +33,10 @@ def written(run: RunFolder, until: int, *, behind: int = 0, ranks: int = 1) -> R
     return writer
 
 
-def test_a_hash_is_that_of_tokens_and_labels_as_little_endian_numbers() -> None:
-    tokens, labels = np.arange(5), np.array([1, 2, -100, 4, 5])
-    canonical = np.concatenate([tokens, labels]).astype("<i8").tobytes()
-    wanted = hashlib.blake2b(canonical, digest_size=8).digest()
-    assert row_hash(tokens.tobytes(), labels.tobytes()) == wanted
-
-
 def test_rows_are_read_back_in_order_with_their_steps(tmp_path: Path) -> None:
     written(RunFolder(tmp_path), 5)
     found = list(read_rows(path_of(RunFolder(tmp_path), 0)))
-    assert found == [(step, one) for step, rows in ROWS.items() for one in rows]
+    assert found == [(step, *one) for step, rows in ROWS.items() for one in rows]
 
 
 @pytest.mark.parametrize("torn", [0, 1, 15])
@@ -56,8 +59,10 @@ def test_a_resume_goes_on_behind_its_step_with_the_digest_of_an_uninterrupted_ru
 def test_what_a_killed_writer_left_of_a_record_is_not_read(tmp_path: Path) -> None:
     written(RunFolder(tmp_path), 2)
     path = path_of(RunFolder(tmp_path), 0)
+    whole = list(read_rows(path))
     path.write_bytes(path.read_bytes()[:-3])
-    assert [one.step for one in read_rows(path)] == [1, 1, 1, 2, 2]
+    *others, last = read_rows(path)
+    assert others == whole[:-1] and last == whole[-1]._replace(documents=whole[-1].documents[:1])
 
 
 def test_rows_of_another_number_of_ranks_are_set_aside(tmp_path: Path) -> None:
@@ -65,7 +70,18 @@ def test_rows_of_another_number_of_ranks_are_set_aside(tmp_path: Path) -> None:
     written(run, 3)
     assert written(run, 4, behind=3, ranks=2).digest != NO_ROWS
     assert [one.step for one in read_rows(path_of(run, 0))] == [4, 4, 4]
+    assert read_ranks(path_of(run, 0)) == 2
     assert len(list(read_rows(tmp_path / "rows" / "0-until-3.bin"))) == 9
+
+
+def test_rows_of_an_earlier_form_are_set_aside(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    written(run, 3)
+    path = path_of(run, 0)
+    path.write_bytes(path.read_bytes().replace(b"aprrows2", b"aprrows1"))
+    assert written(run, 4, behind=3).digest != NO_ROWS
+    assert [one.step for one in read_rows(path)] == [4, 4, 4]
+    assert (tmp_path / "rows" / "0-until-3.bin").read_bytes().startswith(b"aprrows1")
 
 
 @pytest.mark.parametrize("content", [b"", b"apr", b"something else, longer than a header"])
