@@ -377,6 +377,9 @@ class PartsMeasured(Event, frozen=True, kw_only=True, tag="parts_measured"):
     matmul_flops_per_s: Number
     copy_bytes_per_s: Number
     """Bytes that are read and bytes that are written, together."""
+    usual_flops_per_s: Number | None = None
+    """The median of earlier runs on this machine; None where it is not known, or others wanted the CPUs."""
+    usual_bytes_per_s: Number | None = None
 
 
 STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")

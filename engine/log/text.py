@@ -217,7 +217,8 @@ def _event_text(event: AnyEvent) -> str:
             )
             return (
                 f"parts of a step, beside their arithmetic on this machine: {listed} (matmul "
-                f"{event.matmul_flops_per_s / 1e9:,.0f} GFLOP/s, copy {format_bytes(event.copy_bytes_per_s)}/s)"
+                f"{_beside_usual(event.matmul_flops_per_s, event.usual_flops_per_s, 1e9)} GFLOP/s, copy "
+                f"{_beside_usual(event.copy_bytes_per_s, event.usual_bytes_per_s, 1e9)} GB/s)"
             )
         case ReceiptWritten():
             return f"receipt written: {event.files} files by hash, its own is {event.sha256[:12]}"
@@ -716,6 +717,10 @@ def sample_lines(view: RunView) -> list[str]:
             f"  {_quoted(done.sample)}",
         ]
     return lines
+
+
+def _beside_usual(rate: float, usual: float | None, unit: float) -> str:
+    return f"{rate / unit:,.3g}" + ("" if usual is None else f" (usually {usual / unit:,.3g})")
 
 
 def times_text(parts: PartsMeasured, part: str) -> str:

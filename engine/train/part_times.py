@@ -2,13 +2,12 @@
 
     needed = FLOPs / this machine's matmul rate + bytes / its copy rate + launches x LAUNCH_S
 
-The rates are measured, once the run has warmed up, by one large matmul in the run's own dtypes and one large copy. They
-are an upper bound of what the parts reach: a part of many small operations takes some times its arithmetic. One that
-takes TIMES as long does something else than its arithmetic: another kernel, another device, a loop over rows, a
-conversion of all weights.
+The rates are measured in the run's own dtype, once the run has warmed up (`engine.train.machine_rates`). A part of many
+small operations takes some times its arithmetic. One that takes TIMES as long does something else than its arithmetic:
+another kernel, another device, a loop over rows, a conversion of all weights.
 
-The machine is measured again before a part is accused, and the lower rates count: where somebody else uses it, the
-matmul is as slow as the part.
+The machine is measured again before a part or the machine itself is accused, and where a part is, the lower rates
+count: where somebody else uses it, the matmul is as slow as the part.
 """
 
 # Shapes: N tokens of a step
@@ -16,16 +15,13 @@ matmul is as slow as the part.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
 
 from engine.log.events import PartsMeasured, StepDone
 from engine.models.config import ModelConfig, count_parameters
 from engine.plan.activations import linear_weights, query_width
+from engine.train.machine_rates import KeptRates, Rates, measure, others_want_the_cpus
 from engine.train.trainer import Trainer
 
 TIMES = 10.0
@@ -34,52 +30,15 @@ LEAST_SHARE = 0.2
 LEAST_S = 0.02
 WINDOW = 8
 """Steps whose median is taken."""
+SLOWER = 0.4
+"""Share of the usual rates below which the machine is slow."""
 FIRST = 20
 """The step of a session after which it is looked for the first time; then after ten times as many."""
-SIDE = {"cuda": 4096, "cpu": 768}
-"""Of the square matrices that are multiplied: 12 ms on a slow GPU, 20 on two slow cores."""
-COPIED_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
-ROUNDS = 3
 LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
 LAUNCHES = 40
 """Operations of one layer's forward pass where none are fused, without its matmuls."""
 OF_ADAMW = 7
 """Numbers of 4 bytes that an update reads and writes for each parameter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the machine does in a second."""
-
-    flops: float
-    bytes: float
-
-    def seconds(self, flops: float = 0.0, moved: float = 0.0) -> float:
-        return flops / self.flops + moved / self.bytes
-
-
-def measure(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure a square matmul, and a copy from memory to memory of the device."""
-    side, copied = SIDE[device.type], COPIED_BYTES[device.type]
-    left = torch.ones(side, side, device=device, dtype=dtype)
-    source = torch.ones(copied // 4, device=device)
-    target = torch.empty_like(source)
-    matmul_s = _shortest(lambda: left @ left, device)
-    copy_s = _shortest(lambda: target.copy_(source), device)
-    return Rates(2.0 * side**3 / matmul_s, 2.0 * copied / copy_s)
-
-
-def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    times = []
-    for _ in range(ROUNDS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begun_s = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begun_s)
-    return min(times[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +89,10 @@ def _of_layers(config: ModelConfig, tokens: int, seq_len: int, passes: int) -> A
     )
 
 
+def is_slower(flops: float, moved: float, usual_flops: float, usual_moved: float) -> bool:
+    return flops < SLOWER * usual_flops or moved < SLOWER * usual_moved
+
+
 class PartTimes:
     """Compares the parts of the newest steps with what they need."""
 
@@ -140,7 +103,7 @@ class PartTimes:
         self._models, self._seq_len = (student, teacher), seq_len
         self._next = FIRST
         self._steps: deque[StepDone] = deque(maxlen=WINDOW)
-        self._kept: Rates | None = None
+        self._usual: Rates | None = None
 
     def due(self, step: int) -> bool:
         return step - self._begun_at == self._next
@@ -162,11 +125,10 @@ class PartTimes:
             return None
         passes = self._trainer.train.accumulation
         needs = arithmetic(*self._models, tokens, self._seq_len, passes)
-        rates = self._kept = self._kept or self._measured()
+        rates = self._measured()
         slow = self._slow(needs, seconds, step_s, rates)
         if slow:
-            again = self._measured()
-            rates = Rates(min(rates.flops, again.flops), min(rates.bytes, again.bytes))
+            rates = rates.lower(measure(self._trainer.device, self._trainer.dtype))
             slow = self._slow(needs, seconds, step_s, rates)
         return PartsMeasured(
             step=step.step,
@@ -175,10 +137,23 @@ class PartTimes:
             slow=slow,
             matmul_flops_per_s=rates.flops,
             copy_bytes_per_s=rates.bytes,
+            usual_flops_per_s=None if self._usual is None else self._usual.flops,
+            usual_bytes_per_s=None if self._usual is None else self._usual.bytes,
         )
 
     def _measured(self) -> Rates:
-        return measure(self._trainer.device, self._trainer.dtype)
+        """Measure the machine beside what is usual for it, twice where it is slower; keep what was measured."""
+        device, dtype = self._trainer.device, self._trainer.dtype
+        rates = measure(device, dtype)
+        if device.type == "cpu" and others_want_the_cpus():
+            return rates
+        kept = KeptRates(device, dtype)
+        usual = self._usual = kept.usual
+        if usual is not None and is_slower(rates.flops, rates.bytes, usual.flops, usual.bytes):
+            again = measure(device, dtype)
+            rates = Rates(max(rates.flops, again.flops), max(rates.bytes, again.bytes))
+        kept.add(rates)
+        return rates
 
     def _needed(self, need: Arithmetic, rates: Rates) -> float:
         launching_s = need.launches * LAUNCH_S[self._trainer.device.type]

@@ -12,6 +12,7 @@ from engine.log.events import OUTSIDE
 from engine.units import format_seconds
 from engine.watch.rules.rule import WARNING, CannotJudge, Case, Symptom, median, rule
 
+SLOW_SHARE = 0.4
 DATA_STEPS = 20
 DATA_SHARE = 0.2
 MORE_WORKERS = "loader.workers=4"
@@ -85,6 +86,37 @@ def slow_part(case: Case) -> Symptom | None:
         meaning="it does something else than its arithmetic: another kernel, another device, a loop over rows, weights "
         "that are converted at each step",
         no_flip="profile that part; its precision, kernel and compile settings are what decides its kernels",
+    )
+
+
+@rule(
+    WARNING,
+    asks="Is this machine as fast as it was in earlier runs?",
+    reads=("parts_measured",),
+    threshold=f"{SLOW_SHARE:.0%} of its usual matmul or copy rate, the median of 3 runs or more in the same dtype with "
+    "as many threads; measured twice, and not judged where others want the CPUs",
+)
+def slow_machine(case: Case) -> Symptom | None:
+    parts = case.view.parts
+    if parts is None:
+        raise CannotJudge("the machine was not measured: that is after step 20 of a session")
+    if parts.usual_flops_per_s is None or parts.usual_bytes_per_s is None:
+        raise CannotJudge(
+            "what is usual is not known: fewer than 3 runs before, or others want the CPUs"
+        )
+    rates = (
+        ("multiplies", "matmul, GFLOP/s", parts.matmul_flops_per_s, parts.usual_flops_per_s),
+        ("copies", "copy, GB/s", parts.copy_bytes_per_s, parts.usual_bytes_per_s),
+    )
+    what, _, rate, usual = min(rates, key=lambda one: one[2] / one[3])
+    if rate >= SLOW_SHARE * usual:
+        return None
+    return Symptom(
+        f"this machine {what} at {rate / usual:.0%} of its usual rate",
+        [(name, rate / 1e9, f"usually {usual / 1e9:.4g}") for _, name, rate, usual in rates],
+        case.recent(0.0),
+        meaning="its clock is throttled or limited, or somebody else uses it: the run is slow, and not by its settings",
+        no_flip="look at clocks, temperature and power (`engine tail RUN`), and at what else runs here",
     )
 
 

@@ -13,9 +13,11 @@ import torch
 from engine.log.events import PartsMeasured
 from engine.models.config import ModelConfig
 from engine.train import part_times
-from engine.train.part_times import FIRST, PartTimes, Rates, arithmetic, measure
+from engine.train.machine_rates import KEPT, LEAST_KEPT, KeptRates, Rates, measure
+from engine.train.part_times import FIRST, PartTimes, arithmetic
 from engine.train.roofline import flops_per_token
 from engine.watch.active_alerts import RULES
+from engine.watch.rules import pace
 from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
 from tests.support.kit import Kit, tiny_config
 
@@ -86,6 +88,65 @@ def test_a_part_is_accused_by_the_lower_of_two_rates(
     assert found.slow == [] and found.matmul_flops_per_s == slow.flops
 
 
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptRates:
+    """A cache of its own, on a machine that nobody else uses."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda: False)
+    return KeptRates(CPU, torch.float32)
+
+
+def test_a_machine_is_told_beside_its_rates_in_earlier_runs_and_measured_twice_where_it_is_slower(
+    world: World, alone: KeptRates
+) -> None:
+    usual, slow = Rates(1e12, 1e10), Rates(0.3e12, 1e10)
+    for _ in range(LEAST_KEPT):
+        assert alone.usual is None
+        with rates_of([usual]):
+            assert looked(make_run(world, train__steps=FIRST)).usual_flops_per_s is None
+    assert alone.usual == usual
+    for again, counts in ((slow, slow), (usual, usual)):
+        with rates_of([slow, again]):
+            found = looked(make_run(world, train__steps=FIRST))
+        assert (found.usual_flops_per_s, found.usual_bytes_per_s) == (1e12, 1e10)
+        assert found.matmul_flops_per_s == counts.flops
+
+
+def test_rates_of_a_time_in_which_others_want_the_cpus_are_neither_kept_nor_judged(
+    world: World, alone: KeptRates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(LEAST_KEPT):
+        alone.add(Rates(1e12, 1e10))
+    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda: True)
+    with rates_of([Rates(1e11, 1e9)]):
+        assert looked(make_run(world, train__steps=FIRST)).usual_flops_per_s is None
+    assert len(alone._read()) == LEAST_KEPT
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[1]", '{"rates": [[1]]}', '{"rates": [["a", "b"]]}']
+)
+def test_kept_rates_that_cannot_be_read_are_none(alone: KeptRates, content: str | None) -> None:
+    for _ in range(LEAST_KEPT):
+        alone.add(Rates(2.0, 3.0))
+    assert alone.usual == Rates(2.0, 3.0)
+    if content is None:
+        alone._path.unlink()
+    else:
+        alone._path.write_text(content)
+    assert alone.usual is None
+    for _ in range(KEPT + 2):
+        alone.add(Rates(4.0, 5.0))
+    assert alone.usual == Rates(4.0, 5.0) and len(alone._read()) == KEPT
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(alone: KeptRates) -> None:
+    alone._path.parent.parent.mkdir()
+    alone._path.parent.touch()
+    alone.add(Rates(2.0, 3.0))
+    assert alone.usual is None
+
+
 def test_ranks_are_not_judged(world: World) -> None:
     run = make_run(world, train__steps=FIRST)
     steps = run.step(FIRST)
@@ -95,7 +156,8 @@ def test_ranks_are_not_judged(world: World) -> None:
     assert [parts.look(step) for step in steps] == [None] * FIRST
 
 
-def test_the_rule_says_the_limits_that_the_trainer_has() -> None:
+def test_the_rules_say_the_limits_that_the_trainer_has() -> None:
+    assert part_times.SLOWER == pace.SLOW_SHARE and LEAST_KEPT == 3
     (rule,) = (one for one in RULES if one.id == "slow_part")
     assert rule.threshold.startswith(f"{part_times.TIMES:g} times")
     assert part_times.LEAST_SHARE == 1 / 5 and "a fifth of the step" in rule.threshold

@@ -195,7 +195,7 @@ def test_a_healthy_run_raises_nothing(tmp_path: Path, seed: int, device: str) ->
     )
     found = diagnose(folder_of(log, tmp_path), spec())
     assert [entry.alert.title for entry in found.raised] == []
-    expected = len(RULES) - 12 if device == "cpu" else len(RULES) - 7
+    expected = len(RULES) - 13 if device == "cpu" else len(RULES) - 8
     assert len(found.judged) >= expected, found.unjudged
 
 

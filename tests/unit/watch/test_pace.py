@@ -57,6 +57,27 @@ def test_a_part_that_takes_many_times_its_arithmetic_is_named_with_both_times() 
     unknown("slow_part", Log(count=30).case(), "not measured")
 
 
+def test_a_machine_that_is_slower_than_in_earlier_runs_is_named() -> None:
+    def at(matmul: float, copy: float, **usual: float | None) -> Log:
+        parts = PartsMeasured(
+            step=20,
+            seconds={},
+            needed={},
+            matmul_flops_per_s=matmul,
+            copy_bytes_per_s=copy,
+            **({"usual_flops_per_s": 1e12, "usual_bytes_per_s": 1e10} | usual),
+        )
+        return Log(count=30, extra=[(22.0, parts)])
+
+    alert = raised("slow_machine", at(0.9e12, 0.3e10).case())
+    assert alert.title == "this machine copies at 30% of its usual rate"
+    assert [number[1] for number in alert.numbers] == [900.0, 3.0]
+    raised("slow_machine", at(0.39e12, 1e10).case())
+    quiet("slow_machine", at(0.41e12, 0.41e10).case())
+    unknown("slow_machine", at(0.1e12, 1e10, usual_flops_per_s=None).case(), "is not known")
+    unknown("slow_machine", Log(count=30).case(), "not measured")
+
+
 def test_without_times_or_steps_waiting_cannot_be_judged() -> None:
     unknown("data_wait", Log(count=19).case(), "needs 20 steps, 19 are done")
     unknown("data_wait", Log(count=30, change=lambda n: {"data_s": None}).case(), "not logged")
