@@ -61,20 +61,31 @@ def answer_of(verdict: FlipVerdict) -> list[str]:
     return answer_lines(json.loads(verdict.to_json()))
 
 
-def test_an_arm_whose_steps_take_several_times_as_long_is_slower(folder: Path) -> None:
-    verdict = flip("--sleep 0.02", "--sleep 0.2")
-    assert verdict.verdict == "B_SLOWER", verdict.reason
-    assert answer_of(verdict)[0].startswith("--sleep 0.2 is slower: time per step +")
+def test_an_arm_whose_steps_take_several_times_as_long_is_measured_so(folder: Path) -> None:
+    verdict = flip("--sleep 0.02", "--sleep 0.2", pairs_max=1)
+    assert verdict.verdict == "INCONCLUSIVE" and verdict.n_pairs == 1, verdict.reason
+    # Four such pairs are judged in test_verdict. The margin is for their interval: the noise of one pair crosses it.
+    assert verdict.effect is not None and verdict.effect > 2
     assert verdict.controls["manipulation"]["level"] == "pass"
     assert verdict.controls["equal"]["level"] == "pass"
     (found,) = find_flips(folder / "flips")
     assert read_plan_of(found).kind == "command"
-    for outcome in (o for pair in read_pairs(found) for o in pair.outcomes.values()):
+    (pair,) = read_pairs(found)
+    # A sleep never ends early, however busy the machine is.
+    assert pair.b.value is not None and pair.b.value >= 0.2
+    for outcome in pair.outcomes.values():
         # Ended by the probe as the script would end: what it has to close is closed, with trackers offline.
         assert (outcome.state, outcome.steps) == ("completed", 6)
         assert (found / "out" / Path(outcome.run).name / "closed").read_text() == "offline"
         command = read_command(RunFolder(found / outcome.run))
         assert command is not None and command.arguments[1] == "train.py"
+
+
+@pytest.mark.soak  # eight arms; one pair of them is measured above, and four pairs are judged in test_verdict
+def test_an_arm_whose_steps_take_several_times_as_long_is_slower(folder: Path) -> None:
+    verdict = flip("--sleep 0.02", "--sleep 0.2")
+    assert verdict.verdict == "B_SLOWER", verdict.reason
+    assert answer_of(verdict)[0].startswith("--sleep 0.2 is slower: time per step +")
 
 
 # `engine why test` of a script runs in copies too, and the probe's change of workers has tests of its own.
