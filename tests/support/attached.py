@@ -138,6 +138,11 @@ def run_twice(
         for watched, where in folders.items()
     }
     watched, alone = (end_run(folders[which], begun[which]) for which in (True, False))
+    _same_with_the_probe(watched, alone)
+    return watched, alone
+
+
+def _same_with_the_probe(watched: Ran, alone: Ran) -> None:
     for ran in (watched, alone):
         assert ran.returncode == 0, ran.stderr
     assert watched.stdout == alone.stdout
@@ -148,7 +153,6 @@ def run_twice(
     assert said == wanted, f"{said}\nalone: {wanted}"
     assert watched.weights == alone.weights and alone.weights
     assert not alone.lines
-    return watched, alone
 
 
 def watched_once(
@@ -232,12 +236,36 @@ def with_and_without(folder: Path, script: str, run: str = "line") -> Lined:
     begun = begin_lined(folder / "lined", script)
     alone = end_run(folder / "alone", begin_run(folder / "alone", script, watched=False))
     ran = end_run(folder / "lined", begun)
+    _same_with_the_line(ran, alone, run)
+    return lined(ran, run)
+
+
+def _same_with_the_line(ran: Ran, alone: Ran, run: str = "line") -> None:
     for one in (ran, alone):
         assert one.returncode == 0, one.stderr
     assert ran.stdout == alone.stdout
     assert ran.weights == alone.weights and alone.weights
     assert ran.stderr.startswith(f"apr_watch: watched, apr-workbench {run}\n")
-    return lined(ran, run)
+
+
+def in_three_ways(factory: pytest.TempPathFactory, name: str, script: str) -> tuple[Ran, Lined]:
+    """Run a script with the probe, with the lines that it marks, and alone, once for all workers; both have to agree
+    with what it does alone."""
+
+    def make(folder: Path) -> None:
+        watched, alone = run_twice(folder, script)
+        ran = end_run(folder / "lined", begin_lined(folder / "lined", script))
+        _same_with_the_line(ran, alone)
+        said = {one.folder.name: [one.stdout, one.stderr] for one in (watched, ran)}
+        (folder / "said.json").write_text(json.dumps(said))
+
+    folder = made_once(factory, name, make)
+    said = json.loads((folder / "said.json").read_text())
+    watched, ran = (
+        Ran(folder=folder / way, returncode=0, stdout=said[way][0], stderr=said[way][1])
+        for way in ("watched", "lined")
+    )
+    return watched, lined(ran)
 
 
 def lined(ran: Ran, run: str = "line") -> Lined:

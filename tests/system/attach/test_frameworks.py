@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from engine.log.events import Evaluated
-from tests.support.attached import Ran, agree, events_of, run_twice, with_and_without
+from tests.support.attached import (
+    Lined,
+    Ran,
+    agree,
+    events_of,
+    in_three_ways,
+    lined,
+    run_twice,
+)
 from tests.support.lacks import needs
 
 HF = """
@@ -129,19 +137,33 @@ class Stream(torch.utils.data.IterableDataset):
 
 x, y = torch.randn(40, 8), torch.randn(40, 1)
 sized = torch.utils.data.TensorDataset(x, y)
-loader = torch.utils.data.DataLoader(%s, batch_size=4)
 check = torch.utils.data.DataLoader(sized, batch_size=20)
-module, held_out, ours = Module(), [], {"logger": False}
-#LINE from apr_watch.lightning import WatchCallback, WatchLogger
-#LINE ours = {"callbacks": WatchCallback("line"), "logger": False}
-lightning.Trainer(
-    max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, accelerator="cpu", devices=1, **ours,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-).fit(module, loader, check)
-save(module)
-"""
 
-OURS = '{"callbacks": WatchCallback("line"), "logger": False}'
+def train(dataset, **ours):
+    global held_out
+    module, held_out = Module(), []
+    ours = {"logger": False} | ours
+    lightning.Trainer(
+        max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, accelerator="cpu", devices=1, **ours,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(module, torch.utils.data.DataLoader(dataset, batch_size=4), check)
+    save(module)
+    print("held out", *held_out)
+
+callback = logger = both = dict
+#LINE from apr_watch.lightning import WatchCallback, WatchLogger
+#LINE callback = lambda: {"callbacks": WatchCallback("line")}
+#LINE logger = lambda: {"logger": WatchLogger("line")}
+#LINE both = lambda: {"callbacks": WatchCallback("line"), "logger": WatchLogger()}
+train(sized, **callback())
+train(sized, **logger())
+train(sized, **both())
+train(Stream())
+"""
+"""The line makes a run of each of the first three trainings."""
+
+FORMS = ("line", "line-2", "line-3")
+"""The run folders of a callback, of a logger, and of both."""
 
 ACCELERATE = """
 from accelerate import Accelerator
@@ -200,24 +222,34 @@ def test_a_trainer_of_transformers_is_the_same_to_the_byte_and_every_step_is_in_
     assert [step.get("total_steps") for step in watched.steps] == [None, *[12] * 11]
 
 
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Lined]:
+    return in_three_ways(tmp_path_factory, "trl", SFT)
+
+
+@pytest.fixture(scope="module")
+def in_lightning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Lined]:
+    return in_three_ways(tmp_path_factory, "lightning", LIGHTNING)
+
+
 @needs("TRL", find_spec("trl"))
 def test_a_trainer_of_trl_is_the_same_to_the_byte_and_every_step_is_in_the_log(
-    tmp_path: Path,
+    trl: tuple[Ran, Lined],
 ) -> None:
-    watched, _ = run_twice(tmp_path, SFT)
+    watched, _ = trl
     near(watched)
     assert len(watched.steps) == 12
 
 
 @needs("Lightning", find_spec("lightning"))
-@pytest.mark.parametrize("dataset", ["sized", "Stream()"])
 def test_a_trainer_of_lightning_is_the_same_to_the_byte_and_every_step_is_in_the_log(
-    tmp_path: Path, dataset: str
+    in_lightning: tuple[Ran, Lined],
 ) -> None:
     """Its forward and backward passes run inside the optimizer's step, as a closure."""
-    watched, _ = run_twice(tmp_path, LIGHTNING % dataset)
-    agree(watched)
-    assert len(watched.steps) == 10
+    watched, _ = in_lightning
+    agree(watched, trainings=4)
+    for lines in watched.trainings:
+        assert len([line for line in lines if line["kind"] == "step"]) == 10
 
 
 # In the suite the script of the demo holds this: its Trainer trains by way of an Accelerator.
@@ -236,9 +268,9 @@ def test_a_loop_on_accelerate_is_the_same_to_the_byte_and_every_step_is_in_the_l
 
 @needs("TRL", find_spec("trl"))
 def test_a_callback_in_a_trainer_of_trl_changes_no_byte_and_adds_its_evaluations(
-    tmp_path: Path,
+    trl: tuple[Ran, Lined],
 ) -> None:
-    one = with_and_without(tmp_path, SFT)
+    _, one = trl
     assert len(one.view.steps) == 12
     evals = events_of(one, Evaluated)
     assert [done.step for done in evals] == [6, 12]
@@ -247,21 +279,15 @@ def test_a_callback_in_a_trainer_of_trl_changes_no_byte_and_adds_its_evaluations
 
 
 @needs("Lightning", find_spec("lightning"))
-@pytest.mark.parametrize(
-    "ours",
-    [
-        '{"callbacks": WatchCallback("line"), "logger": False}',
-        '{"logger": WatchLogger("line")}',
-        '{"callbacks": WatchCallback("line"), "logger": WatchLogger()}',
-    ],
-)
+@pytest.mark.parametrize("number", range(3), ids=["callback", "logger", "both"])
 def test_a_callback_and_a_logger_of_lightning_change_no_byte_and_add_its_validations_once(
-    tmp_path: Path, ours: str
+    in_lightning: tuple[Ran, Lined], number: int
 ) -> None:
-    script = LIGHTNING % "sized"
-    assert script.count(OURS) == 1
-    one = with_and_without(tmp_path, script.replace(OURS, ours) + "say(held_out=held_out)\n")
+    _, first = in_lightning
+    one = lined(first.ran, FORMS[number])
     assert len(one.view.steps) == 10
     evals = events_of(one, Evaluated)
     assert [done.step for done in evals] == [5, 10]
-    assert [done.loss for done in evals] == pytest.approx(one.ran.said[-1]["held_out"])
+    told = [line for line in first.ran.stdout.splitlines() if line.startswith("held out ")]
+    held_out = [float(word) for word in told[number].split()[2:]]
+    assert [done.loss for done in evals] == pytest.approx(held_out)
