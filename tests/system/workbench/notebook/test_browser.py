@@ -146,4 +146,6 @@ def test_a_notebook_runs_top_to_bottom_without_an_error(
         page.wait_for_selector(".js-plotly-plot .main-svg")
     shoot(name[:2], whole=True)
     if name.startswith("03"):
-        assert "root cause: set the rate" in page.inner_text(".jp-Notebook")
+        words = " ".join(page.inner_text(".jp-Notebook").split())
+        assert "root cause: exit failed of fast: RATE=0.05 ends it" in words
+        assert "c1 refuted: SEED: 0 -> 1" in words and "c2 confirmed: RATE: 5 -> 0.05" in words
