@@ -36,6 +36,15 @@ CATALOGUE: tuple[About, ...] = (
         stops=True,
     ),
     About(
+        id="documents_in_rows",
+        question="Are documents of the corpus, tokenized again one by one, in the rows, whole and in one split?",
+        means="Text is lost, cut, doubled or altered between the corpus and the rows, and every step looks right.",
+        remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); look at what reads, tokenizes "
+        "and packs documents.",
+        when=When.BEFORE,
+        stops=True,
+    ),
+    About(
         id="padding_not_trained",
         question="Are rows free of labels on padding?",
         means="Part of the loss is the easy prediction of padding, and the student learns to answer with it.",

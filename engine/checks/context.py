@@ -9,7 +9,7 @@ the checks test the code that trains and not a copy of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.data.batches import Batch, Batches
-from engine.data.tokens import TokenStream
+from engine.data.token_cache import Made
+from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.loss.objective import LossTerms
 from engine.models.decoder import Decoder
@@ -82,6 +83,10 @@ class Context:
     train_stream: TokenStream
     heldout_stream: TokenStream
     heldout: Sequence[Batch]
+    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]]
+    """Yields documents of the corpus by name, read and tokenized alone."""
+    made: tuple[Made, Made] | None
+    """What was made of the documents of the training and the held-out split; None where it is not known."""
     tokenizers: Mapping[str, Tokenizer | None]
     """Tokenizers by their owner; None for an unknown one."""
 

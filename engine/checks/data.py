@@ -17,7 +17,7 @@ from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
-from engine.data.tokens import READ_AT_ONCE, TokenStream
+from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
 
 LOOKED_AT = 4
 """Number of steps whose rows are checked."""
@@ -100,6 +100,54 @@ def labels_are_next_tokens(context: Context) -> Answer:
     return numbers.passed(
         f"{numbers['labelled']:,.0f} labels are the next tokens of their documents"
     )
+
+
+def documents_in_rows(context: Context) -> Answer:
+    """Count the documents of both streams, and compare some with what is read and tokenized anew."""
+    if context.made is None:
+        return unknown("what the rows were made of is not known")
+    numbers, streams = Numbers(looked_at=0), (context.train_stream, context.heldout_stream)
+    splits = dict(
+        zip(("training", "held-out"), zip(streams, context.made, strict=True), strict=True)
+    )
+    for split, (stream, made) in splits.items():
+        filled = stream.lengths > 0
+        if stream.padding is not None:
+            filled &= ~stream.padding
+        wanted = made.documents - sum(one.count for one in stream.left_out)
+        if (found := int(filled.sum())) != wanted:
+            return numbers.failed(
+                f"the {split} rows have {found:,} documents, the corpus has {wanted:,} for them"
+            )
+        if made.missing or made.doubled:
+            return numbers.failed(
+                f"{made.missing:,} documents of the {split} split are in no row, {made.doubled:,} are in the rows too "
+                "often or altered"
+            )
+    again = {name: split for split, (_, made) in splits.items() for name in made.again}
+    for name, one in context.read_again(again.keys()):
+        numbers["looked_at"] += 1
+        there = [split for split, (stream, _) in splits.items() if _has(stream, one)]
+        if there != [again[name]] and len(one.ids):
+            where = " and ".join(there) or "no"
+            return numbers.failed(
+                f"{name}, read and tokenized again, is whole in {where} rows, and belongs into the {again[name]} ones"
+            )
+    if not numbers["looked_at"]:
+        return numbers.unknown("no document is small enough to be read again")
+    return numbers.passed(
+        f"{numbers['looked_at']:.0f} documents, read and tokenized again, are in the rows of their split; no other is "
+        "missing or there twice"
+    )
+
+
+def _has(stream: TokenStream, one: Encoded) -> bool:
+    """Say whether a stream has a document, with the same labels."""
+    for index in np.flatnonzero(stream.lengths == len(one.ids)):
+        place = slice(stream.starts[index], stream.starts[index + 1])
+        if np.array_equal(stream.tokens[place], one.ids):
+            return stream.labelled is None or np.array_equal(stream.labelled[place], one.labels)
+    return False
 
 
 def padding_not_trained(context: Context) -> Answer:

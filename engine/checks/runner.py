@@ -32,6 +32,7 @@ from engine.checks.checkpoint import checkpoint_reloads, resume_continues
 from engine.checks.context import Context
 from engine.checks.data import (
     batch_not_degenerate,
+    documents_in_rows,
     end_is_learnt,
     labels_are_next_tokens,
     padding_not_trained,
@@ -59,6 +60,7 @@ CHECKS: dict[str, Callable[..., Answer | None]] = {
     "vocabulary_by_bytes": vocabulary_by_bytes,
     "batch_not_degenerate": batch_not_degenerate,
     "labels_are_next_tokens": labels_are_next_tokens,
+    "documents_in_rows": documents_in_rows,
     "padding_not_trained": padding_not_trained,
     "end_is_learnt": end_is_learnt,
     "resume_continues": resume_continues,

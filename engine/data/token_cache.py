@@ -62,7 +62,11 @@ from engine.files import open_regular, read_json_object, user_cache
 from engine.signals import partial_output, scratch_folder
 from engine.version import VERSION
 
-FORMAT = 1
+FORMAT = 2
+AGAIN, AGAIN_AMONG = 16, 4096
+"""Documents of a split that a run reads again, among so many first ones of the source."""
+AGAIN_BYTES = 1 << 16
+"""The largest of them."""
 MOST_BYTES = 64 << 30
 """Size of the cache beyond which the folders that were not used for longest are removed."""
 _READ_AT_ONCE = 1 << 22
@@ -120,13 +124,26 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a split has, and what of it was written."""
+
+    documents: int
+    missing: int
+    """Documents that were tokenized and are not in the rows, by the hash of their tokens."""
+    doubled: int
+    """Documents that are in the rows and were not tokenized, or not as often."""
+    again: tuple[str, ...]
+    """Some documents by name, to be read again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """The tokens of a corpus, in rows, and what they were made of."""
 
     train: TokenStream
     heldout: TokenStream
-    train_documents: int
-    heldout_documents: int
+    made: tuple[Made, Made]
+    """Of the training and the held-out split."""
     skipped: int
     """Documents that are in neither split for another reason than `max_bytes`."""
     note: str
@@ -335,6 +352,8 @@ class _Making:
         self._tokens, self._labelled = tokens, labelled
         self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
         self._starts = np.zeros(1, dtype=np.int64)
+        self._hashes = np.zeros(len(self._index), dtype=np.uint64)
+        """Of the tokens of each document. Shape (P,)."""
         self._left_out: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
         self._last_turn_only = dict.fromkeys(_SIDES, 0)
 
@@ -354,7 +373,9 @@ class _Making:
         for one in self._recipe.encoder.encode(documents()):
             number = numbers.popleft()
             lengths[number] = len(one.ids)
-            self._tokens.write(_little(one.ids))
+            ids = _little(one.ids)
+            self._hashes[number] = _short_hash(ids)
+            self._tokens.write(ids)
             if self._has_chats:
                 self._labelled.write(one.labels.tobytes())
             side = _SIDES[int(is_heldout[number])]
@@ -379,6 +400,7 @@ class _Making:
         has_labels = split.chats > 0 or is_packed
         dtype, width = encoder.dtype, np.dtype(encoder.dtype).itemsize
         digest, placed, fills = StreamDigest(), array("q"), bytearray()
+        written = array("Q")
         tokens, labels = bytearray(), bytearray()
         with contextlib.ExitStack() as files:
             token_file = files.enter_context((folder / f"{side}.tokens").open("wb"))
@@ -400,7 +422,10 @@ class _Making:
                     labels += bytes(length)
                 else:
                     begin = int(begins[place])
-                    tokens += _read_at(self._tokens, begin * width, length * width)
+                    document = _read_at(self._tokens, begin * width, length * width)
+                    if length:
+                        written.append(_short_hash(document))
+                    tokens += document
                     if has_labels and self._has_chats:
                         labels += _read_at(self._labelled, begin, length)
                     elif has_labels:
@@ -412,6 +437,11 @@ class _Making:
             write()
             starts = starts_of(np.frombuffer(placed, dtype=np.int64))
             sha256 = digest.end(starts, () if label_file is None else _labels_in(label_file))
+        tokenized = self._hashes[split.numbers[lengths > 0]]
+        both = np.concatenate([tokenized, np.frombuffer(written, dtype=np.uint64)])
+        _, which = np.unique(both, return_inverse=True)
+        # How many times more often each was tokenized than written.
+        more = np.bincount(which, weights=np.where(np.arange(len(both)) < len(tokenized), 1, -1))
         starts.astype("<i8").tofile(folder / f"{side}.starts")
         if is_packed:
             (folder / f"{side}.padding").write_bytes(fills)
@@ -419,9 +449,26 @@ class _Making:
             "sha256": sha256,
             "dtype": np.dtype(dtype).name,
             "documents": split.document_count,
+            "missing": int(more[more > 0].sum()),
+            "doubled": int(-more[more < 0].sum()),
+            "again": self._to_read_again(split),
             "left_out": [asdict(one) for one in left_out],
             "last_turn_only": self._last_turn_only[side],
         }
+
+    def _to_read_again(self, split: Split) -> list[str]:
+        """Return the names of AGAIN documents, spread evenly over the small ones among the first of the files."""
+        index = self._index
+        small = np.sort(split.numbers[index.sizes[split.numbers] <= AGAIN_BYTES])
+        small = small[small < AGAIN_AMONG]
+        count = min(AGAIN, len(small))
+        return [
+            one.name for _, one in index.read(small[np.arange(count) * len(small) // max(count, 1)])
+        ]
+
+
+def _short_hash(document: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "little")
 
 
 def _little(ids: NDArray[Any]) -> bytes:
@@ -459,11 +506,20 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
     return Tokens(
         train=sides["train"],
         heldout=sides["heldout"],
-        train_documents=manifest["streams"]["train"]["documents"],
-        heldout_documents=manifest["streams"]["heldout"]["documents"],
+        made=(_made(manifest, "train"), _made(manifest, "heldout")),
         skipped=manifest["skipped"],
         note=note,
         is_kept=is_kept,
+    )
+
+
+def _made(manifest: dict[str, Any], side: str) -> Made:
+    about = manifest["streams"][side]
+    return Made(
+        documents=about["documents"],
+        missing=about["missing"],
+        doubled=about["doubled"],
+        again=tuple(about["again"]),
     )
 
 

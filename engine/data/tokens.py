@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from engine.data.chat import Turns, encode_chats
 from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import read_conversation
 from engine.data.corpus import Document
-from engine.data.sources import Skipped
+from engine.data.sources import Skipped, list_pieces
 from engine.errors import CorpusError
 from engine.files import parse_json
 from engine.formats.tokenizer import Tokenizer
@@ -177,6 +177,29 @@ class Encoder:
                     labelled=chat.labelled,
                     last_turn_only=chat.reason is not None,
                 )
+
+
+def read_again(
+    names: Set[str], encoder: Encoder, source: str, *, include_tests: bool, columns: Sequence[str]
+) -> Iterator[tuple[str, Encoded]]:
+    """Yield documents of a source by name, each read and tokenized alone, until all `names` are found. Raises
+    CorpusError and TokenizerError."""
+    wanted = set(names)
+    for piece in list_pieces(source, include_tests=include_tests, columns=columns):
+        if not wanted:
+            return
+        if piece.name not in wanted or isinstance(piece, Skipped):
+            continue
+        wanted.discard(piece.name)
+        text = piece.read()
+        if isinstance(text, Skipped):
+            continue
+        if piece.is_chat:
+            document = Document(name=piece.name, text=text, is_chat=True)
+            yield from ((piece.name, one) for one in encoder.encode([document]))
+        else:
+            ids = np.append(encoder.tokenizer.encode_whole(text), encoder.tokenizer.end_of_text_id)
+            yield piece.name, Encoded(ids=ids.astype(encoder.dtype))
 
 
 def tokenize(

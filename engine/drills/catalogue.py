@@ -115,6 +115,26 @@ OTHERS: tuple[Defect, ...] = tuple(
             "the rows that are evaluated are rows of the training text",
             "aprender #2252: an evaluation that reported 100 %; loaders that are given the wrong split",
         ),
+        *(
+            (id, "defects_rows", "documents_in_rows", what, happened)
+            for id, what, happened in (
+                (
+                    "document_left_out",
+                    "one document of each split is put into no row",
+                    "packers that drop what does not fit; shards that are read without their last part",
+                ),
+                (
+                    "document_in_place_of_another",
+                    "every second document stands in the rows twice, in the place of its neighbour",
+                    "worker processes that all read the first shard",
+                ),
+                (
+                    "documents_cut",
+                    "of each document the first 256 tokens are in the rows",
+                    "a tokenizer.json whose truncation is left on",
+                ),
+            )
+        ),
         (
             "stored_rows_turned",
             "defects_store",
@@ -352,6 +372,10 @@ DRILLS: tuple[Drill, ...] = (
         sets={"train.steps": 200, "checkpoint.every": 0, "data.max_bytes": 40_000},
     ),
     _other("training_rows_evaluated", Expected(kind=CHECK, id="split_disjoint")),
+    *(
+        _other(id, Expected(kind=CHECK, id="documents_in_rows"))
+        for id in ("document_left_out", "document_in_place_of_another", "documents_cut")
+    ),
     *(
         _other(id, Expected(kind=CHECK, id="stored_outputs"), stored=True)
         for id in ("stored_rows_turned", "stored_outputs_scaled")

@@ -1,5 +1,5 @@
-"""Defects of the loader and the sampler that begin late, between two audits: the rows of a step are other ones than the
-spec prescribes, and every number that is logged of them is right.
+"""Defects of the loader and the sampler that begin late, between two audits, and of what makes rows of documents: the
+rows of a step are other ones than spec and corpus prescribe, and every number that is logged of them is right.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from engine.data import batches
+from engine.data import batches, token_cache
 from engine.data.batches import Batch, Batches
+from engine.data.packing import FILLS
 from engine.drills.planting import replaced
+from engine.formats.tokenizer import Tokenizer
 from engine.train import run
 from engine.train.data import Data
 from engine.train.loop import TrainingLoop
@@ -111,3 +115,55 @@ def training_rows_evaluated() -> AbstractContextManager[None]:
         return spoilt
 
     return replaced(run, "prepare_data", make)
+
+
+@contextlib.contextmanager
+def _in_places(
+    spoil: Callable[[list[tuple[int, int]]], list[tuple[int, int]]],
+) -> Iterator[None]:
+    """Replace the order in which documents are put into rows."""
+
+    def make(places: Callable[..., Iterator[tuple[int, int]]]) -> Callable[..., Any]:
+        return lambda *given: iter(spoil(list(places(*given))))
+
+    with _own_cache(), replaced(token_cache, "places", make):
+        yield
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[None]:
+    """A separate cache, so that no other run gets the wrong tokens."""
+    name = "XDG_CACHE_HOME"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
+
+
+def document_left_out() -> AbstractContextManager[None]:
+    def spoil(placed: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        fourth = [place for place, (number, _) in enumerate(placed) if number != FILLS][3]
+        return [*placed[:fourth], *placed[fourth + 1 :]]
+
+    return _in_places(spoil)
+
+
+def document_in_place_of_another() -> AbstractContextManager[None]:
+    """Every second document stands there twice, and its neighbour is left out: the count is right."""
+    return _in_places(lambda placed: [placed[2 * (i // 2)] for i in range(len(placed))])
+
+
+@contextlib.contextmanager
+def documents_cut() -> Iterator[None]:
+    """As by the truncation that a tokenizer.json may hold."""
+
+    def make(encode: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, texts: [ids[:256] for ids in encode(self, texts)]
+
+    with _own_cache(), replaced(Tokenizer, "encode_documents", make):
+        yield

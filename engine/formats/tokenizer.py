@@ -176,6 +176,13 @@ class Tokenizer:
                 encoded[text].extend(encoding.ids)
         return [np.frombuffer(ids, dtype=np.uint32) for ids in encoded]
 
+    def encode_whole(self, text: str) -> NDArray[np.uint32]:
+        """Return the ids of one text that is not cut: what `encode_documents` has to give."""
+        import numpy as np
+
+        with _panic_is_bad_input(self.path):
+            return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
     def encode_with_starts(
         self, texts: Sequence[str]
     ) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:

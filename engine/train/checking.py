@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from engine.checks.context import Context, Memory, Resumed
 from engine.data.batches import Batch
-from engine.data.tokens import TokenStream
+from engine.data.token_cache import Made
+from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.loss.objective import LossTerms, distillation_loss
 from engine.models.decoder import Decoder
@@ -28,6 +29,8 @@ def context_of(
     heldout_stream: TokenStream,
     heldout: Sequence[Batch],
     tokenizers: Mapping[str, Tokenizer | None],
+    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]] = lambda names: iter(()),
+    made: tuple[Made, Made] | None = None,
     memory: Callable[[], Memory | None] = lambda: None,
     resumed: Resumed | None = None,
     late_compiles: Callable[[], Sequence[str]] = tuple,
@@ -79,6 +82,8 @@ def context_of(
         heldout_stream=heldout_stream,
         heldout=heldout,
         tokenizers=tokenizers,
+        read_again=read_again,
+        made=made,
         objective=objective,
         evaluate=evaluate,
         autocast=trainer.autocast,

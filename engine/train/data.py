@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from engine.data.batches import Batch, heldout_rows
+from engine.data.token_cache import Made
 from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
 from engine.log.events import DataReady, Note, Phase
@@ -29,6 +30,8 @@ class Data:
     stream: TokenStream
     heldout_stream: TokenStream
     heldout: list[Batch]
+    made: tuple[Made, Made]
+    """What was made of the documents of both splits."""
     ready: DataReady
 
 
@@ -75,5 +78,9 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
             hint="restore the files as they were, or start a new run",
         )
     return Data(
-        stream=train, heldout_stream=held, heldout=list(rows.split(EVAL_ROWS_AT_ONCE)), ready=ready
+        stream=train,
+        heldout_stream=held,
+        heldout=list(rows.split(EVAL_ROWS_AT_ONCE)),
+        made=tokens.made,
+        ready=ready,
     )

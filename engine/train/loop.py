@@ -297,6 +297,8 @@ class TrainingLoop:
             heldout_stream=self.data.heldout_stream,
             heldout=self.data.heldout,
             tokenizers=self.inputs.tokenizers,
+            read_again=partial(self.inputs.read_again, self.spec.data),
+            made=self.data.made,
             memory=lambda: self._memory(device),
             resumed=self.keeper.resumed,
             late_compiles=lambda: self.compiles.late,

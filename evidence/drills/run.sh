@@ -12,7 +12,7 @@ import json, sys
 print(*(d['id'] for d in json.load(sys.stdin) if any(n.startswith('check step_') for n in d['must_be_named_by'])))
 ") --out "$OUT/cpu-steps"
 python3 -m engine drill batch_met_again row_left_out row_altered labels_swapped heldout_row_trained epochs_alike stored_rows_turned stored_rows_turned_later \
-  stored_outputs_scaled ends_masked training_rows_evaluated --out "$OUT/cpu-data"
+  stored_outputs_scaled ends_masked training_rows_evaluated document_left_out document_in_place_of_another documents_cut --out "$OUT/cpu-data"
 python3 -m engine drill --healthy --seeds 20 --out "$OUT/healthy-cpu"
 python3 -m engine drill --healthy --seeds 5 --resumes 5 --out "$OUT/healthy-resumed-cpu"   # with four busy loops beside it
 python3 -m engine drill --device cuda --out "$OUT/h200" \

@@ -122,8 +122,9 @@ def test_tokens_of_the_cache_are_those_that_are_made_in_memory(
     first, second = load_tokens(recipe, root=root), load_tokens(recipe, root=root)
     assert made(first) and not made(second) and second.is_kept
     for found in (first, second):
-        assert found.train_documents == split.train.document_count
-        assert found.heldout_documents == split.heldout.document_count
+        assert found.made[0].documents == split.train.document_count
+        assert found.made[1].documents == split.heldout.document_count
+        assert [(one.missing, one.doubled) for one in found.made] == [(0, 0), (0, 0)]
         for side, stream in ((split.train, found.train), (split.heldout, found.heldout)):
             whole = tokenize(side.documents, tokenizer, template=CHATML.template())
             assert_equal(stream, pack(whole, SEQ_LEN, packing, tokenizer.padding_id))

@@ -1,0 +1,152 @@
+"""What the rows are made of is held against the corpus: counts, and documents that are read and tokenized again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.checks.context import Context
+from engine.checks.data import documents_in_rows
+from engine.data.packing import PACKINGS
+from engine.data.token_cache import Recipe, load_tokens
+from engine.data.tokens import Encoded, Encoder, TokenStream, make_stream, read_again
+from engine.drills.catalogue import planted
+from engine.formats.tokenizer import Tokenizer
+from engine.verdict import Level
+from tests.support.chats import CHATML, make_tokenizer
+from tests.support.checked_runs import World, make_run, make_world
+from tests.support.kit import Kit
+
+
+@pytest.fixture(scope="module")
+def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations and texts, some twice, and some that the template cannot write."""
+    turns = [
+        [("user", f"what is {n}?"), ("assistant", f"{n} is a number of the {n % 7}th kind")]
+        for n in range(60)
+    ]
+    turns += [[("user", f"{n}: nobody answers")] for n in range(9)]
+    records: list[dict[str, Any]] = [
+        {"messages": [{"role": role, "content": text} for role, text in each]} for each in turns
+    ]
+    records += [{"text": f"record {n % 20} " + "words of it " * (n % 20)} for n in range(25)]
+    path = tmp_path_factory.mktemp("chats") / "a.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path
+
+
+def looked_at(world: World, source: Path, tokenizer: Tokenizer, **other: Any) -> Context:
+    """The context of a run whose rows are made of this source."""
+    encoder = Encoder(tokenizer=tokenizer, template=CHATML.template())
+    recipe = Recipe(
+        source=str(source),
+        include_tests=False,
+        columns=(),
+        heldout_fraction=0.2,
+        encoder=encoder,
+        seq_len=32,
+        **({"max_bytes": None, "packing": "stream"} | other),
+    )
+    tokens = load_tokens(recipe)
+
+    def again(names: Set[str]) -> Iterator[tuple[str, Encoded]]:
+        return read_again(names, encoder, str(source), include_tests=False, columns=())
+
+    return dataclasses.replace(
+        make_run(world).context,
+        train_stream=tokens.train,
+        heldout_stream=tokens.heldout,
+        made=tokens.made,
+        read_again=again,
+    )
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("max_bytes", [None, 4000])
+def test_rows_of_conversations_and_texts_hold_their_documents(
+    world: World, chats: Path, tokenizer: Tokenizer, packing: str, max_bytes: int | None
+) -> None:
+    context = looked_at(world, chats, tokenizer, packing=packing, max_bytes=max_bytes)
+    found = documents_in_rows(context)
+    assert found.verdict.level is Level.PASS, found.verdict
+    assert context.made is not None
+    names = {name for made in context.made for name in made.again}
+    assert found.numbers["looked_at"] == len(names) >= 10
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    "defect", ["document_left_out", "document_in_place_of_another", "documents_cut"]
+)
+def test_what_is_lost_between_corpus_and_rows_is_named(
+    world: World, kit: Kit, packing: str, defect: str
+) -> None:
+    with planted(defect).plant():
+        context = looked_at(world, kit.corpus, world.tokenizer, packing=packing)
+        if defect == "documents_cut":
+            # No document of this corpus has 256 tokens.
+            assert documents_in_rows(context).verdict.level is Level.PASS
+            return
+        assert documents_in_rows(context).verdict.level is Level.FAIL
+
+
+def altered(stream: TokenStream, **changes: Any) -> TokenStream:
+    known = {"labelled": stream.labelled, "padding": stream.padding}
+    return make_stream(changes.pop("tokens", stream.tokens), stream.starts, **known | changes)
+
+
+def test_one_token_or_label_of_a_document_that_is_another_is_named(
+    world: World, chats: Path, tokenizer: Tokenizer
+) -> None:
+    context = looked_at(world, chats, tokenizer)
+    held = context.heldout_stream
+    assert held.labelled is not None
+    # In each document, since some are read again: its last token, or the label of that.
+    last = held.starts[1:][held.lengths > 0] - 1
+    tokens, labelled = held.tokens.copy(), held.labelled.copy()
+    tokens[last] += 1
+    labelled[last] ^= True
+    for stream in (altered(held, tokens=tokens), altered(held, labelled=labelled)):
+        found = documents_in_rows(dataclasses.replace(context, heldout_stream=stream))
+        assert found.verdict.level is Level.FAIL
+        assert "belongs into the held-out ones" in found.verdict.reason
+
+
+def test_a_document_of_both_splits_is_named(world: World, kit: Kit) -> None:
+    context = looked_at(world, kit.corpus, world.tokenizer)
+    train, held = context.train_stream, context.heldout_stream
+    both = make_stream(
+        np.concatenate([train.tokens, held.tokens]),
+        np.append(train.starts, held.starts[1:] + len(train)),
+    )
+    assert context.made is not None
+    made = dataclasses.replace(
+        context.made[0], documents=sum(one.documents for one in context.made)
+    )
+    leaked = dataclasses.replace(context, train_stream=both, made=(made, context.made[1]))
+    found = documents_in_rows(leaked)
+    assert found.verdict.level is Level.FAIL
+    assert "is whole in training and held-out rows" in found.verdict.reason
+
+
+def test_without_documents_that_can_be_read_again_nothing_is_said(world: World, kit: Kit) -> None:
+    context = looked_at(world, kit.corpus, world.tokenizer)
+    nobody = dataclasses.replace(context, read_again=lambda names: iter(()))
+    assert documents_in_rows(nobody).verdict.level is Level.UNKNOWN
+    assert documents_in_rows(dataclasses.replace(context, made=None)).verdict.level is Level.UNKNOWN
