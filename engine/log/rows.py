@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from engine.errors import RunLogError, write_error
-from engine.log.folder import RunFolder
-from engine.log.write import write_fully
+from engine.log.folder import RunFolder, write_whole
+from engine.log.write import sync_folder, write_fully
 
 MAGIC = b"aprrows2"
 HASH_BYTES = 8
@@ -105,6 +105,17 @@ def _read_header(file: BinaryIO, path: Path) -> int:
     return int(ranks)
 
 
+def _in_turn(rows: Iterator[TrainedRow], until: int) -> Iterator[TrainedRow]:
+    """Yield the rows of steps 1 to `until`, up to the first that is out of turn: what was not synced before a power
+    loss may be zeros, which read as rows of step 0."""
+    last = 1
+    for row in rows:
+        if not last <= row.step <= until:
+            return
+        last = row.step
+        yield row
+
+
 class RowsWriter:
     """Appends the rows of a session that goes on behind `step`."""
 
@@ -115,18 +126,16 @@ class RowsWriter:
         """The running digest, and the number of records that stay."""
         try:
             self.path.parent.mkdir(exist_ok=True)
+            sync_folder(run.path)
             self._set_aside(ranks, step)
             if self.path.exists():
                 self._read(step)
-            self._file = os.open(
-                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-            )
+            if not self._kept:
+                # With its header at once: of a file that is made first and written then, a kill leaves an empty one.
+                write_whole(self.path, _HEADER.pack(MAGIC, ranks, 0), "rows")
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
-            if self._kept:
-                os.ftruncate(self._file, _HEADER.size + self._kept * _RECORD.size)
-            else:
-                os.ftruncate(self._file, 0)
-                write_fully(self._file, _HEADER.pack(MAGIC, ranks, 0))
+            os.ftruncate(self._file, _HEADER.size + self._kept * _RECORD.size)
         except OSError as error:
             raise write_error("rows", self.path, "to write the rows of steps to", error) from error
 
@@ -160,7 +169,7 @@ class RowsWriter:
         self.path.rename(self.path.with_name(f"{self.path.stem}-until-{step}.bin"))
 
     def _read(self, until: int) -> None:
-        rows = itertools.takewhile(lambda row: row.step <= until, read_rows(self.path))
+        rows = _in_turn(read_rows(self.path), until)
         for _, of_step in itertools.groupby(rows, key=lambda row: row.step):
             found = list(of_step)
             hashes = [row.hash for row in found]

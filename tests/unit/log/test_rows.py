@@ -3,11 +3,12 @@ that a resume goes on from."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from engine.errors import RunLogError
+from engine.errors import DiskFull, RunLogError
 from engine.log.folder import RunFolder
 from engine.log.rows import NO_ROWS, RowsWriter, path_of, read_ranks, read_rows
 
@@ -54,6 +55,32 @@ def test_a_resume_goes_on_behind_its_step_with_the_digest_of_an_uninterrupted_ru
     path.write_bytes(path.read_bytes() + b"\xff" * torn)
     assert written(stopped, 5, behind=2).digest == wanted
     assert path.read_bytes() == path_of(whole, 0).read_bytes()
+
+
+def test_zeros_that_a_power_loss_left_in_the_place_of_rows_are_none(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    wanted = written(run, 5).digest
+    path = path_of(run, 0)
+    whole = path.read_bytes()
+    written(run, 2, behind=2)
+    path.write_bytes(path.read_bytes() + bytes(40))
+    assert written(run, 5, behind=2).digest == wanted
+    assert path.read_bytes() == whole
+
+
+def test_a_writer_that_could_not_write_its_header_is_no_hindrance_to_the_next(
+    tmp_path: Path,
+) -> None:
+    run = RunFolder(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(DiskFull):
+            RowsWriter(run, 0, 1, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    written(run, 2)
+    assert [one.step for one in read_rows(path_of(run, 0))] == [1, 1, 1, 2, 2, 2]
 
 
 def test_what_a_killed_writer_left_of_a_record_is_not_read(tmp_path: Path) -> None:
