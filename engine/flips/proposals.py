@@ -11,6 +11,7 @@ with itself. The reasons here are derived only from settings, decisions and devi
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -315,7 +316,8 @@ def _missing(idea: Idea, view: RunView) -> str:
 def _is_so(assignment: str, view: RunView) -> str:
     name, _, value = assignment.partition("=")
     is_so = any((one.knob, one.choice) == (name, value) for one in view.decisions)
-    return f"it is {value} already" if is_so else ""
+    # Arms have the environment that the flip is started in.
+    return f"it is {value} already" if is_so or os.environ.get(name) == value else ""
 
 
 def _waiting(view: RunView) -> float:

@@ -21,3 +21,5 @@ python3 -m engine drill --healthy --seeds 3 --device cuda --out "$OUT/healthy-h2
 # The drills of cpu-data, cpu-files and cpu-pace on one H100: the same names with --device cuda.
 python3 -m engine drill --healthy --seeds 3 --resumes 3 --device cuda --out "$OUT/healthy-resumed-h100"
 python3 -m engine drill --device cuda teacher_in_a_loop stored_rows_turned_later --out "$OUT/h100-late"
+python3 -m engine drill --device cuda document_left_out document_in_place_of_another documents_cut batch_met_again training_rows_evaluated position_off \
+  teacher_in_a_loop stored_rows_turned_later --out "$OUT/h100-documents"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from engine.flips.proposals import IDEAS, Proposal, options_for, proposals
 from engine.flips.script_settings import read_script_settings
 from engine.flips.watched import difference
@@ -80,6 +82,18 @@ def test_a_stall_of_ranks_has_those_of_the_network() -> None:
     assert "loader.workers=0" not in [one.assignment for one in found(watched())]
 
 
+def test_a_variable_that_the_environment_has_already_is_not_to_be_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value, why in (("1", "it is 1 already"), ("8", ""), (None, "")):
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        if value is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", value)
+        one = {each.assignment: each.impossible for each in found(watched(), alert("stalled"))}
+        assert one["OMP_NUM_THREADS=1"] == why
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def test_compiling_is_turned_off_only_where_something_was_compiled() -> None:
     compiled = Compiled(
         kernel="f",
@@ -92,7 +106,8 @@ def test_compiling_is_turned_off_only_where_something_was_compiled() -> None:
     )
     late = alert("compile_after_warm_up")
     assert found(watched(), late, compiled)[0].assignment == "TORCH_COMPILE_DISABLE=1"
-    assert found(watched(), late)[-1].impossible == "torch.compile compiled nothing in the run"
+    without = {one.assignment: one.impossible for one in found(watched(), late)}
+    assert without["TORCH_COMPILE_DISABLE=1"] == "torch.compile compiled nothing in the run"
 
 
 def test_each_idea_can_be_flipped_and_names_alerts_that_there_are() -> None:
