@@ -169,7 +169,12 @@ def data_words(snapshot: Snapshot) -> list[str]:
     lines = data_lines(snapshot.view)
     if not lines:
         return ["the data has not been read yet"]
-    return [*lines, "", "decoded samples, lengths and duplicates: engine data SPEC"]
+    return [
+        *lines,
+        "",
+        "decoded samples, lengths and copies: engine data SPEC",
+        "what one step trained on: b, or engine data RUN --step N",
+    ]
 
 
 def sample_words(snapshot: Snapshot) -> list[str]:

@@ -118,7 +118,7 @@ def _show_step(
     found = rows_of_step(RunFolder(arguments.subject), spec, inputs, arguments.step, progress)
     status.clear()
     if arguments.json:
-        put_json(dataclasses.asdict(found))
+        put_json(found.as_dict())
         return 0
     for line in found.lines():
         put(line)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,13 @@ class StepRows:
     digest_agrees: bool | None
     """Whether the running digest in the log is that of the records; None where it has none."""
     rows: tuple[StepRow, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON, with what is said of it."""
+        found = asdict(self)
+        for one, row in zip(found["rows"], self.rows, strict=True):
+            one |= {"in_turn": row.in_turn, "says": str(row)}
+        return {**found, "about": self.lines()}
 
     def lines(self) -> list[str]:
         """Format it for people, without the text of the rows."""

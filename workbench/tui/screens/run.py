@@ -109,6 +109,9 @@ class RunScreen(PollingScreen):
             "left", "scrub(-1)", "earlier", show=False, priority=True, tooltip="back in a replay"
         ),
         Binding("right", "scrub(1)", "later", show=False, priority=True, tooltip="on in a replay"),
+        Binding(
+            "b", "batch", "batch", tooltip="the rows of the newest step, or that of the replay"
+        ),
         Binding("F", "flip", "flip", tooltip="test a suspicion: this run with one setting changed"),
         Binding("W", "why", "why", tooltip="ask what causes what went wrong here, and test it"),
         STOP,
@@ -503,6 +506,18 @@ class RunScreen(PollingScreen):
         self.app.push_screen(
             FlipScreen(self.context, self.run if folder is None else None, found, folder=folder)
         )
+
+    def action_batch(self) -> None:
+        """Show what the newest step trained on; in a replay the step at its time."""
+        snapshot = self.shown
+        if snapshot is None or snapshot.command is not None or snapshot.view.last_step < 1:
+            self.notify("rows are on record of a run of ours that has done a step", markup=False)
+            return
+        # Imported here: the first frame does not need it.
+        from workbench.tui.screens.step_rows import StepRowsScreen
+
+        step = snapshot.view.last_step
+        self.app.push_screen(StepRowsScreen(self.context, self.run.path, step))
 
     def action_why(self) -> None:
         # Imported here: the first frame does not need it.

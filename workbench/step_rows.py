@@ -1,0 +1,70 @@
+"""The rows of one step: everything that `engine data RUN --step N --json` says, as rows of a list.
+
+The command reads the corpus again, which takes seconds, so it runs in its own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.log.text import one_line
+from workbench.engine_commands import ENGINE, ask_json
+from workbench.listing import Listing, Row
+
+REFUSAL = "{said}"
+KEPT = 64
+"""Steps that were looked at and can be gone back to without reading the corpus again."""
+
+
+class StepRowsFeed:
+    def __init__(self, run: Path, step: int, engine: Sequence[str] = ENGINE) -> None:
+        self._run, self._engine = run, tuple(engine)
+        self.step = max(step, 1)
+        """The step that the next poll looks at."""
+        self._seen: dict[int, Listing] = {}
+
+    def poll(self) -> Listing:
+        """Raises InternalError with what the command said where the step is not on record."""
+        step = self.step
+        if step not in self._seen:
+            command = ["data", str(self._run), "--step", str(step), "--json"]
+            found = listing_of(ask_json(command, REFUSAL, dict[str, Any], self._engine))
+            while len(self._seen) >= KEPT:
+                del self._seen[next(iter(self._seen))]
+            self._seen[step] = found
+        return self._seen[step]
+
+
+def listing_of(found: Mapping[str, Any]) -> Listing:
+    return Listing(
+        head="\n".join(found["about"]),
+        rows=tuple(_row(number, row) for number, row in enumerate(found["rows"], start=1)),
+    )
+
+
+def _row(number: int, row: Mapping[str, Any]) -> Row:
+    pieces = [_piece(piece) for piece in row["pieces"]]
+    text = "".join(f"⟦{part}⟧" if labelled else part for part, labelled in row["text"])
+    about = [f"{row['labels']:,} labels, on rank {row['rank']}", *pieces]
+    return Row(
+        key=str(number),
+        name=f"{number}",
+        text=one_line(", ".join(piece["document"] for piece in row["pieces"]) or row["says"]),
+        tone="plain" if row["in_turn"] else "bad",
+        lines=(
+            row["says"],
+            *(f"  {one_line(line)}" for line in about),
+            "text",
+            *(f"  {line}" for line in text.split("\n")),
+        ),
+    )
+
+
+def _piece(piece: Mapping[str, Any]) -> str:
+    begin, count, length = piece["begin"], piece["tokens"], piece["length"]
+    part = (
+        "whole" if count == length else f"tokens {begin + 1:,} to {begin + count:,} of {length:,}"
+    )
+    return f"{piece['document']}, {part}"
