@@ -15,6 +15,7 @@ import pytest
 
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
+from tests.support.attached_forks import run_fork
 from tests.support.made_once import made_once
 from tests.support.paths import ROOT
 from tests.support.running import wait_until_ended
@@ -97,6 +98,22 @@ def begin_run(
     asked: str = "",
 ) -> subprocess.Popen[str]:
     """Start a script in a folder of its own; `path` is what the user has on PYTHONPATH."""
+    environment = _write_script(folder, script, watched, path, asked)
+    return subprocess.Popen(
+        [sys.executable, *options, "train.py"],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _write_script(
+    folder: Path, script: str, watched: bool, path: Path | None, asked: str
+) -> dict[str, str]:
+    """Write the script into its folder; returns the environment of its process."""
     (folder / "run").mkdir(parents=True, exist_ok=True)
     (folder / "train.py").write_text(BEGIN + script)
     names = ("APR_WATCH_RUN", "PYTHONPATH", "RANK", "WORLD_SIZE")
@@ -108,15 +125,7 @@ def begin_run(
         entries.insert(0, str(PROBE))
     if entries:
         environment["PYTHONPATH"] = os.pathsep.join(entries)
-    return subprocess.Popen(
-        [sys.executable, *options, "train.py"],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return {**environment, "OMP_NUM_THREADS": "1"}
 
 
 def end_run(folder: Path, process: subprocess.Popen[str]) -> Ran:
@@ -124,20 +133,38 @@ def end_run(folder: Path, process: subprocess.Popen[str]) -> Ran:
     return Ran(folder=folder, returncode=process.returncode, stdout=stdout, stderr=stderr)
 
 
-def run_watched(folder: Path, script: str, *options: str, path: Path | None = None) -> Ran:
-    return end_run(folder, begin_run(folder, script, *options, watched=True, path=path))
+def run_watched(folder: Path, script: str, *options: str) -> Ran:
+    """Run a script with the probe: in a fork, unless Python or a launcher is given options."""
+    if options:
+        return end_run(folder, begin_run(folder, script, *options, watched=True))
+    return run_forked(folder, script, watched=True)
+
+
+def run_forked(
+    folder: Path, script: str, *, watched: bool, path: Path | None = None, asked: str = ""
+) -> Ran:
+    """Run a script in a fork of a process that has imported torch: for what does not depend on how the probe comes into
+    a process."""
+    environment = _write_script(folder, script, watched, path, asked)
+    returncode, stdout, stderr = run_fork(folder, environment)
+    return Ran(folder=folder, returncode=returncode, stdout=stdout, stderr=stderr)
+
+
+def _run_alone(folder: Path, script: str, *options: str, path: Path | None = None) -> Ran:
+    """Run a script without the probe."""
+    if options or path not in (None, PROBE) or "cuda" in script:
+        # What Python itself does with them belongs to what is compared; a GPU's driver may not be forked.
+        return end_run(folder, begin_run(folder, script, *options, watched=False, path=path))
+    return run_forked(folder, script, watched=False, path=path)
 
 
 def run_twice(
     folder: Path, script: str, *options: str, path: Path | None = None, asked: str = ""
 ) -> tuple[Ran, Ran]:
     """Run a script with and without the probe, at the same time; both have to succeed and to agree."""
-    folders = {True: folder / "watched", False: folder / "alone"}
-    begun = {
-        watched: begin_run(where, script, *options, watched=watched, path=path, asked=asked)
-        for watched, where in folders.items()
-    }
-    watched, alone = (end_run(folders[which], begun[which]) for which in (True, False))
+    begun = begin_run(folder / "watched", script, *options, watched=True, path=path, asked=asked)
+    alone = _run_alone(folder / "alone", script, *options, path=path)
+    watched = end_run(folder / "watched", begun)
     _same_with_the_probe(watched, alone)
     return watched, alone
 
@@ -231,21 +258,30 @@ def begin_lined(folder: Path, script: str) -> subprocess.Popen[str]:
     return begin_run(folder, script.replace("#LINE ", ""), watched=False, path=_ON_PATH)
 
 
-def with_and_without(folder: Path, script: str, run: str = "line") -> Lined:
-    """Run a script with the lines that it marks and without them, at the same time; both have to agree."""
-    begun = begin_lined(folder / "lined", script)
-    alone = end_run(folder / "alone", begin_run(folder / "alone", script, watched=False))
-    ran = end_run(folder / "lined", begun)
-    _same_with_the_line(ran, alone, run)
-    return lined(ran, run)
+def run_lined(folder: Path, script: str) -> Ran:
+    """Run a script with the lines that it marks, in a fork: a line of a script finds torch imported as well."""
+    return run_forked(folder, script.replace("#LINE ", ""), watched=False, path=_ON_PATH)
 
 
-def _same_with_the_line(ran: Ran, alone: Ran, run: str = "line") -> None:
+def with_and_without(folder: Path, script: str, *, forked: bool = True) -> Lined:
+    """Run a script with the lines that it marks and without them; both have to agree."""
+    if forked:
+        ran = run_lined(folder / "lined", script)
+        alone = _run_alone(folder / "alone", script)
+    else:
+        begun = begin_lined(folder / "lined", script)
+        alone = _run_alone(folder / "alone", script)
+        ran = end_run(folder / "lined", begun)
+    _same_with_the_line(ran, alone)
+    return lined(ran)
+
+
+def _same_with_the_line(ran: Ran, alone: Ran) -> None:
     for one in (ran, alone):
         assert one.returncode == 0, one.stderr
     assert ran.stdout == alone.stdout
     assert ran.weights == alone.weights and alone.weights
-    assert ran.stderr.startswith(f"apr_watch: watched, apr-workbench {run}\n")
+    assert ran.stderr.startswith("apr_watch: watched, apr-workbench line\n")
 
 
 def in_three_ways(factory: pytest.TempPathFactory, name: str, script: str) -> tuple[Ran, Lined]:

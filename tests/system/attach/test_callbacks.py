@@ -15,11 +15,11 @@ from engine.log.text import command_lines, sample_lines
 from tests.support.attached import (
     PROBE,
     Lined,
-    begin_lined,
-    begin_run,
-    end_run,
     events_of,
     lined,
+    run_forked,
+    run_lined,
+    run_watched,
     with_and_without,
 )
 
@@ -77,7 +77,7 @@ says_at_the_end()
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Lined:
     folder = tmp_path_factory.mktemp("trainer")
-    return with_and_without(folder, TRAINER)
+    return with_and_without(folder, TRAINER, forked=False)
 
 
 def test_a_callback_in_a_trainer_of_transformers_changes_no_byte_and_records_what_engine_watch_does(
@@ -204,7 +204,7 @@ optimizer.step()
 
 
 def test_below_engine_watch_a_line_begins_no_second_run(tmp_path: Path) -> None:
-    ran = end_run(tmp_path, begin_run(tmp_path, ONCE, watched=True))
+    ran = run_watched(tmp_path, ONCE)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert not (tmp_path / "line").exists()
     assert len(ran.steps) == 2
@@ -218,7 +218,7 @@ def test_where_the_engine_cannot_be_run_the_log_says_that_nobody_watches_from_ou
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "engine.py").write_text("")
     path = Path(f"{tmp_path / 'mine'}{os.pathsep}{PROBE}")
-    ran = end_run(tmp_path, begin_run(tmp_path, ONCE, watched=False, path=path))
+    ran = run_forked(tmp_path, ONCE, watched=False, path=path)
     assert ran.returncode == 0, ran.stderr
     view = Follower(RunFolder(tmp_path / "line")).read_all()
     assert len(view.steps) == 1
@@ -249,7 +249,7 @@ save(net)
 
 
 def test_a_callback_that_fails_removes_itself_says_so_and_the_steps_go_on(tmp_path: Path) -> None:
-    one = lined(end_run(tmp_path, begin_lined(tmp_path, FAILS)))
+    one = lined(run_lined(tmp_path, FAILS))
     assert one.ran.returncode == 0, one.ran.stderr
     assert [said["asked"] for said in one.ran.said] == [0]
     assert len(one.view.steps) == 3

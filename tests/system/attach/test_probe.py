@@ -23,8 +23,7 @@ from tests.support.attached import (
     PROBE,
     Ran,
     agree,
-    begin_run,
-    end_run,
+    run_forked,
     run_twice,
     run_watched,
     watched_once,
@@ -200,7 +199,8 @@ def test_a_log_that_is_locked_is_left_alone(tmp_path: Path, plain: Ran) -> None:
     place.parent.mkdir(parents=True)
     with place.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        ran = end_run(tmp_path, begin_run(tmp_path, scripts.PLAIN, "-W", "error", watched=True))
+        strict = "import warnings\nwarnings.simplefilter('error')\n"
+        ran = run_watched(tmp_path, strict + scripts.PLAIN)
     assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", plain.stdout)
     assert ran.weights == plain.weights
     assert place.read_bytes() == b""
@@ -223,7 +223,7 @@ def test_a_rank_that_is_not_the_first_writes_how_far_it_has_come_and_nothing_els
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """A process that installs the probe once for each fault."""
     folder = tmp_path_factory.mktemp("faulty")
-    ran = end_run(folder, begin_run(folder, scripts.FAULTS, watched=False, path=PROBE))
+    ran = run_forked(folder, scripts.FAULTS, watched=False, path=PROBE)
     assert (ran.returncode, ran.stderr) == (0, "")
     return ran
 

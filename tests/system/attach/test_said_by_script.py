@@ -13,7 +13,7 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.log.text import event_text, result_lines
-from tests.support.attached import PROBE, Ran, begin_run, end_run, watched_once
+from tests.support.attached import PROBE, Ran, run_watched, watched_once
 
 SAYS = """
 import apr_watch
@@ -128,7 +128,7 @@ apr_watch.log(**{str(n): n for n in range(5000)})
 with apr_watch.watch():
     say(done=1)
 """
-    ran = end_run(tmp_path, begin_run(tmp_path, script, watched=True, path=PROBE))
+    ran = run_watched(tmp_path, script)
     assert (ran.returncode, ran.stderr, len(ran.said)) == (0, "", 1)
 
 
