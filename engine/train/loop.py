@@ -52,7 +52,7 @@ from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
-from engine.train.part_times import PartTimes
+from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, broken_invariants
@@ -105,6 +105,7 @@ class TrainingLoop:
     ) -> None:
         self.log, self.data, self.teacher_decoder = log, data, teacher_decoder
         self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
+        self._teacher_is_shared = plan.memory.teacher_shard
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
@@ -199,7 +200,15 @@ class TrainingLoop:
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
         teacher = self.inputs.teacher if trainer.has_teacher else None
-        parts = PartTimes(trainer, self.inputs.student, teacher, spec.data.seq_len)
+        # Ranks wait for one another in the parts of a model that they share.
+        waits = ALL_PARTS if self._teacher_is_shared else OF_STUDENT
+        parts = PartTimes(
+            trainer,
+            self.inputs.student,
+            teacher,
+            spec.data.seq_len,
+            waits=waits if trainer.ranks.many else frozenset(),
+        )
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""

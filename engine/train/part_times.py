@@ -32,6 +32,8 @@ WINDOW = 8
 """Steps whose median is taken."""
 SLOWER = 0.4
 """Share of the usual rates below which the machine is slow."""
+OF_STUDENT = frozenset({"student", "loss", "backward", "optimizer"})
+ALL_PARTS = OF_STUDENT | {"teacher"}
 FIRST = 20
 """The step of a session after which it is looked for the first time; then after ten times as many."""
 LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
@@ -97,9 +99,15 @@ class PartTimes:
     """Compares the parts of the newest steps with what they need."""
 
     def __init__(
-        self, trainer: Trainer, student: ModelConfig, teacher: ModelConfig | None, seq_len: int
+        self,
+        trainer: Trainer,
+        student: ModelConfig,
+        teacher: ModelConfig | None,
+        seq_len: int,
+        waits: frozenset[str] = frozenset(),
     ) -> None:
-        self._trainer, self._begun_at = trainer, trainer.step
+        """`waits` are the parts in which this rank waits for others: they are not judged."""
+        self._trainer, self._begun_at, self._waits = trainer, trainer.step, waits
         self._models, self._seq_len = (student, teacher), seq_len
         self._next = FIRST
         self._steps: deque[StepDone] = deque(maxlen=WINDOW)
@@ -119,12 +127,15 @@ class PartTimes:
             for part in step.phases
         }
         step_s = statistics.median(one.step_s or 0.0 for one in self._steps)
-        tokens = step.tokens or 0
-        # Ranks wait for one another inside their parts.
-        if not seconds or not tokens or self._trainer.ranks.many:
-            return None
+        tokens = (step.tokens or 0) // self._trainer.ranks.world
         passes = self._trainer.train.accumulation
-        needs = arithmetic(*self._models, tokens, self._seq_len, passes)
+        needs = {
+            part: need
+            for part, need in arithmetic(*self._models, tokens, self._seq_len, passes).items()
+            if part not in self._waits
+        }
+        if not seconds or not tokens or not needs:
+            return None
         rates = self._measured()
         slow = self._slow(needs, seconds, step_s, rates)
         if slow:

@@ -14,7 +14,7 @@ from engine.log.events import PartsMeasured
 from engine.models.config import ModelConfig
 from engine.train import part_times
 from engine.train.machine_rates import KEPT, LEAST_KEPT, KeptRates, Rates, measure
-from engine.train.part_times import FIRST, PartTimes, arithmetic
+from engine.train.part_times import ALL_PARTS, FIRST, OF_STUDENT, PartTimes, arithmetic
 from engine.train.roofline import flops_per_token
 from engine.watch.active_alerts import RULES
 from engine.watch.rules import pace
@@ -147,13 +147,30 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(alone: KeptRates) -> None:
     assert alone.usual is None
 
 
-def test_ranks_are_not_judged(world: World) -> None:
+@pytest.mark.parametrize(("waits", "judged"), [(OF_STUDENT, ["teacher"]), (ALL_PARTS, None)])
+def test_of_ranks_the_parts_are_judged_in_which_none_waits_for_another(
+    world: World, waits: frozenset[str], judged: list[str] | None
+) -> None:
     run = make_run(world, train__steps=FIRST)
-    steps = run.step(FIRST)
+    *before, last = run.step(FIRST)
+    teacher = run.trainer.teacher.decoder.config  # type: ignore[union-attr]
     run.trainer.ranks = replace(run.trainer.ranks, world=2)  # type: ignore[type-var]
-    parts = PartTimes(run.trainer, run.trainer.student.config, None, SEQ_LEN)
+    parts = PartTimes(run.trainer, run.trainer.student.config, teacher, SEQ_LEN, waits)
     parts._begun_at = 0
-    assert [parts.look(step) for step in steps] == [None] * FIRST
+    assert [parts.look(step) for step in before] == [None] * (FIRST - 1)
+    found = parts.look(last)
+    if judged is None:
+        assert found is None
+        return
+    assert found is not None and [*found.seconds] == [*found.needed] == judged
+    # Its own half of the tokens.
+    rates = Rates(found.matmul_flops_per_s, found.copy_bytes_per_s)
+    need = arithmetic(
+        run.trainer.student.config, teacher, (last.tokens or 0) // 2, SEQ_LEN, passes=1
+    )["teacher"]
+    launching_s = need.launches * part_times.LAUNCH_S["cpu"]
+    wanted = rates.seconds(need.flops, need.moved_bytes) + launching_s
+    assert found.needed["teacher"] == pytest.approx(wanted)
 
 
 def test_the_rules_say_the_limits_that_the_trainer_has() -> None:
