@@ -6,14 +6,12 @@ No kernel is wrong by itself: a key leaves something out, or a file lies in anot
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from engine.drills.planting import replaced
+from engine.drills.planting import own_folder, replaced
 from engine.kernels import registry
 from engine.kernels.compiler import Constant, Variant
 
@@ -46,17 +44,8 @@ def stale_body() -> Iterator[None]:
 
         return spoilt
 
-    # A separate cache, so that no other run gets the wrong kernel.
-    name = "TRITON_CACHE_DIR"
-    before = os.environ.get(name)
-    with tempfile.TemporaryDirectory() as folder, replaced(registry, "compile_for", make):
-        os.environ[name] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
+    with own_folder("TRITON_CACHE_DIR"), replaced(registry, "compile_for", make):
+        yield
 
 
 def _other(variant: Variant) -> Variant:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +17,7 @@ import numpy as np
 from engine.data import batches, token_cache
 from engine.data.batches import Batch, Batches
 from engine.data.packing import FILLS
-from engine.drills.planting import replaced
+from engine.drills.planting import own_folder, replaced
 from engine.formats.tokenizer import Tokenizer
 from engine.train import run
 from engine.train.data import Data
@@ -126,23 +124,8 @@ def _in_places(
     def make(places: Callable[..., Iterator[tuple[int, int]]]) -> Callable[..., Any]:
         return lambda *given: iter(spoil(list(places(*given))))
 
-    with _own_cache(), replaced(token_cache, "places", make):
+    with own_folder("XDG_CACHE_HOME"), replaced(token_cache, "places", make):
         yield
-
-
-@contextlib.contextmanager
-def _own_cache() -> Iterator[None]:
-    """A separate cache, so that no other run gets the wrong tokens."""
-    name = "XDG_CACHE_HOME"
-    before = os.environ.get(name)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[name] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
 
 
 def document_left_out() -> AbstractContextManager[None]:
@@ -165,5 +148,5 @@ def documents_cut() -> Iterator[None]:
     def make(encode: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, texts: [ids[:256] for ids in encode(self, texts)]
 
-    with _own_cache(), replaced(Tokenizer, "encode_documents", make):
+    with own_folder("XDG_CACHE_HOME"), replaced(Tokenizer, "encode_documents", make):
         yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -36,3 +38,18 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def own_folder(variable: str) -> Iterator[None]:
+    """Let an environment variable name an empty folder for as long as the context lasts: a cache of its own, so that no
+    other run gets what was planted."""
+    before = os.environ.get(variable)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[variable] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(variable)
+            if before is not None:
+                os.environ[variable] = before

@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.batches import Int64Array, count_rows, labelled_rows
-from engine.data.corpus import Corpus, Split, open_corpus
+from engine.data.corpus import Corpus, Split
 from engine.data.overlap import near_copies
 from engine.data.packing import STREAM
-from engine.data.sources import column_names
 from engine.data.token_cache import Progress, no_progress
 from engine.data.tokens import LeftOut, TokenStream, count_left_out
 from engine.formats.tokenizer import Tokenizer
-from engine.plan.inputs import Inputs
+from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
 
@@ -183,15 +182,8 @@ def look_at_data(
     most = data.max_bytes or None
     if not everything:
         most = min(most or LOOKED_AT_BYTES, LOOKED_AT_BYTES)
-    corpus = open_corpus(
-        data.corpus,
-        heldout_fraction=data.heldout_fraction,
-        include_tests=data.include_tests,
-        max_bytes=most,
-        columns=column_names(data.columns),
-        progress=lambda done: progress("splitting the corpus", done, None),
-    )
     part = dataclasses.replace(data, max_bytes=most or 0)
+    corpus = open_corpus_of(part, lambda done: progress("splitting the corpus", done, None))
     stream = dataclasses.replace(part, packing=STREAM)
     whole = inputs.load_tokens(stream, progress, corpus=corpus)
     packed = inputs.load_tokens(part, progress, corpus=corpus)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.data.batches import labelled_rows
-from engine.data.corpus import Document, open_corpus
+from engine.data.corpus import Document
 from engine.data.sources import Piece, column_names, list_pieces
 from engine.data.tokens import TokenStream
-from engine.plan.inputs import Inputs
+from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
 
@@ -110,13 +110,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
 
 def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
     data = spec.data
-    corpus = open_corpus(
-        data.corpus,
-        heldout_fraction=data.heldout_fraction,
-        include_tests=data.include_tests,
-        max_bytes=data.max_bytes or None,
-        columns=column_names(data.columns),
-    )
+    corpus = open_corpus_of(data)
     train = inputs.rows(corpus.train.documents, data)
     held = inputs.rows(corpus.heldout.documents, data)
     labelled_rows(held, data.seq_len, "held-out")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import filecmp
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from engine.checkpoint_folders import FREE_SPACE_FACTOR, published, step_of
 from engine.checks.catalogue import skipped_ids
 from engine.data.chat import Turns
 from engine.data.chat_template import ChatTemplate, find_chat_template, template_of
-from engine.data.corpus import Corpus, Document, check_corpus
+from engine.data.corpus import Corpus, Document, check_corpus, open_corpus
 from engine.data.packing import pack
 from engine.data.sources import column_names
 from engine.data.token_cache import Progress, Recipe, Tokens, load_tokens, no_progress
@@ -109,6 +109,20 @@ class Inputs:
     def rows(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
         """Return documents of the corpus in the rows that are trained on."""
         return self.pack(self.tokenize(documents, data), data)
+
+
+def open_corpus_of(
+    data: DataSection, progress: Callable[[int], None] = lambda done: None
+) -> Corpus:
+    """Read and split the corpus of a spec; `progress` is called with the bytes read so far. Raises CorpusError."""
+    return open_corpus(
+        data.corpus,
+        heldout_fraction=data.heldout_fraction,
+        include_tests=data.include_tests,
+        max_bytes=data.max_bytes or None,
+        columns=column_names(data.columns),
+        progress=progress,
+    )
 
 
 def _turns(data: DataSection) -> Turns:

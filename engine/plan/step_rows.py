@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from engine.data.batches import IGNORED, Batch, Batches, Int64Array, gather_rows
-from engine.data.corpus import Corpus, open_corpus
+from engine.data.corpus import Corpus
 from engine.data.packing import FILLS, STREAM, places
 from engine.data.row_hashes import RowHash, row_hashes
-from engine.data.sources import column_names
 from engine.data.token_cache import Progress, no_progress
 from engine.data.tokens import TokenStream
 from engine.errors import BadInput, CorpusError
@@ -29,7 +28,7 @@ from engine.log.folder import RunFolder
 from engine.log.read import events_of
 from engine.log.rows import NO_ROWS, TrainedRow, extended, path_of, read_ranks, read_rows
 from engine.plan.data_overview import Marked, marked
-from engine.plan.inputs import Inputs
+from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
 from engine.units import format_count
 
@@ -253,13 +252,8 @@ class _Names:
     ) -> None:
         self._streams, self._length, self._inputs = streams, spec.data.seq_len, inputs
         data = spec.data
-        corpus = open_corpus(
-            data.corpus,
-            heldout_fraction=data.heldout_fraction,
-            include_tests=data.include_tests,
-            max_bytes=data.max_bytes or None,
-            columns=column_names(data.columns),
-            progress=lambda done: progress("reading the names of documents", done, None),
+        corpus = open_corpus_of(
+            data, lambda done: progress("reading the names of documents", done, None)
         )
         self._numbers = {SPLITS[0]: corpus.train.numbers, SPLITS[1]: corpus.heldout.numbers}
         self._in_split: dict[str, Int64Array] = {}
