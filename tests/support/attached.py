@@ -143,8 +143,7 @@ def run_watched(folder: Path, script: str, *options: str) -> Ran:
 def run_forked(
     folder: Path, script: str, *, watched: bool, path: Path | None = None, asked: str = ""
 ) -> Ran:
-    """Run a script in a fork of a process that has imported torch: for what does not depend on how the probe comes into
-    a process."""
+    """Run a script in a fork of a process that has imported torch."""
     environment = _write_script(folder, script, watched, path, asked)
     returncode, stdout, stderr = run_fork(folder, environment)
     return Ran(folder=folder, returncode=returncode, stdout=stdout, stderr=stderr)
@@ -159,12 +158,24 @@ def _run_alone(folder: Path, script: str, *options: str, path: Path | None = Non
 
 
 def run_twice(
-    folder: Path, script: str, *options: str, path: Path | None = None, asked: str = ""
+    folder: Path,
+    script: str,
+    *options: str,
+    path: Path | None = None,
+    asked: str = "",
+    forked: bool = False,
 ) -> tuple[Ran, Ran]:
-    """Run a script with and without the probe, at the same time; both have to succeed and to agree."""
-    begun = begin_run(folder / "watched", script, *options, watched=True, path=path, asked=asked)
-    alone = _run_alone(folder / "alone", script, *options, path=path)
-    watched = end_run(folder / "watched", begun)
+    """Run a script with and without the probe; both have to succeed and to agree. `forked`: for what does not depend on
+    how the probe comes into a process."""
+    if forked:
+        watched = run_forked(folder / "watched", script, watched=True, path=path, asked=asked)
+        alone = _run_alone(folder / "alone", script, path=path)
+    else:
+        begun = begin_run(
+            folder / "watched", script, *options, watched=True, path=path, asked=asked
+        )
+        alone = _run_alone(folder / "alone", script, *options, path=path)
+        watched = end_run(folder / "watched", begun)
     _same_with_the_probe(watched, alone)
     return watched, alone
 
@@ -290,7 +301,7 @@ def in_three_ways(factory: pytest.TempPathFactory, name: str, script: str) -> tu
 
     def make(folder: Path) -> None:
         watched, alone = run_twice(folder, script)
-        ran = end_run(folder / "lined", begin_lined(folder / "lined", script))
+        ran = run_lined(folder / "lined", script)
         _same_with_the_line(ran, alone)
         said = {one.folder.name: [one.stdout, one.stderr] for one in (watched, ran)}
         (folder / "said.json").write_text(json.dumps(said))

@@ -125,7 +125,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Equal to the byte with and without it: weights, statistics of the norm, random numbers, modes."""
-    ran = watched_once(tmp_path_factory, "causality", SCRIPT, asked="causality")
+    ran = watched_once(tmp_path_factory, "causality", SCRIPT, asked="causality", forked=True)
     names = [line for line in ran.stdout.splitlines() if '"name"' in line]
     return outcomes(dataclasses.replace(ran, stdout="\n".join(names)))
 

@@ -76,7 +76,7 @@ apr_watch.log(**{'a"b\\\\': 1.0, "eval/é ~": float("inf"), "": 2.0})
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """One process with a training that says numbers, four in marked blocks or behind one, and one of odd names."""
-    ran = watched_once(tmp_path_factory, "said", SAYS + INNER + NAMES, path=PROBE)
+    ran = watched_once(tmp_path_factory, "said", SAYS + INNER + NAMES, path=PROBE, forked=True)
     assert len(ran.trainings) == 6
     return ran
 
