@@ -25,6 +25,7 @@ from engine.watch.start_and_stop import stop
 from tests.support.attached import BEGIN
 from tests.support.attached_scripts import SLEEPING
 from tests.support.paths import ROOT
+from tests.support.running import engine_here
 
 WATCH = [sys.executable, "-m", "engine", "watch"]
 LIMIT_S = 60.0
@@ -95,13 +96,17 @@ def test_the_command_reads_our_stdin_and_its_arguments_arrive_as_they_are(tmp_pa
     assert command is not None and command.arguments == ("sh", "-c", script, "sh", *words)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_sent_to_the_watch_reaches_the_command(tmp_path: Path, number: int) -> None:
-    up = tmp_path / "up"
-    script = f"trap 'exit 5' {int(number)}; : > '{up}'; while :; do sleep 0.05; done"
-    process = subprocess.Popen(command(tmp_path, "sh", "-c", script))
-    wait_for_file(up)
-    process.send_signal(number)
+def test_signals_sent_to_the_watch_reach_the_command(tmp_path: Path) -> None:
+    script = (
+        "trap ': > hup' HUP; trap ': > usr1' USR1; trap 'exit 5' TERM; : > up\n"
+        "while :; do sleep 0.05; done"
+    )
+    process = subprocess.Popen(command(tmp_path, "sh", "-c", script), cwd=tmp_path)
+    wait_for_file(tmp_path / "up")
+    for number, answer in ((signal.SIGHUP, "hup"), (signal.SIGUSR1, "usr1")):
+        process.send_signal(number)
+        wait_for_file(tmp_path / answer)
+    process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 5
 
 
@@ -226,8 +231,7 @@ def test_a_command_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
     done, run = watched(tmp_path, "no-such-command-here")
     assert done.returncode == 65 and "no-such-command-here" in done.stderr
     assert not run.path.exists()
-    done = subprocess.run([*WATCH, "--"], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 64
+    assert engine_here("watch", "--").returncode == 64
 
 
 def test_a_command_without_a_probe_is_seen_from_outside_only_and_never_judged_by_our_settings(
@@ -278,7 +282,6 @@ def test_a_script_is_ended_after_the_steps_that_were_asked_for_as_if_it_had_no_m
 
 @pytest.mark.parametrize("text", ["X", "=1", "1X=2"])
 def test_a_variable_without_a_name_and_a_value_is_refused(tmp_path: Path, text: str) -> None:
-    words = [*WATCH, "--runs", str(tmp_path), "--env", text, "--", "true"]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = engine_here("watch", "--runs", tmp_path, "--env", text, "--", "true")
     assert done.returncode == 64 and "expected NAME=VALUE" in done.stderr
     assert not list(tmp_path.iterdir())
