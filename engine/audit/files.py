@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine import limits
+from engine.audit.reference import Weight
 from engine.files import read_json_object
 
 IN_SAFETENSORS = {
@@ -80,6 +81,17 @@ class Files:
     """The rows of a tensor of our name; of a vector, its numbers. 0 where there is none."""
     rows: Callable[[str, Sequence[int]], Tensor]
     """Some rows of it, in fp32; a range without gaps is read at once."""
+
+    def weight(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Weight:
+        """Return the tensors as a model has them in this type, read as they are needed: never in memory as a whole."""
+
+        def weight(name: str, rows_N: Tensor | None = None) -> Tensor:
+            if rows_N is None:
+                return self.rows(name, range(self.count(name))).to(device, dtype).float()
+            found, which_N = torch.unique(rows_N, return_inverse=True)
+            return self.rows(name, found.tolist()).to(device, dtype).float()[which_N]
+
+        return weight
 
 
 def open_files(path: str | Path) -> Files | None:

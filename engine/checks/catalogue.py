@@ -175,6 +175,15 @@ CATALOGUE: tuple[About, ...] = (
         when=When.AT_END,
         stops=True,
     ),
+    About(
+        id="reported_loss",
+        question="Is the held-out loss of the saved student that of a plain forward pass of its files?",
+        means="The number that the run is judged by is of other rows, of part of them, or computed otherwise.",
+        remedy="Look at what evaluates: its rows, labels and mean. The saved student stays as it is: `engine eval` "
+        "measures it anew.",
+        when=When.AT_END,
+        stops=True,
+    ),
 )
 
 ABOUT = {about.id: about for about in CATALOGUE}

@@ -4,7 +4,7 @@
     for result in checks.before_training(context): ...     before the first step of a session
     for result in checks.after_step(step): ...             after each step: checks that wait for one
     for result in checks.at_checkpoint(path, step): ...    after each save; the first one is checked
-    for result in checks.at_end(saved, step, student): ... once the student is saved
+    for result in checks.at_end(id, given, step, student): ... once the student is saved, and once it is evaluated
     checks.ends_run(result)                                whether to stop
 
 A check that was skipped, or that raised, is UNKNOWN with the reason: an exception in a check must not end
@@ -40,6 +40,7 @@ from engine.checks.data import (
 )
 from engine.checks.forward import forward_is_the_model
 from engine.checks.objective import nan_not_masked
+from engine.checks.reported import Reported, reported_loss
 from engine.checks.resources import memory_as_planned, no_late_compile
 from engine.checks.teacher import (
     eval_baseline,
@@ -77,9 +78,10 @@ CHECKS: dict[str, Callable[..., Answer | None]] = {
     "no_late_compile": no_late_compile,
     "checkpoint_reloads": checkpoint_reloads,
     "artefact": artefact,
+    "reported_loss": reported_loss,
 }
 """Each is asked of the context; after a step also of the step, of a checkpoint of its folder and step, at the end of
-what was saved. None is not yet an answer.
+what was saved or reported. None is not yet an answer.
 """
 AT_ONCE = (When.BEFORE, When.AT_START)
 
@@ -133,10 +135,13 @@ class Checks:
             del self._open[about]
             yield from self._ask(about, step, path, step, student=student)
 
-    def at_end(self, saved: Artefact, step: int, student: Decoder) -> Iterator[Result]:
-        """Check the saved student; `student` is the trained one, whole."""
-        for about in [one for one in self._open if one.when is When.AT_END]:
-            yield from self._ask(about, step, saved, student=student)
+    def at_end(
+        self, id: str, given: Artefact | Reported, step: int, student: Decoder | None = None
+    ) -> Iterator[Result]:
+        """Ask a check of the end: `artefact` of the saved student, where `student` is the trained one, whole, and
+        `reported_loss` of what is reported of it."""
+        for about in [one for one in self._open if one.id == id]:
+            yield from self._ask(about, step, given, student=student)
 
     def ends_run(self, result: Result) -> bool:
         """Return whether this failure makes the run worthless and the spec says to stop."""

@@ -448,13 +448,7 @@ class StepAudit(StepObserver):
             return None
         dtype, device = DTYPES[identity.precision], self.trainer.device
 
-        def weight(name: str, rows_N: Tensor | None = None) -> Tensor:
-            if rows_N is None:
-                return files.rows(name, range(files.count(name))).to(device, dtype).float()
-            found, which_N = torch.unique(rows_N, return_inverse=True)
-            return files.rows(name, found.tolist()).to(device, dtype).float()[which_N]
-
-        shape = shape_of(config)
+        shape, weight = shape_of(config), files.weight(device, dtype)
         return Model(
             shape=shape,
             weight=weight,

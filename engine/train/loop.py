@@ -22,6 +22,7 @@ from engine.checkpoint_folders import published
 from engine.checks.artefact import Artefact
 from engine.checks.check import Result
 from engine.checks.context import Context, Memory
+from engine.checks.reported import Reported
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
 from engine.log.events import (
@@ -133,9 +134,9 @@ class TrainingLoop:
         trainer: Trainer,
         *,
         saved: bool = False,
-    ) -> None:
-        """Evaluate `subject` and log its held-out loss; `saved` says that it was read back from its files. Raises
-        TrainingFailed when the loss is not finite."""
+    ) -> tuple[float, int]:
+        """Evaluate `subject`, log its held-out loss, and return it with the number of labels; `saved` says that it was
+        read back from its files. Raises TrainingFailed when the loss is not finite."""
         begun_s = said_s = time.perf_counter()
         of = "the saved student" if saved else OF[subject]
         self.log(Phase(name="evaluating", detail=of))
@@ -167,6 +168,7 @@ class TrainingLoop:
         )
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
+        return loss, labelled
 
     def _sample(
         self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
@@ -185,7 +187,11 @@ class TrainingLoop:
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:
         """Compare the saved student with the trained one, `student`. Raises TrainingFailed when it is another."""
-        self._answer(self.checks.at_end(saved, self.step, student))
+        self._answer(self.checks.at_end("artefact", saved, self.step, student))
+
+    def check_reported(self, reported: Reported) -> None:
+        """Hold the loss that the run reports against the saved files. Raises TrainingFailed when it is another."""
+        self._answer(self.checks.at_end("reported_loss", reported, self.step))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, else how the session ended before that."""

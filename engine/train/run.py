@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from engine.checks.artefact import Artefact, Sample, samples_of
+from engine.checks.reported import Reported
 from engine.checks.runner import Checks
 from engine.crash import as_engine_error, is_memory_error, trace_of
 from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError
@@ -48,6 +49,7 @@ from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.store.teacher import CachedTeacher
 from engine.terminal import say
 from engine.train import record
+from engine.train.auditing import ROUNDING
 from engine.train.beside import ModelHash
 from engine.train.build import Builder, holds_heldout, recall_heldout
 from engine.train.checkpoint.continuing import versions_changed
@@ -55,7 +57,9 @@ from engine.train.checkpoint.keeper import Keeper
 from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
+from engine.train.heldout import heldout_loss
 from engine.train.loop import TrainingLoop
+from engine.train.prescribed_rows import PrescribedRows
 from engine.train.ranks.sharding import least_available, shard_trainer, whole_student
 from engine.train.receipt import Outcome, save_student, write_receipt
 from engine.train.roofline import Bound, flops_per_token, peak_flops
@@ -383,7 +387,21 @@ class _Job:
         trainer.optimizer.state.clear()
         saved = load_decoder(self.folder.student, torch.float32, trainer.device, self.spec.model)
         saved.run_like(trainer.student)
-        loop.evaluate("student", saved.hidden, head_of(saved), trainer, saved=True)
+        head, data = head_of(saved), loop.data
+        loss, labelled = loop.evaluate("student", saved.hidden, head, trainer, saved=True)
+        heldout = PrescribedRows(data.heldout_stream, self.spec.data.seq_len, self.spec.train.seed)
+        loop.check_reported(
+            Reported(
+                folder=self.folder.student,
+                loss=loss,
+                labelled=labelled,
+                evaluate=lambda rows: heldout_loss(
+                    saved.hidden, head, rows, trainer.device, trainer.autocast
+                )[0],
+                rows=lambda batch: heldout.rows(batch.row_ids),
+                rounding=ROUNDING[trainer.dtype],
+            )
+        )
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""

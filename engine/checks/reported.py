@@ -1,0 +1,165 @@
+"""The check of the held-out loss that a run reports: computed again from the saved files, by the audit's references.
+
+    rows     what was evaluated is the held-out text, token by token and label by label; every label is counted
+    loss     of the saved tensors, read by the library of their format, in a plain forward pass
+
+All rows are computed where the budget has room for them, else some: of those the loss is asked of the run's own
+evaluation once more.
+"""
+
+# Shapes: B rows, T tokens, N = B*T
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.audit import reference
+from engine.audit.bounds import LOGITS, group_tokens
+from engine.audit.files import Files, open_files
+from engine.audit.observed import CorpusRows
+from engine.checks.check import Answer, Numbers, unknown
+from engine.checks.context import Context
+from engine.checks.weights import shape_of
+from engine.data.batches import IGNORED, Batch
+from engine.models.config import count_parameters
+
+FLOPS = {"cpu": 1e11, "cuda": 5e13}
+"""Of the plain forward passes: some seconds on two cores, or on one GPU."""
+ROUNDED = 2.0
+"""Roundings of one number of the evaluation's forward pass by which the mean loss may differ, relative."""
+FP32 = 1e-4
+"""The same, at least: of sums in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    """What a run reports of its saved student, and the held-out text."""
+
+    folder: Path
+    loss: float
+    """Nats per token."""
+    labelled: int
+    evaluate: Callable[[Sequence[Batch]], float]
+    """The run's evaluation of the saved student on some rows."""
+    rows: Callable[[Batch], CorpusRows]
+    """What the held-out text has in the place of the rows of a batch."""
+    rounding: float
+    """Largest relative error of one rounding in the evaluation."""
+
+
+@torch.no_grad()
+def reported_loss(context: Context, reported: Reported) -> Answer:
+    config = context.student.config
+    numbers = Numbers(reported=reported.loss, labelled=reported.labelled)
+    labels = 0
+    for number, batch in enumerate(context.heldout):
+        wanted = reported.rows(batch)
+        labels_BT = _labels(wanted)
+        labels += int((labels_BT != IGNORED).sum())
+        for what, found_BT, there_BT in (
+            ("token", batch.tokens_BT, wanted.tokens_BT),
+            ("label", batch.labels_BT, labels_BT),
+        ):
+            differing = (torch.from_numpy(found_BT) != there_BT).nonzero()
+            if len(differing):
+                row, place = differing[0].tolist()
+                return numbers.failed(
+                    f"batch {number + 1}, row {row + 1}, token {place + 1}: {what} {int(found_BT[row, place])} is "
+                    f"evaluated, the held-out text has {int(there_BT[row, place])}; {len(differing):,} differ"
+                )
+    if labels != reported.labelled:
+        return numbers.failed(
+            f"the loss is a mean over {reported.labelled:,} labels, the held-out rows have {labels:,}"
+        )
+    files = open_files(reported.folder) if config.native else None
+    if files is None:
+        return unknown("no other forward pass is known for such a model", **numbers)
+    chosen, whole = _chosen(context)
+    shape = shape_of(config)
+    runs = reference.PlainDecoder(shape, _held(files, context.device))
+    head = "embed.weight" if shape.tied else "head.weight"
+    total = 0.0
+    count = 0
+    for batch in chosen:
+        text = reported.rows(batch)
+        sums, labelled = _loss(context, runs, head, text)
+        total, count = total + sums, count + labelled
+    found = reported.loss if whole else reported.evaluate(chosen)
+    expected = total / max(count, 1)
+    allowed = max(FP32, ROUNDED * reported.rounding)
+    numbers |= dict(reference=expected, compared=count, found=found, allowed=allowed)
+    of = "all" if whole else f"{count:,} of {labels:,}"
+    if not abs(found - expected) <= allowed * expected:
+        which = "reported as" if whole else f"evaluated on {of} labels as"
+        return numbers.failed(
+            f"the held-out loss is {which} {found:.4f}, a plain forward pass of the saved files has {expected:.4f}"
+        )
+    return numbers.passed(
+        f"over {of} labels {found:.4f} is within {abs(found - expected):.1g} of a plain forward pass of the saved files"
+    )
+
+
+def _held(files: Files, device: torch.device) -> reference.Weight:
+    """Return the tensors, each read once: in fp32, as large as one of the optimizer's moments, which are gone."""
+    read, held = files.weight(device), dict[str, Tensor]()
+
+    def weight(name: str, rows_N: Tensor | None = None) -> Tensor:
+        if name not in held:
+            held[name] = read(name)
+        return held[name] if rows_N is None else held[name][rows_N]
+
+    return weight
+
+
+def _labels(text: CorpusRows) -> Tensor:
+    labels_BT = reference.next_tokens(text.tokens_BT, text.documents_BT, text.after_B)
+    return torch.where(text.predicted_BT, labels_BT, IGNORED)
+
+
+def _chosen(context: Context) -> tuple[list[Batch], bool]:
+    """Return the held-out rows that the budget has room for, spread evenly, in groups that are run at a time; and
+    whether they are all."""
+    rows = sum(len(batch.row_ids) for batch in context.heldout)
+    length = context.heldout[0].tokens_BT.shape[1]
+    each = 2 * count_parameters(context.student.config) * length
+    room = min(rows, max(1, int(FLOPS[context.device.type] // each)))
+    wanted = {place * rows // room for place in range(room)}
+    size = max(1, group_tokens(context.student.config.intermediate_size) // length)
+    chosen, place = [], 0
+    for batch in context.heldout:
+        inside = [row for row in range(len(batch.row_ids)) if place + row in wanted]
+        place += len(batch.row_ids)
+        for first in range(0, len(inside), size):
+            part = inside[first : first + size]
+            chosen.append(
+                replace(
+                    batch,
+                    tokens_BT=batch.tokens_BT[part],
+                    documents_BT=batch.documents_BT[part],
+                    labels_BT=batch.labels_BT[part],
+                    row_ids=batch.row_ids[part],
+                )
+            )
+    return chosen, room == rows
+
+
+def _loss(
+    context: Context, runs: reference.PlainDecoder, head: str, text: CorpusRows
+) -> tuple[float, int]:
+    """Return the sum of the cross entropy over the labels of some rows, and how many there are."""
+    device, vocabulary = context.device, context.student.config.vocab_size
+    labels_N = _labels(text).flatten().to(device)
+    hidden_ND = runs.forward(text.tokens_BT.to(device), text.documents_BT.to(device)).hidden_ND
+    weight_VD = runs.weight(head)
+    total = 0.0
+    places = (labels_N != IGNORED).nonzero().squeeze(1)
+    for part in torch.split(places, max(LOGITS // vocabulary, 16)):
+        logits_CV = hidden_ND[part] @ weight_VD[:vocabulary].T
+        total += float(F.cross_entropy(logits_CV.double(), labels_N[part], reduction="sum"))
+    return total, len(places)

@@ -1,0 +1,120 @@
+"""The held-out loss that a run reports is that of its saved files, over all labels of the held-out text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.checks import reported as module
+from engine.checks.reported import Reported, reported_loss
+from engine.data.batches import IGNORED, Batch
+from engine.verdict import Level
+from tests.support.checked_runs import Run, World, make_run, make_world
+from tests.support.kit import Kit
+
+
+@pytest.fixture(scope="module")
+def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def ended(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Reported]:
+    run = make_run(world).begin()
+    run.step(2)
+    folder = tmp_path_factory.mktemp("ended") / "student"
+    run.end(folder)
+    return run, run.reported(folder)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_reported_loss_is_that_of_a_plain_forward_pass(
+    world: World, tmp_path: Path, precision: str
+) -> None:
+    run = make_run(world, precision=precision).begin()
+    run.step(2)
+    run.end(tmp_path / "student", torch.bfloat16 if precision == "bf16" else torch.float32)
+    result = run.results["reported_loss"]
+    assert result.verdict.level is Level.PASS, result.verdict
+    assert result.numbers["compared"] == result.numbers["labelled"]
+    error = abs(result.numbers["reference"] - result.numbers["reported"])
+    assert error < (2e-6 if precision == "fp32" else 2e-2)
+
+
+def test_of_many_rows_some_are_evaluated_again(
+    ended: tuple[Run, Reported], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, reported = ended
+    whole = reported_loss(run.context, reported)
+    monkeypatch.setattr(module, "FLOPS", {"cpu": whole.numbers["compared"]})
+    asked: list[Batch] = []
+
+    def evaluate(rows: Sequence[Batch]) -> float:
+        asked.extend(rows)
+        return reported.evaluate(rows)
+
+    some = reported_loss(run.context, dataclasses.replace(reported, evaluate=evaluate))
+    assert some.verdict.level is Level.PASS and "of" in some.verdict.reason
+    labels = sum(int((one.labels_BT != IGNORED).sum()) for one in asked)
+    assert 0 < some.numbers["compared"] == labels < whole.numbers["compared"]
+    twice = dataclasses.replace(reported, evaluate=lambda rows: 2 * reported.evaluate(rows))
+    found = reported_loss(run.context, twice)
+    assert found.verdict.level is Level.FAIL and "evaluated on" in found.verdict.reason
+
+
+@pytest.mark.parametrize("share", [0.995, 1.005])
+def test_a_loss_that_is_half_a_percent_off_is_named(
+    ended: tuple[Run, Reported], share: float
+) -> None:
+    run, reported = ended
+    found = reported_loss(run.context, dataclasses.replace(reported, loss=share * reported.loss))
+    assert found.verdict.level is Level.FAIL and "is reported as" in found.verdict.reason
+
+
+def test_a_mean_over_other_labels_is_named(ended: tuple[Run, Reported]) -> None:
+    run, reported = ended
+    found = reported_loss(
+        run.context, dataclasses.replace(reported, labelled=reported.labelled - 1)
+    )
+    assert found.verdict.level is Level.FAIL and "is a mean over" in found.verdict.reason
+
+
+@pytest.mark.parametrize("what", ["tokens_BT", "labels_BT"])
+def test_rows_that_are_not_the_held_out_text_are_named(
+    ended: tuple[Run, Reported], what: str
+) -> None:
+    run, reported = ended
+    *before, last = run.context.heldout
+    array = getattr(last, what).copy()
+    array[-1, 3] = (array[-1, 3] + 1) % 7
+    spoilt = [*before, dataclasses.replace(last, **{what: array})]
+    found = reported_loss(dataclasses.replace(run.context, heldout=spoilt), reported)
+    assert found.verdict.level is Level.FAIL and "differ" in found.verdict.reason
+    assert f"row {len(last.row_ids)}, token 4: {what[:5]}" in found.verdict.reason
+
+
+def test_files_that_changed_after_they_were_evaluated_are_named(
+    ended: tuple[Run, Reported], tmp_path: Path
+) -> None:
+    run, reported = ended
+    (tmp_path / "config.json").write_bytes((reported.folder / "config.json").read_bytes())
+    (file,) = reported.folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, tmp_path / file.name)
+    found = reported_loss(run.context, dataclasses.replace(reported, folder=tmp_path))
+    assert found.verdict.level is Level.FAIL
+
+
+def test_rows_are_chosen_evenly_and_once(ended: tuple[Run, Reported]) -> None:
+    run, _ = ended
+    chosen, whole = module._chosen(run.context)
+    assert whole
+    ids = np.concatenate([one.row_ids for one in chosen])
+    assert ids.tolist() == np.concatenate([one.row_ids for one in run.context.heldout]).tolist()
