@@ -161,7 +161,7 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="checkpoint_reloads",
-        question="Does the first checkpoint, read back, have the same tensors and moments, and its place in the data?",
+        question="Does a checkpoint, read back, have the same tensors and moments, and its place in the data?",
         means="The run leaves nothing behind that could be used or resumed from.",
         remedy="Stop now: everything until the next good checkpoint would be lost.",
         when=When.AT_CHECKPOINT,

@@ -5,10 +5,10 @@
     step, row    where a resumed run continues
     generators   of random numbers, after a resume
 
-`checkpoint_reloads` looks at the first one of a session, `resume_continues` at the one that a session was restored
-from. Apart from these, the next step depends only on values that are computed anew, so the resumed run takes the step
-that the other would have taken. The first checkpoint of a sharded student is compared without its moments; after a
-resume each rank compares the whole state, before its student is sharded.
+`checkpoint_reloads` looks at some of a session, `resume_continues` at the one that a session was restored from. Apart
+from these, the next step depends only on values that are computed anew, so the resumed run takes the step that the
+other would have taken. A checkpoint of a sharded student is compared without its moments; after a resume each rank
+compares the whole state, before its student is sharded.
 
 The first check exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run was over.
 """

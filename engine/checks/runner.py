@@ -3,7 +3,7 @@
     checks = Checks(spec)
     for result in checks.before_training(context): ...     before the first step of a session
     for result in checks.after_step(step): ...             after each step: checks that wait for one
-    for result in checks.at_checkpoint(path, step): ...    after each save; the first one is checked
+    for result in checks.at_checkpoint(path, step): ...    after each save; the 1st, 2nd, 4th ... is checked
     for result in checks.at_end(id, given, step, student): ... once the student is saved, and once it is evaluated
     checks.ends_run(result)                                whether to stop
 
@@ -92,6 +92,8 @@ class Checks:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec.checks
         self._skipped = skipped_ids(spec.checks.skip)
+        self._steps, self._checkpoints = spec.train.steps, 0
+        """Steps of the whole run, and the checkpoints of this session."""
         self._context: Context | None = None
         self._open: dict[About, Verdict | None] = {}
         """Checks that wait for a step or a checkpoint, with what one that is asked for ever has said last."""
@@ -127,12 +129,15 @@ class Checks:
     def at_checkpoint(
         self, path: Path, step: int, student: Decoder | None = None
     ) -> Iterator[Result]:
-        """Check the first checkpoint of a session, once it is safe in `path`.
+        """Check a checkpoint once it is safe in `path`: the first of a session, the 2nd, 4th, 8th ..., and the last of
+        the run.
 
         `student` is the full student, gathered if it is sharded.
         """
+        self._checkpoints += 1
+        if self._checkpoints & (self._checkpoints - 1) and step < self._steps:
+            return
         for about in [one for one in self._open if one.when is When.AT_CHECKPOINT]:
-            del self._open[about]
             yield from self._ask(about, step, path, step, student=student)
 
     def at_end(

@@ -21,6 +21,8 @@ from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
 from engine.spec.sections import TrainSection
 from engine.train import heldout, receipt
+from engine.train.checkpoint import state
+from engine.train.checkpoint.state import TrainingState
 from engine.train.loop import TrainingLoop
 
 HEAD = "lm_head.weight"
@@ -127,3 +129,19 @@ def reported_of_easy_tokens() -> AbstractContextManager[None]:
             return evaluate()
 
     return _reporting(spoil)
+
+
+def checkpoint_stale() -> AbstractContextManager[None]:
+    """From the second checkpoint on the weights are those of the first, as of a buffer that was not filled again."""
+
+    def make(pack: Callable[..., Any]) -> Callable[..., Any]:
+        first: dict[str, torch.Tensor] = {}
+
+        def spoilt(captured: TrainingState, **how: Any) -> Any:
+            if not first:
+                first.update({name: held.clone() for name, held in captured.student.items()})
+            return pack(dataclasses.replace(captured, student=first), **how)
+
+        return spoilt
+
+    return replaced(state, "pack", make)

@@ -467,6 +467,21 @@ def test_memory_and_compiles_are_held_against_their_plans(world: World) -> None:
     assert not run.checks.ends_run(run.results["no_late_compile"])
 
 
+def test_later_checkpoints_are_read_back_too_ever_more_seldom_and_the_last(
+    world: World, tmp_path: Path
+) -> None:
+    run = make_run(world, train__steps=11).begin()
+    read_back = []
+    for step in range(1, 12):
+        run.step(1)
+        run.results.pop("checkpoint_reloads", None)
+        run.save(tmp_path / str(step))
+        if "checkpoint_reloads" in run.results:
+            assert run.results["checkpoint_reloads"].verdict.level is Level.PASS
+            read_back.append(step)
+    assert read_back == [1, 2, 4, 8, 11]
+
+
 def test_a_checkpoint_that_would_go_on_as_another_run_is_found(
     world: World, tmp_path: Path
 ) -> None:

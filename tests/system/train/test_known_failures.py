@@ -233,6 +233,7 @@ GAPS = (
         checks=("checkpoint_reloads", "resume_continues"),
         drills=(
             *("optimizer_lost", "position_lost", "layer_not_restored", "moment_zeroed"),
+            "checkpoint_stale",
             *("counters_reset", "random_not_restored", "position_off"),
         ),
         tests=(
