@@ -34,9 +34,9 @@ PADDING_SHARE = 0.02
 ENDS, LEAST_ENDS = 64, 4
 """Ends of documents that are looked for, and special tokens that must be there for a verdict."""
 
-NEAR_COPIES = 0.3
+NEAR_COPIES = 0.4
 """Share of held-out documents that may be near copies: of Python's library, split by file, one in six is the variant
-of a file, mostly of character codes."""
+of a file, mostly of character codes, and of a small split 10 of 44."""
 LEAST_NEAR_COPIES = 3
 """Of a sample of the training documents, where a single one says little about the others."""
 SHARED_SHARE = 0.5

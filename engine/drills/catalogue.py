@@ -264,6 +264,13 @@ OTHERS: tuple[Defect, ...] = tuple(
             "run folders on a network file system",
         ),
         (
+            "evaluation_slow",
+            _PACE,
+            "seldom_training",
+            "an evaluation takes as long as ten steps, and comes after every fourth",
+            "evaluations that were set up for a short run, or that generate token by token",
+        ),
+        (
             "teacher_in_a_loop",
             _PACE,
             "slow_part",
@@ -442,6 +449,11 @@ DRILLS: tuple[Drill, ...] = (
             ("log_slow", "most in: log"),
             ("teacher_in_a_loop", "teacher takes"),
         )
+    ),
+    _other(
+        "evaluation_slow",
+        Expected(kind=ALERT, id="seldom_training", text="most of it into evaluations"),
+        sets={"train.steps": 80, "checkpoint.every": 0, "eval.every": 4},
     ),
     _other(
         "loader_stalls",

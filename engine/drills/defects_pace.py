@@ -1,5 +1,5 @@
 """Time that training waits for something beside it: rows that are gathered too slowly while the next step's batch is
-fetched ahead, something that is called after every step, and a log on a slow disk.
+fetched ahead, something that is called after every step, a log on a slow disk, and evaluations between the steps.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from engine.drills.planting import replaced
 from engine.log.events import StepDone
 from engine.log.write import LogWriter
 from engine.teachers.frozen import DequantizedTeacher
+from engine.train import loop
 from engine.train.step import StepObserver
 from engine.train.trainer import Trainer
 
+EVALUATED_S = 3.0
+"""Of each evaluation."""
 PASSES = 32
 WAIT_S = 0.75
 """Seconds of each step, of which the short run of a drill has some tenths of its own."""
@@ -76,3 +79,14 @@ def log_slow() -> AbstractContextManager[None]:
         return spoilt
 
     return replaced(LogWriter, "write", make)
+
+
+def evaluation_slow() -> AbstractContextManager[None]:
+    def make(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(*given: Any, **named: Any) -> Any:
+            time.sleep(EVALUATED_S)
+            return evaluate(*given, **named)
+
+        return spoilt
+
+    return replaced(loop, "heldout_loss", make)

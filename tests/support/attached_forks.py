@@ -5,6 +5,7 @@ Run as a script it is that process: it reads requests from its stdin, and answer
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -39,7 +40,7 @@ def run_fork(folder: Path, environment: Mapping[str, str]) -> tuple[int, str, st
 def _server() -> subprocess.Popen[str]:
     """Of this worker; its stdin closes when the worker ends, and then it ends too."""
     environment = {name: text for name, text in os.environ.items() if name not in _OF_PYTHON}
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, __file__],
         # Threads are not forked, and a driver of GPUs that has been started is of no use to a fork.
         env={**environment, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
@@ -47,6 +48,9 @@ def _server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+    # Closes its pipes and waits for its end.
+    atexit.register(server.communicate)
+    return server
 
 
 def _fork_for_each_request() -> Path | None:

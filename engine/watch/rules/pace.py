@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from engine.log.events import OUTSIDE
 from engine.units import format_seconds
-from engine.watch.rules.rule import WARNING, CannotJudge, Case, Symptom, median, rule
+from engine.watch.rules.rule import OTHERS, WARNING, CannotJudge, Case, Symptom, median, rule
 
 SLOW_SHARE = 0.4
 DATA_STEPS = 20
@@ -22,6 +22,7 @@ DATA_LEAST_S = 0.5
 DATA_BURST_S = 5.0
 """Total wait in seconds when most steps do not wait: a single hiccup of the disk is no pattern."""
 OUTSIDE_SHARE = 1 / 3
+BESIDE_SHARE, BESIDE_LEAST_S = 0.5, 20.0
 BIMODAL_STEPS, BIMODAL_LEAST = 200, 60
 BIMODAL_RATIO = 1.8
 BIMODAL_SHARE = 0.15
@@ -158,9 +159,14 @@ def unaccounted(case: Case) -> Symptom | None:
     if found is None:
         return None
     parts = {part: case.view.host_s.get(part) or 0.0 for part in OUTSIDE}
-    most = max(parts, key=lambda part: parts[part])
+    most = f", lately most in: {max(parts, key=lambda part: parts[part])}"
+    if sum(parts.values()) < found.seconds / found.steps / 2:
+        # The newest step is not like those that lost the time. Where most do, the next one tells in what.
+        if found.least_s == DATA_LEAST_S:
+            return None
+        most = ""
     return Symptom(
-        f"{100 * found.share:.0f} % of the time between steps is in no phase of training, lately most in: {most}",
+        f"{100 * found.share:.0f} % of the time between steps is in no phase of training{most}",
         [
             ("outside_s / wall_s", found.share, f"at least {OUTSIDE_SHARE:.2g}"),
             (
@@ -176,6 +182,41 @@ def unaccounted(case: Case) -> Symptom | None:
         case.span(found.rows),
         meaning="training waits for what watches it: something is done at each step, or the log's disk is slow",
         no_flip="nothing to flip: look at what is called after a step, and at the disk of the run folder",
+    )
+
+
+@rule(
+    WARNING,
+    asks="Does most of the time go into training?",
+    reads=("evaluations", "checkpoints"),
+    threshold=f"{BESIDE_SHARE:.0%} of the time from the first step of a session to the newest in evaluations and "
+    f"checkpoints, and {BESIDE_LEAST_S:g} s",
+)
+def seldom_training(case: Case) -> Symptom | None:
+    if case.view.is_foreign:
+        raise CannotJudge(OTHERS)
+    rows = case.steps(len(case.view.steps), at_least=DATA_STEPS)
+    span = case.span(rows)
+    whole_s = span.to_unix_s - span.from_unix_s
+    # What follows the newest step is not yet in that time.
+    steps = range(span.first_step, span.last_step)
+    evals = [e.eval_s or 0.0 for e in case.view.evals if e.subject == "student" and e.step in steps]
+    saves = [c.save_s or 0.0 for c in case.view.checkpoints if c.step in steps]
+    spent_s = sum(evals) + sum(saves)
+    if spent_s < max(BESIDE_LEAST_S, BESIDE_SHARE * whole_s):
+        return None
+    mostly_evals = sum(evals) >= sum(saves)
+    most, key = ("evaluations", "eval") if mostly_evals else ("checkpoints", "checkpoint")
+    return Symptom(
+        f"{100 * spent_s / whole_s:.0f} % of the time goes into evaluations and checkpoints, most of it into {most}",
+        [
+            ("seconds of evaluations", sum(evals), f"{len(evals)} of them"),
+            ("seconds of checkpoints", sum(saves), f"{len(saves)} of them"),
+            ("seconds in all", whole_s, f"{len(rows)} steps"),
+        ],
+        span,
+        meaning="the run is slow, and its steps are not: they stand still while it is evaluated or saved",
+        no_flip=f"set {key}.every higher{', or eval.rows lower' if mostly_evals else ''}; no step's time shows it",
     )
 
 

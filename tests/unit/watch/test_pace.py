@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from engine.log.events import Compiled, FactsRead, PartsMeasured, RunFinished
+from engine.log.events import (
+    CheckpointSaved,
+    Compiled,
+    Evaluated,
+    Event,
+    FactsRead,
+    PartsMeasured,
+    RunFinished,
+)
 from engine.watch.rules import memory, pace
 from tests.support.diagnosing import GIB, Log, quiet, raised, spec, unknown
 from tests.support.run_events import example_of, fold_events
@@ -78,6 +86,31 @@ def test_a_machine_that_is_slower_than_in_earlier_runs_is_named() -> None:
     unknown("slow_machine", Log(count=30).case(), "not measured")
 
 
+def beside(eval_s: float, save_s: float = 0.1) -> Log:
+    """Evaluations and checkpoints after every fifth of 40 steps of a second, 35 s in all."""
+    extra: list[tuple[float, Event]] = []
+    for step in range(5, 45, 5):
+        t_s = 10.0 + step
+        extra += [
+            (t_s + 0.1, example_of(Evaluated, step=step, subject="student", eval_s=eval_s)),
+            (t_s + 0.2, example_of(CheckpointSaved, step=step, save_s=save_s)),
+        ]
+    return Log(count=40, every_s=1.0, extra=extra)
+
+
+def test_a_run_that_is_evaluated_or_saved_most_of_the_time_is_named() -> None:
+    # What follows the newest step is not counted: 7 of 8.
+    alert = raised("seldom_training", beside(3.0).case())
+    assert alert.title.endswith("most of it into evaluations") and "eval.every" in alert.no_flip
+    assert alert.numbers[0][1:] == (pytest.approx(21.0), "7 of them")
+    saving = raised("seldom_training", beside(0.1, 3.0).case())
+    assert saving.title.endswith("most of it into checkpoints")
+    assert "checkpoint.every" in saving.no_flip and "eval.rows" not in saving.no_flip
+    quiet("seldom_training", beside(2.5).case())
+    quiet("seldom_training", Log(count=40).case())
+    unknown("seldom_training", Log(count=19).case(), "needs 20 steps")
+
+
 def test_without_times_or_steps_waiting_cannot_be_judged() -> None:
     unknown("data_wait", Log(count=19).case(), "needs 20 steps, 19 are done")
     unknown("data_wait", Log(count=30, change=lambda n: {"data_s": None}).case(), "not logged")
@@ -98,6 +131,22 @@ def test_steps_of_which_a_third_is_in_no_phase_are_named_with_what_takes_it() ->
     quiet("unaccounted", outside(0.19).case())
     quiet("unaccounted", outside(0.02, 0.03).case())
     unknown("unaccounted", Log(count=30).case(), "not logged")
+
+
+def test_a_newest_step_that_is_unlike_the_others_does_not_say_where_their_time_went() -> None:
+    usual = {
+        "outside_s": 0.3,
+        "wall_s": 0.6,
+        "host": {"launch": 0.3, "observers": 0.29, "rest": 0.01},
+    }
+    unlike = {
+        "outside_s": 0.001,
+        "wall_s": 0.3,
+        "host": {"launch": 0.299, "observers": 0.0, "rest": 0.001},
+    }
+    quiet("unaccounted", Log(count=30, change=lambda n: unlike if n == 30 else usual).case())
+    later = Log(count=31, change=lambda n: unlike if n == 30 else usual)
+    assert raised("unaccounted", later.case()).title.endswith("most in: observers")
 
 
 def test_one_long_pause_outside_is_no_pattern_and_a_longer_one_is() -> None:
