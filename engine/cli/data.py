@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError("--set — expected a spec file beside it: a run has its settings")
         spec = spec_from_dict(found.read_effective()["spec"])
     elif arguments.step is not None:
+        if not arguments.subject.exists():
+            open_run(arguments.subject)
         raise UsageError("--step — expected a run folder beside it, found a file")
     else:
         sets = sets_from_environment(os.environ) + arguments.set

@@ -120,6 +120,7 @@ def test_what_is_not_on_record_is_refused_in_one_line(whole: Path, tmp_path: Pat
         ((run, "--step", "0"), 64, "--step"),
         ((run, "--step", "2", "--set", "train.rows=8"), 64, "a run has its settings"),
         ((tmp_path, "--step", "2"), 65, "expected effective.json"),
+        ((tmp_path / "nothing", "--step", "2"), 65, "found nothing there"),
     ):
         done = engine_here("data", *words)
         assert (done.returncode, done.stdout) == (code, "") and says in done.stderr, done.stderr
