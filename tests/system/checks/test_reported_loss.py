@@ -14,9 +14,16 @@ from safetensors.torch import load_file, save_file
 from engine.checks import reported as module
 from engine.checks.reported import Reported, reported_loss
 from engine.data.batches import IGNORED, Batch
+from engine.model_families import FAMILIES
+from engine.models.config import ModelConfig
+from engine.models.load import new_decoder, save_decoder
+from engine.models.packed import head_of
+from engine.train.heldout import heldout_loss
+from engine.train.prescribed_rows import PrescribedRows
 from engine.verdict import Level
-from tests.support.checked_runs import Run, World, make_run, make_world
-from tests.support.kit import Kit
+from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
+from tests.support.families import CHANGES
+from tests.support.kit import Kit, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +125,35 @@ def test_rows_are_chosen_evenly_and_once(ended: tuple[Run, Reported]) -> None:
     assert whole
     ids = np.concatenate([one.row_ids for one in chosen])
     assert ids.tolist() == np.concatenate([one.row_ids for one in run.context.heldout]).tolist()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_students_of_every_family_are_read_from_their_files(
+    world: World, tmp_path: Path, family: str, tied: bool
+) -> None:
+    wide = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+    changes = wide | {"family": family, "tie_word_embeddings": tied} | CHANGES[family]
+    config = ModelConfig.from_dict(tiny_config(), "student")
+    student = new_decoder(dataclasses.replace(config, **changes), seed=3)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in student.parameters():
+            # Norms and biases that are not what every model begins with.
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.sin(torch.arange(len(parameter)))
+    run = make_run(world).begin()
+    context = dataclasses.replace(run.context, student=student)
+    folder = tmp_path / "student"
+    save_decoder(student, folder, torch.float32)
+    heldout = PrescribedRows(context.heldout_stream, SEQ_LEN, 0)
+    loss, labelled = heldout_loss(student.hidden, head_of(student), context.heldout, context.device)
+    given = Reported(
+        folder=folder,
+        loss=loss,
+        labelled=labelled,
+        evaluate=lambda rows: loss,
+        rows=lambda batch: heldout.rows(batch.row_ids),
+        rounding=2.0**-24,
+    )
+    found = reported_loss(context, given)
+    assert found.verdict.level is Level.PASS, found.verdict
