@@ -63,6 +63,8 @@ from engine.signals import partial_output, scratch_folder
 from engine.version import VERSION
 
 FORMAT = 2
+NAMED = 8
+"""Documents that are dropped as copies, by name."""
 AGAIN, AGAIN_AMONG = 16, 4096
 """Documents of a split that a run reads again, among so many first ones of the source."""
 AGAIN_BYTES = 1 << 16
@@ -146,6 +148,11 @@ class Tokens:
     """Of the training and the held-out split."""
     skipped: int
     """Documents that are in neither split for another reason than `max_bytes`."""
+    dropped: tuple[str, ...]
+    """The first of those that are in neither because their text is held out, by name."""
+    dropped_count: int
+    repeated: int
+    """Training documents whose text an earlier one has."""
     note: str
     """Where they come from."""
     is_kept: bool
@@ -335,6 +342,9 @@ def _make(
     manifest = {
         "format": FORMAT,
         "skipped": len(corpus.skipped) + len(corpus.dropped),
+        "dropped": [one.name for _, one in corpus.train.index.read(corpus.dropped[:NAMED])],
+        "dropped_count": len(corpus.dropped),
+        "repeated": len(corpus.train.copies),
         "streams": streams,
         "files": {path.name: _size_and_hash(path, progress) for path in sorted(folder.iterdir())},
     }
@@ -508,6 +518,9 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
         heldout=sides["heldout"],
         made=(_made(manifest, "train"), _made(manifest, "heldout")),
         skipped=manifest["skipped"],
+        dropped=tuple(manifest["dropped"]),
+        dropped_count=manifest["dropped_count"],
+        repeated=manifest["repeated"],
         note=note,
         is_kept=is_kept,
     )

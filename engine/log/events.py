@@ -197,6 +197,13 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     heldout_tokens: Count
     heldout_sha256: str
     skipped_files: Count
+    """Documents in neither split, those that are copies among them."""
+    copies: Count = 0
+    """Documents that are not trained on because their text is held out."""
+    copies_named: list[str] = []
+    """The first of them."""
+    repeated: Count = 0
+    """Training documents whose text an earlier one has."""
     epoch_rows: Count
     labelled_tokens: Count | None = None
     """Of a corpus with conversations or padding, the training tokens that are to be predicted."""

@@ -155,7 +155,8 @@ def _event_text(event: AnyEvent) -> str:
                 f"data {event.source}: {event.train_files} files, "
                 f"{format_count(event.train_tokens)} tokens to train on; "
                 f"{event.heldout_files} files, {format_count(event.heldout_tokens)} tokens held "
-                f"out; {event.skipped_files} skipped{_chat_text(event)}"
+                f"out; {event.skipped_files} skipped{f', {event.copies} as copies' * bool(event.copies)}"
+                f"{_chat_text(event)}"
             )
         case ModelReady():
             return (
@@ -892,6 +893,14 @@ def data_lines(view: RunView) -> list[str]:
         lines.append(f"           {data.unlabelled_rows:,} rows have no label and are not taken")
     if data.skipped_files:
         lines.append(f"skipped    {data.skipped_files:,} files")
+    if data.copies:
+        named = ", ".join(data.copies_named)
+        more = ", ..." if data.copies > len(data.copies_named) else ""
+        lines.append(f"copies     {data.copies:,} of them, of held-out text: {named}{more}")
+    if data.repeated:
+        lines.append(
+            f"repeated   {data.repeated:,} training documents have the text of an earlier one"
+        )
     lines += [f"left out   {count:,} conversations: {why}" for why, count in data.left_out.items()]
     if data.last_turn_only:
         lines.append(

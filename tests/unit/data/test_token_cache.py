@@ -130,6 +130,28 @@ def test_tokens_of_the_cache_are_those_that_are_made_in_memory(
             assert_equal(stream, pack(whole, SEQ_LEN, packing, tokenizer.padding_id))
 
 
+def test_copies_are_counted_and_named_from_the_cache_too(
+    tmp_path: Path, root: Path, tokenizer: Tokenizer
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for n in range(30):
+        (folder / f"{n}.txt").write_text(f"text {n} " * 9)
+    split = open_corpus(str(folder), heldout_fraction=0.3)
+    held, train = (
+        [folder / one.name for one in side.documents] for side in (split.heldout, split.train)
+    )
+    for path in (train[2], train[5]):
+        path.write_text(held[0].read_text())
+    train[1].write_text(train[0].read_text())
+    recipe = recipe_of(folder, tokenizer)
+    for _ in range(2):
+        found = load_tokens(recipe, root=root)
+        assert (found.dropped_count, found.repeated, found.skipped) == (2, 1, 2)
+        assert set(found.dropped) == {train[2].name, train[5].name}
+        assert [one.missing for one in found.made] == [0, 0]
+
+
 def test_what_the_tokens_depend_on_is_in_the_key(
     tmp_path: Path, root: Path, tokenizer: Tokenizer, recipe: Recipe
 ) -> None:
