@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -56,6 +57,14 @@ class Reported:
 def reported_loss(context: Context, reported: Reported) -> Answer:
     config = context.student.config
     numbers = Numbers(reported=reported.loss, labelled=reported.labelled)
+    there = len(context.heldout_stream) // context.heldout[0].tokens_BT.shape[1]
+    ids = np.concatenate([batch.row_ids for batch in context.heldout])
+    twice, beyond = len(ids) - len(np.unique(ids)), int((ids >= there).sum())
+    if twice or beyond:
+        return numbers.failed(
+            f"of {len(ids):,} rows that are evaluated {twice:,} are there twice, and {beyond:,} are none of the "
+            f"{there:,} of the held-out text"
+        )
     labels = 0
     for number, batch in enumerate(context.heldout):
         wanted = reported.rows(batch)

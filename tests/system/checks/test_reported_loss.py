@@ -106,6 +106,18 @@ def test_rows_that_are_not_the_held_out_text_are_named(
     assert f"row {len(last.row_ids)}, token 4: {what[:5]}" in found.verdict.reason
 
 
+@pytest.mark.parametrize(("row", "words"), [(0, "1 are there twice"), (10**6, "1 are none of the")])
+def test_rows_that_are_evaluated_twice_or_are_none_are_named(
+    ended: tuple[Run, Reported], row: int, words: str
+) -> None:
+    run, reported = ended
+    *before, last = run.context.heldout
+    assert before[0].row_ids[0] == 0
+    spoilt = [*before, dataclasses.replace(last, row_ids=np.append(last.row_ids[:-1], row))]
+    found = reported_loss(dataclasses.replace(run.context, heldout=spoilt), reported)
+    assert found.verdict.level is Level.FAIL and words in found.verdict.reason
+
+
 def test_files_that_changed_after_they_were_evaluated_are_named(
     ended: tuple[Run, Reported], tmp_path: Path
 ) -> None:
