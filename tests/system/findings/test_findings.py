@@ -496,12 +496,23 @@ def test_what_is_tried_would_close_if_it_were_no_nonsense(world: World) -> None:
 # Changes that do not verify
 
 
-@pytest.fixture
-def closed(world: World) -> Bundle:
-    bundle = world.tested(ENDS, THREADS, ROWS)
-    changes.close(bundle)
-    assert check_bundle(bundle).verdict.level is Level.PASS
+@pytest.fixture(scope="module")
+def closed_once(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder := tmp_path_factory.mktemp("closed"))
+        bundle = World(folder).tested(ENDS, THREADS, ROWS)
+        changes.close(bundle)
     return bundle
+
+
+@pytest.fixture
+def closed(closed_once: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+    """A copy for each test."""
+    monkeypatch.chdir(tmp_path)
+    copy = Bundle(tmp_path / "evidence" / closed_once.path.name)
+    shutil.copytree(closed_once.path, copy.path)
+    assert check_bundle(copy).verdict.level is Level.PASS
+    return copy
 
 
 def fails(bundle: Bundle) -> bool:
@@ -642,7 +653,7 @@ def test_a_log_that_was_rewritten_and_sealed_again_fails(closed: Bundle, log: st
 
 
 def test_a_rewritten_finding_that_is_consistent_has_another_seal_than_the_log(
-    closed: Bundle, world: World
+    closed: Bundle,
 ) -> None:
     changes.export(closed)
     assert logged_seal(closed.path) == closed.load().seal
@@ -652,7 +663,7 @@ def test_a_rewritten_finding_that_is_consistent_has_another_seal_than_the_log(
     assert any(fault.where == LOG for fault in check_bundle(closed).faults)
 
 
-def test_a_closed_finding_whose_test_was_taken_out_fails(closed: Bundle, world: World) -> None:
+def test_a_closed_finding_whose_test_was_taken_out_fails(closed: Bundle) -> None:
     with_settings(RunFolder(closed.path / "tests" / "t1" / "arms" / "01-a"), {})
     assert fails(closed)
     with pytest.raises(EngineError, match="one that verifies"):
