@@ -146,21 +146,23 @@ def in_one(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(encoding.ids)
 
 
+# A rule of cuts that is left out, or a place too many, shows within 60 texts of some family.
+@pytest.mark.parametrize("texts", [300, pytest.param(1500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_of_the_pieces_are_those_of_the_whole(
-    opened: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch, family: str
+    opened: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch, family: str, texts: int
 ) -> None:
     tokenizer = opened(**FAMILIES[family]())
     monkeypatch.setattr(subject, "_PIECE_CHARACTERS", 3)
     draw = random.Random(family)
     pieces = 0
-    for _ in range(1500):
+    for _ in range(texts):
         weights = draw.choices(ATOMS, k=6)
         text = "".join(draw.choices(weights, k=draw.randint(1, 40)))
         (ids,) = tokenizer.encode_documents([text])
         assert ids.tolist() == in_one(tokenizer, text), repr(text)
         pieces += sum(1 for _ in tokenizer._pieces([text]))
-    assert pieces > 4000, "hardly anything was cut"
+    assert pieces > 2.7 * texts, "hardly anything was cut"
 
 
 @pytest.mark.parametrize(
