@@ -38,12 +38,7 @@ def merged(run: RunFolder) -> list[Line]:
     return [line for stretch in InOrder(run) for line in stretch.in_order()]
 
 
-@settings(max_examples=150, deadline=None)
-@given(long_logs(), st.integers(1, 5), st.sampled_from([100, 700, 5000]))
-def test_lines_come_in_order_of_time_however_they_are_read(
-    logs: dict[Source, bytes], stride: int, block: int
-) -> None:
-    """With clocks that are set back, and equal times in two logs."""
+def compare_with_whole(logs: dict[Source, bytes], stride: int, block: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_order, "STRIDE", stride)
         patch.setattr(in_order, "BLOCK_BYTES", block)
@@ -58,6 +53,27 @@ def test_lines_come_in_order_of_time_however_they_are_read(
             assert lines and max(line.order_s for line in lines) <= stretch.until_s
             assert min(line.order_s for line in lines) >= latest
             latest = stretch.until_s
+
+
+drawn = given(long_logs(), st.integers(1, 5), st.sampled_from([100, 700, 5000]))
+
+
+@settings(max_examples=40, deadline=None)
+@drawn
+def test_lines_come_in_order_of_time_however_they_are_read(
+    logs: dict[Source, bytes], stride: int, block: int
+) -> None:
+    """With clocks that are set back, and equal times in two logs."""
+    compare_with_whole(logs, stride, block)
+
+
+@pytest.mark.soak
+@settings(max_examples=150, deadline=None)
+@drawn
+def test_lines_of_many_logs_come_in_order_of_time(
+    logs: dict[Source, bytes], stride: int, block: int
+) -> None:
+    compare_with_whole(logs, stride, block)
 
 
 def test_a_broken_log_ends_at_its_fault_and_the_others_go_on(tmp_path: Path) -> None:
