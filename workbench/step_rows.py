@@ -45,7 +45,7 @@ def listing_of(found: Mapping[str, Any]) -> Listing:
 
 
 def _row(number: int, row: Mapping[str, Any]) -> Row:
-    pieces = [_piece(piece) for piece in row["pieces"]]
+    pieces = [piece["says"] for piece in row["pieces"]]
     text = "".join(f"⟦{part}⟧" if labelled else part for part, labelled in row["text"])
     about = [f"{row['labels']:,} labels, on rank {row['rank']}", *pieces]
     return Row(
@@ -60,11 +60,3 @@ def _row(number: int, row: Mapping[str, Any]) -> Row:
             *(f"  {line}" for line in text.split("\n")),
         ),
     )
-
-
-def _piece(piece: Mapping[str, Any]) -> str:
-    begin, count, length = piece["begin"], piece["tokens"], piece["length"]
-    part = (
-        "whole" if count == length else f"tokens {begin + 1:,} to {begin + count:,} of {length:,}"
-    )
-    return f"{piece['document']}, {part}"

@@ -10,9 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from engine.audit.reference import AdamW, HeadRows, Objective, Runs, Shape, Targets, Weight
+from engine.audit.reference import (
+    IGNORED,
+    AdamW,
+    HeadRows,
+    Objective,
+    Runs,
+    Shape,
+    Targets,
+    Weight,
+    next_tokens,
+)
 
 NOT_IN_FILES = (
     "the teacher's outputs are read from a store, and its files are none that another library reads, or too large to "
@@ -51,6 +62,11 @@ class CorpusRows:
     """Whether the token after each position is one that may be predicted."""
     after_B: Tensor
     """The label of each row's last position."""
+
+    @property
+    def labels_BT(self) -> Tensor:
+        labels_BT = next_tokens(self.tokens_BT, self.documents_BT, self.after_B)
+        return torch.where(self.predicted_BT, labels_BT, IGNORED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

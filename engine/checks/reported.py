@@ -68,7 +68,7 @@ def reported_loss(context: Context, reported: Reported) -> Answer:
     labels = 0
     for number, batch in enumerate(context.heldout):
         wanted = reported.rows(batch)
-        labels_BT = _labels(wanted)
+        labels_BT = wanted.labels_BT
         labels += int((labels_BT != IGNORED).sum())
         for what, found_BT, there_BT in (
             ("token", batch.tokens_BT, wanted.tokens_BT),
@@ -125,11 +125,6 @@ def _held(files: Files, device: torch.device) -> reference.Weight:
     return weight
 
 
-def _labels(text: CorpusRows) -> Tensor:
-    labels_BT = reference.next_tokens(text.tokens_BT, text.documents_BT, text.after_B)
-    return torch.where(text.predicted_BT, labels_BT, IGNORED)
-
-
 def _chosen(context: Context) -> tuple[list[Batch], bool]:
     """Return the held-out rows that the budget has room for, spread evenly, in groups that are run at a time; and
     whether they are all."""
@@ -162,7 +157,7 @@ def _loss(
 ) -> tuple[float, int]:
     """Return the sum of the cross entropy over the labels of some rows, and how many there are."""
     device, vocabulary = context.device, context.student.config.vocab_size
-    labels_N = _labels(text).flatten().to(device)
+    labels_N = text.labels_BT.flatten().to(device)
     hidden_ND = runs.forward(text.tokens_BT.to(device), text.documents_BT.to(device)).hidden_ND
     weight_VD = runs.weight(head)
     total = 0.0

@@ -128,10 +128,7 @@ def _show_step(
         rank = f", rank {row.rank}" if found.ranks > 1 else ""
         put(f"\n--- {number + 1}{rank}: {row}, {row.labels:,} labels")
         for piece in row.pieces:
-            part = (
-                f"tokens {piece.begin + 1:,} to {piece.begin + piece.tokens:,} of {piece.length:,}"
-            )
-            put(f"{piece.document}, {part if piece.tokens < piece.length else 'whole'}")
+            put(piece)
         if number < arguments.samples:
             put_marked(row.text)
     return 0

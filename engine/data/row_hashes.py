@@ -10,17 +10,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.data.batches import Int64Array
+from engine.data.batches import IGNORED, Batch, Int64Array
 
 HASH_BYTES = 8
 
 
 class RowHash(NamedTuple):
     row: bytes
-    """That of its document; of several documents, blake2b of their hashes."""
+    """blake2b of 8 bytes over the tokens and the labels, int32 and little-endian, of its document; of several documents
+    blake2b of their hashes."""
     documents: tuple[bytes, ...] = ()
-    """blake2b of 8 bytes over the tokens and the labels of each, as far as it stands in the row: int32 and
-    little-endian. Empty where there is only one."""
+    """Of several documents that of each, as far as it stands in the row, that has a label: padding and what ends a text
+    look alike in many rows."""
+
+
+def hashes_of(batch: Batch) -> list[RowHash]:
+    return row_hashes(batch.tokens_BT, batch.documents_BT, batch.labels_BT)
 
 
 def row_hashes(
@@ -42,13 +47,15 @@ def row_hashes(
             whole = hashlib.blake2b(numbers[begin : labels + 4 * length], digest_size=HASH_BYTES)
             found.append(RowHash(whole.digest()))
             continue
-        documents = []
+        every, documents = [], []
         for first, end in itertools.pairwise((*cuts[row], length)):
             digest = hashlib.blake2b(
                 numbers[begin + 4 * first : begin + 4 * end], digest_size=HASH_BYTES
             )
             digest.update(numbers[labels + 4 * first : labels + 4 * end])
-            documents.append(digest.digest())
-        joined = hashlib.blake2b(b"".join(documents), digest_size=HASH_BYTES)
+            every.append(digest.digest())
+            if (labels_BT[row, first:end] != IGNORED).any():
+                documents.append(every[-1])
+        joined = hashlib.blake2b(b"".join(every), digest_size=HASH_BYTES)
         found.append(RowHash(joined.digest(), tuple(documents)))
     return found

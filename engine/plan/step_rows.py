@@ -19,7 +19,7 @@ import numpy as np
 from engine.data.batches import IGNORED, Batch, Batches, Int64Array, gather_rows
 from engine.data.corpus import Corpus
 from engine.data.packing import FILLS, STREAM, places
-from engine.data.row_hashes import RowHash, row_hashes
+from engine.data.row_hashes import hashes_of
 from engine.data.token_cache import Progress, no_progress
 from engine.data.tokens import TokenStream
 from engine.errors import BadInput, CorpusError
@@ -46,6 +46,12 @@ class Piece:
     """The first of its tokens in the row, of all `length` tokens of the document."""
     tokens: int
     length: int
+
+    def __str__(self) -> str:
+        if self.tokens == self.length:
+            return f"{self.document}, whole"
+        end = self.begin + self.tokens
+        return f"{self.document}, tokens {self.begin + 1:,} to {end:,} of {self.length:,}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +98,8 @@ class StepRows:
         found = asdict(self)
         for one, row in zip(found["rows"], self.rows, strict=True):
             one |= {"in_turn": row.in_turn, "says": str(row)}
+            for part, piece in zip(one["pieces"], row.pieces, strict=True):
+                part["says"] = str(piece)
         return {**found, "about": self.lines()}
 
     def lines(self) -> list[str]:
@@ -211,7 +219,7 @@ def _found(
 ) -> list[tuple[str, int] | None]:
     """Return the row that each is, with its split."""
     train = streams[SPLITS[0]]
-    due = _hashes(gather_rows(train, length, np.maximum(np.array(turns), 0)))
+    due = hashes_of(gather_rows(train, length, np.maximum(np.array(turns), 0)))
     found: list[tuple[str, int] | None] = [
         (SPLITS[0], turn) if one.row == row.hash else None
         for (_, row), turn, one in zip(trained, turns, due, strict=True)
@@ -225,7 +233,7 @@ def _found(
         for first in range(0, len(stream) // length, each):
             row_ids = np.arange(first, min(first + each, len(stream) // length))
             for number, one in zip(
-                row_ids, _hashes(gather_rows(stream, length, row_ids)), strict=True
+                row_ids, hashes_of(gather_rows(stream, length, row_ids)), strict=True
             ):
                 if one.row in sought:
                     known.setdefault(one.row, (split, int(number)))
@@ -233,10 +241,6 @@ def _found(
         known.get(row.hash) if one is None else one
         for (_, row), one in zip(trained, found, strict=True)
     ]
-
-
-def _hashes(batch: Batch) -> list[RowHash]:
-    return row_hashes(batch.tokens_BT, batch.documents_BT, batch.labels_BT)
 
 
 class _Names:

@@ -91,10 +91,6 @@ def _of_layers(config: ModelConfig, tokens: int, seq_len: int, passes: int) -> A
     )
 
 
-def is_slower(flops: float, moved: float, usual_flops: float, usual_moved: float) -> bool:
-    return flops < SLOWER * usual_flops or moved < SLOWER * usual_moved
-
-
 class PartTimes:
     """Compares the parts of the newest steps with what they need."""
 
@@ -111,7 +107,6 @@ class PartTimes:
         self._models, self._seq_len = (student, teacher), seq_len
         self._next = FIRST
         self._steps: deque[StepDone] = deque(maxlen=WINDOW)
-        self._usual: Rates | None = None
 
     def due(self, step: int) -> bool:
         return step - self._begun_at == self._next
@@ -136,7 +131,7 @@ class PartTimes:
         }
         if not seconds or not tokens or not needs:
             return None
-        rates = self._measured()
+        rates, usual = self._measured()
         slow = self._slow(needs, seconds, step_s, rates)
         if slow:
             rates = rates.lower(measure(self._trainer.device, self._trainer.dtype))
@@ -148,23 +143,26 @@ class PartTimes:
             slow=slow,
             matmul_flops_per_s=rates.flops,
             copy_bytes_per_s=rates.bytes,
-            usual_flops_per_s=None if self._usual is None else self._usual.flops,
-            usual_bytes_per_s=None if self._usual is None else self._usual.bytes,
+            usual_flops_per_s=None if usual is None else usual.flops,
+            usual_bytes_per_s=None if usual is None else usual.bytes,
         )
 
-    def _measured(self) -> Rates:
-        """Measure the machine beside what is usual for it, twice where it is slower; keep what was measured."""
+    def _measured(self) -> tuple[Rates, Rates | None]:
+        """Measure the machine, twice where it is slower than usual, and keep what was measured. Return that and what is
+        usual: None where others want the CPUs, and then nothing is kept."""
         device, dtype = self._trainer.device, self._trainer.dtype
         rates = measure(device, dtype)
         if device.type == "cpu" and others_want_the_cpus():
-            return rates
+            return rates, None
         kept = KeptRates(device, dtype)
-        usual = self._usual = kept.usual
-        if usual is not None and is_slower(rates.flops, rates.bytes, usual.flops, usual.bytes):
+        usual = kept.usual
+        if usual is not None and (
+            rates.flops < SLOWER * usual.flops or rates.bytes < SLOWER * usual.bytes
+        ):
             again = measure(device, dtype)
             rates = Rates(max(rates.flops, again.flops), max(rates.bytes, again.bytes))
         kept.add(rates)
-        return rates
+        return rates, usual
 
     def _needed(self, need: Arithmetic, rates: Rates) -> float:
         launching_s = need.launches * LAUNCH_S[self._trainer.device.type]

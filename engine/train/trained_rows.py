@@ -14,15 +14,13 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-import torch
 from torch import Tensor
 
-from engine.audit import reference
 from engine.audit.stages import STAGES
 from engine.checks.catalogue import skipped_ids
 from engine.checks.check import Answer, Numbers, Result, passed
-from engine.data.batches import IGNORED, Batch, Int64Array
-from engine.data.row_hashes import RowHash, row_hashes
+from engine.data.batches import Batch, Int64Array
+from engine.data.row_hashes import RowHash, hashes_of, row_hashes
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import RowsWriter, path_of, read_rows
@@ -101,14 +99,15 @@ class TrainedRows(StepObserver):
                 if one != other:
                     return Numbers(row=int(row_ids[row])).failed(
                         f"pass {index + 1}, row {row + 1}: what was trained on is not row {row_ids[row]:,} of the "
-                        f"corpus, whose turn it was, but {self._known(one, step, wanted)}"
+                        f"corpus, whose turn it was, but {self._known(one, other, step, wanted)}"
                     )
         return passed("every row is the one whose turn it was")
 
-    def _known(self, found: RowHash, step: int, wanted: list[RowHash]) -> str:
-        """Say what a row is that was trained on out of turn, or what one of its documents is."""
+    def _known(self, found: RowHash, due: RowHash, step: int, wanted: list[RowHash]) -> str:
+        """Say what a row is that was trained on out of turn, or what a document in it is that the row due has not."""
         heldout = [one for batch in self._heldout for one in hashes_of(batch)]
-        for prefix, parts in (("", found[:1]), ("one that has a document of ", found.documents)):
+        others = [one for one in found.documents if one not in (due.row, *due.documents)]
+        for prefix, parts in (("", found[:1]), ("one that has a document of ", others)):
             for part in parts:
                 if any(part == one.row or part in one.documents for one in heldout):
                     return f"{prefix}a held-out row"
@@ -128,13 +127,7 @@ class TrainedRows(StepObserver):
         return None
 
 
-def hashes_of(batch: Batch) -> list[RowHash]:
-    return row_hashes(batch.tokens_BT, batch.documents_BT, batch.labels_BT)
-
-
 def prescribed_hashes(prescribed: PrescribedRows, row_ids: Int64Array) -> list[RowHash]:
     """Return the hashes of rows of the corpus, with the labels that the audit's reference gives them."""
     rows = prescribed.rows(row_ids)
-    labels_BT = reference.next_tokens(rows.tokens_BT, rows.documents_BT, rows.after_B)
-    labels_BT = torch.where(rows.predicted_BT, labels_BT, IGNORED)
-    return row_hashes(rows.tokens_BT.numpy(), rows.documents_BT.numpy(), labels_BT.numpy())
+    return row_hashes(rows.tokens_BT.numpy(), rows.documents_BT.numpy(), rows.labels_BT.numpy())

@@ -11,11 +11,12 @@ import pytest
 from engine.checks.check import Result
 from engine.data import batches
 from engine.data.batches import Batch, Batches
+from engine.data.row_hashes import hashes_of
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import path_of, read_rows
 from engine.train.prescribed_rows import PrescribedRows
-from engine.train.trained_rows import TrainedRows, hashes_of
+from engine.train.trained_rows import TrainedRows
 from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
 from tests.support.kit import Kit
 
@@ -138,6 +139,25 @@ def test_documents_that_are_met_again_in_other_rows_are_named_with_their_step(
     found = said(make_run(world), tmp_path, step + 1)
     wanted = f"one that has a document of one that was trained on in step {step}"
     assert list(found) == [step + 1] and wanted in found[step + 1]
+
+
+def test_what_a_row_has_of_its_own_documents_does_not_make_it_another_one(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Batches.take
+    walk = Batches(world.train, seq_len=SEQ_LEN, rows_per_batch=4, seed=0).take(0, 40)
+    row = next(i for i, ids in enumerate(walk.documents_BT) if ids[0] != ids[-1])
+
+    def spoilt(self: Batches, position: int, rows: int) -> Batch:
+        batch = take(self, position, rows)
+        if position == 4 * (row // 4):
+            # In the first of its documents alone.
+            batch.tokens_BT[row % 4, 0] += 1
+        return batch
+
+    monkeypatch.setattr(Batches, "take", spoilt)
+    found = said(make_run(world), tmp_path, row // 4 + 1)
+    assert "another row, or one that was altered" in found[row // 4 + 1]
 
 
 def test_rows_that_a_resume_meets_again_are_named_with_their_step(

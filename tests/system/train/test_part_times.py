@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -121,6 +122,23 @@ def test_rates_of_a_time_in_which_others_want_the_cpus_are_neither_kept_nor_judg
     with rates_of([Rates(1e11, 1e9)]):
         assert looked(make_run(world, train__steps=FIRST)).usual_flops_per_s is None
     assert len(alone._read()) == LEAST_KEPT
+
+
+def test_what_was_usual_at_an_earlier_look_is_not_held_against_a_busy_machine(
+    world: World, alone: KeptRates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(LEAST_KEPT):
+        alone.add(Rates(1e12, 1e10))
+    run = make_run(world, train__steps=FIRST)
+    *_, last = run.step(FIRST)
+    parts = PartTimes(run.trainer, run.trainer.student.config, None, SEQ_LEN)
+    parts._begun_at = 0
+    with rates_of([Rates(1e12, 1e10), Rates(1e11, 1e9)]):
+        first = parts.look(last)
+        monkeypatch.setattr(part_times, "others_want_the_cpus", lambda: True)
+        later = parts.look(msgspec.structs.replace(last, step=10 * FIRST))
+    assert first is not None and first.usual_flops_per_s == 1e12
+    assert later is not None and later.usual_flops_per_s is later.usual_bytes_per_s is None
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,19 @@ def test_a_row_of_one_document_has_its_hash_and_one_of_several_that_of_their_has
     ]
 
 
+def test_a_document_without_a_label_is_in_the_hash_of_the_row_alone() -> None:
+    documents_BT = np.array([[0, 0, 0, 1, 1, 1]])
+    tokens_BT = np.array([[7, 8, 9, 0, 0, 0]])
+    labels_BT = np.array([[8, 9, -100, -100, -100, -100]])
+    (found,) = row_hashes(tokens_BT, documents_BT, labels_BT)
+    tokens, labels = (array_BT[0].astype("<i4") for array_BT in (tokens_BT, labels_BT))
+    text, padding = (
+        blake2b(tokens[part].tobytes(), labels[part].tobytes())
+        for part in (slice(0, 3), slice(3, 6))
+    )
+    assert found == RowHash(blake2b(text, padding), (text,))
+
+
 def test_a_document_has_one_hash_wherever_it_stands() -> None:
     documents_BT = np.array([[0, 0, 0, 1, 1, 2], [3, 3, 4, 4, 4, 5]])
     tokens_BT = np.array([[7, 8, 9, 1, 2, 3], [1, 2, 7, 8, 9, 4]])

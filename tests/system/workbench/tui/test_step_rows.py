@@ -86,7 +86,7 @@ def test_a_text_of_many_lines_stays_below_its_heading() -> None:
         "labels": 3,
         "rank": 0,
         "in_turn": True,
-        "pieces": [{"document": "a\x1b[2J.py", "begin": 4, "tokens": 3, "length": 9}],
+        "pieces": [{"document": "a\x1b[2J.py", "says": "a\x1b[2J.py, tokens 5 to 7 of 9"}],
         "text": [["a\n", False], ["b\nc", True]],
     }
     (one,) = listing_of({"about": ["step 1", "each"], "rows": [row]}).rows
