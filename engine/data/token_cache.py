@@ -45,7 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import limits
-from engine.data.corpus import Corpus, Document, Split, open_corpus
+from engine.data.corpus import Corpus, Document, Index, Split, open_corpus
 from engine.data.packing import FILLS, STREAM, places
 from engine.data.sources import Skipped, list_files
 from engine.data.tokens import (
@@ -342,7 +342,7 @@ def _make(
     manifest = {
         "format": FORMAT,
         "skipped": len(corpus.skipped) + len(corpus.dropped),
-        "dropped": [one.name for _, one in corpus.train.index.read(corpus.dropped[:NAMED])],
+        "dropped": _names(corpus.train.index, corpus.dropped[:NAMED]),
         "dropped_count": len(corpus.dropped),
         "repeated": len(corpus.train.copies),
         "streams": streams,
@@ -362,6 +362,10 @@ class _Making:
         self._tokens, self._labelled = tokens, labelled
         self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
         self._starts = np.zeros(1, dtype=np.int64)
+        self._again: dict[int, str] = dict.fromkeys(
+            (*_to_read_again(corpus.train), *_to_read_again(corpus.heldout)), ""
+        )
+        """The names of documents that a run reads again."""
         self._hashes = np.zeros(len(self._index), dtype=np.uint64)
         """Of the tokens of each document. Shape (P,)."""
         self._left_out: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
@@ -378,6 +382,8 @@ class _Making:
         def documents() -> Iterator[Document]:
             for number, document in self._corpus.read():
                 numbers.append(number)
+                if number in self._again:
+                    self._again[number] = document.name
                 yield document
 
         for one in self._recipe.encoder.encode(documents()):
@@ -461,20 +467,24 @@ class _Making:
             "documents": split.document_count,
             "missing": int(more[more > 0].sum()),
             "doubled": int(-more[more < 0].sum()),
-            "again": self._to_read_again(split),
+            "again": [self._again[number] for number in _to_read_again(split)],
             "left_out": [asdict(one) for one in left_out],
             "last_turn_only": self._last_turn_only[side],
         }
 
-    def _to_read_again(self, split: Split) -> list[str]:
-        """Return the names of AGAIN documents, spread evenly over the small ones among the first of the files."""
-        index = self._index
-        small = np.sort(split.numbers[index.sizes[split.numbers] <= AGAIN_BYTES])
-        small = small[small < AGAIN_AMONG]
-        count = min(AGAIN, len(small))
-        return [
-            one.name for _, one in index.read(small[np.arange(count) * len(small) // max(count, 1)])
-        ]
+
+def _to_read_again(split: Split) -> list[int]:
+    """Return AGAIN documents, spread evenly over the small ones among the first of the files."""
+    small = np.sort(split.numbers[split.index.sizes[split.numbers] <= AGAIN_BYTES])
+    small = small[small < AGAIN_AMONG]
+    count = min(AGAIN, len(small))
+    chosen: list[int] = small[np.arange(count) * len(small) // max(count, 1)].tolist()
+    return chosen
+
+
+def _names(index: Index, numbers: NDArray[np.int64]) -> list[str]:
+    # Without any, the source is not read once more.
+    return [one.name for _, one in index.read(numbers)] if len(numbers) else []
 
 
 def _short_hash(document: bytes) -> int:
