@@ -72,6 +72,9 @@ _MAIN = re.compile(r"^main thread (0x[0-9a-f]+)$", re.MULTILINE)
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*:$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 BUSY_PCT = 50.0
+TICKS_FOR_A_SHARE = 5
+"""CPU time is counted in ticks, mostly of 10 ms: over less time than this many of them, one tick too many would make an
+idle thread a busy one."""
 _X86 = {
     **{
         0: "read",
@@ -211,7 +214,7 @@ class Thread:
     state: str
     """One of the states in the module's table, in words."""
     cpu_pct: float | None
-    """CPU use between the two looks, in percent; 100 is one core."""
+    """CPU use between the two looks, in percent; 100 is one core. None where they lie too close together."""
     call: Reading
     kernel: Reading
 
@@ -297,11 +300,12 @@ def _kernel(folder: Path) -> Reading:
 def compare(before: Looks, after: Looks) -> list[Thread]:
     """Compare two looks: every thread of the second, the main thread first, then by CPU use."""
     passed_s = after.at_s - before.at_s
+    long_enough = passed_s >= TICKS_FOR_A_SHARE / os.sysconf("SC_CLK_TCK")
     threads = []
     for tid, look in after.threads.items():
         earlier = before.threads.get(tid)
         pct = None
-        if earlier is not None and passed_s > 0:
+        if earlier is not None and long_enough:
             pct = 100 * (look.cpu_s - earlier.cpu_s) / passed_s
         threads.append(
             Thread(

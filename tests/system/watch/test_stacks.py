@@ -312,14 +312,16 @@ class Recorded:
         self.root, self.now_s = root, 10.0
         (root / "5/task/5").mkdir(parents=True)
 
-    def look(self, letter: str, ticks: int, call: str, wchan: str = "0") -> Looks:
+    def look(
+        self, letter: str, ticks: int, call: str, wchan: str = "0", *, after_s: float = 1.0
+    ) -> Looks:
         folder = self.root / "5/task/5"
         (folder / "stat").write_text(
             f"5 (a) b) {letter} {' '.join(['0'] * 10)} {ticks} 0 0 0 20 0 1 0 5 1 1\n"
         )
         (folder / "syscall").write_text(call)
         (folder / "wchan").write_text(wchan)
-        self.now_s += 1
+        self.now_s += after_s
         return look_at(5, self.root, lambda: self.now_s)
 
 
@@ -355,6 +357,18 @@ def test_states_of_a_recorded_thread(
     assert (thread.name, thread.state) == ("a) b", state)
     assert thread.cpu_pct == pytest.approx(float(ticks))
     assert thread.kernel.value == "wait_on_page"
+
+
+@needs("listed system calls", stacks.SYSTEM_CALLS)
+@pytest.mark.parametrize(("after_s", "pct"), [(0.0004, None), (0.04, None), (0.0625, 16.0)])
+def test_one_tick_between_two_quick_looks_makes_no_waiting_thread_a_busy_one(
+    tmp_path: Path, after_s: float, pct: float | None
+) -> None:
+    machine = Recorded(tmp_path)
+    text = f"{number_of('futex')} 0x1"
+    before = machine.look("S", 20, text)
+    (thread,) = compare(before, machine.look("S", 21, text, after_s=after_s))
+    assert (thread.state, thread.cpu_pct) == (stacks.LOCK, pytest.approx(pct))
 
 
 def test_a_call_that_may_not_be_read_is_a_reason(tmp_path: Path) -> None:
