@@ -36,26 +36,30 @@ def row_hashes(
     both_B2T = np.empty((rows, 2, length), dtype="<i4")
     both_B2T[:, 0], both_B2T[:, 1] = tokens_BT, labels_BT
     numbers = both_B2T.data.cast("B")
-    cuts: dict[int, list[int]] = {}
-    for row, place in np.argwhere(documents_BT[:, 1:] != documents_BT[:, :-1]).tolist():
-        cuts.setdefault(row, [0]).append(place + 1)
+    begins_BT = np.ones((rows, length), dtype=bool)
+    np.not_equal(documents_BT[:, 1:], documents_BT[:, :-1], out=begins_BT[:, 1:])
+    places = np.flatnonzero(begins_BT)
+    labelled = np.logical_or.reduceat((labels_BT != IGNORED).ravel(), places)
+    ends = [*places[1:].tolist(), rows * length]
+    documents = zip(places.tolist(), ends, labelled.tolist(), strict=True)
+    size = 4 * length
     found = []
-    for row in range(rows):
-        begin, labels = 8 * length * row, 8 * length * row + 4 * length
-        if row not in cuts:
+    for row, count in enumerate(begins_BT.sum(axis=1).tolist()):
+        if count == 1:
             # Its labels stand behind its tokens: one call, which is half of what a short row costs.
-            whole = hashlib.blake2b(numbers[begin : labels + 4 * length], digest_size=HASH_BYTES)
-            found.append(RowHash(whole.digest()))
+            whole = numbers[2 * size * row : 2 * size * (row + 1)]
+            found.append(RowHash(hashlib.blake2b(whole, digest_size=HASH_BYTES).digest()))
+            next(documents)
             continue
-        every, documents = [], []
-        for first, end in itertools.pairwise((*cuts[row], length)):
-            digest = hashlib.blake2b(
-                numbers[begin + 4 * first : begin + 4 * end], digest_size=HASH_BYTES
-            )
-            digest.update(numbers[labels + 4 * first : labels + 4 * end])
+        every, with_labels = [], []
+        for first, end, has_labels in itertools.islice(documents, count):
+            # Places count over all rows; each row before has labels, too, in `numbers`.
+            begin, behind = size * row + 4 * first, size * row + 4 * end
+            digest = hashlib.blake2b(numbers[begin:behind], digest_size=HASH_BYTES)
+            digest.update(numbers[begin + size : behind + size])
             every.append(digest.digest())
-            if (labels_BT[row, first:end] != IGNORED).any():
-                documents.append(every[-1])
+            if has_labels:
+                with_labels.append(every[-1])
         joined = hashlib.blake2b(b"".join(every), digest_size=HASH_BYTES)
-        found.append(RowHash(joined.digest(), tuple(documents)))
+        found.append(RowHash(joined.digest(), tuple(with_labels)))
     return found
