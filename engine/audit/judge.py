@@ -215,11 +215,12 @@ def _labels(one: ObservedPass) -> Tensor:
 
 
 def judge_record(
-    logged: Logged, wanted: Wanted, not_cleared: str | None
+    logged: Logged, wanted: Wanted, not_cleared: str | None, changed: Sequence[str]
 ) -> Iterator[tuple[About, Answer]]:
     """Yield the stages at which the record of a step, which may not have been observed, contradicts the spec.
 
-    `not_cleared` is a parameter that had a gradient when the step's first backward pass began.
+    `not_cleared` is a parameter that had a gradient when the step's first backward pass began, `changed` are tensors
+    that are not as the step before left them.
     """
     abouts = {about.id: about for about in STAGES}
     for id, what, found, expected in (
@@ -239,6 +240,15 @@ def judge_record(
             Numbers().failed(
                 f"{not_cleared} still has a gradient when the step's first backward pass begins: that of the step "
                 "before is added to this one's"
+            ),
+        )
+    if changed:
+        more = f" and {len(changed) - 1:,} more" if changed[1:] else ""
+        yield (
+            abouts["step_weights"],
+            Numbers(changed=len(changed)).failed(
+                f"{changed[0]}{more} changed between the step before and this one: by an evaluation, a checkpoint, or "
+                "whatever else was done there"
             ),
         )
     for id, answer in (
@@ -984,10 +994,6 @@ def _weights(step: _Step) -> Answer:
     rate = _rate(seen.logged, wanted)
     if rate.verdict.level is Level.FAIL:
         return rate
-    if changed := seen.student_changed:
-        return numbers.failed(
-            f"{len(changed)} tensors of the student changed between this step and the one before, first {changed[0]}"
-        )
     if not seen.logged.applied:
         return numbers.unknown(NOT_APPLIED)
     compared = due = moved = total = 0

@@ -158,8 +158,6 @@ class ObservedStep:
     """None without a teacher in the objective, or for the reason in `no_teacher`."""
     teacher_changed: Sequence[str]
     """Tensors of the teacher that the step has changed."""
-    student_changed: Sequence[str]
-    """Tensors of the student that are not as the step before left them."""
     student_head: HeadRows
     """As the loss gets it, as is `teacher_head`."""
     teacher_head: HeadRows | None

@@ -10,7 +10,7 @@ runs the same code as any other, and may be judged after the next one has begun.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,7 +110,6 @@ class _Seen:
     """Some numbers of each tensor of the teacher, before the step."""
     rows: dict[str, Tensor]
     moments: dict[str, tuple[Tensor, Tensor, int]]
-    student_changed: list[str]
     passes: list[_SeenPass] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     squares: list[Tensor] = field(default_factory=list)
@@ -123,8 +122,15 @@ class StepAudit(StepObserver):
     """Observes the steps that are due, and has them judged."""
 
     def __init__(
-        self, trainer: Trainer, spec: RunSpec, stream: TokenStream, teacher_decoder: Decoder | None
+        self,
+        trainer: Trainer,
+        spec: RunSpec,
+        stream: TokenStream,
+        teacher_decoder: Decoder | None,
+        *,
+        looks_after: Callable[[int], bool] = lambda step: False,
     ) -> None:
+        """`looks_after` says whether something is done after a step that reads the state and must not change it."""
         self.trainer, self.spec = trainer, spec
         self.prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
@@ -138,8 +144,11 @@ class StepAudit(StepObserver):
         self._seen: _Seen | None = None
         self._begins: int | None = None
         """The step whose first micro-batch comes next."""
+        self._looks_after = looks_after
         self._left: dict[str, Tensor] = {}
-        """Some numbers of the student as a step left them, where the next one is observed."""
+        """Some numbers of every tensor as a step left them, where more than a step comes before the next one."""
+        self._changed: dict[int, list[str]] = {}
+        """Tensors that were not as the step before had left them, by step."""
         self._not_cleared: dict[int, str] = {}
         """A parameter that had a gradient when a step's first backward pass began, by step."""
         trainer.observers = (*trainer.observers, self)
@@ -152,6 +161,14 @@ class StepAudit(StepObserver):
     @torch.no_grad()
     def begun(self, step: int) -> None:
         self._seen, self._begins = None, step
+        if self._left:
+            now = self._samples()
+            left, self._left = self._left, {}
+            self._changed[step] = [
+                name
+                for name, sample in left.items()
+                if name not in now or not torch.equal(sample, now[name])
+            ]
         if not self.due(step):
             return
         parameters = dict(self.trainer.student.named_parameters())
@@ -163,13 +180,20 @@ class StepAudit(StepObserver):
             teacher=self._teacher_samples(),
             rows={name: _some_rows(p, share, step) for name, p in parameters.items()},
             moments={},
-            student_changed=_changed(self._left, parameters),
         )
-        self._left = {}
         for name, p in parameters.items():
             if state := self.trainer.optimizer.state.get(p):
                 rows_R = self._seen.rows[name]
                 self._seen.moments[name] = _moments(state, rows_R)
+
+    def _samples(self) -> dict[str, Tensor]:
+        """Return some numbers of every tensor of student, optimizer and teacher, by its name in a sentence."""
+        found = {f"{name} of the teacher": t for name, t in self._teacher_samples().items()}
+        for name, p in self.trainer.student.named_parameters():
+            state = self.trainer.optimizer.state.get(p, {})
+            found[name] = _sample(own_part(p))
+            found |= {f"{key} of {name}": _sample(own_part(t)) for key, t in state.items()}
+        return found
 
     def _teacher_samples(self) -> dict[str, Tensor]:
         decoder = self.teacher_decoder
@@ -230,8 +254,8 @@ class StepAudit(StepObserver):
     @torch.no_grad()
     def updated(self, step: int) -> None:
         parameters = dict(self.trainer.student.named_parameters())
-        if step < self.spec.train.steps and self.due(step + 1):
-            self._left = {name: _sample(own_part(p)) for name, p in parameters.items()}
+        if step < self.spec.train.steps and (self.due(step + 1) or self._looks_after(step)):
+            self._left = self._samples()
         if (seen := self._seen) is None:
             return
         now = self._teacher_samples()
@@ -252,7 +276,10 @@ class StepAudit(StepObserver):
         them.
         """
         record = judge_record(
-            _logged(step), self._wanted(step.step), self._not_cleared.pop(step.step, None)
+            _logged(step),
+            self._wanted(step.step),
+            self._not_cleared.pop(step.step, None),
+            self._changed.pop(step.step, ()),
         )
         broken = [self._result(step, about, answer, 0.0) for about, answer in record]
         try:
@@ -333,7 +360,6 @@ class StepAudit(StepObserver):
             ),
             teacher=self._teacher(seen.step == self._first),
             teacher_changed=seen.teacher_changed,
-            student_changed=seen.student_changed,
             student_head=student_head,
             teacher_head=None if teacher is None else _head_rows(teacher),
             logit_rounding=ROUNDING[torch.float32],
@@ -545,14 +571,6 @@ def _moments(state: dict[str, Tensor], rows_R: Tensor) -> tuple[Tensor, Tensor, 
 
 def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED_NUMBERS)].clone()
-
-
-def _changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
-    return [
-        name
-        for name, sample in before.items()
-        if not torch.equal(sample, _sample(own_part(now[name])))
-    ]
 
 
 def _on_host(one: _SeenPass) -> _SeenPass:

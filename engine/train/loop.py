@@ -202,7 +202,13 @@ class TrainingLoop:
         self.log(Phase(name=TRAINING, detail=begun))
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         trainer.student.train()
-        audit = StepAudit(trainer, spec, self.data.stream, self.teacher_decoder)
+        audit = StepAudit(
+            trainer,
+            spec,
+            self.data.stream,
+            self.teacher_decoder,
+            looks_after=lambda step: self._due(step, begun_at, trainer.device).evaluate,
+        )
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
         teacher = self.inputs.teacher if trainer.has_teacher else None

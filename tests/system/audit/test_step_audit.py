@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -159,3 +161,47 @@ def test_a_student_in_32_bits_may_follow_the_rounding_of_its_teacher_in_16(world
     run.step(1)
     assert run.failures() == {}
     assert run.results["step_gradients"].verdict.level is Level.PASS, judged(run)
+
+
+def rounded(trainer: Trainer) -> None:
+    for parameter in trainer.student.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
+def one_moment_doubled(trainer: Trainer) -> None:
+    trainer.optimizer.state[trainer.student.embed.weight]["exp_avg"].mul_(2)
+
+
+def moments_forgotten(trainer: Trainer) -> None:
+    trainer.optimizer.state.clear()
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        (rounded, "embed.weight and "),
+        (one_moment_doubled, "exp_avg of embed.weight changed"),
+        (moments_forgotten, "of embed.weight and "),
+    ],
+)
+def test_what_an_evaluation_changes_is_named_at_the_next_step_though_that_is_not_observed(
+    world: World, changed: Callable[[Trainer], None], what: str
+) -> None:
+    run = make_run(world)
+    trainer = run.trainer
+    audit = StepAudit(
+        trainer,
+        run.spec,
+        world.train,
+        run.context.teacher_decoder,
+        looks_after=lambda step: step in (2, 3),
+    )
+    steps = trainer.steps()
+    for _ in range(3):
+        run.answer(audit.after(next(steps)))
+    assert run.failures() == {}
+    with torch.no_grad():
+        changed(trainer)
+    (found,) = audit.after(next(steps))
+    assert found.id == "step_weights" and found.failed and found.step == 4
+    assert what in found.verdict.reason and "between the step before and this one" in str(found)
