@@ -37,8 +37,9 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="documents_in_rows",
-        question="Are documents of the corpus, tokenized again one by one, in the rows, whole and in one split?",
-        means="Text is lost, cut, doubled or altered between the corpus and the rows, and every step looks right.",
+        question="Are all documents of the corpus in the rows, whole, in one split, with labels on answers alone?",
+        means="Text is lost, cut, doubled, altered or wrongly labelled between the corpus and the rows, and every step looks "
+        "right.",
         remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); look at what reads, tokenizes "
         "and packs documents.",
         when=When.BEFORE,

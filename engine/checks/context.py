@@ -87,6 +87,8 @@ class Context:
     """Yields documents of the corpus by name, read and tokenized alone."""
     made: tuple[Made, Made] | None
     """What was made of the documents of the training and the held-out split; None where it is not known."""
+    left_out: int
+    """Documents of the corpus that are in neither split."""
     tokenizers: Mapping[str, Tokenizer | None]
     """Tokenizers by their owner; None for an unknown one."""
 

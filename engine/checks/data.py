@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.audit.corpus import Records, plain, read_records
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
+from engine.data.sources import column_names
 from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
+from engine.formats.tokenizer import Tokenizer
 
 LOOKED_AT = 4
 """Number of steps whose rows are checked."""
@@ -124,6 +128,17 @@ def documents_in_rows(context: Context) -> Answer:
                 f"{made.missing:,} documents of the {split} split are in no row, {made.doubled:,} are in the rows too "
                 "often or altered"
             )
+    records = None
+    if not context.spec.data.max_bytes:
+        records = read_records(context.spec.data.corpus, column_names(context.spec.data.columns))
+    if records is not None:
+        known = context.left_out + sum(made.documents for made in context.made)
+        if known != records.count:
+            return Numbers(records=records.count, documents=known).failed(
+                f"{context.spec.data.corpus} has {records.count:,} records, read by another library; "
+                f"{known:,} are in a split or known to be left out"
+            )
+    answers = Answers.of(context, records)
     again = {name: split for split, (_, made) in splits.items() for name in made.again}
     for name, one in context.read_again(again.keys()):
         numbers["looked_at"] += 1
@@ -133,12 +148,62 @@ def documents_in_rows(context: Context) -> Answer:
             return numbers.failed(
                 f"{name}, read and tokenized again, is whole in {where} rows, and belongs into the {again[name]} ones"
             )
+        if answers is not None and (other := answers.not_said(one)) is not None:
+            return numbers.failed(
+                f"{name} has labels on {other!r:.80}: the records of {context.spec.data.corpus}, read by another "
+                "library, have no conversation whose answers these are"
+            )
     if not numbers["looked_at"]:
         return numbers.unknown("no document is small enough to be read again")
     return numbers.passed(
         f"{numbers['looked_at']:.0f} documents, read and tokenized again, are in the rows of their split; no other is "
         "missing or there twice"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the assistant says in the records of a source, to be compared with what has labels."""
+
+    tokenizer: Tokenizer
+    special: tuple[str, ...]
+    known: frozenset[tuple[str, ...]]
+    last: bool
+    """Whether only last answers are to have labels."""
+
+    @staticmethod
+    def of(context: Context, records: Records | None) -> Answers | None:
+        """Return None where a record is more than plain text: what a template writes of it is its own matter."""
+        tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+        if records is None or tokenizer is None:
+            return None
+        special = tuple(sorted(tokenizer.special_tokens, key=len, reverse=True))
+        known = set()
+        for one in records.answers:
+            if one is None:
+                return None
+            known.add(tuple(plain(text, special) for text in one))
+        return Answers(tokenizer, special, frozenset(known), context.spec.data.turns == "last")
+
+    def not_said(self, one: Encoded) -> str | None:
+        """Return what has labels in a conversation that has other ones than the answers of a record."""
+        if one.labelled is None or not len(one.ids):
+            return None
+        edges = np.flatnonzero(np.diff(one.labelled, prepend=False, append=False)).reshape(-1, 2)
+        texts = tuple(self.tokenizer.decode(one.ids[first:end]) for first, end in edges)
+        exact = tuple(plain(text, self.special) for text in texts)
+        # A token that begins with the prompt's white space and reaches into the answer has no label.
+        before = [self.tokenizer.decode(one.ids[max(0, first - 1) : first]) for first, _ in edges]
+        whole = tuple(
+            plain(head + text, self.special) if head[:1].isspace() else own
+            for head, text, own in zip(before, texts, exact, strict=True)
+        )
+        last = self.last or one.last_turn_only
+        known = {one[-1:] for one in self.known} if last else self.known
+        if exact in known or whole in known:
+            return None
+        said = {text for one in self.known for text in one}
+        return next((t for t, own in zip(texts, exact, strict=True) if own not in said), texts[0])
 
 
 def _has(stream: TokenStream, one: Encoded) -> bool:

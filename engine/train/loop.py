@@ -320,6 +320,7 @@ class TrainingLoop:
             tokenizers=self.inputs.tokenizers,
             read_again=partial(self.inputs.read_again, self.spec.data),
             made=self.data.made,
+            left_out=self.data.ready.skipped_files + self.data.ready.copies,
             memory=lambda: self._memory(device),
             resumed=self.keeper.resumed,
             late_compiles=lambda: self.compiles.late,

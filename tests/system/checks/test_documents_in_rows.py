@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from engine.audit.corpus import read_records
 from engine.checks.context import Context
-from engine.checks.data import documents_in_rows
+from engine.checks.data import Answers, documents_in_rows
+from engine.data import chat, conversations, sources
+from engine.data.corpus import Document
 from engine.data.packing import PACKINGS
 from engine.data.token_cache import Recipe, load_tokens
 from engine.data.tokens import Encoded, Encoder, TokenStream, make_stream, read_again
 from engine.drills.catalogue import planted
 from engine.formats.tokenizer import Tokenizer
 from engine.verdict import Level
-from tests.support.chats import CHATML, make_tokenizer
+from tests.support.chats import CHATML, STYLES, Style, make_tokenizer
+from tests.support.chats import conversations as odd_conversations
 from tests.support.checked_runs import World, make_run, make_world
 from tests.support.kit import Kit
 
@@ -51,8 +58,10 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def looked_at(world: World, source: Path, tokenizer: Tokenizer, **other: Any) -> Context:
-    """The context of a run whose rows are made of this source."""
+def looked_at(
+    world: World, source: Path, tokenizer: Tokenizer, root: Path | None = None, **other: Any
+) -> Context:
+    """The context of a run whose rows are made of this source; tokens are kept in `root`."""
     encoder = Encoder(tokenizer=tokenizer, template=CHATML.template())
     recipe = Recipe(
         source=str(source),
@@ -63,13 +72,20 @@ def looked_at(world: World, source: Path, tokenizer: Tokenizer, **other: Any) ->
         seq_len=32,
         **({"max_bytes": None, "packing": "stream"} | other),
     )
-    tokens = load_tokens(recipe)
+    tokens = load_tokens(recipe, root=root)
 
     def again(names: Set[str]) -> Iterator[tuple[str, Encoded]]:
         return read_again(names, encoder, str(source), include_tests=False, columns=())
 
+    context = make_run(world).context
+    data = dataclasses.replace(
+        context.spec.data, corpus=str(source), max_bytes=recipe.max_bytes or 0
+    )
     return dataclasses.replace(
-        make_run(world).context,
+        context,
+        spec=dataclasses.replace(context.spec, data=data),
+        tokenizers={"teacher": tokenizer},
+        left_out=tokens.skipped + tokens.dropped_count,
         train_stream=tokens.train,
         heldout_stream=tokens.heldout,
         made=tokens.made,
@@ -150,3 +166,114 @@ def test_without_documents_that_can_be_read_again_nothing_is_said(world: World, 
     nobody = dataclasses.replace(context, read_again=lambda names: iter(()))
     assert documents_in_rows(nobody).verdict.level is Level.UNKNOWN
     assert documents_in_rows(dataclasses.replace(context, made=None)).verdict.level is Level.UNKNOWN
+
+
+def every_third_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of = sources.read_records
+
+    def some_of(file: Any) -> Iterator[Any]:
+        return (one for number, one in enumerate(all_of(file)) if number % 3)
+
+    monkeypatch.setattr(sources, "read_records", some_of)
+
+
+def first_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "_joined", lambda parts, where: parts[0]["text"])
+
+
+def label_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = np.searchsorted
+    monkeypatch.setattr(
+        chat, "np", SimpleNamespace(**vars(np) | {"searchsorted": partial(exact, side="right")})
+    )
+
+
+def labels_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = chat._labelled
+
+    def all_behind(*arguments: Any) -> Any:
+        found = exact(*arguments)
+        if isinstance(found, chat.Chat):
+            found.labelled[int(found.labelled.argmax()) :] = True
+        return found
+
+    monkeypatch.setattr(chat, "_labelled", all_behind)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of two turns, some with contents in parts."""
+    path = tmp_path_factory.mktemp("talks") / "a.jsonl.gz"
+    records = []
+    for n in range(80):
+        said = [f"what is {n}?", f"{n} is a number", "what kind of one?", f"the {n % 7}th kind"]
+        parts: list[Any] = [{"type": "text", "text": f"{n} and"}, {"type": "text", "text": " one"}]
+        contents: list[Any] = [*said[:3], parts] if n % 2 else said
+        roles = ("user", "assistant") * 2
+        records.append(
+            {
+                "messages": [
+                    {"role": role, "content": content}
+                    for role, content in zip(roles, contents, strict=True)
+                ]
+            }
+        )
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(one) + "\n" for one in records)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("planted_in", "said"),
+    [
+        (every_third_lost, "80 records, read by another library; 53 are in a split"),
+        (first_part_alone, "has labels on '"),
+        (label_moved, "has labels on '"),
+        (labels_to_the_end, "has labels on '"),
+    ],
+)
+def test_what_is_lost_or_mislabelled_between_file_and_documents_is_named(
+    world: World,
+    talks: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    planted_in: Callable[[pytest.MonkeyPatch], None],
+    said: str,
+) -> None:
+    healthy = documents_in_rows(looked_at(world, talks, tokenizer, tmp_path / "healthy"))
+    assert healthy.verdict.level is Level.PASS, healthy.verdict
+    planted_in(monkeypatch)
+    found = documents_in_rows(looked_at(world, talks, tokenizer, tmp_path / "planted"))
+    assert found.verdict.level is Level.FAIL and said in found.verdict.reason, found.verdict
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_labels_of_every_style_are_the_answers_of_the_file(
+    world: World, tokenizer: Tokenizer, tmp_path: Path, style: Style, turns: str
+) -> None:
+    records = [
+        one
+        for one in odd_conversations()
+        if all(message.keys() == {"role", "content"} for message in one["messages"])
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    context = make_run(world).context
+    data = dataclasses.replace(context.spec.data, turns=turns)
+    context = dataclasses.replace(
+        context,
+        spec=dataclasses.replace(context.spec, data=data),
+        tokenizers={"teacher": tokenizer},
+    )
+    answers = Answers.of(context, read_records(str(path), ()))
+    assert answers is not None
+    encoder = Encoder(tokenizer=tokenizer, template=style.template(), turns=cast(Any, turns))
+    found = [
+        encoder.encode([Document(name="x", text=json.dumps(one), is_chat=True)]) for one in records
+    ]
+    encoded = [one for each in found for one in each]
+    labelled = [one for one in encoded if len(one.ids)]
+    assert len(labelled) > 40
+    assert [said for one in labelled if (said := answers.not_said(one)) is not None] == []

@@ -1,0 +1,112 @@
+"""What a file of records holds, read by the libraries of its format and by none of the engine's readers: where the
+chain from the corpus to the labels begins.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 25
+"""Of a file, as it lies on disk; and eight times as many decompressed. Larger ones are not read a second time."""
+SPEAKERS = ("assistant", "gpt")
+BEHIND_REASONING = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    count: int
+    answers: Sequence[tuple[str, ...] | None]
+    """What the assistant says in each record, turn by turn; None where it is more than text, or no conversation."""
+
+
+def read_records(source: str, columns: Sequence[str]) -> Records | None:
+    """Read a source that is one file of records; None for another one, and for one that is not read as such."""
+    path = Path(source)
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        return None
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        found = parquet.read_table(path).to_pylist()
+        return Records(len(found), [_answers(one, columns) for one in found])
+    kind = path.suffixes[-2:][0] if path.suffix in (".gz", ".zst") else path.suffix
+    if kind not in (".jsonl", ".json"):
+        return None
+    with _opened(path) as file:
+        text = file.read(8 * MOST_BYTES + 1)
+    if len(text) > 8 * MOST_BYTES:
+        return None
+    if kind == ".jsonl" and text[:1] != b"[":
+        lines = [line for line in text.split(b"\n") if line.strip()]
+        return Records(len(lines), [_answers(_parsed(line), columns) for line in lines])
+    whole = _parsed(text)
+    if not isinstance(whole, list):
+        return None
+    return Records(len(whole), [_answers(one, columns) for one in whole])
+
+
+def _opened(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix == ".zst":
+        import zstandard
+
+        return zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+    return io.BufferedReader(io.FileIO(path))
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _answers(record: Any, columns: Sequence[str]) -> tuple[str, ...] | None:
+    if not isinstance(record, Mapping):
+        return None
+    if len(columns) == 2:
+        prompt, completion = (record.get(name) for name in columns)
+    else:
+        prompt, completion = record.get("prompt"), record.get("completion")
+    messages = record.get(columns[0] if len(columns) == 1 else "messages")
+    messages = record.get("conversations") if messages is None else messages
+    if messages is None and completion is None and "text" in record:
+        return ()
+    if messages is None and isinstance(prompt, str) and isinstance(completion, str):
+        return (completion,)
+    found = [_said(one) for one in (completion if messages is None else messages) or ()]
+    if not found or None in found:
+        return None
+    return tuple(text for speaker, text in found if speaker in SPEAKERS)  # type: ignore[misc]
+
+
+def _said(message: Any) -> tuple[str, str] | None:
+    """Return who says what in a message that is nothing but text."""
+    if not isinstance(message, Mapping) or not message.keys() <= {
+        *("role", "content"),
+        *("from", "value"),
+    }:
+        return None
+    content = message.get("content", message.get("value"))
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts: list[Any] = [
+            one.get("text") if isinstance(one, Mapping) else None for one in content
+        ]
+        content = "".join(parts) if all(isinstance(one, str) for one in parts) else None
+    speaker = message.get("role", message.get("from"))
+    return (speaker, content) if isinstance(speaker, str) and isinstance(content, str) else None
+
+
+def plain(text: str, special: Sequence[str]) -> str:
+    """Return a text as it is compared: without special tokens, the reasoning in front of it, and white space, which
+    templates add and take away."""
+    for token in special:
+        text = text.replace(token, "")
+    return "".join(text.rpartition(BEHIND_REASONING)[2].split())
