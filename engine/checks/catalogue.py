@@ -38,7 +38,7 @@ CATALOGUE: tuple[About, ...] = (
     About(
         id="documents_in_rows",
         question="Are all documents of the corpus in the rows, whole, in one split, with labels on answers alone?",
-        means="Text is lost, cut, doubled, altered or wrongly labelled between the corpus and the rows, and every step looks "
+        means="Text is lost, cut, doubled, altered or wrongly labelled before the rows, and every step looks "
         "right.",
         remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); look at what reads, tokenizes "
         "and packs documents.",
