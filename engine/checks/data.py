@@ -140,8 +140,10 @@ def documents_in_rows(context: Context) -> Answer:
             )
     answers = Answers.of(context, records)
     again = {name: split for split, (_, made) in splits.items() for name in made.again}
+    found_again: set[str] = set()
     for name, one in context.read_again(again.keys()):
         numbers["looked_at"] += 1
+        found_again.add(name)
         there = [split for split, (stream, _) in splits.items() if _has(stream, one)]
         if there != [again[name]] and len(one.ids):
             where = " and ".join(there) or "no"
@@ -153,6 +155,10 @@ def documents_in_rows(context: Context) -> Answer:
                 f"{name} has labels on {other!r:.80}: the records of {context.spec.data.corpus}, read by another "
                 "library, have no conversation whose answers these are"
             )
+    if gone := sorted(again.keys() - found_again):
+        return numbers.failed(
+            f"{len(gone)} documents that are in the rows are no longer in the corpus, first {gone[0]}"
+        )
     if not numbers["looked_at"]:
         return numbers.unknown("no document is small enough to be read again")
     return numbers.passed(

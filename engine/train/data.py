@@ -1,7 +1,8 @@
 """Prepare the data of a run: read the corpus, split it, tokenize it, and take the held-out rows.
 
-A resumed run must see the tokens that it began with. The order of rows is a function of the seed and the
-number of rows (`engine.data.batches`), so a position in that order is only valid for the same tokens.
+A resumed run must see the tokens that it began with, of both splits. The order of rows is a function of the seed and
+the number of rows (`engine.data.batches`), so a position in that order is only valid for the same tokens, and losses
+before and after are only comparable on the same text.
 """
 
 from __future__ import annotations
@@ -71,12 +72,17 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
     ready = record.data(data.corpus, tokens, data.seq_len)
     log(ready)
-    if seen is not None and seen.train_sha256 != ready.train_sha256:
-        raise CorpusError(
-            f"corpus: {data.corpus} — expected the tokens this run began with "
-            f"(sha256 {seen.train_sha256[:12]}), found others ({ready.train_sha256[:12]})",
-            hint="restore the files as they were, or start a new run",
-        )
+    begun = ready if seen is None else seen
+    for split, before, now in (
+        ("training", begun.train_sha256, ready.train_sha256),
+        ("held-out", begun.heldout_sha256, ready.heldout_sha256),
+    ):
+        if before != now:
+            raise CorpusError(
+                f"corpus: {data.corpus} — expected the {split} tokens this run began with "
+                f"(sha256 {before[:12]}), found others ({now[:12]})",
+                hint="restore the files as they were, or start a new run",
+            )
     return Data(
         stream=train,
         heldout_stream=held,

@@ -163,7 +163,9 @@ def test_a_document_of_both_splits_is_named(world: World, kit: Kit) -> None:
 
 def test_without_documents_that_can_be_read_again_nothing_is_said(world: World, kit: Kit) -> None:
     context = looked_at(world, kit.corpus, world.tokenizer)
-    nobody = dataclasses.replace(context, read_again=lambda names: iter(()))
+    assert context.made is not None
+    made = tuple(dataclasses.replace(one, again=()) for one in context.made)
+    nobody = dataclasses.replace(context, made=cast(Any, made))
     assert documents_in_rows(nobody).verdict.level is Level.UNKNOWN
     assert documents_in_rows(dataclasses.replace(context, made=None)).verdict.level is Level.UNKNOWN
 
@@ -277,3 +279,15 @@ def test_labels_of_every_style_are_the_answers_of_the_file(
     labelled = [one for one in encoded if len(one.ids)]
     assert len(labelled) > 40
     assert [said for one in labelled if (said := answers.not_said(one)) is not None] == []
+
+
+def test_documents_that_are_no_longer_in_the_corpus_are_named(
+    world: World, talks: Path, tokenizer: Tokenizer
+) -> None:
+    context = looked_at(world, talks, tokenizer)
+    some = dataclasses.replace(
+        context, read_again=lambda names: context.read_again(set(sorted(names)[1:]))
+    )
+    found = documents_in_rows(some)
+    assert found.verdict.level is Level.FAIL
+    assert "1 documents that are in the rows are no longer in the corpus" in found.verdict.reason

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.data.corpus import open_corpus
 from engine.errors import RunLogError
 from engine.flips.arms import sum_up
 from engine.flips.proof import equal
@@ -434,17 +435,22 @@ def test_a_teacher_replaced_between_two_sessions_is_refused(
     assert str(teacher) in asked.stderr
 
 
-def test_changed_training_text_is_refused_on_resume(stopped: Stopped, run: Path) -> None:
+@pytest.mark.parametrize("split", ["training", "held-out"])
+def test_changed_text_is_refused_on_resume(stopped: Stopped, run: Path, split: str) -> None:
     corpus, kept = stopped.folder / "corpus", stopped.folder / "kept"
+    fraction = load_spec(run / "spec.toml")[0].data.heldout_fraction
+    found = open_corpus(str(corpus), heldout_fraction=fraction)
+    documents = (found.train if split == "training" else found.heldout).documents
     shutil.copytree(corpus, kept)
     try:
-        for file in corpus.iterdir():
-            file.write_text(file.read_text().replace("return", "yield "))
+        for one in documents:
+            (corpus / one.name).write_text(one.text.replace("return", "yield "))
         refused = resumed_here(run)
     finally:
         shutil.rmtree(corpus)
         kept.rename(corpus)
-    assert refused.returncode == 65 and "expected the tokens this run began with" in refused.stderr
+    assert refused.returncode == 65
+    assert f"expected the {split} tokens this run began with" in refused.stderr
 
 
 def test_a_run_whose_output_cannot_be_kept_is_refused_in_words(tmp_path: Path) -> None:
