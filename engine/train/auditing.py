@@ -18,7 +18,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.audit import reference
 from engine.audit.bounds import COMPARED_NUMBERS, WIDENED
@@ -199,8 +199,7 @@ class StepAudit(StepObserver):
         decoder = self.teacher_decoder
         if decoder is None or decoder.shards is not None:
             return {}
-        tensors = dict(decoder.named_buffers()) | dict(decoder.named_parameters())
-        return {name: _sample(tensor) for name, tensor in tensors.items()}
+        return {name: _sample(tensor) for name, tensor in _weights_of(decoder).items()}
 
     def forwarded(
         self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
@@ -567,6 +566,18 @@ def _moments(state: dict[str, Tensor], rows_R: Tensor) -> tuple[Tensor, Tensor, 
     """Return some rows of both moments, and the optimizer's count of updates."""
     mean, square = (_rows(state[name], rows_R) for name in ("exp_avg", "exp_avg_sq"))
     return mean, square, int(whole(state["step"]))
+
+
+def _weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers but those that are no part of a saved model: rotary frequencies, which some models
+    choose anew by the length of the rows."""
+    passing = {
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    tensors = dict(module.named_buffers()) | dict(module.named_parameters())
+    return {name: tensor for name, tensor in tensors.items() if name not in passing}
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from engine.audit import judge
 from engine.audit.stages import STAGES
@@ -13,7 +14,7 @@ from engine.drills.defects_training import BETWEEN_PARTS
 from engine.drills.planting import Defect
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
-from engine.train.auditing import StepAudit
+from engine.train.auditing import StepAudit, _weights_of
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
@@ -205,3 +206,13 @@ def test_what_an_evaluation_changes_is_named_at_the_next_step_though_that_is_not
     (found,) = audit.after(next(steps))
     assert found.id == "step_weights" and found.failed and found.step == 4
     assert what in found.verdict.reason and "between the step before and this one" in str(found)
+
+
+def test_what_a_teacher_chooses_anew_by_the_length_of_rows_is_no_weight_of_it() -> None:
+    outer, inner = nn.Module(), nn.Module()
+    outer.inner = inner
+    inner.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    outer.register_buffer("also_passing", torch.ones(2), persistent=False)
+    inner.register_buffer("codes", torch.ones(2))
+    outer.weight = nn.Parameter(torch.ones(2))
+    assert _weights_of(outer).keys() == {"inner.codes", "weight"}
