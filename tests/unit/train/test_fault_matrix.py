@@ -244,7 +244,7 @@ ROWS = (
         (
             "train/fault_rows::a_setting_changed_on_resume_is_refused_with_both_values",
             "train/fault_rows::a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions",
-            "train/fault_rows::changed_training_text_is_refused_on_resume",
+            "train/fault_rows::changed_text_is_refused_on_resume",
         ),
     ),
     Row(
