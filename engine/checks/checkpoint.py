@@ -35,7 +35,7 @@ ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
 
 @torch.no_grad()
 def checkpoint_reloads(context: Context, path: Path, step: int) -> Answer:
-    row = context.position + (step - context.step) * rows_of_a_step(context)
+    row = context.position + (step - context.step) * context.spec.rows_per_step
     numbers = Numbers(step=step, row=row)
     try:
         wrong = differences(context, path, numbers, step=step, row=row)
@@ -51,7 +51,7 @@ def checkpoint_reloads(context: Context, path: Path, step: int) -> Answer:
 @torch.no_grad()
 def resume_continues(context: Context) -> Answer:
     step, row, resumed = context.step, context.position, context.resumed
-    numbers = Numbers(step=step, position=row, expected=step * rows_of_a_step(context))
+    numbers = Numbers(step=step, position=row, expected=step * context.spec.rows_per_step)
     if step == 0:
         return numbers.passed("the run begins at step 0: there is nothing to continue")
     if resumed is None:
@@ -86,11 +86,6 @@ def resume_continues(context: Context) -> Answer:
         f"step {step}, row {row}, {max(updates)} updates, every tensor, moment and random generator are those of "
         f"{path.name}, bit for bit"
     )
-
-
-def rows_of_a_step(context: Context) -> int:
-    train = context.spec.train
-    return train.rows * train.accumulation * context.spec.compute.gpus
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

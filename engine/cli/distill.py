@@ -279,6 +279,15 @@ def _settings_to_resume(
             words,
             hint=f"they come from --set or from the environment; {flags} goes on with them",
         )
+    if spec.rows_per_step != changed.rows_per_step:
+        # The place in the data, its order and the schedule are counted in steps of as many rows.
+        raise BadInput.expected(
+            "settings",
+            folder.path,
+            f"{spec.rows_per_step} rows in a step, train.rows * train.accumulation * compute.gpus, as it began",
+            f"{changed.rows_per_step}",
+            hint="change them together so that their product stays, or start a new run",
+        )
     return changed
 
 

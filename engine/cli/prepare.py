@@ -113,8 +113,7 @@ def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
         raise UsageError("expected --out DIR, or teacher.cache in the spec")
     rows = arguments.rows
     if arguments.steps is not None:
-        train = spec.train
-        rows = arguments.steps * train.rows * train.accumulation * spec.compute.gpus
+        rows = arguments.steps * spec.rows_per_step
     for option in ("rows", "steps"):
         given = getattr(arguments, option)
         if given is not None and given < 1:

@@ -69,7 +69,7 @@ class DataSize:
 def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     """Measure the data of `spec`. Raises CorpusError, TokenizerError."""
     data, train = spec.data, spec.train
-    per_step = train.rows * train.accumulation * spec.compute.gpus * data.seq_len
+    per_step = spec.rows_per_step * data.seq_len
     documents = texts = listed = 0
     sample = _Sample()
     labelled = None

@@ -88,8 +88,7 @@ def batches_of(spec: RunSpec, stream: TokenStream) -> Batches:
 
 def rows_of_run(spec: RunSpec) -> int:
     """Return the number of rows that a run takes, over all of its epochs."""
-    train = spec.train
-    return train.steps * train.rows * train.accumulation * spec.compute.gpus
+    return spec.train.steps * spec.rows_per_step
 
 
 def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | None:

@@ -614,6 +614,11 @@ class RunSpec:
         section, name = key.split(".")
         return getattr(getattr(self, section), name)
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step, on all GPUs together."""
+        return self.train.rows * self.train.accumulation * self.compute.gpus
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)
 

@@ -13,6 +13,7 @@ two evaluations is missed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -27,7 +28,7 @@ from engine.log.table import batches_of
 from engine.log.view import SOURCES, RunView
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
-from engine.watch.rules.rule import Alert, Case, Unknown
+from engine.watch.rules.rule import Alert, Case, Unknown, earlier_settings
 
 LOOK_S = 1.0
 MOST_LOOKS = 5000
@@ -62,7 +63,7 @@ class Diagnosis:
 
 def diagnose(run: RunFolder, settings: RunSpec | None) -> Diagnosis:
     """Replay a run under every rule."""
-    replay, stretches = _Replay(settings, _interval_s(run)), InOrder(run)
+    replay, stretches = _Replay(settings, _interval_s(run), earlier_settings(run)), InOrder(run)
     for stretch in stretches:
         for line in stretch.in_order():
             replay.take(line)
@@ -84,8 +85,10 @@ def _interval_s(run: RunFolder) -> float:
 
 
 class _Replay:
-    def __init__(self, settings: RunSpec | None, interval_s: float) -> None:
-        self.settings, self.interval_s = settings, interval_s
+    def __init__(
+        self, settings: RunSpec | None, interval_s: float, earlier: Mapping[str, RunSpec]
+    ) -> None:
+        self.settings, self.interval_s, self.earlier = settings, interval_s, earlier
         self.view, self.alerts = RunView(), ActiveAlerts()
         self.waiting: list[Line] = []
         self.steps = 0
@@ -129,7 +132,7 @@ class _Replay:
 
     def look(self, now_s: float) -> None:
         self.fold_waiting()
-        case = Case(view=self.view, settings=self.settings, now_unix_s=now_s)
+        case = Case(view=self.view, settings=self.settings, now_unix_s=now_s, earlier=self.earlier)
         for event in self.alerts.look(case):
             if isinstance(event, AlertRaised):
                 self.raised.append(Raised(alert=event, unix_s=now_s, cleared_unix_s=None))

@@ -23,7 +23,7 @@ from engine.errors import CheckpointError
 from engine.log.events import RunStarted
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
-from engine.spec import settings_sha256
+from engine.spec import RunSpec, settings_sha256
 
 _VERSIONS = ("engine", "python", "torch", "device")
 
@@ -51,6 +51,19 @@ def changes_since(folder: RunFolder, spec_sha256: str) -> list[str] | None:
             "settings", folder.effective, "changes with key, was, is and spec_sha256", "others"
         ) from None
     return None
+
+
+def check_changes(folder: RunFolder, spec: RunSpec) -> None:
+    """Raise CheckpointError when a setting that a resume was allowed to change is not what it was changed to."""
+    changed = {c["key"]: c["is"] for c in folder.read_effective().get("changes", [])}
+    for key, value in changed.items():
+        if (found := spec.value(key)) != value:
+            raise CheckpointError.expected(
+                "settings",
+                folder.effective,
+                f"{key} = {value!r}, as it was changed to",
+                f"{found!r}",
+            )
 
 
 def versions_changed(before: RunView | None, now: RunStarted) -> str:

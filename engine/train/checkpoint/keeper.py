@@ -37,6 +37,7 @@ from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
 from engine.train.checkpoint.continuing import (
     changes_since,
+    check_changes,
     check_promised,
     missing_newest,
     promised_step,
@@ -227,6 +228,7 @@ class Keeper:
             self.log(Note(level="error", text=text))
         found = state.unpack(last)
         changes = changes_since(self.folder, found.spec_sha256)
+        check_changes(self.folder, self.spec)
         if changes is not None:
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
             self.log(Note(level="warning", text=text))

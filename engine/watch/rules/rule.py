@@ -22,8 +22,8 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
 
 from engine.errors import BadInput
@@ -70,6 +70,8 @@ class Case:
     settings: RunSpec | None
     """The settings of the run (its effective.json); None when they cannot be read."""
     now_unix_s: float
+    earlier: Mapping[str, RunSpec] = field(default_factory=dict)
+    """The settings before each change that a resume was allowed to make, by their hash."""
 
     # What the run is.
 
@@ -85,7 +87,12 @@ class Case:
         if self.settings is None:
             why = "the settings of the run (effective.json) cannot be read"
             raise CannotJudge(why if not self.view.is_foreign else OTHERS)
-        return self.settings
+        started = self.view.started
+        return (
+            self.settings
+            if started is None
+            else self.earlier.get(started.spec_sha256, self.settings)
+        )
 
     def lower_rate(self, times: float) -> dict[str, str]:
         """The flip to a rate so many times lower; of a script that is not ours, what to try in it."""
@@ -378,3 +385,20 @@ def read_settings(run: RunFolder) -> RunSpec | None:
         return None if COMMAND in effective else spec_from_dict(effective["spec"])
     except BadInput:
         return None
+
+
+def earlier_settings(run: RunFolder) -> dict[str, RunSpec]:
+    """Return the settings that earlier sessions of a run had, by their hash: those of now with the changes that its
+    resumes were allowed to make undone, the newest first."""
+    found: dict[str, RunSpec] = {}
+    try:
+        effective = run.read_effective()
+        tree = {name: dict(section) for name, section in effective.get("spec", {}).items()}
+        for change in reversed(effective.get("changes", [])):
+            section, _, name = change["key"].partition(".")
+            tree[section][name] = change["was"]
+            spec = spec_from_dict(tree)
+            found[spec.sha256] = spec
+    except (BadInput, LookupError, TypeError, AttributeError):
+        pass  # those that can be read are judged by
+    return found

@@ -99,13 +99,12 @@ def batch_not_as_set(case: Case) -> Symptom | None:
 )
 def run_not_as_set(case: Case) -> Symptom | None:
     started, spec = case.started, case.spec
-    rows = spec.train.rows * spec.train.accumulation * spec.compute.gpus
     pairs = (
         ("train.steps", started.steps, spec.train.steps),
         ("loss.alpha", started.alpha, spec.loss.alpha),
         ("loss.temperature", started.temperature, spec.loss.temperature),
         ("train.lr", started.peak_lr, spec.train.lr),
-        ("train.rows * accumulation", started.rows_per_step, rows),
+        ("train.rows * accumulation", started.rows_per_step, spec.rows_per_step),
         ("data.seq_len", started.seq_len, spec.data.seq_len),
     )  # fmt: skip
     wrong = [

@@ -54,6 +54,8 @@ from engine.watch.machine_guard import (
     ClockWatch,
     MemoryGuard,
 )
+from engine.watch.replay import diagnose
+from engine.watch.rules.rule import read_settings
 from engine.watch.start_and_stop import launch
 from engine.watch.supervisor import _Supervisor
 from tests.support.finished_runs import resumed_here
@@ -382,12 +384,18 @@ def test_a_setting_changed_on_resume_is_refused_with_both_values(
     asked = engine_here("distill", "--resume", run, "--set", "train.lr=0.001")
     assert asked.returncode == 65 and "train.lr = 0.001 (was 0.0003)" in asked.stderr
     assert "--allow-change train.lr" in asked.stderr
+    other = ("--set", "train.rows=3", "--allow-change", "train.rows")
+    asked = engine_here("distill", "--resume", run, *other)
+    assert asked.returncode == 65 and "rows in a step" in asked.stderr
     monkeypatch.setenv("MANAGED_MEMORY", "1")
     asked = engine_here("distill", "--resume", run)
     assert asked.returncode == 65 and "memory.allocator = 'managed' (was 'auto')" in asked.stderr
     unknown = engine_here("distill", "--resume", run, "--allow-change", "train.loss_rate")
     assert unknown.returncode == 64 and "train.loss_rate" in unknown.stderr
     assert (run / "effective.json").read_bytes() == before
+
+
+OF_SETTINGS = {"learning_rate", "batch_not_as_set", "run_not_as_set"}
 
 
 def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions(
@@ -399,6 +407,7 @@ def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_vers
     (run / "events.jsonl").write_bytes(log.replace(ours, b'"torch":"2.0.0"'))
     step = Follower(RunFolder(run)).read_all().last_step
     changed = ["--set", f"train.steps={step + 4}", "--allow-change", "train.steps"]
+    changed += ["--set", "train.lr=0.0001", "--allow-change", "train.lr"]
     done = engine("distill", "--resume", run, *changed)
     assert done.returncode == 0, done.stderr
     follower = Follower(RunFolder(run))
@@ -407,8 +416,22 @@ def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_vers
     notes = "\n".join(note.text for note in view.notes)
     assert f"as allowed: train.steps 100000 -> {step + 4}" in notes
     assert "torch 2.0.0 -> " in notes and "not bit for bit" in notes
-    (change,) = json.loads((run / "effective.json").read_text())["changes"]
-    assert (change["key"], change["was"], change["is"]) == ("train.steps", 100000, step + 4)
+    changes = json.loads((run / "effective.json").read_text())["changes"]
+    found = {change["key"]: (change["was"], change["is"]) for change in changes}
+    assert found == {"train.steps": (100000, step + 4), "train.lr": (0.0003, 0.0001)}
+    # Each session is judged by the settings that it had.
+    settings = read_settings(RunFolder(run))
+    assert {
+        one.alert.id for one in diagnose(RunFolder(run), settings).raised
+    } & OF_SETTINGS == set()
+
+
+def test_a_change_that_was_written_down_but_not_made_is_refused(run: Path) -> None:
+    effective = json.loads((run / "effective.json").read_text())
+    made = {"key": "train.lr", "was": 0.0003, "is": 0.0001, "spec_sha256": effective["spec_sha256"]}
+    (run / "effective.json").write_text(json.dumps(effective | {"changes": [made]}))
+    done = engine("distill", "--resume", run)
+    assert done.returncode == 65 and "train.lr = 0.0001, as it was changed to" in done.stderr
 
 
 def test_versions_that_are_the_same_are_not_worth_a_word() -> None:
