@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checks.check import Answer, Numbers
-from engine.checks.checkpoint import same_bits
+from engine.checks.checkpoint import SAMPLED, same_bits
 from engine.checks.context import Context
 from engine.errors import EngineError, WeightsError
 from engine.formats.open import open_weights
@@ -30,8 +30,6 @@ from engine.models.load import load_decoder, sources
 from engine.models.read_config import config_of
 from engine.runtime.ranks import own_part
 from engine.spec.sections import ModelSection
-
-SAMPLED = 1024
 
 
 class Sample:

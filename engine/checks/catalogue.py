@@ -65,9 +65,9 @@ CATALOGUE: tuple[About, ...] = (
         id="resume_continues",
         question="Is all that a resumed run goes on from, bit for bit, what its checkpoint's files hold?",
         means="It goes on as another run: old weights, cold or mixed moments, rows that are met twice. Each rank "
-        "compares tensors, moments, counters, generators, step and row, before its student is sharded.",
+        "compares its part of tensors and moments, counters, generators, step and row.",
         remedy="The reason names what differs. The checkpoint stays as it is: mend what restores, and resume again.",
-        when=When.BEFORE,
+        when=When.GOING_ON,
         stops=True,
     ),
     About(
@@ -162,7 +162,8 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="checkpoint_reloads",
-        question="Does a checkpoint, read back, have the same tensors and moments, and its place in the data?",
+        question="Does a checkpoint, read back, have the same tensors and moments, and its place in the data, and are "
+        "the right ones kept?",
         means="The run leaves nothing behind that could be used or resumed from.",
         remedy="Stop now: everything until the next good checkpoint would be lost.",
         when=When.AT_CHECKPOINT,

@@ -6,7 +6,7 @@ was skipped, could not run, or found nothing to judge.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from engine.verdict import Level, Verdict
@@ -19,12 +19,14 @@ class When(Enum):
     """Before a model runs: settings and data."""
     AT_START = "at_start"
     """Before the first step of a session."""
+    GOING_ON = "going_on"
+    """Right before the first step, when nothing else comes between."""
     FIRST_STEPS = "first_steps"
     """After one of the first steps, as soon as there is a result."""
     AT_STEP = "at_step"
     """Of a step that is audited: the first of a session, some later ones, the last."""
     AT_CHECKPOINT = "at_checkpoint"
-    """After the first checkpoint of a session, the 2nd, 4th, 8th ..., and the last of the run."""
+    """After each checkpoint: the first of a session, the 2nd, 4th, 8th ..., and the last of the run whole."""
     AT_END = "at_end"
     """After the last step, once the student is saved."""
     ALWAYS = "always"
@@ -99,6 +101,10 @@ class Result:
     @property
     def failed(self) -> bool:
         return self.verdict.level is Level.FAIL
+
+    def said_by(self, who: str) -> Result:
+        """Return the result with the one whose it is."""
+        return replace(self, verdict=replace(self.verdict, reason=f"{who}: {self.verdict.reason}"))
 
     def __str__(self) -> str:
         return f"{self.id}: {self.verdict}"

@@ -4,18 +4,19 @@
     moments      every AdamW moment and update counter: without them a resumed run is a different run
     step, row    where a resumed run continues
     generators   of random numbers, after a resume
+    kept         the checkpoints that are there, and which is the best, by the log alone
 
-`checkpoint_reloads` looks at some of a session, `resume_continues` at the one that a session was restored from. Apart
-from these, the next step depends only on values that are computed anew, so the resumed run takes the step that the
-other would have taken. A checkpoint of a sharded student is compared without its moments; after a resume each rank
-compares the whole state, before its student is sharded.
+`checkpoint_reloads` looks at each one, at some numbers of every tensor or at all (`Checks.at_checkpoint`);
+`resume_continues` at the one that a session was restored from, as the last thing before its first step. Apart from
+these, the next step depends only on values that are computed anew, so the resumed run takes the step that the other
+would have taken. Of what is sharded each rank compares its own part.
 
 The first check exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run was over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,29 +24,73 @@ import torch
 from torch import Tensor
 
 from engine import limits
+from engine.checkpoint_folders import published, step_of
 from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.errors import EngineError
 from engine.files import read_json
 from engine.formats.open import open_weights
+from engine.log.view import RunView
 from engine.runtime.parts import read_parts
+from engine.runtime.ranks import own_part, part_like
+from engine.spec import RunSpec
 
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
+STUDENT_FILE = "student.safetensors"
+SAMPLED = 1024
+"""Numbers of a tensor, evenly spread."""
 
 
 @torch.no_grad()
-def checkpoint_reloads(context: Context, path: Path, step: int) -> Answer:
+def checkpoint_reloads(
+    context: Context, path: Path, step: int, log: RunView | None = None, *, sampled: bool = False
+) -> Answer:
+    """Compare the newest checkpoint with the run after `step`. `log` is the run's, for the rank that keeps checkpoints;
+    `sampled` compares some numbers of each tensor."""
     row = context.position + (step - context.step) * context.spec.rows_per_step
     numbers = Numbers(step=step, row=row)
     try:
-        wrong = differences(context, path, numbers, step=step, row=row)
+        wrong = differences(context, path, numbers, step=step, row=row, sampled=sampled)
+        if wrong:
+            return numbers.failed(f"{path.name} does not hold what the run has: {wrong}")
+        on_disk = [step_of(one) for one in published(path.parent)]
+        if log is not None and (wrong := kept_wrongly(log, on_disk, context.spec)):
+            return numbers.failed(wrong)
     except EngineError as error:
         return numbers.failed(f"{path.name} cannot be read: {error}")
-    if wrong:
-        return numbers.failed(f"{path.name} does not hold what the run has: {wrong}")
     return numbers.passed(
         f"{path.name}, read back: every tensor and moment, step {step} and row {row}, bit for bit"
     )
+
+
+def kept_wrongly(log: RunView, on_disk: Sequence[int], spec: RunSpec) -> str:
+    """Say what is wrong with the checkpoints of a run by its log; empty when nothing is.
+
+    The best one has the lowest held-out loss of those that were evaluated and saved at the same step, the first of
+    equals. It and the newest `checkpoint.keep_last` are kept. Those of earlier sessions are taken as they are said.
+    """
+    loss_at = {e.step: e.loss for e in log.evals if e.subject == "student" and not e.saved}
+    began_at = (log.started.resumed_from if log.started else None) or 0
+    best: int | None = None
+    for one in log.checkpoints:
+        loss = loss_at.get(one.step)
+        lowest = None if best is None else loss_at.get(best)
+        better = loss is not None and (lowest is None or loss < lowest)
+        every = spec.checkpoint.every
+        if loss is None and one.step > began_at and every and one.step % every == 0:
+            return f"the log has no held-out loss of step {one.step}, which is saved to be one of the best"
+        if one.step <= began_at:
+            better = one.best
+        elif one.best != better:
+            said = "is kept as the best" if one.best else "is not kept as the best"
+            other = "" if best is None else f", that of step {best} {lowest}"
+            return f"step {one.step} {said}, and its held-out loss in the log is {loss}{other}"
+        best = one.step if better else best
+    steps = [one.step for one in log.checkpoints]
+    kept = {best, *steps[-spec.checkpoint.keep_last :]}
+    if extra := sorted({*steps} & {*on_disk} - kept):
+        return f"{len(extra)} checkpoints are not deleted (checkpoint.keep_last), first that of step {extra[0]}"
+    return ""
 
 
 @torch.no_grad()
@@ -57,6 +102,10 @@ def resume_continues(context: Context) -> Answer:
     if resumed is None:
         return numbers.unknown(f"step {step}, and nothing says which checkpoint it is from")
     path = resumed.checkpoint
+    if (newest := max(map(step_of, published(path.parent)), default=step)) > step:
+        return numbers.failed(
+            f"the run goes on from step {step}, and has a checkpoint of step {newest}"
+        )
     try:
         wrong = differences(
             context, path, numbers, step=step, row=row, random_states=resumed.random
@@ -104,8 +153,10 @@ def differences(
     step: int,
     row: int,
     random_states: Mapping[str, Tensor] | None = None,
+    sampled: bool = False,
 ) -> str:
-    """Describe how the run differs from the files of a checkpoint, bit for bit; empty when it does not.
+    """Describe how the run differs from the files of a checkpoint, bit for bit (`sampled`: in some numbers of each
+    tensor); empty when it does not. Of what is sharded this rank's part is compared.
 
     `numbers` gets how much was compared and differs. Raises EngineError for files that cannot be read.
     """
@@ -125,11 +176,12 @@ def differences(
         for name, found in (("step", step), ("row", row))
         if found != stored[name]
     ]
-    found = {"tensors": (len(tensors), _differing_tensors(path, tensors))}
-    parameters = dict(student.named_parameters())
-    # The optimizer of a sharded student holds only parts.
-    if any(parameter in held for parameter in parameters.values()):
-        moments = _differing_moments(path, parameters, held)
+    found: dict[str, tuple[int, list[str]]] = {}
+    # Parts of several files are put together whole, which takes their whole size once more.
+    if not sampled or (path / STUDENT_FILE).exists():
+        found["tensors"] = (len(tensors), _differing_tensors(path, tensors, sampled))
+        parameters = dict(student.named_parameters())
+        moments = _differing_moments(path, parameters, held, sampled)
         counters = [name for name in moments if name.startswith("step/")]
         found["moments"] = (2 * len(parameters), [one for one in moments if one not in counters])
         found["update counters"] = (len(parameters), counters)
@@ -161,53 +213,55 @@ def same_bits(found: object, wanted: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def _differing_tensors(path: Path, live: Mapping[str, Tensor]) -> list[str]:
+def _same_part(stored: Tensor | None, live: Tensor, sampled: bool) -> bool:
+    """Return whether a whole tensor of a file has the bits that this rank has of `live`."""
+    if stored is None or stored.shape != live.shape:
+        return False
+    found, wanted = part_like(stored, live).reshape(-1), own_part(live.detach()).reshape(-1)
+    if sampled:
+        every = max(1, wanted.numel() // SAMPLED)
+        found, wanted = found[::every].contiguous(), wanted[::every].contiguous()
+    return same_bits(found.to(wanted.device), wanted)
+
+
+def _differing_tensors(path: Path, live: Mapping[str, Tensor], sampled: bool) -> list[str]:
     """Return the names of tensors that the checkpoint does not have, or not bit for bit."""
-    in_parts = "student/"
-    with _stored(
-        path, "student.safetensors", lambda name: name.startswith(in_parts), in_parts
-    ) as stored:
+    with _stored(path, STUDENT_FILE, "student/") as stored:
         return [
-            name
-            for name, tensor in live.items()
-            if (found := stored(name)) is None or not same_bits(found.to(tensor.device), tensor)
+            name for name, tensor in live.items() if not _same_part(stored(name), tensor, sampled)
         ]
 
 
 def _differing_moments(
-    path: Path, live: Mapping[str, Tensor], held: Mapping[Tensor, Mapping[str, Tensor]]
+    path: Path,
+    live: Mapping[str, Tensor],
+    held: Mapping[Tensor, Mapping[str, Tensor]],
+    sampled: bool,
 ) -> list[str]:
     """Return the names of AdamW's values, of the checkpoint or of `held`, that the other does not have bit for bit."""
     differing = []
-    with _stored(
-        path, "optimizer.safetensors", lambda name: not name.startswith("student/")
-    ) as stored_moment:
+    with _stored(path, "optimizer.safetensors") as stored:
         for name, parameter in live.items():
             moments = held.get(parameter, {})
             for key in dict.fromkeys((*ADAMW_KEYS, *moments)):
-                stored, moment = stored_moment(f"{key}/{name}"), moments.get(key)
-                if stored is None and moment is None:
+                found, moment = stored(f"{key}/{name}"), moments.get(key)
+                if found is None and moment is None:
                     continue  # not moved yet, or frozen
-                if (
-                    stored is None
-                    or moment is None
-                    or not same_bits(stored.to(moment.device), moment)
-                ):
+                if moment is None or not _same_part(found, moment, sampled):
                     differing.append(f"{key}/{name}")
     return differing
 
 
 @contextmanager
-def _stored(
-    path: Path, file: str, kept: Callable[[str], bool], prefix: str = ""
-) -> Iterator[Callable[[str], Tensor | None]]:
-    """Yield a function that returns a tensor of a checkpoint's `file` by name, or None.
-
-    For a sharded checkpoint, only the names accepted by `kept` are read; they begin with `prefix` there.
-    """
+def _stored(path: Path, file: str, prefix: str = "") -> Iterator[Callable[[str], Tensor | None]]:
+    """Yield a function that returns a tensor of a checkpoint's `file` by name, or None. In a checkpoint that every rank
+    wrote a part of, names begin with `prefix`, and one tensor at a time is put together."""
     if not (path / file).exists():
-        parts = read_parts(path, kept)
-        yield lambda name: parts.get(prefix + name)
+
+        def part(name: str) -> Tensor | None:
+            return read_parts(path, lambda one: one == prefix + name).get(prefix + name)
+
+        yield part
         return
     with open_weights(path / file) as weights:
 

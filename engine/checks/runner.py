@@ -2,8 +2,9 @@
 
     checks = Checks(spec)
     for result in checks.before_training(context): ...     before the first step of a session
+    for result in checks.going_on(): ...                   right before the first step
     for result in checks.after_step(step): ...             after each step: checks that wait for one
-    for result in checks.at_checkpoint(path, step): ...    after each save; the 1st, 2nd, 4th ... is checked
+    for result in checks.at_checkpoint(path, step): ...    after each save
     for result in checks.at_end(id, given, step, student): ... once the student is saved, and once it is evaluated
     checks.ends_run(result)                                whether to stop
 
@@ -52,10 +53,11 @@ from engine.checks.teacher import (
 from engine.checks.vocabulary import vocabulary_by_bytes
 from engine.checks.weights import weights_alive
 from engine.log.events import StepDone
+from engine.log.view import RunView
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
-from engine.verdict import Verdict
+from engine.verdict import Level, Verdict
 
 CHECKS: dict[str, Callable[..., Answer | None]] = {
     "vocabulary_by_bytes": vocabulary_by_bytes,
@@ -110,6 +112,11 @@ class Checks:
             elif about.id in CHECKS:
                 self._open[about] = None
 
+    def going_on(self) -> Iterator[Result]:
+        """Run the checks of what the first step begins with, when nothing else comes before it."""
+        for about in [one for one in self._open if one.when is When.GOING_ON]:
+            yield from self._ask(about, self._context.step if self._context else 0)
+
     def look_at(self, context: Context) -> None:
         """Continue with other objects of the same run, whose student was sharded over several GPUs."""
         self._context = context
@@ -127,18 +134,18 @@ class Checks:
                 yield result
 
     def at_checkpoint(
-        self, path: Path, step: int, student: Decoder | None = None
+        self, path: Path, step: int, log: RunView | None = None, *, quick: bool = False
     ) -> Iterator[Result]:
-        """Check a checkpoint once it is safe in `path`: the first of a session, the 2nd, 4th, 8th ..., and the last of
-        the run.
-
-        `student` is the full student, gathered if it is sharded.
+        """Check the newest checkpoint once it is safe in `path`: whole the first of a session, the 2nd, 4th, 8th ...,
+        and the last of the run; in some numbers of each tensor the others, or with `quick`, of which no pass is
+        yielded. `log` is the run's, for the rank that keeps checkpoints.
         """
-        self._checkpoints += 1
-        if self._checkpoints & (self._checkpoints - 1) and step < self._steps:
-            return
+        self._checkpoints += not quick
+        whole = not self._checkpoints & (self._checkpoints - 1) or step == self._steps
+        sampled = quick or not whole
         for about in [one for one in self._open if one.when is When.AT_CHECKPOINT]:
-            yield from self._ask(about, step, path, step, student=student)
+            found = self._ask(about, step, path, step, log, sampled=sampled)
+            yield from (one for one in found if not sampled or one.verdict.level is not Level.PASS)
 
     def at_end(
         self, id: str, given: Artefact | Reported, step: int, student: Decoder | None = None
@@ -153,7 +160,12 @@ class Checks:
         return result.failed and result.about.stops and self.spec.on_fail == "stop"
 
     def _ask(
-        self, about: About, step: int, *more: object, student: Decoder | None = None
+        self,
+        about: About,
+        step: int,
+        *more: object,
+        student: Decoder | None = None,
+        **how: bool,
     ) -> Iterator[Result]:
         assert self._context is not None, "before_training comes first"
         context = self._context
@@ -165,7 +177,7 @@ class Checks:
             # A check that runs after every step looks at no model.
             always = about.when is When.ALWAYS
             with contextlib.nullcontext() if always else undisturbed(context):
-                answer = CHECKS[about.id](context, *more)
+                answer = CHECKS[about.id](context, *more, **how)
         except NoHiddenStates as error:
             answer = unknown(str(error))
         except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run

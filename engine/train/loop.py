@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.checkpoint_folders import published
+from engine.checkpoint_folders import folder_name, published
 from engine.checks.artefact import Artefact
 from engine.checks.check import Result
 from engine.checks.context import Context, Memory
@@ -38,11 +38,13 @@ from engine.log.events import (
     StepDone,
     StopRequested,
 )
+from engine.log.follow import Follower
 from engine.log.held import HeldWriter
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
 from engine.plan.run_plan import Plan
+from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train import record
 from engine.train.auditing import StepAudit
@@ -112,6 +114,10 @@ class TrainingLoop:
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
         self.heldout_losses: dict[str, float] = {}
         """Nats per token: `teacher`, `untrained`, `student`."""
+        self._evaluated: tuple[int, float | None] = -1, None
+        """The step of the newest evaluation of the student, and its loss."""
+        self._record: Follower | None = None
+        """The run's own log, read back where it is judged."""
         self._continued: list[int] = []
         """What the last evaluation made of the prompt: the next one's guess."""
         self.after_first_step: Callable[[], None] | None = None
@@ -120,7 +126,7 @@ class TrainingLoop:
     def check(self, trainer: Trainer) -> None:
         """Run the first-minute checks: all of them, before a failure stops the run."""
         self.log(Phase(name="checking"))
-        self._answer(self.checks.before_training(self._context(trainer)))
+        self._answer(self.checks.before_training(self._context(trainer)), trainer.ranks)
 
     def look_at(self, trainer: Trainer) -> None:
         """Make the checks after each step look at another trainer of the same run: the sharded one."""
@@ -152,6 +158,8 @@ class TrainingLoop:
             hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
         )
         self.heldout_losses[subject] = loss
+        if subject == "student":
+            self._evaluated = trainer.step, loss
         prompt, sample = self._sample(hidden, head, trainer)
         self.log(
             Evaluated(
@@ -221,6 +229,7 @@ class TrainingLoop:
             spec.data.seq_len,
             waits=waits if trainer.ranks.many else frozenset(),
         )
+        self._answer(self.checks.going_on(), trainer.ranks)
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
@@ -272,7 +281,7 @@ class TrainingLoop:
             if due.save:
                 self.log(Phase(name="saving a checkpoint"))
                 with host.of(SAVING):
-                    self._save(trainer, student)
+                    self._save(trainer)
             if due.evaluate and not due.last:
                 self.log(Phase(name=TRAINING))
 
@@ -285,6 +294,8 @@ class TrainingLoop:
                 return self._pause(trainer)
             rank_stops = rank_stops or launched.numbers.asked_to_stop > 0
             launched = ahead
+        if spec.checkpoint.at_end:
+            self._look_at_saved(trainer, quick=True)
         return None
 
     def _due(self, step: int, begun_at: int, device: torch.device) -> _Due:
@@ -332,13 +343,23 @@ class TrainingLoop:
             predicted_bytes=self.budget.total_bytes, measured_bytes=measured, source=source
         )
 
-    def _answer(self, results: Iterator[Result]) -> None:
-        """Log the results of checks, and then raise TrainingFailed if one of them ends the run."""
+    def _answer(self, results: Iterator[Result], ranks: Ranks | None = None) -> None:
+        """Log the results of checks, and then raise TrainingFailed if one of them ends the run.
+
+        With `ranks` this is a collective: a failure on any of them is logged by the first, and ends all.
+        """
         worthless = []
         for result in results:
             self.log(result)
             if self.checks.ends_run(result):
                 worthless.append(result)
+        if ranks is not None and ranks.many:
+            for rank, theirs in enumerate(ranks.collect(worthless)):
+                if rank != ranks.rank:
+                    told = [one.said_by(f"rank {rank}") for one in theirs]
+                    worthless += told
+                    for one in told if ranks.first else ():
+                        self.log(one)
         if worthless:
             raise TrainingFailed(
                 "\n".join(f"check {result}" for result in worthless),
@@ -354,22 +375,31 @@ class TrainingLoop:
             f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
         )
 
-    def _save(self, trainer: Trainer, student: Decoder) -> None:
-        """Save a checkpoint and run the checks that read it back.
+    def _save(self, trainer: Trainer, *, quick: bool = False) -> None:
+        """Save a checkpoint unless that was done, and run the check that reads it back."""
+        if self.keeper.saved_step != self.step:
+            step, loss = self._evaluated
+            self.keeper.save(trainer, loss if step == self.step else None)
+        self._look_at_saved(trainer, quick=quick)
 
-        `student` is the full student, gathered if it is sharded.
-        """
-        saved = self.keeper.save(trainer, self.heldout_losses.get("student"))
-        self._answer(self.checks.at_checkpoint(saved, self.step, student))
+    def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:
+        """Compare the newest checkpoint on disk with the run as it is after the last logged step."""
+        folder = self.keeper.folder
+        newest = next(published(folder.checkpoints), folder.checkpoints / folder_name(self.step))
+        log = None
+        if trainer.ranks.first:
+            self._record = self._record or Follower(folder, files=True)
+            log = self._record.read_all()
+        looked = self.checks.at_checkpoint(newest, self.step, log, quick=quick)
+        self._answer(looked, trainer.ranks)
 
     def _pause(self, trainer: Trainer) -> RunFinished:
         self.log(record.memory_peak(self.step, self.budget, trainer.device))
         reason = f"train.stop_after = {self.spec.train.stop_after}: the step was finished"
         if not self.spec.checkpoint.at_end:
             return RunFinished(state="stopped", reason=reason, exit_code=0, step=self.step)
-        if self.keeper.saved_step != self.step:
-            self.log(Phase(name="saving a checkpoint"))
-            self._save(trainer, whole_student(trainer.student))
+        self.log(Phase(name="saving a checkpoint"))
+        self._save(trainer)
         return RunFinished(
             state="stopped", reason=f"{reason} and saved", exit_code=0, step=self.step
         )
@@ -378,8 +408,7 @@ class TrainingLoop:
         self.stop.answered()
         reason = self.stop.reason or "asked of another rank"
         self.log(StopRequested(reason=reason, step=self.step))
-        if self.keeper.saved_step != self.step:
-            self.keeper.save(trainer, self.heldout_losses.get("student"))
+        self._save(trainer, quick=True)
         return RunFinished(
             state="stopped",
             reason=f"{reason}: the step was finished and saved",

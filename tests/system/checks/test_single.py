@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from engine.audit.reference import forward
 from engine.checks.catalogue import ABOUT
 from engine.checks.check import Answer
-from engine.checks.checkpoint import checkpoint_reloads, random_states
+from engine.checks.checkpoint import checkpoint_reloads, kept_wrongly, random_states
 from engine.checks.context import Context, Memory, Resumed
 from engine.checks.data import end_is_learnt, split_disjoint
 from engine.checks.runner import CHECKS
@@ -30,13 +31,18 @@ from engine.data.overlap import PERMUTATIONS, SHINGLE, near_copies, predicted, s
 from engine.data.tokens import TokenStream, make_stream, starts_of
 from engine.drills.catalogue import planted
 from engine.formats.tokenizer import open_tokenizer
+from engine.log.view import RunView
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
+from engine.train.checkpoint import state
+from engine.train.checkpoint import write as checkpoint
 from engine.train.step import StepObserver
 from engine.verdict import Level
-from tests.support.checked_runs import World, context, make_run, make_world
+from tests.support.checked_runs import World, context, make_run, make_spec, make_world
 from tests.support.kit import Kit, tiny_config
+from tests.support.run_folders import checkpoint as saved
+from tests.support.run_folders import evaluated
 
 
 @pytest.fixture(scope="module")
@@ -482,6 +488,54 @@ def test_later_checkpoints_are_read_back_too_ever_more_seldom_and_the_last(
     assert read_back == [1, 2, 4, 8, 11]
 
 
+def test_a_checkpoint_that_is_not_read_back_whole_is_compared_in_some_numbers_of_each_tensor(
+    world: World, tmp_path: Path
+) -> None:
+    run = make_run(world, train__steps=11).begin()
+    run.step(2)
+    old = state.capture_trainer(run.trainer, run.spec)
+    old = dataclasses.replace(old, optimizer={k: t.clone() for k, t in old.optimizer.items()})
+    for step in (1, 2):
+        run.save(tmp_path / str(step))
+    run.step(1)
+    stale = dataclasses.replace(
+        state.capture_trainer(run.trainer, run.spec), optimizer=old.optimizer
+    )
+    saved = checkpoint.save(tmp_path / "3", run.trainer.step, state.pack(stale))
+    (found,) = run.checks.at_checkpoint(saved.path, 3)
+    assert "52 of 52 moments" in found.verdict.reason and found.failed
+
+
+@pytest.mark.parametrize(
+    ("losses", "bests", "on_disk", "words"),
+    [
+        ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (4, 6), ""),
+        ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (6,), ""),
+        ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (2, 4, 6), "1 checkpoints are not deleted"),
+        ({2: 3.0, 4: 2.5, 6: 2.7}, (2,), (2, 6), "step 4 is not kept as the best"),
+        ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4, 6), (6,), "step 6 is kept as the best"),
+        ({2: 3.0, 4: 3.0, 6: 3.0}, (2,), (2, 6), ""),
+        ({2: 3.0, 6: 2.7}, (2, 6), (6,), "no held-out loss of step 4"),
+    ],
+)
+def test_the_kept_checkpoints_are_the_newest_and_the_best_by_the_log(
+    losses: dict[int, float],
+    bests: tuple[int, ...],
+    on_disk: tuple[int, ...],
+    words: str,
+    world: World,
+) -> None:
+    spec = make_spec(world, checkpoint__every=2, checkpoint__keep_last=1)
+    log = RunView(
+        evals=tuple(evaluated(step, "student", loss) for step, loss in losses.items()),
+        checkpoints=tuple(
+            msgspec.structs.replace(saved(step), best=step in bests) for step in (2, 4, 6)
+        ),
+    )
+    found = kept_wrongly(log, on_disk, spec)
+    assert words in found if words else found == ""
+
+
 def test_a_checkpoint_that_would_go_on_as_another_run_is_found(
     world: World, tmp_path: Path
 ) -> None:
@@ -532,6 +586,13 @@ def test_a_resume_is_compared_with_every_value_of_its_checkpoint(again: Context)
     assert numbers.items() <= found.numbers.items()
     unsaid = answer("resume_continues", dataclasses.replace(again, resumed=None)).verdict
     assert unsaid.level is Level.UNKNOWN and "which checkpoint" in unsaid.reason
+
+
+def test_a_resume_from_another_checkpoint_than_the_newest_is_stopped(again: Context) -> None:
+    assert again.resumed is not None
+    (again.resumed.checkpoint.parent / "step-00000003").mkdir()
+    verdict = answer("resume_continues", again).verdict
+    assert verdict.level is Level.FAIL and "has a checkpoint of step 3" in verdict.reason
 
 
 def one_bit(again: Context) -> None:
