@@ -179,7 +179,8 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="reported_loss",
-        question="Is the held-out loss of the saved student that of a plain forward pass of its files?",
+        question="Is each held-out loss of the rows and the model that it is said to be of, and that of the saved "
+        "student one of a plain forward pass of its files?",
         means="The number that the run is judged by is of other rows, of part of them, or computed otherwise.",
         remedy="Look at what evaluates: its rows, labels and mean. The saved student stays as it is: `engine eval` "
         "measures it anew.",

@@ -213,7 +213,7 @@ def same_bits(found: object, wanted: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def _same_part(stored: Tensor | None, live: Tensor, sampled: bool) -> bool:
+def same_part(stored: Tensor | None, live: Tensor, sampled: bool) -> bool:
     """Return whether a whole tensor of a file has the bits that this rank has of `live`."""
     if stored is None or stored.shape != live.shape:
         return False
@@ -228,7 +228,7 @@ def _differing_tensors(path: Path, live: Mapping[str, Tensor], sampled: bool) ->
     """Return the names of tensors that the checkpoint does not have, or not bit for bit."""
     with _stored(path, STUDENT_FILE, "student/") as stored:
         return [
-            name for name, tensor in live.items() if not _same_part(stored(name), tensor, sampled)
+            name for name, tensor in live.items() if not same_part(stored(name), tensor, sampled)
         ]
 
 
@@ -247,7 +247,7 @@ def _differing_moments(
                 found, moment = stored(f"{key}/{name}"), moments.get(key)
                 if found is None and moment is None:
                     continue  # not moved yet, or frozen
-                if moment is None or not _same_part(found, moment, sampled):
+                if moment is None or not same_part(found, moment, sampled):
                     differing.append(f"{key}/{name}")
     return differing
 

@@ -1,6 +1,12 @@
-"""The check of the held-out loss that a run reports: computed again from the saved files, by the audit's references.
+"""The check of the held-out losses that a run reports. Of each of them, when it is known:
 
-    rows     what was evaluated is the held-out text, token by token and label by label; every label is counted
+    rows     what was evaluated is the held-out text, token by token and label by label: `eval.rows` of its rows, evenly
+             spread; every label is counted, of student, start and teacher alike
+    model    the evaluated weights are those that it is said to be of
+    again    evaluated at one step twice, as the last student and the saved one, a model has one loss
+
+Of the saved student at the end, by the audit's references:
+
     loss     of the saved tensors, read by the library of their format, in a plain forward pass
 
 All rows are computed where the budget has room for them, else some: of those the loss is asked of the run's own
@@ -27,7 +33,8 @@ from engine.audit.observed import CorpusRows
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.checks.weights import shape_of
-from engine.data.batches import IGNORED, Batch
+from engine.data.batches import IGNORED, Batch, Int64Array
+from engine.log.events import Evaluated
 from engine.models.config import count_parameters
 
 FLOPS = {"cpu": 1e11, "cuda": 5e13}
@@ -53,21 +60,76 @@ class Reported:
     """Largest relative error of one rounding in the evaluation."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """What was evaluated so far."""
+
+    made: Sequence[Evaluated]
+    """By this session."""
+    before: Sequence[Evaluated]
+    """By earlier ones, up to the step that this one began after."""
+    row_ids: Int64Array
+    """The rows of the held-out text that are to be evaluated."""
+    rows: Callable[[Batch], CorpusRows]
+    """What the held-out text has in the place of the rows of a batch."""
+    other: str
+    """Which model was not the one that it was said to be; empty when all were."""
+    rounding: float
+    """Largest relative error of one rounding, of the evaluation and of saved weights."""
+
+
 @torch.no_grad()
-def reported_loss(context: Context, reported: Reported) -> Answer:
-    config = context.student.config
-    numbers = Numbers(reported=reported.loss, labelled=reported.labelled)
+def reported_loss(context: Context, given: Reported | Evaluations) -> Answer:
+    """Judge what is reported of the saved student, or the evaluations before."""
+    if isinstance(given, Reported):
+        return _of_files(context, given)
+    numbers = Numbers(evaluations=len(given.made), rows=len(given.row_ids))
+    ids = np.concatenate([batch.row_ids for batch in context.heldout])
+    if wrong := _not_the_text(context, given.rows, [one.labelled for one in given.made]):
+        return numbers.failed(wrong)
+    if not np.array_equal(ids, given.row_ids):
+        return numbers.failed(
+            f"{len(ids):,} rows are evaluated, from {ids.min():,} to {ids.max():,}; by eval.rows it is "
+            f"{len(given.row_ids):,}, from {given.row_ids.min():,} to {given.row_ids.max():,}, evenly spread"
+        )
+    if given.other:
+        return numbers.failed(given.other)
+    known: dict[tuple[str, int], float] = {}
+    allowed = max(FP32, 4 * given.rounding)
+    # The teacher of another session may be held in another form.
+    for one in (*(e for e in given.before if e.subject != "teacher"), *given.made):
+        place = one.subject, one.step
+        if one.loss is None:
+            continue
+        if abs(one.loss - (first := known.setdefault(place, one.loss))) > allowed * first:
+            of = "" if one.subject == "teacher" else f" of step {one.step}"
+            again = ", read back from its files," if one.saved else ""
+            return numbers.failed(
+                f"the {one.subject}{of}{again} has a held-out loss of {one.loss:.4f}, and had one of {first:.4f} "
+                "before",
+                allowed=allowed,
+            )
+    return numbers.passed(
+        f"{len(given.made)} evaluations, each of all labels of {len(ids):,} held-out rows"
+    )
+
+
+def _not_the_text(
+    context: Context, rows: Callable[[Batch], CorpusRows], means_over: Sequence[int | None]
+) -> str:
+    """Say what of the evaluated rows is not the held-out text, or which of some means is one over other labels than
+    all of them; empty when nothing is."""
     there = len(context.heldout_stream) // context.heldout[0].tokens_BT.shape[1]
     ids = np.concatenate([batch.row_ids for batch in context.heldout])
     twice, beyond = len(ids) - len(np.unique(ids)), int((ids >= there).sum())
     if twice or beyond:
-        return numbers.failed(
+        return (
             f"of {len(ids):,} rows that are evaluated {twice:,} are there twice, and {beyond:,} are none of the "
             f"{there:,} of the held-out text"
         )
     labels = 0
     for number, batch in enumerate(context.heldout):
-        wanted = reported.rows(batch)
+        wanted = rows(batch)
         labels_BT = wanted.labels_BT
         labels += int((labels_BT != IGNORED).sum())
         for what, found_BT, there_BT in (
@@ -77,14 +139,20 @@ def reported_loss(context: Context, reported: Reported) -> Answer:
             differing = (torch.from_numpy(found_BT) != there_BT).nonzero()
             if len(differing):
                 row, place = differing[0].tolist()
-                return numbers.failed(
+                return (
                     f"batch {number + 1}, row {row + 1}, token {place + 1}: {what} {int(found_BT[row, place])} is "
                     f"evaluated, the held-out text has {int(there_BT[row, place])}; {len(differing):,} differ"
                 )
-    if labels != reported.labelled:
-        return numbers.failed(
-            f"the loss is a mean over {reported.labelled:,} labels, the held-out rows have {labels:,}"
-        )
+    if other := [one for one in means_over if one not in (None, labels)]:
+        return f"the loss is a mean over {other[0]:,} labels, the held-out rows have {labels:,}"
+    return ""
+
+
+def _of_files(context: Context, reported: Reported) -> Answer:
+    config = context.student.config
+    numbers = Numbers(reported=reported.loss, labelled=reported.labelled)
+    if wrong := _not_the_text(context, reported.rows, [reported.labelled]):
+        return numbers.failed(wrong)
     files = open_files(reported.folder) if config.native else None
     if files is None:
         return unknown("no other forward pass is known for such a model", **numbers)
@@ -102,7 +170,7 @@ def reported_loss(context: Context, reported: Reported) -> Answer:
     expected = total / max(count, 1)
     allowed = max(FP32, reported.rounding)
     numbers |= dict(reference=expected, compared=count, found=found, allowed=allowed)
-    of = "all" if whole else f"{count:,} of {labels:,}"
+    of = "all" if whole else f"{count:,} of {reported.labelled:,}"
     if not abs(found - expected) <= allowed * expected:
         which = "reported as" if whole else f"evaluated on {of} labels as"
         return numbers.failed(

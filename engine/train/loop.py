@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint_folders import folder_name, published
-from engine.checks.artefact import Artefact
+from engine.checks.artefact import Artefact, Sample
 from engine.checks.check import Result
+from engine.checks.checkpoint import same_part
 from engine.checks.context import Context, Memory
-from engine.checks.reported import Reported
+from engine.checks.reported import Evaluations, Reported
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
 from engine.log.events import (
@@ -44,10 +45,11 @@ from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
 from engine.plan.run_plan import Plan
+from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train import record
-from engine.train.auditing import StepAudit
+from engine.train.auditing import ROUNDING, StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
@@ -56,6 +58,7 @@ from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes
+from engine.train.prescribed_rows import PrescribedRows
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, broken_invariants
@@ -116,6 +119,13 @@ class TrainingLoop:
         """Nats per token: `teacher`, `untrained`, `student`."""
         self._evaluated: tuple[int, float | None] = -1, None
         """The step of the newest evaluation of the student, and its loss."""
+        self._evaluations: list[Evaluated] = []
+        self.evaluated_before: Sequence[Evaluated] = ()
+        """By earlier sessions, up to the step that this one begins after."""
+        self.start: Mapping[str, Sample] = {}
+        """Of the student before the first step."""
+        self._other_model = ""
+        """Which evaluated model was another than it was said to be."""
         self._record: Follower | None = None
         """The run's own log, read back where it is judged."""
         self._continued: list[int] = []
@@ -139,10 +149,12 @@ class TrainingLoop:
         head: Head,
         trainer: Trainer,
         *,
+        model: Decoder | None = None,
         saved: bool = False,
     ) -> tuple[float, int]:
-        """Evaluate `subject`, log its held-out loss, and return it with the number of labels; `saved` says that it was
-        read back from its files. Raises TrainingFailed when the loss is not finite."""
+        """Evaluate `subject`, log its held-out loss, and return it with the number of labels; `model` is whose `hidden`
+        and `head` they are, `saved` says that it was read back from its files. Raises TrainingFailed when the loss is
+        not finite, or not one of what it is said to be of."""
         begun_s = said_s = time.perf_counter()
         of = "the saved student" if saved else OF[subject]
         self.log(Phase(name="evaluating", detail=of))
@@ -161,22 +173,55 @@ class TrainingLoop:
         if subject == "student":
             self._evaluated = trainer.step, loss
         prompt, sample = self._sample(hidden, head, trainer)
-        self.log(
-            Evaluated(
-                # A teacher, and what is not yet trained, are as they were before the first step.
-                step=trainer.step if subject == "student" else 0,
-                subject=subject,
-                loss=loss,
-                labelled=labelled,
-                eval_s=time.perf_counter() - begun_s,
-                saved=saved,
-                prompt=prompt,
-                sample=sample,
-            )
+        made = Evaluated(
+            # A teacher, and what is not yet trained, are as they were before the first step.
+            step=trainer.step if subject == "student" else 0,
+            subject=subject,
+            loss=loss,
+            labelled=labelled,
+            eval_s=time.perf_counter() - begun_s,
+            saved=saved,
+            prompt=prompt,
+            sample=sample,
         )
+        self.log(made)
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
+        self._evaluations.append(made)
+        if model is not None and not saved:
+            self._other_model = self._other_model or self._another(subject, model, trainer)
+        self._answer(self.checks.evaluated(self._so_far(trainer), trainer.step))
         return loss, labelled
+
+    def _another(self, subject: str, model: Decoder, trainer: Trainer) -> str:
+        """Say that a model is not the one it is evaluated as, by some numbers of each tensor; empty when it is."""
+        parameters = dict(model.named_parameters())
+        if subject == "untrained":
+            start = self.start.items()
+            other = [n for n, s in start if not torch.equal(s.of(parameters[n]), s.before)]
+        else:
+            live = trainer.student.named_parameters()
+            other = [n for n, p in live if not same_part(parameters[n].detach(), p, sampled=True)]
+        if not other:
+            return ""
+        kept = "as it was before the first step" if subject == "untrained" else "that is trained"
+        return (
+            f"what is evaluated as {OF[subject]} is not the student {kept}: {len(other)} of {len(parameters)} tensors, "
+            f"first {other[0]}"
+        )
+
+    def _so_far(self, trainer: Trainer) -> Evaluations:
+        data, spec = self.data, self.spec
+        heldout = PrescribedRows(data.heldout_stream, spec.data.seq_len, spec.train.seed)
+        saved_as = torch_dtype(spec.student.save_as)
+        return Evaluations(
+            made=self._evaluations,
+            before=self.evaluated_before,
+            row_ids=heldout.spread(spec.eval.rows),
+            rows=lambda batch: heldout.rows(batch.row_ids),
+            other=self._other_model,
+            rounding=max(ROUNDING[trainer.dtype], torch.finfo(saved_as).eps / 2),
+        )
 
     def _sample(
         self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
@@ -277,7 +322,9 @@ class TrainingLoop:
             if due.evaluate:
                 with host.of(EVALUATING):
                     student = whole_student(trainer.student)
-                    self.evaluate("student", student.hidden, head_of(student), trainer)
+                    self.evaluate(
+                        "student", student.hidden, head_of(student), trainer, model=student
+                    )
             if due.save:
                 self.log(Phase(name="saving a checkpoint"))
                 with host.of(SAVING):

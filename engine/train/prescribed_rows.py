@@ -37,6 +37,12 @@ class PrescribedRows:
             found.append(self._order[1][index])
         return np.array(found)
 
+    def spread(self, count: int) -> Int64Array:
+        """Return `count` of the rows with a label, or all when there are fewer, evenly spread from the first on."""
+        there = len(self._rows)
+        count = min(count, there)
+        return self._rows[[place * there // count for place in range(count)]]
+
     def labels_in(self, row_ids: Int64Array) -> int:
         """Return how many tokens of some rows have a label: their next token is of the same document, and may be
         predicted."""

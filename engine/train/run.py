@@ -244,6 +244,7 @@ class _Job:
             compiles=self.compiles,
             stop=self.stop,
         )
+        loop.start = untrained
         if self.before is not None:
             student_sha256()  # of the weights that a resume replaces
         resumed_from = self._resume(trainer, loop, allow_fallback, allow_restart)
@@ -325,6 +326,7 @@ class _Job:
             trainer, self.before, allow_fallback, allow_restart
         )
         loop.step = trainer.step
+        loop.evaluated_before = [one for one in self.before.evals if one.step <= trainer.step]
         if self.ranks.first:
             self.ranks.wait_for_all()
         return trainer.step
@@ -353,7 +355,7 @@ class _Job:
         def evaluate(untrained: Callable[[], Decoder]) -> None:
             self._evaluate_teacher(trainer, loop, data)
             student = untrained()
-            loop.evaluate("untrained", student.hidden, head_of(student), trainer)
+            loop.evaluate("untrained", student.hidden, head_of(student), trainer, model=student)
 
         if not builder.plan.memory.evaluates_late:
             if trainer.step == 0:

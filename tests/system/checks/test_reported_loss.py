@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checks import reported as module
-from engine.checks.reported import Reported, reported_loss
+from engine.checks.reported import Evaluations, Reported, reported_loss
 from engine.data.batches import IGNORED, Batch
+from engine.log.events import Evaluated
 from engine.model_families import FAMILIES
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder, save_decoder
@@ -116,6 +119,77 @@ def test_rows_that_are_evaluated_twice_or_are_none_are_named(
     spoilt = [*before, dataclasses.replace(last, row_ids=np.append(last.row_ids[:-1], row))]
     found = reported_loss(dataclasses.replace(run.context, heldout=spoilt), reported)
     assert found.verdict.level is Level.FAIL and words in found.verdict.reason
+
+
+EVALUATED = Evaluated(step=0, subject="untrained", loss=3.0, labelled=0, eval_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("made", "before", "words"),
+    [
+        ([dict(subject="teacher", loss=2.0), {}, dict(subject="student", step=4)], [], ""),
+        ([dict(subject="teacher", loss=2.0, short=3), {}], [], "is a mean over"),
+        ([dict(loss=2.5)], [{}], "the untrained of step 0 has a held-out loss of 2.5000, and had"),
+        ([dict(loss=3.0001)], [{}], ""),
+        ([dict(subject="teacher", loss=2.0)], [dict(subject="teacher", loss=2.5)], ""),
+        (
+            [
+                dict(subject="student", step=4),
+                dict(subject="student", step=4, loss=2.9, saved=True),
+            ],
+            [],
+            "the student of step 4, read back from its files, has a held-out loss of 2.9000",
+        ),
+        ([dict(subject="student", step=2), dict(subject="student", step=4, loss=2.9)], [], ""),
+    ],
+)
+def test_each_evaluation_is_of_all_labels_and_one_model_has_one_loss(
+    ended: tuple[Run, Reported],
+    made: list[dict[str, Any]],
+    before: list[dict[str, Any]],
+    words: str,
+) -> None:
+    run, reported = ended
+
+    def evaluated(short: int = 0, **changes: Any) -> Evaluated:
+        labelled = reported.labelled - short
+        return msgspec.structs.replace(EVALUATED, labelled=labelled, **changes)
+
+    given = dataclasses.replace(
+        evaluations(run, reported),
+        made=[evaluated(**one) for one in made],
+        before=[evaluated(**one) for one in before],
+    )
+    found = reported_loss(run.context, given).verdict
+    assert found.level is (Level.FAIL if words else Level.PASS) and words in found.reason, found
+
+
+def evaluations(run: Run, reported: Reported) -> Evaluations:
+    heldout = PrescribedRows(run.context.heldout_stream, SEQ_LEN, 0)
+    return Evaluations(
+        made=[],
+        before=[],
+        row_ids=heldout.spread(16),
+        rows=reported.rows,
+        other="",
+        rounding=reported.rounding,
+    )
+
+
+def test_other_held_out_rows_than_those_of_the_spec_are_named(ended: tuple[Run, Reported]) -> None:
+    run, reported = ended
+    given = evaluations(run, reported)
+    assert reported_loss(run.context, given).verdict.level is Level.PASS
+    for rows in (run.context.heldout[:-1], run.context.heldout[1:]):
+        other = dataclasses.replace(run.context, heldout=rows)
+        found = reported_loss(other, given).verdict
+        assert found.level is Level.FAIL and "by eval.rows it is" in found.reason
+
+
+def test_another_model_than_the_one_it_is_said_to_be_is_named(ended: tuple[Run, Reported]) -> None:
+    run, reported = ended
+    given = dataclasses.replace(evaluations(run, reported), other="another")
+    assert reported_loss(run.context, given).verdict.reason == "another"
 
 
 def test_files_that_changed_after_they_were_evaluated_are_named(
