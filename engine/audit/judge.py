@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from engine.audit.stages import STAGES
 from engine.checks.check import About, Answer, Numbers, unknown
 from engine.verdict import Level
 
+CPU = torch.device("cpu")
 ROUNDING = 2.0**-24
 """One rounding of fp32."""
 HEAD_ROWS_COMPARED = 256
@@ -73,6 +74,14 @@ class _Loss:
     largest_logit: float
 
 
+class Updated(NamedTuple):
+    """What is judged of an update."""
+
+    logged: Logged
+    wanted: Wanted
+    parameters: Sequence[ObservedParameter]
+
+
 @dataclass
 class _Step:
     """An observed step with the references that several stages share, each computed once when it is first needed."""
@@ -82,6 +91,10 @@ class _Step:
     @property
     def device(self) -> torch.device:
         return self.seen.passes[0].student_hidden_ND.device
+
+    @property
+    def updated(self) -> Updated:
+        return Updated(self.seen.logged, self.seen.wanted, self.seen.parameters)
 
     @property
     def positions(self) -> int:
@@ -215,12 +228,18 @@ def _labels(one: ObservedPass) -> Tensor:
 
 
 def judge_record(
-    logged: Logged, wanted: Wanted, not_cleared: str | None, changed: Sequence[str]
+    logged: Logged,
+    wanted: Wanted,
+    not_cleared: str | None,
+    changed: Sequence[str],
+    row: ObservedParameter | None = None,
+    before: Logged | None = None,
 ) -> Iterator[tuple[About, Answer]]:
     """Yield the stages at which the record of a step, which may not have been observed, contradicts the spec.
 
     `not_cleared` is a parameter that had a gradient when the step's first backward pass began, `changed` are tensors
-    that are not as the step before left them.
+    that are not as the step before left them, `row` is one that the step updated, `before` is the record of the step
+    before, where that had other rows.
     """
     abouts = {about.id: about for about in STAGES}
     for id, what, found, expected in (
@@ -234,6 +253,14 @@ def judge_record(
                 abouts[id],
                 numbers.failed(f"{found:,} {what}, the spec has {expected:,}"),
             )
+    if before is not None and (before.loss, before.grad_norm) == (logged.loss, logged.grad_norm):
+        yield (
+            abouts["step_loss"],
+            Numbers(loss=logged.loss, norm=logged.grad_norm).failed(
+                "to the last bit the loss and the gradients' norm are logged as those of the step before, which had "
+                "other rows: one of the two records is of another step"
+            ),
+        )
     if not_cleared is not None:
         yield (
             abouts["step_gradients"],
@@ -251,9 +278,11 @@ def judge_record(
                 "whatever else was done there"
             ),
         )
+    update = Updated(logged, wanted, [] if row is None else [row])
     for id, answer in (
         ("step_loss", _total_loss(logged, wanted)),
-        ("step_weights", _rate(logged, wanted)),
+        ("step_moments", _moments(update, CPU)),
+        ("step_weights", _weights(update, CPU)),
     ):
         if answer.verdict.level is Level.FAIL:
             yield abouts[id], answer
@@ -937,8 +966,7 @@ def _clipping(step: _Step) -> Answer:
     return numbers.passed(f"{found:.6g} is the norm of the gradients{clipped}")
 
 
-def _moments(step: _Step) -> Answer:
-    seen = step.seen
+def _moments(seen: Updated, device: torch.device) -> Answer:
     if not seen.logged.applied:
         return unknown(NOT_APPLIED)
     factor = reference.clip_factor(seen.logged.grad_norm, seen.wanted.clip_norm)
@@ -954,16 +982,16 @@ def _moments(step: _Step) -> Answer:
                 f"the optimizer counts {before:,} updates of {one.name} before the step and {after:,} after it, "
                 f"{counted:,} came before{anew}; AdamW corrects both moments by that count"
             )
-        g = one.gradient.to(step.device).double() * factor
+        g = one.gradient.to(device).double() * factor
         zero = torch.zeros_like(g)
         mean, square = one.moments_before or (zero, zero)
-        mean, square = mean.to(step.device), square.to(step.device)
+        mean, square = mean.to(device), square.to(device)
         wanted = reference.moments(seen.wanted.adam, g, mean, square)
         scales = (mean.double().abs() + g.abs(), square.double() + g * g)
         for what, found, want, scale, floor in zip(
             ("mean", "mean square"), one.moments_after, wanted, scales, (1e-37, 1e-36), strict=True
         ):
-            error = (found.to(step.device).double() - want).abs()
+            error = (found.to(device).double() - want).abs()
             beyond = _first_beyond(error, 1e-5 * scale + floor, one.name, one.rows_R)
             if beyond is not None:
                 where, place = beyond
@@ -988,8 +1016,8 @@ def _rate(logged: Logged, wanted: Wanted) -> Answer:
     return numbers.passed(f"{logged.lr:.4g} is the rate of the schedule")
 
 
-def _weights(step: _Step) -> Answer:
-    seen, wanted = step.seen, step.seen.wanted
+def _weights(seen: Updated, device: torch.device) -> Answer:
+    wanted = seen.wanted
     numbers = Numbers(rate=wanted.rate, logged=seen.logged.lr)
     rate = _rate(seen.logged, wanted)
     if rate.verdict.level is Level.FAIL:
@@ -1001,13 +1029,13 @@ def _weights(step: _Step) -> Answer:
         total += one.numbers
         if one.moments_after is None:
             return numbers.failed(f"{one.name} is not in the optimizer: it is never trained")
-        before, after = one.before.to(step.device), one.after.to(step.device)
+        before, after = one.before.to(device), one.after.to(device)
         mean, square = one.moments_after
         update = reference.step_of_adamw(
             wanted.adam,
             before,
-            mean.to(step.device),
-            square.to(step.device),
+            mean.to(device),
+            square.to(device),
             rate=wanted.rate,
             decay=wanted.decay if one.decays else 0.0,
             count=one.updates[1],
@@ -1050,6 +1078,6 @@ JUDGES: dict[str, tuple[Judge, Judge | None]] = {
     "step_loss": (lambda step: _total_loss(step.seen.logged, step.seen.wanted), None),
     "step_gradients": (_gradients, _gradients_chain),
     "step_clipping": (_clipping, None),
-    "step_moments": (_moments, None),
-    "step_weights": (_weights, None),
+    "step_moments": (lambda step: _moments(step.updated, step.device), None),
+    "step_weights": (lambda step: _weights(step.updated, step.device), None),
 }

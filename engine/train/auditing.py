@@ -54,6 +54,7 @@ from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
+from engine.train.sampled_updates import SampledUpdates
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 
@@ -66,6 +67,10 @@ rounded, and the reference uses the same ones.
 SAMPLED_NUMBERS = 1024
 """Of each tensor, that are looked at before and after what must not change it."""
 COPYING_THREADS = 8
+EARLY = (4, 16)
+"""Steps that are audited after the first, where checks.every chooses: what is right in a first step may not be so once
+memory is used again, an epoch has ended, moments have grown.
+"""
 RARELY = 500
 """Steps between two audits at least, where checks.every chooses; later as many as were done so far."""
 
@@ -75,7 +80,7 @@ def is_due(spec: RunSpec, step: int, *, first: bool) -> bool:
     every = spec.checks.every
     if not spec.checks.enabled:
         return False
-    if first or step == spec.train.steps:
+    if first or step == spec.train.steps or (not every and step in EARLY):
         return True
     if every:
         return every > 0 and step % every == 0
@@ -151,6 +156,9 @@ class StepAudit(StepObserver):
         """Tensors that were not as the step before had left them, by step."""
         self._not_cleared: dict[int, str] = {}
         """A parameter that had a gradient when a step's first backward pass began, by step."""
+        self._before: Logged | None = None
+        """The record of the step before."""
+        self._updates_of_rows = SampledUpdates(trainer)
         trainer.observers = (*trainer.observers, self)
 
     def due(self, step: int) -> bool:
@@ -274,12 +282,17 @@ class StepAudit(StepObserver):
         Of an observed step with several ranks this is a collective: the first judges what all have seen, and tells
         them.
         """
+        logged = _logged(step)
+        row, changed = self._updates_of_rows.take(step.step) or (None, ())
         record = judge_record(
-            _logged(step),
+            logged,
             self._wanted(step.step),
             self._not_cleared.pop(step.step, None),
-            self._changed.pop(step.step, ()),
+            [*self._changed.pop(step.step, ()), *changed],
+            row,
+            self._as_before(step.step, logged),
         )
+        self._before = logged
         broken = [self._result(step, about, answer, 0.0) for about, answer in record]
         try:
             yield from (one for one in broken if one.id not in self._skipped)
@@ -303,6 +316,15 @@ class StepAudit(StepObserver):
             found = [self._result(step, *answer) for answer in answers]
         found = cast(list[Result], ranks.tell(found))
         yield from (one for one in found if one.id not in without)
+
+    def _as_before(self, step: int, logged: Logged) -> Logged | None:
+        """Return the record of the step before where it has this one's loss and had other tokens."""
+        if self._before is None or self._before.loss != logged.loss:
+            return None
+        begun, ended = self._position(step - 1), self._position(step)
+        ids = self.prescribed.ids_at(2 * begun - ended, 2 * (ended - begun)).reshape(2, -1)
+        before, now = (self.prescribed.rows(one).tokens_BT for one in ids)
+        return None if torch.equal(before, now) else self._before
 
     def _result(self, step: StepDone, about: About, answer: Answer, cost_s: float) -> Result:
         return Result(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -188,7 +190,7 @@ def moments_forgotten(trainer: Trainer) -> None:
 def test_what_an_evaluation_changes_is_named_at_the_next_step_though_that_is_not_observed(
     world: World, changed: Callable[[Trainer], None], what: str
 ) -> None:
-    run = make_run(world)
+    run = make_run(world, checks__every=-1)
     trainer = run.trainer
     audit = StepAudit(
         trainer,
@@ -203,9 +205,65 @@ def test_what_an_evaluation_changes_is_named_at_the_next_step_though_that_is_not
     assert run.failures() == {}
     with torch.no_grad():
         changed(trainer)
-    (found,) = audit.after(next(steps))
+    found, *_ = audit.after(next(steps))
     assert found.id == "step_weights" and found.failed and found.step == 4
     assert what in found.verdict.reason and "between the step before and this one" in str(found)
+
+
+def means_forgotten(trainer: Trainer) -> None:
+    for state in trainer.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def clipped_to_less(trainer: Trainer) -> None:
+    trainer.train = dataclasses.replace(trainer.train, clip_norm=0.1 * trainer.train.clip_norm)
+
+
+def decayed(trainer: Trainer) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["weight_decay"] = 0.5
+
+
+def slower_moments(trainer: Trainer) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["betas"] = (0.99, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("changed", "stage", "words"),
+    [
+        (means_forgotten, "step_weights", "changed between the step before and this one"),
+        (clipped_to_less, "step_moments", "clipped by"),
+        (decayed, "step_weights", "AdamW at the spec's rate"),
+        (slower_moments, "step_moments", "AdamW makes"),
+    ],
+)
+def test_a_row_of_one_tensor_shows_at_every_step_what_is_wrong_with_all(
+    world: World, changed: Callable[[Trainer], None], stage: str, words: str
+) -> None:
+    run = make_run(world, train__clip_norm=0.01, checks__every=-1)
+    trainer, decoder = run.trainer, run.context.teacher_decoder
+    audit = StepAudit(trainer, run.spec, world.train, decoder)
+    steps = trainer.steps()
+    for _ in range(3):
+        run.answer(audit.after(next(steps)))
+    assert run.failures() == {} and not audit.due(4)
+    with torch.no_grad():
+        changed(trainer)
+    found = {one.id: one for one in audit.after(next(steps))}
+    assert found[stage].failed and words in found[stage].verdict.reason, found
+
+
+def test_numbers_of_another_step_are_named_where_the_rows_are_others(world: World) -> None:
+    run = make_run(world)
+    audit = StepAudit(run.trainer, run.spec, world.train, run.context.teacher_decoder)
+    steps = run.trainer.steps()
+    first, second = next(steps), next(steps)
+    run.answer(audit.after(first))
+    told = msgspec.structs.replace(second, loss=first.loss, grad_norm=first.grad_norm)
+    told = msgspec.structs.replace(told, ce=first.ce, kd=first.kd)
+    found = {one.id: one for one in audit.after(told)}
+    assert "those of the step before" in found["step_loss"].verdict.reason
 
 
 def test_what_a_teacher_chooses_anew_by_the_length_of_rows_is_no_weight_of_it() -> None:
