@@ -38,8 +38,9 @@ def forward_is_the_model(context: Context) -> Answer:
     # Two documents a row. A token in the middle of the first is changed.
     end = max(1, 2 * tokens_BT.shape[1] // 3)
     middle = end // 2
-    documents_BT = torch.zeros_like(tokens_BT)
-    documents_BT[:, end:] = 1
+    # Numbered as the last ones of the text: what tells two apart must do so there.
+    documents_BT = torch.full_like(tokens_BT, max(0, len(context.train_stream.lengths) - 2))
+    documents_BT[:, end:] += 1
     changed_BT = tokens_BT.clone()
     vocabulary = student.config.vocab_size
     # Away from the special tokens at the ends of the vocabulary.
