@@ -283,6 +283,7 @@ class StepAudit(StepObserver):
         them.
         """
         logged = _logged(step)
+        self._updates_of_rows.pace(step.step_s or 0.0)
         row, changed = self._updates_of_rows.take(step.step) or (None, ())
         record = judge_record(
             logged,

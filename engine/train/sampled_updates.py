@@ -3,7 +3,8 @@
 An audited step is looked at as a whole, but there are few of them. What goes wrong in between and is right again where
 an audit looks (moments that something clears, another clipping of large gradients, an update that is left out) is in
 most or all tensors, so a row shows it at the steps where it happens. It costs five small kernels and one copy to the
-host, which nobody waits for: the row is judged when the step's numbers are read.
+host, which nobody waits for: the row is judged when the step's numbers are read. Of the first steps
+of a session all are looked at, then one in each second.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from engine.train.trainer import Trainer
 
 MOST_NUMBERS = 1024
 """Of a row."""
+ALL_UNTIL = 32
+"""Steps of a session that are all looked at."""
+LEAST_S = 1.0
+"""Between two steps that are looked at after that: one takes a millisecond of the device and some of the host."""
 STRIDE = 7919
 """Rows between that of one step and of the next, a prime: all are met in the course of a run."""
 
@@ -47,7 +52,8 @@ class SampledUpdates(StepObserver):
         parameters = trainer.student.named_parameters()
         self._parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self._rows: dict[int, _Row] = {}
-        self._left = self._taken(trainer.step + 1)
+        self._all_until, self._every = trainer.step + ALL_UNTIL, 1
+        self._left: Tensor | None = self._taken(trainer.step + 1)
         """As the step before left it."""
         self._found: Tensor | None = None
         """As the update finds it, with its gradient."""
@@ -55,14 +61,16 @@ class SampledUpdates(StepObserver):
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
-        _, p = self._of(step)
-        self._found = None if p.grad is None else self._taken(step, p.grad)
+        gradient = self._of(step)[1].grad if self._left is not None else None
+        self._found = None if gradient is None else self._taken(step, gradient)
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
         name, p = self._of(step)
-        left, found, self._left = self._left, self._found, self._taken(step + 1)
-        if found is None or not len(found):
+        left, found = self._left, self._found
+        follows = step < self._all_until or (step + 1) % self._every == 0
+        self._left = self._taken(step + 1) if follows else None
+        if left is None or found is None or not len(found):
             return
         held = [left, found, self._taken(step)]
         on_host = torch.cat(held).to("cpu", non_blocking=True)
@@ -94,14 +102,21 @@ class SampledUpdates(StepObserver):
         _, p = self._of(step)
         if not own_part(p).numel():  # a rank may have no part of a small tensor
             return torch.empty(0, device=p.device)
-        row = self._row_of(p, step)
-        state = self._trainer.optimizer.state.get(p, {})
-        moments = [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
-        tensors = [p, *moments] if gradient is None else [gradient, p, *moments]
-        parts = [own_part(one.detach()) for one in tensors]
-        rows = [(one if one.ndim < 2 else one[row]).reshape(-1)[:MOST_NUMBERS] for one in parts]
-        count = [own_part(state["step"]).reshape(1).to(p.device)] if moments else []
-        return torch.cat([one.float() for one in (*rows, *count)])
+        state = self._trainer.optimizer.state.get(p)
+        tensors = [] if gradient is None else [gradient]
+        tensors += [p, state["exp_avg"], state["exp_avg_sq"]] if state else [p]
+        rows = [own_part(one) for one in tensors]
+        if p.ndim >= 2:
+            place = self._row_of(p, step)
+            rows = [one[place].reshape(-1) for one in rows]
+        rows = [one[:MOST_NUMBERS].float() for one in rows]
+        if state:
+            rows.append(own_part(state["step"]).reshape(1).to(p.device))
+        return torch.cat(rows)
+
+    def pace(self, step_s: float) -> None:
+        """Say how long a step takes."""
+        self._every = max(1, round(LEAST_S / max(step_s, 1e-3)))
 
     def take(self, step: int) -> tuple[ObservedParameter, Sequence[str]] | None:
         """Return the row of a step that is done, and the names of what changed of it between the step before and this
