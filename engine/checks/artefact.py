@@ -1,8 +1,10 @@
 """The check that the saved student is the trained one: its files are read back by code other than the writer's.
 
-    configuration    config.json reads as the student's
+    configuration    config.json reads as the student's, and names the type of the tensors; tokenizer.json is the one
+                     that was trained with
     tensors          none missing, none left over, each in the type that was asked for and bit for bit the
                      student's, rounded to that type
+    hash             the one that log and receipt have
     start            not the student as it was before the first step, where the updates exceed that rounding
 
 One tensor at a time is compared, on the host. A model that transformers runs is loaded there whole, by
@@ -22,9 +24,11 @@ from engine.checks.check import Answer, Numbers
 from engine.checks.checkpoint import SAMPLED, same_bits
 from engine.checks.context import Context
 from engine.errors import EngineError, WeightsError
+from engine.files import parse_json, read_json_object
 from engine.formats.open import open_weights
-from engine.formats.safetensors import dtype_code
+from engine.formats.safetensors import dtype_code, tensors_sha256
 from engine.formats.weights import WeightFile
+from engine.limits import MODEL_CONFIG, TOKENIZER_FILE
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, sources
 from engine.models.read_config import config_of
@@ -55,6 +59,10 @@ class Artefact:
     """Of each parameter before the first step of the run; a resumed run's too."""
     rate: float
     """The largest logged learning rate of an update that was applied; 0 when there was none."""
+    sha256: str = ""
+    """Of the student's tensors as they are saved, by the run; empty where it took none."""
+    tokenizer: bytes = b""
+    """The tokenizer.json that the run trained with; empty where none is saved."""
 
 
 def samples_of(student: nn.Module) -> dict[str, Sample]:
@@ -64,10 +72,14 @@ def samples_of(student: nn.Module) -> dict[str, Sample]:
 @torch.no_grad()
 def artefact(context: Context, saved: Artefact) -> Answer:
     student = context.student
+    if wrong := _other_files(saved):
+        return Numbers().failed(wrong)
     live: dict[str, Tensor] = student.state_dict()
     numbers = Numbers(tensors=len(live))
     differing, other_type, found = [], [], set()
     moved = 0
+    parameters = dict(student.named_parameters())
+    stored_parameters: dict[str, Tensor] = {}
     try:
         with open_weights(saved.folder) as weights:
             config = config_of(weights, saved.how)
@@ -77,6 +89,8 @@ def artefact(context: Context, saved: Artefact) -> Answer:
                 found.add(name)
                 if name not in live:
                     continue
+                if name in parameters:
+                    stored_parameters[name] = stored
                 if stored.is_floating_point() and stored.dtype != saved.dtype:
                     other_type.append(f"{name} in {stored.dtype}")
                 elif not same_bits(stored, _rounded(live[name], saved.dtype)):
@@ -85,6 +99,7 @@ def artefact(context: Context, saved: Artefact) -> Answer:
                     sample = saved.start[name]
                     before = sample.before.to("cpu", stored.dtype)
                     moved += int((sample.of(stored) != before).sum())
+            sha256 = tensors_sha256(stored_parameters) if saved.sha256 else ""
     except EngineError as error:
         return numbers.failed(f"{saved.folder.name} cannot be read: {error}")
     differing += sorted(live.keys() - found)
@@ -110,12 +125,36 @@ def artefact(context: Context, saved: Artefact) -> Answer:
         )
     if left_over:
         return numbers.failed(f"{len(left_over)} tensors are not the student's: {left_over[0]}")
+    if sha256 != saved.sha256:
+        return numbers.failed(
+            f"the run says that the hash of the saved tensors is {saved.sha256[:16]}, it is {sha256[:16]}"
+        )
     if not moved:
         return _at_start(saved, wanted, numbers)
     return numbers.passed(
         f"read back, the same {len(live)} tensors in {wanted}, bit for bit; {moved:,} of {sampled:,} sampled "
         "numbers are not those of the start"
     )
+
+
+def _other_files(saved: Artefact) -> str:
+    """Say what of the files beside the tensors is not as it should be; empty when all is."""
+    wanted = str(saved.dtype).removeprefix("torch.")
+    try:
+        config = read_json_object(saved.folder / "config.json", "model", MODEL_CONFIG)
+        said = config.get("dtype", config.get("torch_dtype", wanted))
+        if said != wanted:
+            return f"config.json says that its tensors are {said}, they are {wanted}"
+        if saved.tokenizer:
+            path = saved.folder / "tokenizer.json"
+            stored = read_json_object(path, "tokenizer", TOKENIZER_FILE)
+            trained_with = parse_json(saved.tokenizer, path, "tokenizer")
+            for part in sorted({*stored, *trained_with}):
+                if stored.get(part) != trained_with.get(part):
+                    return f"the {part!r} of tokenizer.json is not that of the tokenizer that was trained with"
+    except EngineError as error:
+        return f"{saved.folder.name} cannot be read: {error}"
+    return ""
 
 
 def _at_start(saved: Artefact, wanted: str, numbers: Numbers) -> Answer:

@@ -5,6 +5,8 @@
     model    the evaluated weights are those that it is said to be of
     again    evaluated at one step twice, as the last student and the saved one, a model has one loss
 
+Of the receipt, all that log and settings say of the same: rows, tokens, steps, order, losses, hashes, the best step.
+
 Of the saved student at the end, by the audit's references:
 
     loss     of the saved tensors, read by the library of their format, in a plain forward pass
@@ -78,9 +80,21 @@ class Evaluations:
     """Largest relative error of one rounding, of the evaluation and of saved weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    wrong: Sequence[str]
+    """What it says and the log does not."""
+
+
 @torch.no_grad()
-def reported_loss(context: Context, given: Reported | Evaluations) -> Answer:
-    """Judge what is reported of the saved student, or the evaluations before."""
+def reported_loss(context: Context, given: Reported | Evaluations | Receipt) -> Answer:
+    """Judge what is reported of the saved student, the evaluations before, or the receipt after it."""
+    if isinstance(given, Receipt):
+        more = f", and {len(given.wrong) - 1} more" if given.wrong[1:] else ""
+        numbers = Numbers(wrong=len(given.wrong))
+        if given.wrong:
+            return numbers.failed(f"the receipt contradicts the log: {given.wrong[0]}{more}")
+        return numbers.passed("the receipt says what the log says")
     if isinstance(given, Reported):
         return _of_files(context, given)
     numbers = Numbers(evaluations=len(given.made), rows=len(given.row_ids))

@@ -5,7 +5,7 @@
     for result in checks.going_on(): ...                   right before the first step
     for result in checks.after_step(step): ...             after each step: checks that wait for one
     for result in checks.at_checkpoint(path, step): ...    after each save
-    for result in checks.evaluated(given, step): ...       after each evaluation
+    for result in checks.reported(given, step): ...        after each evaluation, and of the receipt
     for result in checks.at_end(id, given, step, student): ... once the student is saved, and once it is evaluated
     checks.ends_run(result)                                whether to stop
 
@@ -42,7 +42,7 @@ from engine.checks.data import (
 )
 from engine.checks.forward import forward_is_the_model
 from engine.checks.objective import nan_not_masked
-from engine.checks.reported import Evaluations, Reported, reported_loss
+from engine.checks.reported import Evaluations, Receipt, Reported, reported_loss
 from engine.checks.resources import memory_as_planned, no_late_compile
 from engine.checks.teacher import (
     eval_baseline,
@@ -156,8 +156,8 @@ class Checks:
         for about in [one for one in self._open if one.id == id]:
             yield from self._ask(about, step, given, student=student)
 
-    def evaluated(self, given: Evaluations, step: int) -> Iterator[Result]:
-        """Ask `reported_loss` of the evaluations so far; a pass is not yielded."""
+    def reported(self, given: Evaluations | Receipt, step: int) -> Iterator[Result]:
+        """Ask `reported_loss` of the evaluations so far, or of the receipt; a pass is not yielded."""
         for about in [one for one in self._open if one.id == "reported_loss"]:
             found = self._ask(about, step, given)
             yield from (one for one in found if one.verdict.level is not Level.PASS)

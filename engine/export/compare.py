@@ -11,7 +11,7 @@ Outputs are compared with the reference's in one of two ways:
 
     as_float    for fp32 from the same weights: token ids, greedy tokens and text must be the same, logits up to
                 FLOAT_TOLERANCE
-    within      for quantised weights: logits must be within the noise of the block type
+    within      for quantised weights: token ids must be the same, logits within the noise of the block type
 
 A way that is not installed is unknown; one that is installed and crashes, or gives other outputs, fails.
 """
@@ -100,10 +100,8 @@ def as_float(id_: str, answer: Answered | Absent | Crashed, reference: Answered)
 def _same_in_float(
     answer: Answered, reference: Answered, numbers: dict[str, float]
 ) -> tuple[Level, str]:
-    for index, (ours, theirs) in enumerate(zip(reference.ids, answer.ids, strict=True)):
-        if ours != theirs:
-            text = f"prompt {index + 1} is {theirs} there and {ours} here: another tokenizer"
-            return Level.FAIL, text
+    if other := _other_ids(answer, reference):
+        return Level.FAIL, other
     if _other_shapes(answer, reference):
         sizes = f"{answer.logits[0].shape[1]:,} ids, expected {reference.logits[0].shape[1]:,}"
         return Level.FAIL, sizes
@@ -133,6 +131,19 @@ def _same_in_float(
     )
 
 
+def _other_ids(answer: Answered, reference: Answered) -> str:
+    """Say where the ids of a text differ; empty when none does."""
+    for index, (ours, theirs) in enumerate(zip(reference.ids, answer.ids, strict=False)):
+        if ours != theirs:
+            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+            near = slice(max(0, at - 2), at + 6)
+            return (
+                f"text {index + 1}, token {at + 1} of {len(ours)}: {theirs[near]} there and {ours[near]} here: another "
+                "tokenizer"
+            )
+    return ""
+
+
 # contract: publication-v1
 def within(
     id_: str, answer: Answered | Absent | Crashed, reference: Answered, limit: float, than: str
@@ -142,6 +153,8 @@ def within(
         return _no_answer(id_, answer)
     if _other_shapes(answer, reference):
         return answered(id_, Level.FAIL, f"{answer.version}: another number of ids")
+    if other := _other_ids(answer, reference):
+        return answered(id_, Level.FAIL, f"{answer.version}: {other}")
     kl, agreement = divergence(reference.logits, answer.logits)
     text = f"{answer.version}: KL {kl:.2g} from {than}, top-1 {agreement:.1%}; noise of the type {limit:.2g}"
     level = Level.PASS if kl <= limit else Level.FAIL

@@ -1,7 +1,8 @@
 """Verify that a published folder can be loaded and gives the same outputs in three independent
 implementations.
 
-    files          every file has the size and hash of MANIFEST.json
+    files          every file has the size and hash of MANIFEST.json; texts end at a token that the tokenizer or
+                   config.json ends them at
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
     apr            our reader finds exactly the values of the safetensors in the .apr file, bit for bit
     gguf           this engine on the GGUF: within its block type's noise of the reference
@@ -23,21 +24,26 @@ own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine.errors import BadInput, WeightsError
+from engine.errors import BadInput, TokenizerError, WeightsError
 from engine.export.compare import as_float, first_difference, same_values, within
 from engine.export.convert import FILE_TYPES, convert
+from engine.export.hf_folder import GENERATION_FILE
 from engine.export.manifest import MANIFEST, check_manifest
 from engine.export.outcome import Outcome, answered, unknown
 from engine.export.peers import Absent, Answered, Crashed, absent, ask
+from engine.files import read_json_object
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
+from engine.limits import MODEL_CONFIG
 from engine.models.read_config import read_config
 from engine.quant.blocks import NOISE_FLOORS
 from engine.signals import scratch_folder
@@ -50,6 +56,8 @@ PROMPTS = (
     "class Point:\n    def __init__(self, x",
     "The first thing to know about",
 )
+TEXTS = (*PROMPTS, inspect.getsource(inspect)[:20_000])
+"""Whose token ids are compared: a long text has merges, words and spaces that short ones lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +102,8 @@ class _Asked:
             kind,
             path,
             self.scratch,
-            texts=PROMPTS,
+            # llama.cpp cuts text into words by patterns of its own.
+            texts=PROMPTS if kind == "llama" else TEXTS,
             prompts=self.prompts if steps is None else self.prompts[:1],
             steps=self.steps if steps is None else steps,
             rows=rows,
@@ -151,10 +160,27 @@ def _others(
 
 
 def _files(folder: Path) -> Outcome:
+    if wrong := _ends_elsewhere(folder):
+        return answered("files", Level.FAIL, wrong)
     if not (folder / MANIFEST).is_file():
         return unknown("files", f"no {MANIFEST} to compare them with")
     found = check_manifest(folder)
     return answered("files", found.level, found.reason)
+
+
+def _ends_elsewhere(folder: Path) -> str:
+    """Say that generation_config.json ends a text at other tokens than the model or its tokenizer; empty when not."""
+    path = folder / GENERATION_FILE
+    if not path.is_file():
+        return ""
+    found = read_json_object(path, "model", MODEL_CONFIG).get("eos_token_id")
+    ends = set(found if isinstance(found, list) else [] if found is None else [found])
+    known = set(read_config(folder).eos_token_ids)
+    with suppress(TokenizerError):
+        known.add(open_tokenizer(folder).end_of_text_id)
+    if not ends or not known or ends & known:
+        return ""
+    return f"{GENERATION_FILE} ends a text at {sorted(ends)}, config.json and tokenizer.json at {sorted(known)}"
 
 
 def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -33,8 +34,10 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.decision import Decision
 from engine.errors import WeightsError
+from engine.files import read_json_object
+from engine.limits import MODEL_CONFIG
 from engine.models.attention import starts_on_host
-from engine.models.config import ModelConfig
+from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder, RunLayer, product_dtype, run_layer
 from engine.models.names import LISTED_PROBLEMS
 from engine.models.transformers_config import (
@@ -462,6 +465,11 @@ def save_transformers_decoder(
         for name, tensor in decoder.model.state_dict().items()
     }
     with quiet():
-        decoder.model.config.dtype = dtype
         decoder.model.save_pretrained(folder, state_dict=state)
+    # transformers names the type of the parameters in memory, not that of what it was given.
+    path = folder / CONFIG_FILE
+    config = read_json_object(path, "model", MODEL_CONFIG)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return sorted(path.name for path in folder.iterdir())

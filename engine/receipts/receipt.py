@@ -353,7 +353,15 @@ def rows_of(view: RunView) -> dict[str, Any]:
         "rows_trained": int(trained),
         "steps_not_applied": len(bad),
         "labelled_tokens": int(sum(n or 0 for n in view.steps.values("labelled"))),
+        "position": int(view.steps.last("position") or 0),
     }
+
+
+def _tokens_trained(view: RunView) -> int:
+    """Count the tokens of the steps whose gradient was applied."""
+    bad = _not_applied(view)
+    tokens = zip(view.steps.values("step"), view.steps.values("tokens"), strict=True)
+    return int(sum(n or 0 for step, n in tokens if step not in bad))
 
 
 def largest_rate(view: RunView) -> float:
@@ -487,6 +495,8 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         "heldout_loss_nats": {e.subject: e.loss for e in view.evals if e.loss is not None},
         "steps": view.last_step,
         "rows_trained": facts["rows"]["rows_trained"],
+        "tokens_trained": _tokens_trained(view),
+        "best_step": next((c.step for c in reversed(view.checkpoints) if c.best), None),
     } | {name: facts[name] for name in _AGREEING}
     whole = receipt.get("whole_sha256") or {}
     out = {}
@@ -502,6 +512,13 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
             else _equal(text, recorded, value)
         )
     return out
+
+
+def contradictions(run: RunFolder, view: RunView) -> list[str]:
+    """Say what in a run's receipt its logs and settings do not say. Raises RunLogError without a sound receipt."""
+    receipt, _ = read_receipt_or_facts(run, view)
+    found = _agreement(run, receipt, view).values()
+    return [one.reason for one in found if one.level is Level.FAIL]
 
 
 def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:

@@ -23,7 +23,7 @@ from engine.checks.artefact import Artefact, Sample
 from engine.checks.check import Result
 from engine.checks.checkpoint import same_part
 from engine.checks.context import Context, Memory
-from engine.checks.reported import Evaluations, Reported
+from engine.checks.reported import Evaluations, Receipt, Reported
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
 from engine.log.events import (
@@ -190,7 +190,7 @@ class TrainingLoop:
         self._evaluations.append(made)
         if model is not None and not saved:
             self._other_model = self._other_model or self._another(subject, model, trainer)
-        self._answer(self.checks.evaluated(self._so_far(trainer), trainer.step))
+        self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
         return loss, labelled
 
     def _another(self, subject: str, model: Decoder, trainer: Trainer) -> str:
@@ -245,6 +245,10 @@ class TrainingLoop:
     def check_reported(self, reported: Reported) -> None:
         """Hold the loss that the run reports against the saved files. Raises TrainingFailed when it is another."""
         self._answer(self.checks.at_end("reported_loss", reported, self.step))
+
+    def check_receipt(self, wrong: Sequence[str]) -> None:
+        """Raise TrainingFailed where the receipt says `wrong`."""
+        self._answer(self.checks.reported(Receipt(wrong), self.step))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, else how the session ended before that."""

@@ -41,7 +41,7 @@ from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import choose_sharded
 from engine.plan.run_plan import Plan, plan_run
 from engine.receipts.context import view_of
-from engine.receipts.receipt import largest_rate
+from engine.receipts.receipt import contradictions, largest_rate
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
 from engine.signals import Stopped
@@ -451,6 +451,8 @@ class _Job:
             how=self.spec.model,
             start=untrained,
             rate=largest_rate(view_of(self.folder)),
+            sha256=saved.sha256,
+            tokenizer=inputs.tokenizer.raw,
         )
         loop.check_saved(proof, student)
         self.log(saved)
@@ -468,3 +470,4 @@ class _Job:
             session_s=time.monotonic() - self.begun_s,
         )
         self.log(write_receipt(self.folder, outcome))
+        loop.check_receipt(contradictions(self.folder, view_of(self.folder)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,43 @@ def test_a_student_saved_in_either_type_is_the_trained_one(
     assert result.verdict.level is Level.PASS, result.verdict
     assert result.numbers["differing"] == result.numbers["left_over"] == 0
     assert result.numbers["moved"] > result.numbers["sampled"] / 2
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "words"),
+    [
+        ("config.json", "dtype", "float16", "config.json says that its tensors are float16"),
+        ("tokenizer.json", "truncation", {"max_length": 8}, "the 'truncation' of tokenizer.json"),
+        ("tokenizer.json", "model", {}, "the 'model' of tokenizer.json"),
+    ],
+)
+def test_files_beside_the_tensors_are_those_that_were_trained_with(
+    file: str, key: str, value: object, words: str, trained: Run, kit: Kit, tmp_path: Path
+) -> None:
+    saved = trained.end(tmp_path / "student")
+    raw = (kit.teacher / "tokenizer.json").read_bytes()
+    (saved.folder / "tokenizer.json").write_bytes(raw)
+    saved = dataclasses.replace(saved, tokenizer=raw)
+    trained.read_back(saved)
+    assert trained.results["artefact"].verdict.level is Level.PASS
+    path = saved.folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    trained.read_back(saved)
+    assert words in trained.failures().get("artefact", "")
+
+
+def test_a_hash_that_is_not_that_of_the_saved_tensors_is_named(
+    trained: Run, tmp_path: Path
+) -> None:
+    saved = trained.end(tmp_path / "student", torch.bfloat16)
+    right = {n: p.detach().bfloat16() for n, p in trained.trainer.student.named_parameters()}
+    for tensors, words in (
+        (right, ""),
+        (dict(trained.trainer.student.named_parameters()), "it is "),
+    ):
+        trained.read_back(dataclasses.replace(saved, sha256=tensors_sha256(tensors)))
+        assert words in trained.failures().get("artefact", "")
+        assert bool(words) == trained.results["artefact"].failed
 
 
 def one_bit(tensors: Tensors) -> Tensors:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,8 +29,9 @@ from engine.export.compare import (
 )
 from engine.export.convert import convert
 from engine.export.peers import PEERS, Absent, Answered, Crashed, ask
-from engine.export.verify import PROMPTS, verify
+from engine.export.verify import PROMPTS, _ends_elsewhere, verify
 from engine.formats.open import open_weights
+from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.quant.blocks import NOISE_FLOORS
@@ -116,6 +118,12 @@ def test_kl_is_that_of_its_definition_from_position_1_on() -> None:
     hidden = first.copy()
     hidden[0] = 100 * hidden[0]
     assert divergence([first], [hidden]) == (0.0, 1.0)
+
+
+def test_quantised_weights_with_another_tokenizer_fail() -> None:
+    other = replace(answer(), ids=[*answer().ids[:1], [1, 2, 9], *answer().ids[2:]])
+    outcome = within("gguf", other, answer(), 1.0, "the reference")
+    assert outcome.verdict.level == Level.FAIL and "text 2, token" in outcome.verdict.reason
 
 
 @pytest.mark.parametrize(("scale", "level"), [(1e-3, Level.PASS), (1.0, Level.FAIL)])
@@ -264,3 +272,12 @@ def test_llama_cpp_gives_the_same_tokens_and_text(family: str, kit: Kit, tmp_pat
     found = {one.id: one.verdict for one in verify(folder).outcomes}
     assert found["llama float"].level == Level.PASS, found
     assert found["llama m-Q8_0.gguf"].level == Level.PASS, found
+
+
+def test_a_text_that_ends_at_no_end_of_the_tokenizer_fails(kit: Kit, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(kit.teacher, folder)
+    end = open_tokenizer(folder).end_of_text_id
+    for ends, words in ((end, ""), ([end, 7], ""), (end + 1, "ends a text at"), ([7, 8], "[7, 8]")):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        assert words in _ends_elsewhere(folder) if words else _ends_elsewhere(folder) == ""

@@ -17,7 +17,14 @@ from engine.data.batches import epoch_order
 from engine.log.events import Event
 from engine.log.folder import RunFolder
 from engine.receipts.context import checkout_state, view_of
-from engine.receipts.receipt import differences, facts_of, facts_sha256, lineage_of, rows_of
+from engine.receipts.receipt import (
+    contradictions,
+    differences,
+    facts_of,
+    facts_sha256,
+    lineage_of,
+    rows_of,
+)
 from engine.spec import spec_from_dict
 from tests.support.findings import ask, hanging_run
 from tests.support.paths import ROOT
@@ -168,6 +175,27 @@ def test_a_receipt_that_says_something_else_than_the_log_is_found(
     run.receipt.write_text(json.dumps(receipt_of(run) | {key: value}))
     ran = ask("evidence", "receipt", run.path)
     assert ran.code == 1 and said in ran.out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens_trained": 1}, "tokens_trained, as the logs say"),
+        ({"best_step": 1}, "best_step, as the logs say"),
+        ({"rows": {"position": 1}}, "rows, as the logs say"),
+        ({"steps": 1}, "steps, as the logs say"),
+    ],
+)
+def test_a_receipt_is_held_against_the_log_when_it_is_written(
+    run: RunFolder, change: dict[str, Any], words: str
+) -> None:
+    assert contradictions(run, view_of(run)) == []
+    receipt = receipt_of(run)
+    for name, value in change.items():
+        receipt[name] = receipt[name] | value if isinstance(value, dict) else value
+    run.receipt.write_text(json.dumps(receipt))
+    (found,) = contradictions(run, view_of(run))
+    assert words in found
 
 
 def test_a_receipt_of_fewer_fields_is_not_the_one_that_the_log_names(run: RunFolder) -> None:
