@@ -539,6 +539,10 @@ def _equal(what: str, recorded: Any, found: Any) -> Verdict:
         return Verdict(Level.UNKNOWN, f"{what}: the receipt has none")
     if found is None:
         return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found nothing to compare")
+    if isinstance(recorded, dict) and isinstance(found, dict):
+        key = next((k for k in {**recorded, **found} if recorded.get(k) != found.get(k)), None)
+        if key is not None:
+            what, recorded, found = f"{what}: {key}", recorded.get(key), found.get(key)
     if recorded != found:
         return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found {_short(found)}")
     return Verdict(Level.PASS, f"{what}: {_short(found)}")
