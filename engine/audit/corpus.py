@@ -1,5 +1,5 @@
-"""What a file of records holds, read by the libraries of its format and by none of the engine's readers: where the
-chain from the corpus to the labels begins.
+"""What a corpus holds, read by the libraries of its formats and by none of the engine's readers: where the chain from
+the corpus to the labels begins.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Any
 
 MOST_BYTES = 1 << 25
 """Of a file, as it lies on disk; and eight times as many decompressed. Larger ones are not read a second time."""
-SPEAKERS = ("assistant", "gpt")
+MOST_OF_TEXT = 1 << 20
+"""Of a file of text that is read a second time."""
+TEXTS = (".py", ".txt", ".md")
+SPEAKERS, ASKING = ("assistant", "gpt"), ("system", "user", "human")
 BEHIND_REASONING = "</think>"
 
 
@@ -23,6 +28,8 @@ class Records:
     count: int
     answers: Sequence[tuple[str, ...] | None]
     """What the assistant says in each record, turn by turn; None where it is more than text, or no conversation."""
+    asked: Sequence[tuple[str, ...]]
+    """What system and user say in each, in front of the last answer."""
 
 
 def read_records(source: str, columns: Sequence[str]) -> Records | None:
@@ -34,7 +41,7 @@ def read_records(source: str, columns: Sequence[str]) -> Records | None:
         import pyarrow.parquet as parquet
 
         found = parquet.read_table(path).to_pylist()
-        return Records(len(found), [_answers(one, columns) for one in found])
+        return _records(found, columns)
     kind = path.suffixes[-2:][0] if path.suffix in (".gz", ".zst") else path.suffix
     if kind not in (".jsonl", ".json"):
         return None
@@ -44,11 +51,56 @@ def read_records(source: str, columns: Sequence[str]) -> Records | None:
         return None
     if kind == ".jsonl" and text[:1] != b"[":
         lines = [line for line in text.split(b"\n") if line.strip()]
-        return Records(len(lines), [_answers(_parsed(line), columns) for line in lines])
+        return _records([_parsed(line) for line in lines], columns)
     whole = _parsed(text)
     if not isinstance(whole, list):
         return None
-    return Records(len(whole), [_answers(one, columns) for one in whole])
+    return _records(whole, columns)
+
+
+def count_texts(source: str) -> int | None:
+    """Count the files of text below a folder of text; None for another source. Empty and hidden ones are none, and
+    links to folders are not followed."""
+    root = Path(source)
+    if not root.is_dir():
+        return None
+    found = [
+        path
+        for folder, folders, names in os.walk(root)
+        for path in (Path(folder, name) for name in names)
+        if path.suffix in TEXTS
+        and not any(
+            part[0] == "." or part == "__pycache__" for part in path.relative_to(root).parts
+        )
+        and path.stat().st_size
+    ]
+    return len(found) if any(path.name != "README.md" for path in found) else None
+
+
+def text_of(source: str, document: str) -> str | None:
+    """Return the text of a document that is a file of a folder or of the standard library; None for another one, and
+    for a large one."""
+    root = Path(sysconfig.get_path("stdlib") if source == "python-stdlib" else source)
+    path = root / document
+    if not root.is_dir() or path.suffix not in TEXTS or not path.is_file():
+        return None
+    return path.read_bytes().decode() if path.stat().st_size <= MOST_OF_TEXT else None
+
+
+def _records(found: Sequence[Any], columns: Sequence[str]) -> Records:
+    return Records(len(found), [_answers(one, columns) for one in found], list(map(_asked, found)))
+
+
+def _asked(record: Any) -> tuple[str, ...]:
+    if not isinstance(record, Mapping):
+        return ()
+    said = [_said(one) for one in record.get("messages") or record.get("conversations") or ()]
+    answers = [place for place, one in enumerate(said) if one is not None and one[0] in SPEAKERS]
+    before = said[: answers[-1]] if answers else []
+    asked = [one for one in before if one is not None]
+    if "messages" not in record and "system" not in [who for who, _ in asked[:1]]:
+        asked.append(("system", str(record.get("system") or "")))
+    return tuple(text for who, text in asked if who in ASKING)
 
 
 def _opened(path: Path) -> Any:
@@ -104,9 +156,9 @@ def _said(message: Any) -> tuple[str, str] | None:
     return (speaker, content) if isinstance(speaker, str) and isinstance(content, str) else None
 
 
-def plain(text: str, special: Sequence[str]) -> str:
-    """Return a text as it is compared: without special tokens, the reasoning in front of it, and white space, which
+def plain(text: str, special: Sequence[str], *, reasoning: bool = False) -> str:
+    """Return a text as it is compared: without special tokens, the `reasoning` in front of it, and white space, which
     templates add and take away."""
     for token in special:
         text = text.replace(token, "")
-    return "".join(text.rpartition(BEHIND_REASONING)[2].split())
+    return "".join((text if reasoning else text.rpartition(BEHIND_REASONING)[2]).split())

@@ -89,6 +89,8 @@ class Context:
     """What was made of the documents of the training and the held-out split; None where it is not known."""
     left_out: int
     """Documents of the corpus that are in neither split."""
+    writes_system: bool
+    """Whether the chat template writes what a system message says."""
     tokenizers: Mapping[str, Tokenizer | None]
     """Tokenizers by their owner; None for an unknown one."""
 

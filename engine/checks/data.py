@@ -8,13 +8,13 @@ The rows of LOOKED_AT steps are taken from the current position, as the trainer 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.audit.corpus import Records, plain, read_records
+from engine.audit.corpus import Records, count_texts, plain, read_records, text_of
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
@@ -29,6 +29,9 @@ LOOKED_AT = 4
 SMALLEST_DISTINCT = 8
 SMALLEST_ENTROPY = 1.0
 """Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
+
+MEASURED_TOKENS = 500
+"""Of plain text, before their bytes say how long the whole text is."""
 
 PADDING_RUN = 8
 """Number of equal tokens at the end of a row that look like padding and not like text."""
@@ -128,19 +131,26 @@ def documents_in_rows(context: Context) -> Answer:
                 f"{made.missing:,} documents of the {split} split are in no row, {made.doubled:,} are in the rows too "
                 "often or altered"
             )
-    records = None
+    records, source = None, context.spec.data.corpus
+    known = context.left_out + sum(made.documents for made in context.made)
     if not context.spec.data.max_bytes:
         records = read_records(context.spec.data.corpus, column_names(context.spec.data.columns))
     if records is not None:
-        known = context.left_out + sum(made.documents for made in context.made)
         if known != records.count:
             return Numbers(records=records.count, documents=known).failed(
-                f"{context.spec.data.corpus} has {records.count:,} records, read by another library; "
-                f"{known:,} are in a split or known to be left out"
+                f"{source} has {records.count:,} records, read by another library; {known:,} are in a split or known "
+                "to be left out"
             )
+    elif (files := count_texts(source)) is not None and known < files:
+        return Numbers(files=files, documents=known).failed(
+            f"{source} has {files:,} files of text, {known:,} are in a split or known to be left out"
+        )
     answers = Answers.of(context, records)
     again = {name: split for split, (_, made) in splits.items() for name in made.again}
     found_again: set[str] = set()
+    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+    size = tokens = 0
+    """Bytes and tokens of those of plain text."""
     for name, one in context.read_again(again.keys()):
         numbers["looked_at"] += 1
         found_again.add(name)
@@ -152,12 +162,32 @@ def documents_in_rows(context: Context) -> Answer:
             )
         if answers is not None and (other := answers.not_said(one)) is not None:
             return numbers.failed(
-                f"{name} has labels on {other!r:.80}: the records of {context.spec.data.corpus}, read by another "
-                "library, have no conversation whose answers these are"
+                f"{name} has labels on {other!r:.80}: the records of {source}, read by another library, have no "
+                "conversation whose answers these are"
             )
+        if answers is not None and (missing := answers.not_asked(one)):
+            return numbers.failed(
+                f"{name} has not in it what its record of {source} says in front of an answer: {missing!r:.80}"
+            )
+        if tokenizer is None or one.left_out or one.labelled is not None:
+            continue
+        size += len(tokenizer.decode(one.ids).encode())
+        tokens += len(one.ids)
+        if (text := text_of(source, name)) is not None:
+            (ids,) = tokenizer.encode_documents([text])
+            if len(one.ids) > len(ids) + 1 or not np.array_equal(ids, one.ids[: len(ids)]):
+                return numbers.failed(
+                    f"{name} in the rows is not the text of that file of {source}"
+                )
     if gone := sorted(again.keys() - found_again):
         return numbers.failed(
             f"{len(gone)} documents that are in the rows are no longer in the corpus, first {gone[0]}"
+        )
+    most = context.spec.data.max_bytes
+    about = size * int(context.train_stream.lengths.sum()) // max(tokens, 1)
+    if most and tokens > MEASURED_TOKENS and about > 2 * most:
+        return numbers.failed(
+            f"the training text is about {about:,} bytes long, data.max_bytes allows {most:,}"
         )
     if not numbers["looked_at"]:
         return numbers.unknown("no document is small enough to be read again")
@@ -176,6 +206,8 @@ class Answers:
     known: frozenset[tuple[str, ...]]
     last: bool
     """Whether only last answers are to have labels."""
+    asked: Mapping[tuple[str, ...], Sequence[Sequence[str]]]
+    """What stands in front of them, by the answers: of each record that has these."""
 
     @staticmethod
     def of(context: Context, records: Records | None) -> Answers | None:
@@ -184,12 +216,32 @@ class Answers:
         if records is None or tokenizer is None:
             return None
         special = tuple(sorted(tokenizer.special_tokens, key=len, reverse=True))
-        known = set()
-        for one in records.answers:
+        known: dict[tuple[str, ...], list[Sequence[str]]] = {}
+        for one, asked in zip(records.answers, records.asked, strict=True):
             if one is None:
                 return None
-            known.add(tuple(plain(text, special) for text in one))
-        return Answers(tokenizer, special, frozenset(known), context.spec.data.turns == "last")
+            said = tuple(plain(text, special) for text in one)
+            known.setdefault(said, []).append(
+                [plain(text, special, reasoning=True) for text in asked]
+            )
+        last = context.spec.data.turns == "last"
+        asked_before = known if context.writes_system else {}
+        return Answers(tokenizer, special, frozenset(known), last, asked_before)
+
+    def not_asked(self, one: Encoded) -> str:
+        """Return what a record says in front of an answer and its conversation does not; empty when all is there."""
+        if one.labelled is None or not len(one.ids) or self.last or one.last_turn_only:
+            return ""
+        edges = np.flatnonzero(np.diff(one.labelled, prepend=False, append=False)).reshape(-1, 2)
+        said = tuple(
+            plain(self.tokenizer.decode(one.ids[first:end]), self.special) for first, end in edges
+        )
+        whole = plain(self.tokenizer.decode(one.ids), self.special, reasoning=True)
+        missing = [
+            next((text for text in asked if text not in whole), "")
+            for asked in self.asked.get(said, [])
+        ]
+        return "" if not missing or "" in missing else missing[0]
 
     def not_said(self, one: Encoded) -> str | None:
         """Return what has labels in a conversation that has other ones than the answers of a record."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.checks.context import Context, Memory, Resumed
 from engine.data.batches import Batch
+from engine.data.chat_template import ChatTemplate
 from engine.data.token_cache import Made
 from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ def context_of(
     read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]] = lambda names: iter(()),
     made: tuple[Made, Made] | None = None,
     left_out: int = 0,
+    template: ChatTemplate | None = None,
     memory: Callable[[], Memory | None] = lambda: None,
     resumed: Resumed | None = None,
     late_compiles: Callable[[], Sequence[str]] = tuple,
@@ -86,6 +88,7 @@ def context_of(
         read_again=read_again,
         made=made,
         left_out=left_out,
+        writes_system=template is not None and template.writes_system,
         objective=objective,
         evaluate=evaluate,
         autocast=trainer.autocast,

@@ -383,6 +383,7 @@ class TrainingLoop:
             read_again=partial(self.inputs.read_again, self.spec.data),
             made=self.data.made,
             left_out=self.data.ready.skipped_files + self.data.ready.copies,
+            template=self.inputs.template,
             memory=lambda: self._memory(device),
             resumed=self.keeper.resumed,
             late_compiles=lambda: self.compiles.late,

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from engine.audit.observed import CorpusRows
-from engine.data.batches import IGNORED, Int64Array, labelled_rows
-from engine.data.tokens import TokenStream
+from engine.data.batches import IGNORED, Int64Array
+from engine.data.tokens import READ_AT_ONCE, TokenStream
 
 
 class PrescribedRows:
     def __init__(self, stream: TokenStream, length: int, seed: int) -> None:
         """`length` is the number of tokens of a row."""
         self._stream, self._length, self._seed = stream, length, seed
-        self._rows = labelled_rows(stream, length, "train")
+        self._rows = _rows_with_labels(stream, length)
         self._order: tuple[int, Int64Array] | None = None
 
     @property
@@ -91,3 +91,20 @@ class PrescribedRows:
             predicted_BT=torch.from_numpy(predicted_BT),
             after_B=torch.from_numpy(after_B),
         )
+
+
+def _rows_with_labels(stream: TokenStream, length: int) -> Int64Array:
+    """Return the rows of which a token has a label: the next one, of the same document, may be predicted."""
+    rows = len(stream) // length
+    if stream.labelled is None:
+        return np.arange(rows)
+    has_label = np.zeros(rows, dtype=bool)
+    for begin in range(0, len(stream), READ_AT_ONCE):
+        predicted = begin + np.flatnonzero(stream.labelled[begin : begin + READ_AT_ONCE])
+        low, high = np.searchsorted(stream.starts, (begin, begin + READ_AT_ONCE))
+        predicted = np.setdiff1d(predicted, stream.starts[low:high], assume_unique=True)
+        # What predicts a token stands before it.
+        of_rows = (predicted[predicted > 0] - 1) // length
+        has_label[of_rows[of_rows < rows]] = True
+        stream.release()
+    return np.flatnonzero(has_label)

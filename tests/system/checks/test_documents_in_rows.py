@@ -18,12 +18,14 @@ from engine.audit.corpus import read_records
 from engine.checks.context import Context
 from engine.checks.data import Answers, documents_in_rows
 from engine.data import chat, conversations, sources
+from engine.data.batches import labelled_rows
 from engine.data.corpus import Document
 from engine.data.packing import PACKINGS
 from engine.data.token_cache import Recipe, load_tokens
 from engine.data.tokens import Encoded, Encoder, TokenStream, make_stream, read_again
 from engine.drills.catalogue import planted
 from engine.formats.tokenizer import Tokenizer
+from engine.train.prescribed_rows import PrescribedRows
 from engine.verdict import Level
 from tests.support.chats import CHATML, STYLES, Style, make_tokenizer
 from tests.support.chats import conversations as odd_conversations
@@ -86,6 +88,7 @@ def looked_at(
         spec=dataclasses.replace(context.spec, data=data),
         tokenizers={"teacher": tokenizer},
         left_out=tokens.skipped + tokens.dropped_count,
+        writes_system=True,
         train_stream=tokens.train,
         heldout_stream=tokens.heldout,
         made=tokens.made,
@@ -202,6 +205,92 @@ def labels_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "_labelled", all_behind)
 
 
+def system_prompts_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = conversations._messages
+
+    def without(*arguments: Any) -> Any:
+        return tuple(one for one in exact(*arguments) if one["role"] != "system")
+
+    monkeypatch.setattr(conversations, "_messages", without)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text, some of it in folders and not in ASCII, with what is left out of such a one."""
+    root = tmp_path_factory.mktemp("texts")
+    for n in range(40):
+        folder = root / ("a" if n % 2 else "b/c")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{n}.txt").write_text(f"übung {n} – größer\r\n" + f"words of {n} " * (n % 9 + 1))
+    (root / "README.md").write_text("what is here")
+    (root / "empty.txt").write_text("")
+    (root / "same.txt").write_text((root / "a" / "1.txt").read_text())
+    (root / ".hidden").mkdir()
+    (root / ".hidden" / "x.txt").write_text("hidden")
+    (root / "link").symlink_to(root / "a")
+    (root / "records.jsonl").write_text('{"text": "one"}\n')
+    return root
+
+
+def folders_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = sources._walk
+
+    def flat(root: Path, *parts: Any) -> Iterator[Any]:
+        return (one for one in exact(root, *parts) if getattr(one, "parent", root) != root / "a")
+
+    monkeypatch.setattr(sources, "_walk", flat)
+
+
+def another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "decoded", lambda raw, where, start: raw.decode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    ("planted_in", "said"),
+    [
+        (folders_not_entered, "42 files of text, "),
+        (another_encoding, "in the rows is not the text of that file of"),
+    ],
+)
+def test_a_folder_of_text_is_read_a_second_time(
+    world: World,
+    texts: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    planted_in: Callable[[pytest.MonkeyPatch], None],
+    said: str,
+) -> None:
+    healthy = documents_in_rows(looked_at(world, texts, tokenizer, tmp_path / "healthy"))
+    assert healthy.verdict.level is Level.PASS, healthy.verdict
+    planted_in(monkeypatch)
+    found = documents_in_rows(looked_at(world, texts, tokenizer, tmp_path / "planted"))
+    assert found.verdict.level is Level.FAIL and said in found.verdict.reason, found.verdict
+
+
+def test_a_text_far_longer_than_max_bytes_is_named(
+    world: World, texts: Path, tokenizer: Tokenizer
+) -> None:
+    context = looked_at(world, texts, tokenizer, max_bytes=3000)
+    assert documents_in_rows(context).verdict.level is Level.PASS
+    data = dataclasses.replace(context.spec.data, max_bytes=600)
+    spec = dataclasses.replace(context.spec, data=data)
+    found = documents_in_rows(dataclasses.replace(context, spec=spec))
+    assert found.verdict.level is Level.FAIL and "max_bytes allows 600" in found.verdict.reason
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_prescribed_rows_with_labels_are_those_of_the_loader(
+    world: World, talks: Path, chats: Path, tokenizer: Tokenizer, packing: str
+) -> None:
+    for source in (talks, chats):
+        stream = looked_at(world, source, tokenizer, packing=packing).train_stream
+        for length in (3, 8, 32):
+            prescribed = PrescribedRows(stream, length, 0)
+            wanted = labelled_rows(stream, length, "train")
+            assert prescribed.spread(10**9).tolist() == wanted.tolist()
+
+
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations of two turns, some with contents in parts."""
@@ -215,8 +304,11 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         records.append(
             {
                 "messages": [
-                    {"role": role, "content": content}
-                    for role, content in zip(roles, contents, strict=True)
+                    {"role": "system", "content": "you count"},
+                    *[
+                        {"role": role, "content": content}
+                        for role, content in zip(roles, contents, strict=True)
+                    ],
                 ]
             }
         )
@@ -232,6 +324,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (first_part_alone, "has labels on '"),
         (label_moved, "has labels on '"),
         (labels_to_the_end, "has labels on '"),
+        (system_prompts_lost, "in front of an answer: 'youcount'"),
     ],
 )
 def test_what_is_lost_or_mislabelled_between_file_and_documents_is_named(
@@ -268,6 +361,7 @@ def test_labels_of_every_style_are_the_answers_of_the_file(
         context,
         spec=dataclasses.replace(context.spec, data=data),
         tokenizers={"teacher": tokenizer},
+        writes_system=style.template().writes_system,
     )
     answers = Answers.of(context, read_records(str(path), ()))
     assert answers is not None
@@ -279,6 +373,7 @@ def test_labels_of_every_style_are_the_answers_of_the_file(
     labelled = [one for one in encoded if len(one.ids)]
     assert len(labelled) > 40
     assert [said for one in labelled if (said := answers.not_said(one)) is not None] == []
+    assert [text for one in labelled if (text := answers.not_asked(one))] == []
 
 
 def test_documents_that_are_no_longer_in_the_corpus_are_named(
