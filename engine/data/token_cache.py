@@ -57,7 +57,7 @@ from engine.data.tokens import (
     refuse_nothing,
     starts_of,
 )
-from engine.errors import BadInput, CorpusError, DiskFull
+from engine.errors import BadInput, CorpusError, write_error
 from engine.files import open_regular, read_json_object, user_cache
 from engine.signals import partial_output, scratch_folder
 from engine.version import VERSION
@@ -169,7 +169,8 @@ def load_tokens(
     """Return the tokens of a corpus, making those that `root` (default: the user's cache) does not have. `corpus` is
     what the recipe says, if it is open already.
 
-    Raises CorpusError, TokenizerError, and DiskFull where neither the cache nor the temporary folder has room.
+    Raises CorpusError, TokenizerError, and where neither the cache nor the temporary folder can be written DiskFull or,
+    for another reason than room, RunLogError.
     """
     root = root or user_cache("tokens")
     content, stamp = _content(recipe, progress)
@@ -200,12 +201,12 @@ def load_tokens(
             note = f"{why}: they are made for this process alone"
             return _open(folder, note, progress, is_kept=False)
     except OSError as error:
-        raise DiskFull.expected(
+        raise write_error(
             "tokens of the corpus",
             recipe.source,
-            "room for them in the cache or in the temporary folder",
-            f"{why}, nor the other ({error.strerror or error})",
-            hint="free space, or set XDG_CACHE_HOME or TMPDIR to a folder that has some",
+            f"a folder to keep them in: {why}, nor can the temporary one",
+            error,
+            when_full="free space, or set XDG_CACHE_HOME or TMPDIR to a folder that has some",
         ) from error
 
 

@@ -759,7 +759,7 @@ def _perplexity(done: Evaluated) -> str:
 
 def ledger_line(view: RunView) -> str:
     """Break down the time of the newest step by phase; empty when it was not measured."""
-    return _shares("step ", view.phases, least=0.0)
+    return _of_newest("step ", view.phases, least=0.0)
 
 
 def start_line(view: RunView) -> str:
@@ -770,6 +770,11 @@ def start_line(view: RunView) -> str:
 def start_parts(view: RunView) -> list[dict[str, Any]]:
     """Return the phases of the session's start in their order, with the seconds of each, as JSON has them."""
     return [{"phase": name, "seconds": s} for name, s in view.start_s().items()]
+
+
+def _of_newest(title: str, seconds: Mapping[str, float], *, least: float) -> str:
+    said = _shares(title, seconds, least=least)
+    return said and f"{said}, in the newest step"
 
 
 def _shares(title: str, seconds: Mapping[str, float], *, least: float) -> str:
@@ -788,7 +793,7 @@ def speed_lines(view: RunView) -> list[str]:
     """Render the pace of the last steps as a share of the device's peak, and the phases of the newest step, of the
     host's time to it, and of the start."""
     pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
-    host = _shares("host ", view.host_s, least=0.01)
+    host = _of_newest("host ", view.host_s, least=0.01)
     return [*pace, *filter(None, [ledger_line(view), host, start_line(view)])]
 
 

@@ -23,7 +23,7 @@ from engine.data.corpus import Corpus, Document, open_corpus
 from engine.data.packing import PACKINGS, pack
 from engine.data.token_cache import Recipe, Tokens, load_tokens
 from engine.data.tokens import Encoder, TokenStream, tokenize
-from engine.errors import CorpusError, DiskFull
+from engine.errors import CorpusError, DiskFull, RunLogError
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import CHATML, make_tokenizer
 
@@ -266,15 +266,19 @@ def test_a_cache_that_cannot_be_written_gives_tokens_for_this_process_alone(
     def full(made: Recipe, corpus: Corpus | None, folder: Path, *rest: Any) -> None:
         calls.append(folder)
         if folder.parent == tmp_path / "full" or len(calls) > 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(*problem)
         make(made, corpus, folder, *rest)
 
+    problem = errno.ENOSPC, "No space left on device"
     monkeypatch.setattr(token_cache, "_make", full)
     found = load_tokens(recipe, root=tmp_path / "full")
     assert not found.is_kept and "No space left" in found.note
     assert_equal(found.train, expected.train)
     assert not calls[1].exists()
-    with pytest.raises(DiskFull, match="room for them"):
+    with pytest.raises(DiskFull, match="nor can the temporary one"):
+        load_tokens(recipe, root=tmp_path / "full")
+    problem = errno.EIO, "Input/output error"
+    with pytest.raises(RunLogError, match="Input/output error"):
         load_tokens(recipe, root=tmp_path / "full")
 
 
