@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,10 +44,10 @@ SAMPLED = 1024
 
 @torch.no_grad()
 def checkpoint_reloads(
-    context: Context, path: Path, step: int, log: RunView | None = None, *, sampled: bool = False
+    context: Context, path: Path, step: int, kept: Kept | None = None, *, sampled: bool = False
 ) -> Answer:
-    """Compare the newest checkpoint with the run after `step`. `log` is the run's, for the rank that keeps checkpoints;
-    `sampled` compares some numbers of each tensor."""
+    """Compare the newest checkpoint with the run after `step`. `kept` is for the rank that keeps checkpoints; `sampled`
+    compares some numbers of each tensor."""
     row = context.position + (step - context.step) * context.spec.rows_per_step
     numbers = Numbers(step=step, row=row)
     try:
@@ -54,7 +55,7 @@ def checkpoint_reloads(
         if wrong:
             return numbers.failed(f"{path.name} does not hold what the run has: {wrong}")
         on_disk = [step_of(one) for one in published(path.parent)]
-        if log is not None and (wrong := kept_wrongly(log, on_disk, context.spec)):
+        if kept is not None and (wrong := kept_wrongly(kept, on_disk, context.spec)):
             return numbers.failed(wrong)
     except EngineError as error:
         return numbers.failed(f"{path.name} cannot be read: {error}")
@@ -63,12 +64,21 @@ def checkpoint_reloads(
     )
 
 
-def kept_wrongly(log: RunView, on_disk: Sequence[int], spec: RunSpec) -> str:
+class Kept(NamedTuple):
+    """What says which checkpoints are to be there."""
+
+    log: RunView
+    before: Sequence[int]
+    """The steps of those that were there before the newest was saved: others are gone for another reason."""
+
+
+def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec) -> str:
     """Say what is wrong with the checkpoints of a run by its log; empty when nothing is.
 
     The best one has the lowest held-out loss of those that were evaluated and saved at the same step, the first of
     equals. It and the newest `checkpoint.keep_last` are kept. Those of earlier sessions are taken as they are said.
     """
+    log = kept.log
     loss_at = {e.step: e.loss for e in log.evals if e.subject == "student" and not e.saved}
     began_at = (log.started.resumed_from if log.started else None) or 0
     best: int | None = None
@@ -87,8 +97,10 @@ def kept_wrongly(log: RunView, on_disk: Sequence[int], spec: RunSpec) -> str:
             return f"step {one.step} {said}, and its held-out loss in the log is {loss}{other}"
         best = one.step if better else best
     steps = [one.step for one in log.checkpoints]
-    kept = {best, *steps[-spec.checkpoint.keep_last :]}
-    if extra := sorted({*steps} & {*on_disk} - kept):
+    due = {*steps[-spec.checkpoint.keep_last :], *([] if best is None else [best])}
+    if gone := sorted((due & {*kept.before, *steps[-1:]}) - {*on_disk}):
+        return f"the checkpoint of step {gone[0]} is gone; the newest (checkpoint.keep_last) and the best are {sorted(due)}"
+    if extra := sorted({*steps} & {*on_disk} - due):
         return f"{len(extra)} checkpoints are not deleted (checkpoint.keep_last), first that of step {extra[0]}"
     return ""
 

@@ -19,7 +19,7 @@ evaluation once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,13 +34,18 @@ from engine.audit.files import Files, open_files
 from engine.audit.observed import CorpusRows
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
-from engine.checks.weights import shape_of
+from engine.checks.weights import shape_of, weights_of
 from engine.data.batches import IGNORED, Batch, Int64Array
 from engine.log.events import Evaluated
-from engine.models.config import count_parameters
+from engine.models.config import ModelConfig, count_parameters
+from engine.models.decoder import Decoder
 
 FLOPS = {"cpu": 1e11, "cuda": 5e13}
 """Of the plain forward passes: some seconds on two cores, or on one GPU."""
+SOME_FLOPS = {"cpu": 1e10, "cuda": 2e13}
+"""Of those at the first evaluation of a model: less than a second."""
+SOME_ALLOWED = 1e-3
+"""Relative difference that is allowed of few labels in fp32; five roundings of 16 bits and less."""
 FP32 = 1e-4
 """Relative difference that is allowed of sums in fp32. In 16 bits it is one rounding of a number: a mean over many
 tokens differs by far less (1e-6 to 1e-3, the more the sharper the model)."""
@@ -63,6 +68,18 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """How a loss came about."""
+
+    subject: str
+    decoder: Decoder
+    evaluate: Callable[[Sequence[Batch]], float]
+    """Of some rows, as it was of all."""
+    rounding: float
+    """Largest relative error of one rounding in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
     """What was evaluated so far."""
 
@@ -76,6 +93,8 @@ class Evaluations:
     """What the held-out text has in the place of the rows of a batch."""
     other: str
     """Which model was not the one that it was said to be; empty when all were."""
+    computed: Computed | None
+    """How the newest was computed; None where that is not looked at."""
     rounding: float
     """Largest relative error of one rounding, of the evaluation and of saved weights."""
 
@@ -108,6 +127,8 @@ def reported_loss(context: Context, given: Reported | Evaluations | Receipt) -> 
         )
     if given.other:
         return numbers.failed(given.other)
+    if given.computed is not None and (wrong := _otherwise(context, given.computed, given.rows)):
+        return numbers.failed(wrong)
     known: dict[tuple[str, int], float] = {}
     allowed = max(FP32, 4 * given.rounding)
     # The teacher of another session may be held in another form.
@@ -125,6 +146,26 @@ def reported_loss(context: Context, given: Reported | Evaluations | Receipt) -> 
             )
     return numbers.passed(
         f"{len(given.made)} evaluations, each of all labels of {len(ids):,} held-out rows"
+    )
+
+
+def _otherwise(context: Context, computed: Computed, rows: Callable[[Batch], CorpusRows]) -> str:
+    """Say that the loss of some rows is not that of a plain forward pass of the model; empty when it is."""
+    config = computed.decoder.config
+    if not config.native or computed.decoder.shards is not None:
+        return ""
+    chosen, _ = _chosen(context, config, SOME_FLOPS)
+    shape = shape_of(config)
+    runs = reference.PlainDecoder(shape, weights_of(computed.decoder))
+    head = "embed.weight" if shape.tied else "head.weight"
+    found = [_loss(context, runs, head, rows(batch), config.vocab_size) for batch in chosen]
+    expected = sum(total for total, _ in found) / max(sum(count for _, count in found), 1)
+    loss, allowed = computed.evaluate(chosen), max(SOME_ALLOWED, 5 * computed.rounding)
+    if abs(loss - expected) <= allowed * expected:
+        return ""
+    return (
+        f"the {computed.subject} is evaluated on some rows as {loss:.4f}, a plain forward pass of its weights has "
+        f"{expected:.4f}"
     )
 
 
@@ -170,7 +211,7 @@ def _of_files(context: Context, reported: Reported) -> Answer:
     files = open_files(reported.folder) if config.native else None
     if files is None:
         return unknown("no other forward pass is known for such a model", **numbers)
-    chosen, whole = _chosen(context)
+    chosen, whole = _chosen(context, config, FLOPS)
     shape = shape_of(config)
     runs = reference.PlainDecoder(shape, _held(files, context.device))
     head = "embed.weight" if shape.tied else "head.weight"
@@ -178,7 +219,7 @@ def _of_files(context: Context, reported: Reported) -> Answer:
     count = 0
     for batch in chosen:
         text = reported.rows(batch)
-        sums, labelled = _loss(context, runs, head, text)
+        sums, labelled = _loss(context, runs, head, text, config.vocab_size)
         total, count = total + sums, count + labelled
     found = reported.loss if whole else reported.evaluate(chosen)
     expected = total / max(count, 1)
@@ -207,15 +248,17 @@ def _held(files: Files, device: torch.device) -> reference.Weight:
     return weight
 
 
-def _chosen(context: Context) -> tuple[list[Batch], bool]:
+def _chosen(
+    context: Context, config: ModelConfig, flops: Mapping[str, float]
+) -> tuple[list[Batch], bool]:
     """Return the held-out rows that the budget has room for, spread evenly, in groups that are run at a time; and
     whether they are all."""
     rows = sum(len(batch.row_ids) for batch in context.heldout)
     length = context.heldout[0].tokens_BT.shape[1]
-    each = 2 * count_parameters(context.student.config) * length
-    room = min(rows, max(1, int(FLOPS[context.device.type] // each)))
+    each = 2 * count_parameters(config) * length
+    room = min(rows, max(1, int(flops[context.device.type] // each)))
     wanted = {place * rows // room for place in range(room)}
-    size = max(1, group_tokens(context.student.config.intermediate_size) // length)
+    size = max(1, group_tokens(config.intermediate_size) // length)
     chosen, place = [], 0
     for batch in context.heldout:
         inside = [row for row in range(len(batch.row_ids)) if place + row in wanted]
@@ -235,10 +278,10 @@ def _chosen(context: Context) -> tuple[list[Batch], bool]:
 
 
 def _loss(
-    context: Context, runs: reference.PlainDecoder, head: str, text: CorpusRows
+    context: Context, runs: reference.PlainDecoder, head: str, text: CorpusRows, vocabulary: int
 ) -> tuple[float, int]:
     """Return the sum of the cross entropy over the labels of some rows, and how many there are."""
-    device, vocabulary = context.device, context.student.config.vocab_size
+    device = context.device
     labels_N = text.labels_BT.flatten().to(device)
     hidden_ND = runs.forward(text.tokens_BT.to(device), text.documents_BT.to(device)).hidden_ND
     weight_VD = runs.weight(head)

@@ -30,7 +30,7 @@ import torch
 from engine.checks.artefact import Artefact, artefact
 from engine.checks.catalogue import CATALOGUE, skipped_ids
 from engine.checks.check import About, Answer, Result, When, unknown
-from engine.checks.checkpoint import checkpoint_reloads, resume_continues
+from engine.checks.checkpoint import Kept, checkpoint_reloads, resume_continues
 from engine.checks.context import Context
 from engine.checks.data import (
     batch_not_degenerate,
@@ -54,7 +54,6 @@ from engine.checks.teacher import (
 from engine.checks.vocabulary import vocabulary_by_bytes
 from engine.checks.weights import weights_alive
 from engine.log.events import StepDone
-from engine.log.view import RunView
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
@@ -113,6 +112,10 @@ class Checks:
             elif about.id in CHECKS:
                 self._open[about] = None
 
+    @property
+    def begun(self) -> bool:
+        return self._context is not None
+
     def going_on(self) -> Iterator[Result]:
         """Run the checks of what the first step begins with, when nothing else comes before it."""
         for about in [one for one in self._open if one.when is When.GOING_ON]:
@@ -135,17 +138,17 @@ class Checks:
                 yield result
 
     def at_checkpoint(
-        self, path: Path, step: int, log: RunView | None = None, *, quick: bool = False
+        self, path: Path, step: int, kept: Kept | None = None, *, quick: bool = False
     ) -> Iterator[Result]:
         """Check the newest checkpoint once it is safe in `path`: whole the first of a session, the 2nd, 4th, 8th ...,
         and the last of the run; in some numbers of each tensor the others, or with `quick`, of which no pass is
-        yielded. `log` is the run's, for the rank that keeps checkpoints.
+        yielded. `kept` is for the rank that keeps checkpoints.
         """
         self._checkpoints += not quick
         whole = not self._checkpoints & (self._checkpoints - 1) or step == self._steps
         sampled = quick or not whole
         for about in [one for one in self._open if one.when is When.AT_CHECKPOINT]:
-            found = self._ask(about, step, path, step, log, sampled=sampled)
+            found = self._ask(about, step, path, step, kept, sampled=sampled)
             yield from (one for one in found if not sampled or one.verdict.level is not Level.PASS)
 
     def at_end(

@@ -104,10 +104,12 @@ def starts_on_host(documents_BT: Tensor) -> list[int]:
 def _packing(starts_S: Tensor, longest: int) -> Packing:
     longest = -(-longest // LENGTH_STEP) * LENGTH_STEP
     packing = Packing(starts_S, torch.empty(longest, dtype=torch.bool))
-    # Sizes that a compiled graph must keep dynamic. torch._dynamo is not imported just for this.
-    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+    # Sizes that a compiled graph must keep dynamic. torch._dynamo is not imported just for this, and while another
+    # thread still imports it nothing is compiled.
+    mark = getattr(sys.modules.get("torch._dynamo"), "mark_dynamic", None)
+    if mark is not None:
         for tensor in packing:
-            dynamo.mark_dynamic(tensor, 0)
+            mark(tensor, 0)
     return packing
 
 

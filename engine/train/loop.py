@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.checkpoint_folders import folder_name, published
+from engine.checkpoint_folders import folder_name, published, step_of
 from engine.checks.artefact import Artefact, Sample
 from engine.checks.check import Result
-from engine.checks.checkpoint import same_part
+from engine.checks.checkpoint import Kept, same_part
 from engine.checks.context import Context, Memory
-from engine.checks.reported import Evaluations, Receipt, Reported
+from engine.checks.reported import Computed, Evaluations, Receipt, Reported
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
 from engine.log.events import (
@@ -49,7 +49,7 @@ from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train import record
-from engine.train.auditing import ROUNDING, StepAudit
+from engine.train.auditing import NARROW, ROUNDING, StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
@@ -126,6 +126,10 @@ class TrainingLoop:
         """Of the student before the first step."""
         self._other_model = ""
         """Which evaluated model was another than it was said to be."""
+        self._computed: Computed | None = None
+        """How the teacher's loss was computed, until that is judged: a GPU evaluates it before there are checks."""
+        self._kept: Sequence[int] = ()
+        """Steps of the checkpoints that were there before the newest was saved."""
         self._record: Follower | None = None
         """The run's own log, read back where it is judged."""
         self._continued: list[int] = []
@@ -188,9 +192,23 @@ class TrainingLoop:
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
         self._evaluations.append(made)
+        if subject == "teacher" and self.teacher_decoder is not None:
+            dtype = self.teacher_decoder.dtype
+            self._computed = Computed(
+                subject=subject,
+                decoder=self.teacher_decoder,
+                evaluate=lambda rows: heldout_loss(
+                    hidden, head, rows, trainer.device, trainer.autocast
+                )[0],
+                rounding=NARROW.get(
+                    self.spec.teacher.precision, max(ROUNDING[dtype], ROUNDING[trainer.dtype])
+                ),
+            )
         if model is not None and not saved:
             self._other_model = self._other_model or self._another(subject, model, trainer)
         self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
+        if self.checks.begun:
+            self._computed = None
         return loss, labelled
 
     def _another(self, subject: str, model: Decoder, trainer: Trainer) -> str:
@@ -220,6 +238,7 @@ class TrainingLoop:
             row_ids=heldout.spread(spec.eval.rows),
             rows=lambda batch: heldout.rows(batch.row_ids),
             other=self._other_model,
+            computed=self._computed,
             rounding=max(ROUNDING[trainer.dtype], torch.finfo(saved_as).eps / 2),
         )
 
@@ -430,6 +449,7 @@ class TrainingLoop:
     def _save(self, trainer: Trainer, *, quick: bool = False) -> None:
         """Save a checkpoint unless that was done, and run the check that reads it back."""
         if self.keeper.saved_step != self.step:
+            self._kept = [step_of(path) for path in published(self.keeper.folder.checkpoints)]
             step, loss = self._evaluated
             self.keeper.save(trainer, loss if step == self.step else None)
         self._look_at_saved(trainer, quick=quick)
@@ -438,11 +458,11 @@ class TrainingLoop:
         """Compare the newest checkpoint on disk with the run as it is after the last logged step."""
         folder = self.keeper.folder
         newest = next(published(folder.checkpoints), folder.checkpoints / folder_name(self.step))
-        log = None
+        kept = None
         if trainer.ranks.first:
             self._record = self._record or Follower(folder, files=True)
-            log = self._record.read_all()
-        looked = self.checks.at_checkpoint(newest, self.step, log, quick=quick)
+            kept = Kept(self._record.read_all(), self._kept)
+        looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
         self._answer(looked, trainer.ranks)
 
     def _pause(self, trainer: Trainer) -> RunFinished:

@@ -470,4 +470,13 @@ class _Job:
             session_s=time.monotonic() - self.begun_s,
         )
         self.log(write_receipt(self.folder, outcome))
-        loop.check_receipt(contradictions(self.folder, view_of(self.folder)))
+        view = view_of(self.folder)
+        wrong = contradictions(self.folder, view)
+        said = ((self.folder.read_receipt() or {}).get("data") or {}).get("order_sha256")
+        train = self.spec.train
+        prescribed = PrescribedRows(data.stream, self.spec.data.seq_len, train.seed)
+        if said != prescribed.order_sha256(train.steps * self.spec.rows_per_step):
+            wrong.append(
+                "data.order_sha256 is not the hash of the rows that seed and steps prescribe"
+            )
+        loop.check_receipt(wrong)

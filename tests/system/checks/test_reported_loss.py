@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checks import reported as module
-from engine.checks.reported import Evaluations, Reported, reported_loss
+from engine.checks.reported import Computed, Evaluations, Reported, reported_loss
 from engine.data.batches import IGNORED, Batch
 from engine.log.events import Evaluated
 from engine.model_families import FAMILIES
@@ -172,6 +172,7 @@ def evaluations(run: Run, reported: Reported) -> Evaluations:
         row_ids=heldout.spread(16),
         rows=reported.rows,
         other="",
+        computed=None,
         rounding=reported.rounding,
     )
 
@@ -192,6 +193,29 @@ def test_another_model_than_the_one_it_is_said_to_be_is_named(ended: tuple[Run, 
     assert reported_loss(run.context, given).verdict.reason == "another"
 
 
+def test_a_teacher_that_is_evaluated_across_documents_is_named(ended: tuple[Run, Reported]) -> None:
+    run, reported = ended
+    decoder, trainer = run.context.teacher_decoder, run.trainer
+    assert decoder is not None and run.context.teacher is not None
+    head, hidden = run.context.teacher.head(), run.context.teacher.hidden
+
+    def across(tokens_BT: torch.Tensor, documents_BT: torch.Tensor) -> torch.Tensor:
+        return hidden(tokens_BT, torch.zeros_like(documents_BT))
+
+    for how, level in ((hidden, Level.PASS), (across, Level.FAIL)):
+        computed = Computed(
+            subject="teacher",
+            decoder=decoder,
+            evaluate=lambda rows, how=how: heldout_loss(
+                how, head, rows, trainer.device, trainer.autocast
+            )[0],
+            rounding=2.0**-24,
+        )
+        given = dataclasses.replace(evaluations(run, reported), computed=computed)
+        found = reported_loss(run.context, given).verdict
+        assert found.level is level and (level is Level.PASS or "the teacher is" in found.reason)
+
+
 def test_files_that_changed_after_they_were_evaluated_are_named(
     ended: tuple[Run, Reported], tmp_path: Path
 ) -> None:
@@ -207,7 +231,7 @@ def test_files_that_changed_after_they_were_evaluated_are_named(
 
 def test_rows_are_chosen_evenly_and_once(ended: tuple[Run, Reported]) -> None:
     run, _ = ended
-    chosen, whole = module._chosen(run.context)
+    chosen, whole = module._chosen(run.context, run.context.student.config, module.FLOPS)
     assert whole
     ids = np.concatenate([one.row_ids for one in chosen])
     assert ids.tolist() == np.concatenate([one.row_ids for one in run.context.heldout]).tolist()

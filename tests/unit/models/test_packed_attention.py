@@ -4,6 +4,9 @@ by hand. What the kernel computes is compared on a GPU.
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -152,3 +155,11 @@ def test_packed_is_as_near_to_fp32_as_masked_is(shape: object, mean: int) -> Non
         # Both round bf16 products: one may be a little farther, not twice as far.
         assert gap(found, truth) < 1.3 * gap(other, truth) + 1e-3
         assert gap(found, other) < 0.08
+
+
+def test_a_compiler_that_another_thread_still_imports_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    packing = attention._packing(torch.tensor([0, 3, 8], dtype=torch.int32), 5)
+    assert packing.starts_S.tolist() == [0, 3, 8]
