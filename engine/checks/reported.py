@@ -75,6 +75,8 @@ class Computed:
     decoder: Decoder
     evaluate: Callable[[Sequence[Batch]], float]
     """Of some rows, as it was of all."""
+    vocabulary: int
+    """Ids that may be predicted."""
     rounding: float
     """Largest relative error of one rounding in it."""
 
@@ -154,11 +156,11 @@ def _otherwise(context: Context, computed: Computed, rows: Callable[[Batch], Cor
     config = computed.decoder.config
     if not config.native or computed.decoder.shards is not None:
         return ""
-    chosen, _ = _chosen(context, config, SOME_FLOPS)
+    chosen, _ = _chosen(context, config, SOME_FLOPS, by_documents=True)
     shape = shape_of(config)
     runs = reference.PlainDecoder(shape, weights_of(computed.decoder))
     head = "embed.weight" if shape.tied else "head.weight"
-    found = [_loss(context, runs, head, rows(batch), config.vocab_size) for batch in chosen]
+    found = [_loss(context, runs, head, rows(batch), computed.vocabulary) for batch in chosen]
     expected = sum(total for total, _ in found) / max(sum(count for _, count in found), 1)
     loss, allowed = computed.evaluate(chosen), max(SOME_ALLOWED, 5 * computed.rounding)
     if abs(loss - expected) <= allowed * expected:
@@ -249,15 +251,18 @@ def _held(files: Files, device: torch.device) -> reference.Weight:
 
 
 def _chosen(
-    context: Context, config: ModelConfig, flops: Mapping[str, float]
+    context: Context, config: ModelConfig, flops: Mapping[str, float], *, by_documents: bool = False
 ) -> tuple[list[Batch], bool]:
-    """Return the held-out rows that the budget has room for, spread evenly, in groups that are run at a time; and
-    whether they are all."""
+    """Return the held-out rows that the budget has room for, spread evenly or `by_documents` those with the most, in
+    groups that are run at a time; and whether they are all."""
     rows = sum(len(batch.row_ids) for batch in context.heldout)
     length = context.heldout[0].tokens_BT.shape[1]
     each = 2 * count_parameters(config) * length
     room = min(rows, max(1, int(flops[context.device.type] // each)))
     wanted = {place * rows // room for place in range(room)}
+    if by_documents:
+        documents_BT = np.concatenate([batch.documents_BT for batch in context.heldout])
+        wanted = {*np.argsort(documents_BT[:, 0] - documents_BT[:, -1], kind="stable")[:room]}
     size = max(1, group_tokens(config.intermediate_size) // length)
     chosen, place = [], 0
     for batch in context.heldout:

@@ -200,6 +200,7 @@ class TrainingLoop:
                 evaluate=lambda rows: heldout_loss(
                     hidden, head, rows, trainer.device, trainer.autocast
                 )[0],
+                vocabulary=head.vocab_size,
                 rounding=NARROW.get(
                     self.spec.teacher.precision, max(ROUNDING[dtype], ROUNDING[trainer.dtype])
                 ),

@@ -209,6 +209,7 @@ def test_a_teacher_that_is_evaluated_across_documents_is_named(ended: tuple[Run,
             evaluate=lambda rows, how=how: heldout_loss(
                 how, head, rows, trainer.device, trainer.autocast
             )[0],
+            vocabulary=head.vocab_size,
             rounding=2.0**-24,
         )
         given = dataclasses.replace(evaluations(run, reported), computed=computed)
