@@ -14,7 +14,7 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -63,6 +63,8 @@ class Artefact:
     """Of the student's tensors as they are saved, by the run; empty where it took none."""
     tokenizer: bytes = b""
     """The tokenizer.json that the run trained with; empty where none is saved."""
+    special: Mapping[str, str] = field(default_factory=dict)
+    """The special tokens of the chat template that the run trained with."""
 
 
 def samples_of(student: nn.Module) -> dict[str, Sample]:
@@ -152,6 +154,11 @@ def _other_files(saved: Artefact) -> str:
             for part in sorted({*stored, *trained_with}):
                 if stored.get(part) != trained_with.get(part):
                     return f"the {part!r} of tokenizer.json is not that of the tokenizer that was trained with"
+        path = saved.folder / "tokenizer_config.json"
+        said = read_json_object(path, "tokenizer", TOKENIZER_FILE) if saved.special else {}
+        for name, text in saved.special.items():
+            if said.get(name) != text:
+                return f"{path.name} has {name} {said.get(name)!r}, the chat template that was trained with {text!r}"
     except EngineError as error:
         return f"{saved.folder.name} cannot be read: {error}"
     return ""

@@ -99,7 +99,7 @@ def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec) -> str:
     steps = [one.step for one in log.checkpoints]
     due = {*steps[-spec.checkpoint.keep_last :], *([] if best is None else [best])}
     if gone := sorted((due & {*kept.before, *steps[-1:]}) - {*on_disk}):
-        return f"the checkpoint of step {gone[0]} is gone; the newest (checkpoint.keep_last) and the best are {sorted(due)}"
+        return f"step {gone[0]} is gone; the newest (checkpoint.keep_last) and the best are {sorted(due)}"
     if extra := sorted({*steps} & {*on_disk} - due):
         return f"{len(extra)} checkpoints are not deleted (checkpoint.keep_last), first that of step {extra[0]}"
     return ""

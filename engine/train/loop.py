@@ -212,6 +212,13 @@ class TrainingLoop:
             self._computed = None
         return loss, labelled
 
+    def recall(self, made: Evaluated, trainer: Trainer) -> None:
+        """Take an evaluation that was made before this run, which is judged like one of this session."""
+        assert made.loss is not None
+        self.heldout_losses[made.subject] = made.loss
+        self._evaluations.append(made)
+        self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
+
     def _another(self, subject: str, model: Decoder, trainer: Trainer) -> str:
         """Say that a model is not the one it is evaluated as, by some numbers of each tensor; empty when it is."""
         parameters = dict(model.named_parameters())

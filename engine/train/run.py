@@ -376,7 +376,7 @@ class _Job:
             known = recall_heldout(teacher, data.heldout)
             self.log(known)
             if isinstance(known, Evaluated) and known.loss is not None:
-                loop.heldout_losses["teacher"] = known.loss
+                loop.recall(known, trainer)
         elif teacher is not None:
             loop.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
 
@@ -453,6 +453,7 @@ class _Job:
             rate=largest_rate(view_of(self.folder)),
             sha256=saved.sha256,
             tokenizer=inputs.tokenizer.raw,
+            special=inputs.template.special_tokens if inputs.template is not None else {},
         )
         loop.check_saved(proof, student)
         self.log(saved)

@@ -81,6 +81,16 @@ def test_files_beside_the_tensors_are_those_that_were_trained_with(
     assert words in trained.failures().get("artefact", "")
 
 
+def test_the_special_tokens_of_the_chat_template_are_saved(trained: Run, tmp_path: Path) -> None:
+    saved = dataclasses.replace(trained.end(tmp_path / "student"), special={"eos_token": "<end>"})
+    for text, words in (("<end>", ""), ("<other>", "has eos_token '<other>'")):
+        path = saved.folder / "tokenizer_config.json"
+        path.write_text(json.dumps({"eos_token": text}))
+        trained.read_back(saved)
+        assert words in trained.failures().get("artefact", "")
+        assert trained.results["artefact"].failed == bool(words)
+
+
 def test_a_hash_that_is_not_that_of_the_saved_tensors_is_named(
     trained: Run, tmp_path: Path
 ) -> None:

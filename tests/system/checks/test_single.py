@@ -510,8 +510,8 @@ def test_a_checkpoint_that_is_not_read_back_whole_is_compared_in_some_numbers_of
     ("losses", "bests", "on_disk", "words"),
     [
         ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (4, 6), ""),
-        ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (6,), "the checkpoint of step 4 is gone"),
-        ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (4,), "the checkpoint of step 6 is gone"),
+        ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (6,), "step 4 is gone"),
+        ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (4,), "step 6 is gone"),
         ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4), (2, 4, 6), "1 checkpoints are not deleted"),
         ({2: 3.0, 4: 2.5, 6: 2.7}, (2,), (2, 6), "step 4 is not kept as the best"),
         ({2: 3.0, 4: 2.5, 6: 2.7}, (2, 4, 6), (6,), "step 6 is kept as the best"),
