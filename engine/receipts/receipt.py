@@ -518,7 +518,13 @@ def contradictions(run: RunFolder, view: RunView) -> list[str]:
     """Say what in a run's receipt its logs and settings do not say. Raises RunLogError without a sound receipt."""
     receipt, _ = read_receipt_or_facts(run, view)
     found = _agreement(run, receipt, view).values()
-    return [one.reason for one in found if one.level is Level.FAIL]
+    wrong = [one.reason for one in found if one.level is Level.FAIL]
+    return [
+        one.replace(", as the logs say: ", ": ")
+        .replace("expected ", "it has ", 1)
+        .replace(", found ", ", the log ", 1)
+        for one in wrong
+    ]
 
 
 def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:

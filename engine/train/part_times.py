@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from engine.log.events import PartsMeasured, StepDone
 from engine.models.config import ModelConfig, count_parameters
 from engine.plan.activations import linear_weights, query_width
+from engine.teachers.store.teacher import CachedTeacher
 from engine.train.machine_rates import KeptRates, Rates, measure, others_want_the_cpus
 from engine.train.trainer import Trainer
 
@@ -34,7 +35,7 @@ SLOWER = 0.4
 """Share of the usual rates below which the machine is slow."""
 OF_STUDENT = frozenset({"student", "loss", "backward", "optimizer"})
 ALL_PARTS = OF_STUDENT | {"teacher"}
-FIRST = 20
+FIRST = 12
 """The step of a session after which it is looked for the first time; then after ten times as many."""
 LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
 LAUNCHES = 40
@@ -53,9 +54,16 @@ class Arithmetic:
 
 
 def arithmetic(
-    student: ModelConfig, teacher: ModelConfig | None, tokens: int, seq_len: int, passes: int
+    student: ModelConfig,
+    teacher: ModelConfig | None,
+    tokens: int,
+    seq_len: int,
+    passes: int,
+    *,
+    stored: bool = False,
 ) -> dict[str, Arithmetic]:
-    """Return what each part of a step of N tokens needs; a step has `passes` micro-batches."""
+    """Return what each part of a step of N tokens needs; a step has `passes` micro-batches. A teacher whose outputs are
+    `stored` is not run: at most its hidden states are read."""
     layers = _of_layers(student, tokens, seq_len, passes)
     head = 2.0 * student.vocab_size * student.hidden_size * tokens
     parameters = count_parameters(student)
@@ -70,7 +78,10 @@ def arithmetic(
         "optimizer": Arithmetic(moved_bytes=4.0 * OF_ADAMW * parameters, launches=LAUNCHES),
     }
     if teacher is not None:
-        found["teacher"] = _of_layers(teacher, tokens, seq_len, passes)
+        read = Arithmetic(
+            moved_bytes=8.0 * tokens * teacher.hidden_size, launches=LAUNCHES * passes
+        )
+        found["teacher"] = read if stored else _of_layers(teacher, tokens, seq_len, passes)
         head += 2.0 * student.vocab_size * teacher.hidden_size * tokens / 3
     # Logits, and the gradients of hidden states and head; softmaxes of fp32 logits, each read and written.
     logits = 4.0 * tokens * student.vocab_size * (1 if teacher is None else 2)
@@ -126,7 +137,13 @@ class PartTimes:
         passes = self._trainer.train.accumulation
         needs = {
             part: need
-            for part, need in arithmetic(*self._models, tokens, self._seq_len, passes).items()
+            for part, need in arithmetic(
+                *self._models,
+                tokens,
+                self._seq_len,
+                passes,
+                stored=isinstance(self._trainer.teacher, CachedTeacher),
+            ).items()
             if part not in self._waits
         }
         if not seconds or not tokens or not needs:

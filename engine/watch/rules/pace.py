@@ -70,7 +70,7 @@ def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
 def slow_part(case: Case) -> Symptom | None:
     parts = case.view.parts
     if parts is None:
-        raise CannotJudge("the machine was not measured: that is after step 20 of a session")
+        raise CannotJudge("the machine was not measured: that is after step 12 of a session")
     if not parts.slow:
         return None
     part = max(parts.slow, key=lambda one: parts.seconds[one])
@@ -100,7 +100,7 @@ def slow_part(case: Case) -> Symptom | None:
 def slow_machine(case: Case) -> Symptom | None:
     parts = case.view.parts
     if parts is None:
-        raise CannotJudge("the machine was not measured: that is after step 20 of a session")
+        raise CannotJudge("the machine was not measured: that is after step 12 of a session")
     if parts.usual_flops_per_s is None or parts.usual_bytes_per_s is None:
         raise CannotJudge(
             "what is usual is not known: fewer than 3 runs before, or others want the CPUs"

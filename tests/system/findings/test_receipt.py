@@ -180,10 +180,10 @@ def test_a_receipt_that_says_something_else_than_the_log_is_found(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tokens_trained": 1}, "tokens_trained, as the logs say"),
-        ({"best_step": 1}, "best_step, as the logs say"),
-        ({"rows": {"position": 1}}, "rows, as the logs say"),
-        ({"steps": 1}, "steps, as the logs say"),
+        ({"tokens_trained": 1}, f"tokens_trained: it has 1, the log {STEPS * ROWS * 32}"),
+        ({"best_step": 1}, "best_step: it has 1, the log "),
+        ({"rows": {"position": 1}}, "rows: position: it has 1, the log "),
+        ({"steps": 1}, "steps: it has 1, the log "),
     ],
 )
 def test_a_receipt_is_held_against_the_log_when_it_is_written(
