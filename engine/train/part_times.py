@@ -26,7 +26,7 @@ from engine.train.machine_rates import KeptRates, Rates, measure, others_want_th
 from engine.train.trainer import Trainer
 
 TIMES = 10.0
-LEAST_SHARE = 0.2
+LEAST_SHARE = 0.1
 """Of the step: a smaller part is not worth fixing."""
 LEAST_S = 0.02
 WINDOW = 8

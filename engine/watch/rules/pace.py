@@ -65,7 +65,7 @@ def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
     asks="Does a part of the step take many times what its arithmetic needs on this machine?",
     reads=("parts_measured",),
     threshold="10 times what its FLOPs, bytes and launches need at the machine's own matmul and copy rates, measured "
-    "again before it is said; a fifth of the step or more",
+    "again before it is said; a tenth of the step or more",
 )
 def slow_part(case: Case) -> Symptom | None:
     parts = case.view.parts
