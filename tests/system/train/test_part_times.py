@@ -195,7 +195,7 @@ def test_the_rules_say_the_limits_that_the_trainer_has() -> None:
     assert part_times.SLOWER == pace.SLOW_SHARE and LEAST_KEPT == 3
     (rule,) = (one for one in RULES if one.id == "slow_part")
     assert rule.threshold.startswith(f"{part_times.TIMES:g} times")
-    assert part_times.LEAST_SHARE == 1 / 5 and "a fifth of the step" in rule.threshold
+    assert part_times.LEAST_SHARE == 1 / 10 and "a tenth of the step" in rule.threshold
 
 
 def test_a_run_has_them_in_its_log(whole: Path) -> None:
