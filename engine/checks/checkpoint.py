@@ -96,7 +96,7 @@ def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec) -> str:
             other = "" if best is None else f", that of step {best} {lowest}"
             return f"step {one.step} {said}, and its held-out loss in the log is {loss}{other}"
         best = one.step if better else best
-    steps = [one.step for one in log.checkpoints]
+    steps = list(dict.fromkeys(one.step for one in log.checkpoints))
     due = {*steps[-spec.checkpoint.keep_last :], *([] if best is None else [best])}
     if gone := sorted((due & {*kept.before, *steps[-1:]}) - {*on_disk}):
         return f"step {gone[0]} is gone; the newest (checkpoint.keep_last) and the best are {sorted(due)}"

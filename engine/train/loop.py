@@ -9,6 +9,7 @@ it, the next step is launched before the numbers of this one are read, so that t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from engine.log.events import (
 )
 from engine.log.follow import Follower
 from engine.log.held import HeldWriter
+from engine.log.read import BrokenLog
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
@@ -469,7 +471,9 @@ class TrainingLoop:
         kept = None
         if trainer.ranks.first:
             self._record = self._record or Follower(folder, files=True)
-            kept = Kept(self._record.read_all(), self._kept)
+            # A log that cannot be read, of the supervisor's too, is no reason to stop training.
+            with contextlib.suppress(BrokenLog):
+                kept = Kept(self._record.read_all(), self._kept)
         looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
         self._answer(looked, trainer.ranks)
 
