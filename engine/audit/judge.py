@@ -1079,6 +1079,12 @@ def _weights(seen: Updated, device: torch.device) -> Answer:
     )
 
 
+def _work(step: _Step) -> Answer:
+    if step.seen.work is None:
+        return unknown("layers are compiled or recorded: what they compute is not counted")
+    return step.seen.work.judge(step.seen.work_needed)
+
+
 Judge = Callable[[_Step], Answer | None]
 """None is no answer: the question does not apply."""
 JUDGES: dict[str, tuple[Judge, Judge | None]] = {
@@ -1092,4 +1098,5 @@ JUDGES: dict[str, tuple[Judge, Judge | None]] = {
     "step_clipping": (_clipping, None),
     "step_moments": (lambda step: _moments(step.updated, step.device), None),
     "step_weights": (lambda step: _weights(step.updated, step.device), None),
+    "step_work": (_work, None),
 }

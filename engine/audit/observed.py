@@ -7,7 +7,7 @@ Everything is plain tensors, numbers and functions: whoever owns the step fills 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from engine.audit.reference import (
     Weight,
     next_tokens,
 )
+from engine.audit.work import CountedWork
 
 NOT_IN_FILES = (
     "the teacher's outputs are read from a store, and its files are none that another library reads, or too large to "
@@ -169,4 +170,8 @@ class ObservedStep:
     logged: Logged
     wanted: Wanted
     seed: int
+    work: CountedWork | None
+    """What the step has computed; None where its layers are compiled or recorded: torch does not see their matmuls."""
+    work_needed: Mapping[str, float]
+    """Operations in matmuls that each part may need, of the parts of which that is known."""
     no_teacher: str = NOT_IN_FILES

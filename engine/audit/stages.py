@@ -2,6 +2,8 @@
 means, what to do. No torch. `engine.audit.judge` has a function for each.
 
     rows -> labels -> teacher -> student -> loss parts -> loss -> gradients -> clipping -> moments -> weights
+
+and, beside them, how much arithmetic all of it took.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 from engine.checks.check import About, When
 
 
-def _stage(id: str, question: str, means: str, remedy: str) -> About:
+def _stage(id: str, question: str, means: str, remedy: str, *, stops: bool = True) -> About:
     return About(
-        id=id, question=question, means=means, remedy=remedy, when=When.AT_STEP, stops=True
+        id=id, question=question, means=means, remedy=remedy, when=When.AT_STEP, stops=stops
     )
 
 
@@ -75,5 +77,12 @@ STAGES: tuple[About, ...] = (
         "Did every weight move as AdamW says, at the rate, decay and epsilon of the spec?",
         "The rate or decay that trains is not the one that is recorded, or a part of the student is not trained.",
         "Give the optimizer every parameter; set the rate on its own groups at every step.",
+    ),
+    _stage(
+        "step_work",
+        "Does each part of the step do the arithmetic that its models need, and not more?",
+        "A model runs twice, rows are computed that nobody needs, or a part is measured under another's name.",
+        "Look at what the part that is named calls, and at the mark where its time begins.",
+        stops=False,
     ),
 )

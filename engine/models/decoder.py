@@ -349,6 +349,8 @@ class Decoder(nn.Module):
         """How each layer is run: eagerly, compiled or with activation checkpointing
         (`engine.models.activation_checkpointing`).
         """
+        self.compiled = False
+        """Whether its layers run compiled."""
         self.packed = False
         """Whether attention over documents is packed (`engine.models.attention`) instead of masked.
         In fp32 it is always masked.

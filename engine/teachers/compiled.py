@@ -113,7 +113,7 @@ def compile_layers(decoder: Decoder, length: int, *, single: bool = False) -> No
     """
     join(decoder)
     make_opaque(decoder)
-    decoder.run_layer = CompiledForward(length, single=single)
+    decoder.run_layer, decoder.compiled = CompiledForward(length, single=single), True
 
 
 def warm_up(

@@ -10,8 +10,9 @@ runs the same code as any other, and may be judged after the next one has begun.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -35,12 +36,13 @@ from engine.audit.observed import (
     Wanted,
 )
 from engine.audit.stages import STAGES
+from engine.audit.work import CountedWork
 from engine.checks.catalogue import skipped_ids
 from engine.checks.check import About, Answer, Result, unknown
 from engine.checks.weights import held, shape_of, weights_of
 from engine.data.tokens import TokenStream
 from engine.formats.open import open_weights
-from engine.log.events import StepDone, nan_if_absent
+from engine.log.events import DATA, StepDone, nan_if_absent
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, operand_dtype
@@ -52,6 +54,7 @@ from engine.spec import RunSpec
 from engine.teachers.build import DTYPES
 from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
+from engine.train.part_times import arithmetic
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
 from engine.train.sampled_updates import SampledUpdates
@@ -115,6 +118,7 @@ class _Seen:
     """Some numbers of each tensor of the teacher, before the step."""
     rows: dict[str, Tensor]
     moments: dict[str, tuple[Tensor, Tensor, int]]
+    work: CountedWork | None = None
     passes: list[_SeenPass] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     squares: list[Tensor] = field(default_factory=list)
@@ -159,12 +163,27 @@ class StepAudit(StepObserver):
         self._before: Logged | None = None
         """The record of the step before."""
         self._updates_of_rows = SampledUpdates(trainer)
+        self._work: CountedWork | None = None
         trainer.observers = (*trainer.observers, self)
 
     def due(self, step: int) -> bool:
         return is_due(self.spec, step, first=step == self._first)
 
     # What is observed
+
+    def around(self, step: int) -> AbstractContextManager[object]:
+        self._work = None
+        trainer, before = self.trainer, self.trainer.timer
+        models = [one for one in (trainer.student, self.teacher_decoder) if one is not None]
+        if not self.due(step) or trainer.graphs or any(one.compiled for one in models):
+            return nullcontext()
+
+        def part() -> str:
+            now = trainer.timer
+            return now.phase if now is not None and now is not before else ""
+
+        self._work = CountedWork(part)
+        return self._work
 
     @torch.no_grad()
     def begun(self, step: int) -> None:
@@ -188,6 +207,7 @@ class StepAudit(StepObserver):
             teacher=self._teacher_samples(),
             rows={name: _some_rows(p, share, step) for name, p in parameters.items()},
             moments={},
+            work=self._work,
         )
         for name, p in parameters.items():
             if state := self.trainer.optimizer.state.get(p):
@@ -390,8 +410,21 @@ class StepAudit(StepObserver):
             logged=_logged(step),
             wanted=self._wanted(seen.step),
             seed=spec.train.seed,
+            work=seen.work,
+            work_needed=self._work_needed(seen.passes),
             no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_FILES,
         )
+
+    def _work_needed(self, passes: Sequence[_SeenPass]) -> dict[str, float]:
+        student, decoder = self.trainer.student.config, self.teacher_decoder
+        teacher = None if decoder is None else decoder.config
+        if not student.native or (teacher is not None and not teacher.native):
+            return {}
+        tokens = sum(one.tokens_BT.numel() for one in passes)
+        needs = arithmetic(student, teacher, tokens, self.spec.data.seq_len, len(passes))
+        most = {part: need.flops + need.masked_flops for part, need in needs.items()}
+        # A teacher may begin with the next batch while this one is trained on.
+        return {**most, DATA: most.get("teacher", 0.0)}
 
     def _student_runs(self, seen: _Seen) -> reference.Runs:
         student, device = self.trainer.student, self.trainer.device

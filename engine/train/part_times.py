@@ -51,6 +51,8 @@ class Arithmetic:
     flops: float = 0.0
     moved_bytes: float = 0.0
     launches: float = 0.0
+    masked_flops: float = 0.0
+    """Of attention to tokens that are masked, which a kernel may skip."""
 
 
 def arithmetic(
@@ -74,6 +76,7 @@ def arithmetic(
             flops=3 * layers.flops,
             moved_bytes=2 * layers.moved_bytes + 4 * parameters,
             launches=3 * layers.launches,
+            masked_flops=3 * layers.masked_flops,
         ),
         "optimizer": Arithmetic(moved_bytes=4.0 * OF_ADAMW * parameters, launches=LAUNCHES),
     }
@@ -99,6 +102,7 @@ def _of_layers(config: ModelConfig, tokens: int, seq_len: int, passes: int) -> A
         moved_bytes=4.0 * weights * passes
         + 4.0 * LAUNCHES * tokens * config.hidden_size * config.num_hidden_layers,
         launches=LAUNCHES * config.num_hidden_layers * passes,
+        masked_flops=tokens * attention,
     )
 
 

@@ -23,6 +23,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -67,6 +68,10 @@ class StepObserver:
     An observer must change nothing that it sees. On a GPU it sees tensors whose values are still being
     computed: reading them waits for the device, copying them does not.
     """
+
+    def around(self, step: int) -> AbstractContextManager[object]:
+        """What the whole step is launched within."""
+        return contextlib.nullcontext()
 
     def begun(self, step: int) -> None:
         """Weights and moments are those before `step`."""
@@ -175,6 +180,11 @@ class PhaseTimer:
             self._marks.append((phase, event))
         else:
             self._marks.append((phase, time.perf_counter()))
+
+    @property
+    def phase(self) -> str:
+        """What work is counted as now."""
+        return self._marks[-1][0] if self._marks else ""
 
     def end(self) -> None:
         """Record the last mark of the step."""

@@ -97,6 +97,8 @@ class Trainer:
         # With alpha = 1 the teacher is not part of the objective, so it is not run.
         self.has_teacher = teacher is not None and loss.alpha < 1.0
         self.host = HostTime()
+        self.timer: PhaseTimer | None = None
+        """Of the step launched last."""
         self._fetches_ahead = True
         self._ahead: MicroBatch | None = None
 
@@ -115,14 +117,16 @@ class Trainer:
         # The clock starts here: what the caller does between two steps (evaluate, save) is not part of a
         # step.
         begun_s, number = time.perf_counter(), self.step + 1
-        with self.host.of(LAUNCH):
+        with self.host.of(LAUNCH), contextlib.ExitStack() as around:
+            for observer in self.observers:
+                around.enter_context(observer.around(number))
             return self._launch(number, begun_s, before)
 
     def _launch(self, number: int, begun_s: float, before: LaunchedStep | None) -> LaunchedStep:
         with self.host.of(OBSERVERS):
             for observer in self.observers:
                 observer.begun(number)
-        timer = PhaseTimer(self.device, None if before is None else before.timer)
+        timer = self.timer = PhaseTimer(self.device, None if before is None else before.timer)
         timer.mark(DATA)
         with self.host.of(DATA):
             fetched, labelled = self._fetch()

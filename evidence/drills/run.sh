@@ -6,6 +6,7 @@ python3 -m engine drill load_hangs --out "$OUT/cpu-late"
 python3 -m engine drill saved_untrained saved_one_of_start saved_through_fp8 saved_head_untied reported_of_training_rows reported_of_easy_tokens checkpoint_stale \
   layer_not_restored moment_zeroed counters_reset random_not_restored position_off --out "$OUT/cpu-files"
 python3 -m engine drill rows_slow_ahead observer_slow log_slow evaluation_slow teacher_in_a_loop --out "$OUT/cpu-pace"
+python3 -m engine drill teacher_runs_twice loss_in_double --out "$OUT/cpu-work"
 # Those that a stage of the audit names.
 python3 -m engine drill $(python3 -m engine drill --list --json | python3 -c "
 import json, sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import msgspec
 import pytest
@@ -12,11 +13,13 @@ from torch import nn
 
 from engine.audit import judge
 from engine.audit.stages import STAGES
+from engine.drills.defects_pace import loss_in_double, teacher_runs_twice
 from engine.drills.defects_training import BETWEEN_PARTS
-from engine.drills.planting import Defect
+from engine.drills.planting import Defect, replaced
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.auditing import StepAudit, _weights_of
+from engine.train.step import PhaseTimer
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
@@ -28,6 +31,13 @@ IDS = [about.id for about in STAGES]
 @pytest.fixture(scope="module")
 def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+def loss_measured_as_student() -> AbstractContextManager[None]:
+    def make(mark: Callable[..., None]) -> Callable[..., None]:
+        return lambda timer, phase: mark(timer, "student" if phase == "loss" else phase)
+
+    return replaced(PhaseTimer, "mark", make)
 
 
 def judged(run: Run) -> dict[str, str]:
@@ -44,6 +54,24 @@ def test_a_defect_between_the_parts_is_named_by_its_stage(world: World, planted:
             run.step(1)
     failed = [id for id in IDS if id in run.failures()]
     assert failed[:1] == [planted.named_by], judged(run)
+
+
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [
+        (teacher_runs_twice, "2.00 times as many"),
+        (loss_in_double, "of its numbers in float64"),
+        (loss_measured_as_student, "student of the step does"),
+    ],
+)
+def test_arithmetic_that_the_models_do_not_need_is_named(
+    world: World, planted: Callable[[], AbstractContextManager[None]], words: str
+) -> None:
+    with planted():
+        run = make_run(world, train__accumulation=2)
+        run.step(1)
+    assert list(run.failures()) == ["step_work"], judged(run)
+    assert words in run.failures()["step_work"]
 
 
 @pytest.mark.parametrize(

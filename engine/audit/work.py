@@ -1,0 +1,87 @@
+"""How much arithmetic a step does, counted as it is done: by part of the step, and by the width of its numbers.
+
+Counted are the operations that torch dispatches, by their formulas in `torch.utils.flop_counter`; kernels of our own
+and those of compiled layers are not among them. So a part may do less than is counted to be needed, and never more.
+Counting changes no number and depends on no clock: a part that does its work twice is seen on a busy machine too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from engine.checks.check import Answer, Numbers, unknown
+
+MORE = 1.25
+"""Times its arithmetic that a part may do."""
+UNNOTICED = 0.02
+"""Of a step's arithmetic: less does not matter where it is done."""
+WIDE_SHARE = 0.1
+"""Of a part's numbers that may be made in float64: rotary frequencies, norms and sums are."""
+
+WHOLE: Mapping[Any, Callable[..., int]] = {
+    torch.ops.aten.linear: lambda out, x, weight, *bias: 2 * out.numel() * x.shape[-1],
+    torch.ops.aten.matmul: lambda out, x, *other: 2 * out.numel() * x.shape[-1],
+    torch.ops.aten.scaled_dot_product_attention: lambda out, q, k, *other: (
+        2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + out.shape[-1])
+    ),
+}
+"""Operations of inference mode that come in parts elsewhere. To take them apart here would change their rounding."""
+
+
+class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is entered; `part` says in which part of the step the work is done."""
+
+    def __init__(self, part: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._part = part
+        self.flops: Counter[str] = Counter()
+        self._made: Counter[str] = Counter()
+        self._wide: Counter[str] = Counter()
+        """Of the numbers made, those in float64."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        found, part = func(*args, **kwargs), self._part()
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops[part] += flop_registry[packet](*args, **kwargs, out_val=found)
+        elif packet in WHOLE:
+            self.flops[part] += WHOLE[packet](found, *args)
+        if isinstance(found, Tensor) and found.is_floating_point() and found.numel() > 1:
+            self._made[part] += found.numel()
+            self._wide[part] += found.numel() * (found.dtype == torch.float64)
+        return found
+
+    def judge(self, most: Mapping[str, float]) -> Answer:
+        """Compare with the operations that each part may need, of the parts of which that is known."""
+        numbers = Numbers({f"{part}_flops": count for part, count in self.flops.items()})
+        numbers |= {f"{part}_needed": count for part, count in most.items()}
+        if not sum(self.flops.values()) or not most:
+            return unknown("the step's matmuls are not torch's own: they cannot be counted")
+        for part, needed in most.items():
+            found = self.flops[part]
+            if found > MORE * needed + UNNOTICED * sum(most.values()):
+                times = f", {found / needed:.2f} times as many" if needed else ""
+                return numbers.failed(
+                    f"{part} of the step does {found:.4g} operations in matmuls, its models need at most "
+                    f"{needed:.4g}{times}: work is done twice, for rows that are none, or in the time of another part"
+                )
+        for part, wide in self._wide.items():
+            if wide > WIDE_SHARE * self._made[part]:
+                return numbers.failed(
+                    f"{part} of the step makes {wide / self._made[part]:.0%} of its numbers in float64, which takes "
+                    "many times as long on a GPU"
+                )
+        done = ", ".join(
+            f"{part} {self.flops[part] / needed:.2f}" for part, needed in most.items() if needed
+        )
+        return numbers.passed(f"times the arithmetic of its model that each part does: {done}")
