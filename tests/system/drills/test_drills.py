@@ -85,7 +85,16 @@ def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
 def test_what_is_kept_of_drills_names_every_one_of_them_on_some_machine() -> None:
     kept = ROOT / "evidence" / "drills"
     levels: dict[str, set[str]] = {one.id: set() for one in DRILLS}
-    kinds = ("cpu", "cpu-steps", "cpu-late", "cpu-data", "cpu-files", "cpu-pace", "cpu-work", "h200")
+    kinds = (
+        "cpu",
+        "cpu-steps",
+        "cpu-late",
+        "cpu-data",
+        "cpu-files",
+        "cpu-pace",
+        "cpu-work",
+        "h200",
+    )
     for file in (f"{kind}.json" for kind in kinds):
         for row in json.loads((kept / file).read_text())["drills"]:
             levels[row["drill"]].add(row["level"])
