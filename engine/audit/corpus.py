@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 MOST_BYTES = 1 << 25
 """Of a file, as it lies on disk; and eight times as many decompressed. Larger ones are not read a second time."""
 MOST_OF_TEXT = 1 << 20
 """Of a file of text that is read a second time."""
+STDLIB = "python-stdlib"
+INSTALLED = {"site-packages", "dist-packages"}
 TEXTS = (".py", ".txt", ".md")
 SPEAKERS, ASKING = ("assistant", "gpt"), ("system", "user", "human")
 BEHIND_REASONING = "</think>"
@@ -25,7 +30,9 @@ BEHIND_REASONING = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    count: int
+    sizes: Sequence[int]
+    """Bytes of each record as it counts for `data.max_bytes`: of its text, or of the JSON of its conversation."""
+    are_texts: bool
     answers: Sequence[tuple[str, ...] | None]
     """What the assistant says in each record, turn by turn; None where it is more than text, or no conversation."""
     asked: Sequence[tuple[str, ...]]
@@ -40,8 +47,7 @@ def read_records(source: str, columns: Sequence[str]) -> Records | None:
     if path.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
-        found = parquet.read_table(path).to_pylist()
-        return _records(found, columns)
+        return _records(parquet.read_table(path).to_pylist(), columns)
     kind = path.suffixes[-2:][0] if path.suffix in (".gz", ".zst") else path.suffix
     if kind not in (".jsonl", ".json"):
         return None
@@ -51,44 +57,92 @@ def read_records(source: str, columns: Sequence[str]) -> Records | None:
         return None
     if kind == ".jsonl" and text[:1] != b"[":
         lines = [line for line in text.split(b"\n") if line.strip()]
-        return _records([_parsed(line) for line in lines], columns)
+        return _records([_parsed(line) for line in lines], columns, lines)
     whole = _parsed(text)
     if not isinstance(whole, list):
         return None
     return _records(whole, columns)
 
 
-def count_texts(source: str) -> int | None:
-    """Count the files of text below a folder of text; None for another source. Empty and hidden ones are none, and
-    links to folders are not followed."""
-    root = Path(source)
+def sizes_of_files(source: str) -> list[int] | None:
+    """Return the bytes of each file of text below a folder of text, or of the standard library with all that is not
+    taken of it; None for another source. Empty and hidden ones are none, and links to folders are not followed."""
+    root = _root(source)
     if not root.is_dir():
         return None
-    found = [
-        path
+    found = {
+        path: size
         for folder, folders, names in os.walk(root)
         for path in (Path(folder, name) for name in names)
         if path.suffix in TEXTS
         and not any(
-            part[0] == "." or part == "__pycache__" for part in path.relative_to(root).parts
+            part[0] == "." or part == "__pycache__" or (source == STDLIB and part in INSTALLED)
+            for part in path.relative_to(root).parts
         )
-        and path.stat().st_size
+        and path.is_file()
+        and (size := path.stat().st_size)
+    }
+    return list(found.values()) if any(path.name != "README.md" for path in found) else None
+
+
+def bytes_of_tokens(tokenizer_json: bytes) -> NDArray[np.int64] | None:
+    """Return how many bytes of text each token is, by its id, where tokens are bytes and the text is not normalised;
+    None for another tokenizer. Tokens that may take white space beside them have -1."""
+    found = json.loads(tokenizer_json)
+    kinds = [found.get("decoder"), *((found.get("decoder") or {}).get("decoders") or ())]
+    parts = [
+        found.get("pre_tokenizer"),
+        *((found.get("pre_tokenizer") or {}).get("pretokenizers") or ()),
     ]
-    return len(found) if any(path.name != "README.md" for path in found) else None
+    if found.get("normalizer") or not any(one and one["type"] == "ByteLevel" for one in kinds):
+        return None
+    if any(one and one.get("add_prefix_space") for one in parts):
+        return None
+    added = found.get("added_tokens") or ()
+    sizes = {id: len(token) for token, id in found["model"]["vocab"].items()}
+    for one in added:
+        trims = one.get("lstrip") or one.get("rstrip")
+        sizes[one["id"]] = -1 if trims else len(one["content"].encode())
+    table = np.zeros(max(sizes, default=-1) + 1, np.int64)
+    table[list(sizes)] = list(sizes.values())
+    return table
 
 
 def text_of(source: str, document: str) -> str | None:
     """Return the text of a document that is a file of a folder or of the standard library; None for another one, and
     for a large one."""
-    root = Path(sysconfig.get_path("stdlib") if source == "python-stdlib" else source)
+    root = _root(source)
     path = root / document
     if not root.is_dir() or path.suffix not in TEXTS or not path.is_file():
         return None
     return path.read_bytes().decode() if path.stat().st_size <= MOST_OF_TEXT else None
 
 
-def _records(found: Sequence[Any], columns: Sequence[str]) -> Records:
-    return Records(len(found), [_answers(one, columns) for one in found], list(map(_asked, found)))
+def _root(source: str) -> Path:
+    return Path(sysconfig.get_path("stdlib") if source == STDLIB else source)
+
+
+def _records(found: Sequence[Any], columns: Sequence[str], lines: Sequence[bytes] = ()) -> Records:
+    texts = [_text(one, columns) for one in found]
+    answers = [
+        _answers(one, columns) if text is None else ()
+        for one, text in zip(found, texts, strict=True)
+    ]
+    sizes = [
+        len(line.strip() or json.dumps(one, ensure_ascii=False, default=repr).encode())
+        if text is None
+        else len(text.encode(errors="replace"))
+        for one, text, line in zip(found, texts, lines or [b""] * len(found), strict=True)
+    ]
+    return Records(sizes, None not in texts, answers, list(map(_asked, found)))
+
+
+def _text(record: Any, columns: Sequence[str]) -> str | None:
+    """Return the text of a record that is nothing else."""
+    if not isinstance(record, Mapping) or len(columns) > 1:
+        return None
+    text = record.get(columns[0] if columns else "text")
+    return text if isinstance(text, str) else None
 
 
 def _asked(record: Any) -> tuple[str, ...]:
@@ -129,8 +183,6 @@ def _answers(record: Any, columns: Sequence[str]) -> tuple[str, ...] | None:
         prompt, completion = record.get("prompt"), record.get("completion")
     messages = record.get(columns[0] if len(columns) == 1 else "messages")
     messages = record.get("conversations") if messages is None else messages
-    if messages is None and completion is None and "text" in record:
-        return ()
     if messages is None and isinstance(prompt, str) and isinstance(completion, str):
         return (completion,)
     found = [_said(one) for one in (completion if messages is None else messages) or ()]

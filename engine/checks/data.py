@@ -8,18 +8,28 @@ The rows of LOOKED_AT steps are taken from the current position, as the trainer 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.audit.corpus import Records, count_texts, plain, read_records, text_of
+from engine.audit.corpus import (
+    STDLIB,
+    Records,
+    bytes_of_tokens,
+    plain,
+    read_records,
+    sizes_of_files,
+    text_of,
+)
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
 from engine.data.sources import column_names
+from engine.data.token_cache import Made
 from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
 
@@ -30,8 +40,8 @@ SMALLEST_DISTINCT = 8
 SMALLEST_ENTROPY = 1.0
 """Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
 
-MEASURED_TOKENS = 500
-"""Of plain text, before their bytes say how long the whole text is."""
+WEIGHED = 1 << 26
+"""Tokens of a split whose bytes are counted."""
 
 PADDING_RUN = 8
 """Number of equal tokens at the end of a row that look like padding and not like text."""
@@ -131,22 +141,15 @@ def documents_in_rows(context: Context) -> Answer:
                 f"{made.missing:,} documents of the {split} split are in no row, {made.doubled:,} are in the rows too "
                 "often or altered"
             )
-    source, most = context.spec.data.corpus, context.spec.data.max_bytes
-    known = context.left_out + sum(made.documents for made in context.made)
+    source = context.spec.data.corpus
     records = read_records(source, column_names(context.spec.data.columns))
-    there = records.count if records is not None else count_texts(source)
-    # Of one file it is known how many records there are; of a folder what is left out without a word is not counted.
-    if not most and there is not None and (known < there or (records and known != there)):
-        what = "records, read by another library" if records is not None else "files of text"
-        return Numbers(there=there, documents=known).failed(
-            f"{source} has {there:,} {what}; {known:,} are in a split or known to be left out"
-        )
+    there = records.sizes if records is not None else sizes_of_files(source)
+    if (miscounted := _miscounted(context, context.made, there, records is not None)) is not None:
+        return miscounted
     answers = Answers.of(context, records)
     again = {name: split for split, (_, made) in splits.items() for name in made.again}
     found_again: set[str] = set()
     tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
-    size = tokens = 0
-    """Bytes and tokens of those of plain text."""
     for name, one in context.read_again(again.keys()):
         numbers["looked_at"] += 1
         found_again.add(name)
@@ -167,8 +170,6 @@ def documents_in_rows(context: Context) -> Answer:
             )
         if tokenizer is None or one.left_out or one.labelled is not None:
             continue
-        size += len(tokenizer.decode(one.ids).encode())
-        tokens += len(one.ids)
         if (text := text_of(source, name)) is not None:
             (ids,) = tokenizer.encode_documents([text])
             if len(one.ids) > len(ids) + 1 or not np.array_equal(ids, one.ids[: len(ids)]):
@@ -179,17 +180,92 @@ def documents_in_rows(context: Context) -> Answer:
         return numbers.failed(
             f"{len(gone)} documents that are in the rows are no longer in the corpus, first {gone[0]}"
         )
-    about = size * int(context.train_stream.lengths.sum()) // max(tokens, 1)
-    if most and tokens > MEASURED_TOKENS and about > 2 * most:
-        return numbers.failed(
-            f"the training text is about {about:,} bytes long, data.max_bytes allows {most:,}"
-        )
+    texts = there if records is None or records.are_texts else None
+    if texts is not None and (altered := _altered(context, texts)) is not None:
+        return altered
     if not numbers["looked_at"]:
         return numbers.unknown("no document is small enough to be read again")
     return numbers.passed(
         f"{numbers['looked_at']:.0f} documents, read and tokenized again, are in the rows of their split; no other is "
         "missing or there twice"
     )
+
+
+def _miscounted(
+    context: Context, made: tuple[Made, Made], there: Sequence[int] | None, are_records: bool
+) -> Answer | None:
+    """Hold the number of documents against the sizes of the texts that the source has."""
+    if there is None:
+        return None
+    data, documents = context.spec.data, [one.documents for one in made]
+    sizes, known = np.sort(there)[::-1], context.left_out + sum(documents)
+    what = "records, read by another library" if are_records else "files of text"
+    numbers = Numbers(there=len(sizes), documents=known)
+    budgets = (data.max_bytes, int(data.max_bytes * data.heldout_fraction))
+    # Where as many documents as there are, and one more, fit whichever they are, none is left out by max_bytes.
+    all_fit = not data.max_bytes or all(
+        sizes[: count + 1].sum() <= budget for count, budget in zip(documents, budgets, strict=True)
+    )
+    # Of one file it is known how many records there are; of a folder what is left out without a word is not counted.
+    if (all_fit and known < len(sizes) and data.corpus != STDLIB) or (
+        are_records and known > len(sizes)
+    ):
+        return numbers.failed(
+            f"{data.corpus} has {len(sizes):,} {what}; {known:,} are in a split or known to be left out"
+        )
+    if data.max_bytes and (least := int(sizes[::-1][: documents[0]].sum())) > data.max_bytes:
+        return numbers.failed(
+            f"{documents[0]:,} training documents of {data.corpus} are {least:,} bytes long at least, data.max_bytes "
+            f"allows {data.max_bytes:,}"
+        )
+    return None
+
+
+def _altered(context: Context, there: Sequence[int]) -> Answer | None:
+    """Weigh every document by the bytes of its tokens: each is as long as a text of the source."""
+    data = context.spec.data
+    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+    table = None if tokenizer is None else bytes_of_tokens(tokenizer.raw)
+    if table is None:
+        return None
+    numbers = Numbers(there=len(there))
+    train, held = (
+        _bytes_of_documents(stream, table)
+        for stream in (context.train_stream, context.heldout_stream)
+    )
+    if data.max_bytes and (total := int(train.sum())) > data.max_bytes:
+        return numbers.failed(
+            f"the training text is {total:,} bytes long, data.max_bytes allows {data.max_bytes:,}"
+        )
+    if other := Counter([*train.tolist(), *held.tolist()]) - Counter(there):
+        return numbers.failed(
+            f"{other.total():,} of {len(train) + len(held):,} documents are as long as no text of {data.corpus}, as "
+            f"one of {min(other):,} bytes: something of them is lost or added on the way to the rows"
+        )
+    return None
+
+
+def _bytes_of_documents(stream: TokenStream, table: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bytes of each of the first documents without the token that ends it; none of those that are empty,
+    fill a row, or have a token whose bytes are not known."""
+    last = int(np.searchsorted(stream.starts, WEIGHED, side="right")) - 1
+    starts = stream.starts[: last + 1]
+    known = np.diff(starts) > 0
+    if stream.padding is not None:
+        known &= ~stream.padding[:last]
+    # Of all tokens before each one.
+    bytes_before = np.zeros(int(starts[-1]) + 1, np.int64)
+    for first in range(0, int(starts[-1]), READ_AT_ONCE):
+        ids = stream.tokens[first : min(first + READ_AT_ONCE, int(starts[-1]))]
+        sizes = table[np.minimum(ids, len(table) - 1)]
+        unknown_at = first + np.flatnonzero((sizes < 0) | (ids >= len(table)))
+        known[np.searchsorted(starts, unknown_at, side="right") - 1] = False
+        bytes_before[first + 1 : first + 1 + len(ids)] = sizes
+        stream.release()
+    np.cumsum(bytes_before, out=bytes_before)
+    begin, last_token = starts[:-1][known], starts[1:][known] - 1
+    found: NDArray[np.int64] = bytes_before[last_token] - bytes_before[begin]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

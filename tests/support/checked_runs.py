@@ -45,6 +45,7 @@ SEQ_LEN = 48
 class World:
     """What the runs share: a trained teacher on disk and tokens."""
 
+    corpus: Path
     teacher: Path
     train: TokenStream
     heldout: TokenStream
@@ -78,6 +79,7 @@ def _make_world(kit: Kit, folder: Path) -> World:
     )
     world = World(
         teacher=folder / "teacher",
+        corpus=kit.corpus,
         train=tokenize(corpus.train.documents, tokenizer),
         heldout=tokenize(corpus.heldout.documents, tokenizer),
         tokenizer=tokenizer,
@@ -107,6 +109,7 @@ def make_spec(world: World, **changes: object) -> RunSpec:
     settings: dict[str, object] = {
         "teacher__path": str(world.teacher),
         "student__config": "student.json",
+        "data__corpus": str(world.corpus),
         "data__seq_len": SEQ_LEN,
         "loss__alpha": 0.3,
         "loss__temperature": 2.0,

@@ -26,7 +26,7 @@ from engine.data.tokens import Encoded, Encoder, TokenStream, make_stream, read_
 from engine.drills.catalogue import planted
 from engine.formats.tokenizer import Tokenizer
 from engine.train.prescribed_rows import PrescribedRows
-from engine.verdict import Level
+from engine.verdict import Level, Verdict
 from tests.support.chats import CHATML, STYLES, Style, make_tokenizer
 from tests.support.chats import conversations as odd_conversations
 from tests.support.checked_runs import World, make_run, make_world
@@ -268,15 +268,76 @@ def test_a_folder_of_text_is_read_a_second_time(
     assert found.verdict.level is Level.FAIL and said in found.verdict.reason, found.verdict
 
 
-def test_a_text_far_longer_than_max_bytes_is_named(
-    world: World, texts: Path, tokenizer: Tokenizer
+@pytest.fixture(scope="module")
+def long_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of text, one of which is tokenized in three pieces, and one is not in ASCII."""
+    path = tmp_path_factory.mktemp("long") / "a.jsonl"
+    long = "".join(f"line {n} of many\n" for n in range(12_000))
+    records = [long, "größer – und kleiner", *(f"text {n} " * (n + 1) for n in range(30))]
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in records))
+    return path
+
+
+def tails_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = Tokenizer._pieces
+
+    def first_piece(self: Tokenizer, texts: Any) -> Iterator[tuple[int, str]]:
+        seen: set[int] = set()
+        return ((n, s) for n, s in exact(self, texts) if n not in seen and not seen.add(n))  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(Tokenizer, "_pieces", first_piece)
+
+
+def only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = sources.read_records
+    monkeypatch.setattr(
+        sources,
+        "read_records",
+        lambda file: (
+            dataclasses.replace(one, text=one.text.encode("ascii", "ignore").decode())
+            for one in exact(file)
+        ),
+    )
+
+
+@pytest.mark.parametrize("planted_in", [tails_lost, only_ascii])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_document_of_which_something_is_lost_is_named_though_it_is_not_read_again(
+    world: World,
+    long_texts: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    planted_in: Callable[[pytest.MonkeyPatch], None],
+    packing: str,
 ) -> None:
-    context = looked_at(world, texts, tokenizer, max_bytes=3000)
+    healthy = looked_at(world, long_texts, tokenizer, tmp_path / "healthy", packing=packing)
+    assert documents_in_rows(healthy).verdict.level is Level.PASS
+    planted_in(monkeypatch)
+    spoilt = looked_at(world, long_texts, tokenizer, tmp_path / "planted", packing=packing)
+    found = documents_in_rows(spoilt)
+    assert found.verdict.level is Level.FAIL
+    assert f"1 of 32 documents are as long as no text of {long_texts}" in found.verdict.reason
+
+
+@pytest.mark.parametrize("kind", ["texts", "talks", "chats", "long_texts"])
+def test_more_than_max_bytes_and_less_than_fit_are_named(
+    world: World, request: pytest.FixtureRequest, tokenizer: Tokenizer, kind: str
+) -> None:
+    source: Path = request.getfixturevalue(kind)
+    context = looked_at(world, source, tokenizer, max_bytes=3000)
     assert documents_in_rows(context).verdict.level is Level.PASS
-    data = dataclasses.replace(context.spec.data, max_bytes=600)
-    spec = dataclasses.replace(context.spec, data=data)
-    found = documents_in_rows(dataclasses.replace(context, spec=spec))
-    assert found.verdict.level is Level.FAIL and "max_bytes allows 600" in found.verdict.reason
+
+    def with_most(most: int) -> Verdict:
+        data = dataclasses.replace(context.spec.data, max_bytes=most)
+        spec = dataclasses.replace(context.spec, data=data)
+        return documents_in_rows(dataclasses.replace(context, spec=spec)).verdict
+
+    more, less = with_most(500), with_most(10_000_000)
+    assert more.level is Level.FAIL and "max_bytes allows 500" in more.reason
+    # Of a folder, what is known to be left out may be no text.
+    if kind != "texts":
+        assert less.level is Level.FAIL and "are in a split or known to be left out" in less.reason
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
