@@ -734,6 +734,14 @@ def step_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None, *, rate: floa
     return -rate * g
 
 
+def warmup_steps(asked: int, steps: int) -> int:
+    """Return the steps of warm-up where `asked` are set, or -1 for the default: a tenth of a run of up to 200 steps, a
+    fiftieth of one of 1,000 and more, and 20 between."""
+    if asked != -1:
+        return asked
+    return steps // 10 if steps < 200 else 20 if steps < 1000 else steps // 50
+
+
 def learning_rate(
     step: int, *, peak: float, warmup: int, steps: int, schedule: str, final_ratio: float
 ) -> float:

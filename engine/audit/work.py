@@ -1,7 +1,7 @@
 """How much arithmetic a step does, counted as it is done: by part of the step, and by the width of its numbers.
 
-Counted are the operations that torch dispatches, by their formulas in `torch.utils.flop_counter`; kernels of our own
-and those of compiled layers are not among them. So a part may do less than is counted to be needed, and never more.
+Counted are the operations that torch dispatches; kernels of our own and those of compiled layers are not among them. So
+a part may do less than is counted to be needed, and never more.
 Counting changes no number and depends on no clock: a part that does its work twice is seen on a busy machine too.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from engine.checks.check import Answer, Numbers, unknown
 
@@ -25,14 +24,44 @@ UNNOTICED = 0.02
 WIDE_SHARE = 0.1
 """Of a part's numbers that may be made in float64: rotary frequencies, norms and sums are."""
 
-WHOLE: Mapping[Any, Callable[..., int]] = {
-    torch.ops.aten.linear: lambda out, x, weight, *bias: 2 * out.numel() * x.shape[-1],
-    torch.ops.aten.matmul: lambda out, x, *other: 2 * out.numel() * x.shape[-1],
-    torch.ops.aten.scaled_dot_product_attention: lambda out, q, k, *other: (
-        2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + out.shape[-1])
-    ),
+
+def _product(out: Tensor, x: Tensor, *other: Any) -> int:
+    return 2 * out.numel() * x.shape[-1]
+
+
+def _attention(
+    out: Tensor | tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *other: Any
+) -> int:
+    return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _attention_backward(
+    out: tuple[Tensor, ...], gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *other: Any
+) -> int:
+    # Scores once more, the gradients of values and weights, those of queries and keys.
+    return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+FORMULAS: Mapping[str, Callable[..., int]] = {
+    "mm": _product,
+    "bmm": _product,
+    "addmm": lambda out, bias, x, *other: _product(out, x),
+    "baddbmm": lambda out, bias, x, *other: _product(out, x),
+    # These two come in parts but in inference mode. To take them apart there would change their rounding.
+    "linear": _product,
+    "matmul": _product,
+    "scaled_dot_product_attention": _attention,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_efficient_attention": _attention,
+    "_scaled_dot_product_cudnn_attention": _attention,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward,
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward,
 }
-"""Operations of inference mode that come in parts elsewhere. To take them apart here would change their rounding."""
+"""Operations of what torch dispatches, by its result and operands. `torch.utils.flop_counter` knows them too, and loads
+a compiler for it."""
 
 
 class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,16 +75,18 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._wide: Counter[str] = Counter()
         """Of the numbers made, those in float64."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Asked by torch: what is to be skipped is wrapped by the compiler, which takes seconds to load.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         found, part = func(*args, **kwargs), self._part()
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.flops[part] += flop_registry[packet](*args, **kwargs, out_val=found)
-        elif packet in WHOLE:
-            self.flops[part] += WHOLE[packet](found, *args)
+        if formula := FORMULAS.get(func._overloadpacket.__name__):
+            self.flops[part] += formula(found, *args)
         if isinstance(found, Tensor) and found.is_floating_point() and found.numel() > 1:
             self._made[part] += found.numel()
             self._wide[part] += found.numel() * (found.dtype == torch.float64)

@@ -79,6 +79,9 @@ class Computed:
     """Ids that may be predicted."""
     rounding: float
     """Largest relative error of one rounding in it."""
+    prompt: Sequence[int]
+    sample: Sequence[int]
+    """What the model is said to find most likely after the prompt, token by token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +166,29 @@ def _otherwise(context: Context, computed: Computed, rows: Callable[[Batch], Cor
     found = [_loss(context, runs, head, rows(batch), computed.vocabulary) for batch in chosen]
     expected = sum(total for total, _ in found) / max(sum(count for _, count in found), 1)
     loss, allowed = computed.evaluate(chosen), max(SOME_ALLOWED, 5 * computed.rounding)
-    if abs(loss - expected) <= allowed * expected:
+    if not abs(loss - expected) <= allowed * expected:
+        return (
+            f"the {computed.subject} is evaluated on some rows as {loss:.4f}, a plain forward pass of its weights has "
+            f"{expected:.4f}"
+        )
+    if not computed.sample:
         return ""
+    text_BT = torch.tensor([[*computed.prompt, *computed.sample]], device=context.device)
+    hidden_ND = runs.forward(text_BT, torch.zeros_like(text_BT)).hidden_ND
+    logits_NV = (
+        hidden_ND[len(computed.prompt) - 1 : -1] @ runs.weight(head)[: computed.vocabulary].T
+    )
+    behind_N = (
+        logits_NV.amax(1) - logits_NV.gather(1, text_BT[0, len(computed.prompt) :, None])[:, 0]
+    )
+    places = (behind_N > 2 * allowed * logits_NV.abs().amax()).nonzero()
+    if not len(places):
+        return ""
+    place = int(places[0])
     return (
-        f"the {computed.subject} is evaluated on some rows as {loss:.4f}, a plain forward pass of its weights has "
-        f"{expected:.4f}"
+        f"token {place + 1} of what the {computed.subject} is said to write after the prompt is "
+        f"{computed.sample[place]}, a plain forward pass of its weights finds {int(logits_NV[place].argmax())} most "
+        "likely there"
     )
 
 

@@ -121,7 +121,8 @@ class Recipe:
                 template.variables,
                 template.now.isoformat() if template.reads_clock else "",
             ]
-        written = json.dumps(parts, sort_keys=True, default=repr)
+        # Nothing is spelt by its address, which would be another one at each start.
+        written = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(written.encode()).hexdigest()[:32]
 
 

@@ -449,7 +449,7 @@ class StepAudit(StepObserver):
             rate=reference.learning_rate(
                 step,
                 peak=train.lr,
-                warmup=train.warmup,
+                warmup=reference.warmup_steps(train.warmup_steps, train.steps),
                 steps=train.steps,
                 schedule=train.schedule,
                 final_ratio=train.final_lr_ratio,

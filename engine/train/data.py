@@ -10,7 +10,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.data.batches import Batch, heldout_rows
+from engine.data.packing import DOCUMENTS, WINDOW
 from engine.data.token_cache import Made
 from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
@@ -22,6 +25,9 @@ from engine.train import record
 from engine.train.record import Log
 from engine.units import format_bytes
 
+PACKED_LOOKED_AT = 1 << 17
+PACKED_ALLOWED = 0.02
+"""Share of the rows that may be needless."""
 SAID_EVERY_S = 10.0
 """How often the progress of what takes long is logged."""
 
@@ -34,6 +40,26 @@ class Data:
     made: tuple[Made, Made]
     """What was made of the documents of both splits."""
     ready: DataReady
+
+
+def needless_rows(stream: TokenStream, seq_len: int) -> int:
+    """Return how many of the first rows fit into the padding of another one, each into its own: none of which as many
+    were made as are needed, but for few at the edges of what is packed together."""
+    assert stream.padding is not None
+    rows = min(len(stream) // seq_len, PACKED_LOOKED_AT)
+    fills = stream.padding & (stream.starts[:-1] < rows * seq_len)
+    padding_B = np.bincount(
+        stream.starts[:-1][fills] // seq_len, weights=stream.lengths[fills], minlength=rows
+    )
+    # The rest of a document longer than a row stays where it is.
+    whole_B = np.isin(np.arange(rows) * seq_len, stream.starts)
+    taken = np.sort(seq_len - padding_B[whole_B & (padding_B > 0)]).tolist()
+    fullest, least, pairs = len(taken) - 1, 0, 0
+    while least < fullest:
+        if taken[least] + taken[fullest] <= seq_len:
+            least, pairs = least + 1, pairs + 1
+        fullest -= 1
+    return pairs if pairs > max(PACKED_ALLOWED * rows, len(stream.lengths) / WINDOW + 1) else 0
 
 
 class _Said:
@@ -72,6 +98,12 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
     ready = record.data(data.corpus, tokens, data.seq_len)
     log(ready)
+    if data.packing == DOCUMENTS and (more := needless_rows(train, data.seq_len)):
+        text = (
+            f"packing: of the first {min(len(train) // data.seq_len, PACKED_LOOKED_AT):,} rows {more:,} fit into the "
+            "padding of others, and are computed for nothing: look at what places documents (engine.data.packing)"
+        )
+        log(Note(level="warning", text=text))
     begun = ready if seen is None else seen
     for split, before, now in (
         ("training", begun.train_sha256, ready.train_sha256),

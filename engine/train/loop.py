@@ -27,6 +27,7 @@ from engine.checks.context import Context, Memory
 from engine.checks.reported import Computed, Evaluations, Receipt, Reported
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
+from engine.formats.tokenizer import Tokenizer
 from engine.log.events import (
     CHECKS,
     EVALUATING,
@@ -179,6 +180,7 @@ class TrainingLoop:
         if subject == "student":
             self._evaluated = trainer.step, loss
         prompt, sample = self._sample(hidden, head, trainer)
+        tokenizer = self._tokenizer
         made = Evaluated(
             # A teacher, and what is not yet trained, are as they were before the first step.
             step=trainer.step if subject == "student" else 0,
@@ -187,8 +189,8 @@ class TrainingLoop:
             labelled=labelled,
             eval_s=time.perf_counter() - begun_s,
             saved=saved,
-            prompt=prompt,
-            sample=sample,
+            prompt=tokenizer.decode(prompt) if tokenizer and prompt else "",
+            sample=tokenizer.decode(sample) if tokenizer and sample else "",
         )
         self.log(made)
         if not math.isfinite(loss):
@@ -206,6 +208,8 @@ class TrainingLoop:
                 rounding=NARROW.get(
                     self.spec.teacher.precision, max(ROUNDING[dtype], ROUNDING[trainer.dtype])
                 ),
+                prompt=prompt,
+                sample=sample,
             )
         if model is not None and not saved:
             self._other_model = self._other_model or self._another(subject, model, trainer)
@@ -252,20 +256,23 @@ class TrainingLoop:
             rounding=max(ROUNDING[trainer.dtype], torch.finfo(saved_as).eps / 2),
         )
 
+    @property
+    def _tokenizer(self) -> Tokenizer | None:
+        return next((one for one in self.inputs.tokenizers.values() if one is not None), None)
+
     def _sample(
         self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
-    ) -> tuple[str, str]:
+    ) -> tuple[list[int], list[int]]:
         """Return a prompt of the held-out text and what a model makes of it; empty where that cannot be asked."""
         count = self.spec.eval.sample_tokens
-        tokenizer = next((one for one in self.inputs.tokenizers.values() if one is not None), None)
         prompt = prompt_of(self.data.heldout)
         stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
-        if not count or tokenizer is None or not prompt or stored:
-            return "", ""
+        if not count or self._tokenizer is None or not prompt or stored:
+            return [], []
         guess = self._continued or [prompt[-1]] * count
         found = continued(hidden, head, prompt, guess, trainer.device, trainer.autocast)
         self._continued = found
-        return tokenizer.decode(prompt), tokenizer.decode(found)
+        return prompt, found
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:
         """Compare the saved student with the trained one, `student`. Raises TrainingFailed when it is another."""

@@ -21,7 +21,7 @@ from engine.model_families import FAMILIES
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder, save_decoder
 from engine.models.packed import head_of
-from engine.train.heldout import heldout_loss
+from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.prescribed_rows import PrescribedRows
 from engine.verdict import Level
 from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
@@ -211,10 +211,41 @@ def test_a_teacher_that_is_evaluated_across_documents_is_named(ended: tuple[Run,
             )[0],
             vocabulary=head.vocab_size,
             rounding=2.0**-24,
+            prompt=(),
+            sample=(),
         )
         given = dataclasses.replace(evaluations(run, reported), computed=computed)
         found = reported_loss(run.context, given).verdict
         assert found.level is level and (level is Level.PASS or "the teacher is" in found.reason)
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_sample_that_its_model_would_not_write_is_named(
+    ended: tuple[Run, Reported], passes: int
+) -> None:
+    run, reported = ended
+    decoder, trainer, teacher = run.context.teacher_decoder, run.trainer, run.context.teacher
+    assert decoder is not None and teacher is not None
+    prompt = prompt_of(run.context.heldout)
+    hidden, head = teacher.hidden, teacher.head()
+    written = continued(hidden, head, prompt, [prompt[-1]] * 16, trainer.device)
+    # As it is when its passes end before nothing changes any more.
+    given_up = [written[0], *[prompt[-1]] * 15] if passes else [prompt[-1]] * 16
+    assert given_up != written
+    for sample, level in ((written, Level.PASS), (given_up, Level.FAIL)):
+        computed = Computed(
+            subject="teacher",
+            decoder=decoder,
+            evaluate=lambda rows: heldout_loss(hidden, head, rows, trainer.device)[0],
+            vocabulary=head.vocab_size,
+            rounding=2.0**-24,
+            prompt=prompt,
+            sample=sample,
+        )
+        given = dataclasses.replace(evaluations(run, reported), computed=computed)
+        found = reported_loss(run.context, given).verdict
+        assert found.level is level
+        assert level is Level.PASS or "is said to write after the prompt" in found.reason
 
 
 def test_files_that_changed_after_they_were_evaluated_are_named(

@@ -54,6 +54,12 @@ def test_the_rate_is_the_schedules_at_every_step(schedule: str, warmup: int) -> 
         assert math.isclose(mine, learning_rate(step - 1, train), rel_tol=1e-12)
 
 
+def test_the_default_warm_up_is_that_of_the_settings() -> None:
+    for steps in range(1, 3000):
+        assert reference.warmup_steps(-1, steps) == TrainSection(steps=steps).warmup
+    assert reference.warmup_steps(7, 100) == 7
+
+
 @pytest.mark.parametrize("kind", ["top_k", "sampled"])
 def test_the_loss_against_stored_targets_is_the_engines(kind: str) -> None:
     hidden_ND, head_VD = drawn(N, D).requires_grad_(), drawn(V, D, seed=1)

@@ -166,6 +166,8 @@ def test_what_the_tokens_depend_on_is_in_the_key(
     ]
     for other in others:
         assert made(load_tokens(other, root=root))
+    with pytest.raises(TypeError):  # what is spelt by its address is another key at each start
+        replace(recipe, columns=(recipe.encoder,)).key("")  # type: ignore[arg-type]
     # Rows of a stream are cut when they are taken.
     assert not made(load_tokens(replace(recipe, seq_len=48), root=root))
     moved = tmp_path / "elsewhere" / "a.jsonl"
