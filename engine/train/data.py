@@ -25,9 +25,8 @@ from engine.train import record
 from engine.train.record import Log
 from engine.units import format_bytes
 
-PACKED_LOOKED_AT = 1 << 17
-PACKED_ALLOWED = 0.02
-"""Share of the rows that may be needless."""
+MORE_ROWS = 1.05
+"""Times the rows that documents may take."""
 SAID_EVERY_S = 10.0
 """How often the progress of what takes long is logged."""
 
@@ -42,24 +41,25 @@ class Data:
     ready: DataReady
 
 
-def needless_rows(stream: TokenStream, seq_len: int) -> int:
-    """Return how many of the first rows fit into the padding of another one, each into its own: none of which as many
-    were made as are needed, but for few at the edges of what is packed together."""
+def rows_needed(stream: TokenStream, seq_len: int) -> tuple[int, int]:
+    """Return how many rows the first documents of a stream take that is packed by whole documents, and how many are
+    enough when each document, longest first, goes into the fullest row that has room for it."""
     assert stream.padding is not None
-    rows = min(len(stream) // seq_len, PACKED_LOOKED_AT)
-    fills = stream.padding & (stream.starts[:-1] < rows * seq_len)
-    padding_B = np.bincount(
-        stream.starts[:-1][fills] // seq_len, weights=stream.lengths[fills], minlength=rows
-    )
-    # The rest of a document longer than a row stays where it is.
-    whole_B = np.isin(np.arange(rows) * seq_len, stream.starts)
-    taken = np.sort(seq_len - padding_B[whole_B & (padding_B > 0)]).tolist()
-    fullest, least, pairs = len(taken) - 1, 0, 0
-    while least < fullest:
-        if taken[least] + taken[fullest] <= seq_len:
-            least, pairs = least + 1, pairs + 1
-        fullest -= 1
-    return pairs if pairs > max(PACKED_ALLOWED * rows, len(stream.lengths) / WINDOW + 1) else 0
+    places = np.flatnonzero(~stream.padding & (stream.lengths > 0))[:WINDOW]
+    room = np.zeros(seq_len + 1, np.int64)
+    """Number of rows by the tokens that they have room for."""
+    needed = 0
+    for length in np.sort(stream.lengths[places])[::-1].tolist():
+        fits = np.flatnonzero(room[length:])
+        if len(fits):
+            left = int(fits[0])
+            room[length + left] -= 1
+        else:
+            needed += -(-length // seq_len)
+            left = -length % seq_len
+        room[left] += left > 0
+    taken = -(-int(stream.starts[places[-1] + 1]) // seq_len) if len(places) else 0
+    return taken, needed
 
 
 class _Said:
@@ -98,12 +98,14 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
     ready = record.data(data.corpus, tokens, data.seq_len)
     log(ready)
-    if data.packing == DOCUMENTS and (more := needless_rows(train, data.seq_len)):
-        text = (
-            f"packing: of the first {min(len(train) // data.seq_len, PACKED_LOOKED_AT):,} rows {more:,} fit into the "
-            "padding of others, and are computed for nothing: look at what places documents (engine.data.packing)"
-        )
-        log(Note(level="warning", text=text))
+    if data.packing == DOCUMENTS:
+        taken, needed = rows_needed(train, data.seq_len)
+        if taken > MORE_ROWS * needed + 1:
+            text = (
+                f"packing: the first documents take {taken:,} rows where {needed:,} are enough, and the padding of "
+                "the others is computed for nothing: look at what places documents (engine.data.packing)"
+            )
+            log(Note(level="warning", text=text))
     begun = ready if seen is None else seen
     for split, before, now in (
         ("training", begun.train_sha256, ready.train_sha256),

@@ -9,7 +9,7 @@ import pytest
 from engine.data.batches import IGNORED, Batches, gather_rows
 from engine.data.packing import WINDOW, pack
 from engine.data.tokens import TokenStream, make_stream, starts_of
-from engine.train.data import needless_rows
+from engine.train.data import rows_needed
 
 PADDING = 7
 LENGTHS = [
@@ -92,12 +92,13 @@ def test_whole_documents_take_hardly_more_rows_than_their_tokens_need() -> None:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda one: str(one[:5]))
-def test_rows_that_fit_into_the_padding_of_others_are_counted(lengths: list[int]) -> None:
+def test_whole_documents_take_no_more_rows_than_are_enough(lengths: list[int]) -> None:
     stream = stream_of(lengths, False)
     for seq_len in (8, 24, 64):
-        assert needless_rows(pack(stream, seq_len, "documents", PADDING), seq_len) == 0
+        taken, needed = rows_needed(pack(stream, seq_len, "documents", PADDING), seq_len)
+        assert taken == needed
     small = stream_of([3] * 200, False)
-    assert needless_rows(pack(small, 64, "off", PADDING), 64) == 100
+    assert rows_needed(pack(small, 64, "off", PADDING), 64) == (200, 10)
 
 
 def test_the_stream_itself_is_the_default_and_unchanged() -> None:
