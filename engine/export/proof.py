@@ -18,6 +18,7 @@ is not the receipt's, an evaluation of other weights, or an unfinished one.
 from __future__ import annotations
 
 import hashlib
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,9 @@ class Evaluation:
 class Missing:
     what: str
     command: str
+
+
+HELDOUT = "Held-out documents of the training corpus"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +207,31 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def contradicts_the_log(card: str, run: RunFolder) -> str:
+    """Say what a card has of the held-out losses that the log of the run has not: the losses by subject, their
+    exponentials, the number of tokens. Empty when nothing."""
+    evals = [one for one in view_of(run).evals if one.loss is not None]
+    losses = {one.subject: one.loss for one in evals if one.subject != "student" or one.saved}
+    labelled = {one.labelled for one in evals if one.labelled}
+    title = f"{HELDOUT} |"
+    for line in card.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.lstrip("| ").startswith(title) and len(cells) == 5:
+            loss, value = losses.get(cells[1]), float(cells[3].split()[0].replace(",", ""))
+            wanted = {
+                "loss": loss,
+                "perplexity": None if loss is None else math.exp(min(loss, 700)),
+            }
+            found = wanted.get(cells[2])
+            if found is not None and abs(value - found) > 1e-3 * found + 1e-4:
+                return f"a {cells[2]} of {cells[3]} for the {cells[1]}, where it is {found:.6g}"
+        elif labelled and line.startswith(f"- {HELDOUT}: "):
+            count = int(line.removeprefix(f"- {HELDOUT}: ").split()[0].replace(",", ""))
+            if count not in labelled:
+                return f"{count:,} held-out tokens, where {max(labelled):,} were evaluated"
+    return ""
+
+
 def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluation | None:
     """The held-out losses from the receipt, or from the log of a run without a receipt."""
     losses = {
@@ -220,7 +249,7 @@ def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluat
     if not metrics:
         return None
     return Evaluation(
-        title="Held-out documents of the training corpus",
+        title=HELDOUT,
         benchmark="heldout",
         metrics=metrics,
         detail=f"{labelled:,} tokens, nats a token; documents chosen by name and never trained on",

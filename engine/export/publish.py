@@ -34,7 +34,13 @@ from engine.export.hf_folder import complete_folder
 from engine.export.licence import bases_of, inherited, licence_files
 from engine.export.manifest import check_manifest, read_manifest, write_manifest
 from engine.export.mixture import QUANTS
-from engine.export.proof import Proof, examine, file_sha256, refuse_missing
+from engine.export.proof import (
+    Proof,
+    contradicts_the_log,
+    examine,
+    file_sha256,
+    refuse_missing,
+)
 from engine.export.verify import Verification, verify
 from engine.files import open_regular, read_json_object
 from engine.formats.writing import fsync_folder
@@ -237,7 +243,10 @@ def _write(
         verification=verification,
         base_models=wanted.base_models,
     )
-    (partial / CARD).write_text(card_text(card), encoding="utf-8")
+    text = card_text(card)
+    if wrong := contradicts_the_log(text, proof.run):
+        raise BadInput.expected("card", CARD, "the held-out figures of the run", wrong)
+    (partial / CARD).write_text(text, encoding="utf-8")
     write_manifest(partial)
     return verification
 

@@ -112,6 +112,8 @@ class StepNumbers(NamedTuple, Generic[_T]):
     agreement: _T
     asked_to_stop: _T
     """How many ranks were asked to stop."""
+    waited_s: _T
+    """The longest that a rank waited for its rows in the step before: all wait for it."""
     grad_norm: _T
     """The global norm before clipping."""
     lowest_kl: _T
@@ -120,7 +122,10 @@ class StepNumbers(NamedTuple, Generic[_T]):
 
     @staticmethod
     def of_rank(
-        micro_batches: Sequence[LossTerms], grad_norm: Tensor, asked_to_stop: bool
+        micro_batches: Sequence[LossTerms],
+        grad_norm: Tensor,
+        asked_to_stop: bool,
+        waited_s: float = 0.0,
     ) -> StepNumbers[Tensor]:
         """Return the numbers of this rank's part of a step."""
 
@@ -134,6 +139,7 @@ class StepNumbers(NamedTuple, Generic[_T]):
             kd=over("kd", torch.add, 0.0),
             agreement=over("agreement", torch.add, 0.0),
             asked_to_stop=grad_norm.new_full((), float(asked_to_stop)),
+            waited_s=grad_norm.new_full((), waited_s),
             grad_norm=grad_norm,
             # Over all micro-batches the worst row counts.
             lowest_kl=over("lowest_kl", torch.minimum, math.inf),
@@ -153,6 +159,7 @@ class StepNumbers(NamedTuple, Generic[_T]):
             kd=each.kd.sum().float(),
             agreement=each.agreement.sum().float(),
             asked_to_stop=each.asked_to_stop.sum().float(),
+            waited_s=each.waited_s.amax().float(),
             grad_norm=each.grad_norm.square().sum().sqrt().float(),
             lowest_kl=each.lowest_kl.amin().float(),
             largest_dz_sum=each.largest_dz_sum.amax().float(),

@@ -101,6 +101,8 @@ class Trainer:
         """Of the step launched last."""
         self._fetches_ahead = True
         self._ahead: MicroBatch | None = None
+        self._waited_s = 0.0
+        """How long this rank waited for rows in the step finished last."""
 
     def fetch_no_further(self) -> None:
         """Stop fetching batches ahead, and drop the one that was fetched."""
@@ -179,6 +181,7 @@ class Trainer:
         with self.host.of(DEVICE):
             launched.timer.wait()
         numbers, phases = launched.numbers, launched.timer.seconds()
+        self._waited_s = phases[DATA]
         # Device time, from the timer: later work may have been launched before this is read, and the
         # host's clock would include it.
         step_s = sum(phases.values())
@@ -199,7 +202,7 @@ class Trainer:
             tokens=launched.tokens,
             labelled=launched.labelled,
             step_s=step_s,
-            data_s=phases[DATA],
+            data_s=max(phases[DATA], numbers.waited_s) if self.ranks.many else phases[DATA],
             wall_s=sum(host.values()),
             outside_s=sum(host.get(part, 0.0) for part in OUTSIDE),
             teacher_s=launched.teacher_s,
@@ -317,6 +320,7 @@ class Trainer:
             micro_batches,
             total_norm(grads, fused=self._fused),
             self.ranks.many and self.stop_asked(),
+            self._waited_s,
         )
         numbers = StepNumbers.over_ranks(own, self.ranks)
         lr = learning_rate(self.step, self.train)

@@ -11,6 +11,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from engine.evaluate.model import open_model
 from engine.evaluate.statistics import wilson
 from engine.export.licence import bases_of, inherited
 from engine.export.manifest import MANIFEST, check_manifest
-from engine.export.proof import examine
+from engine.export.proof import examine, heldout_of_the_run
 from engine.export.publish import Published, Wanted, publish
 from engine.formats.open import open_weights
 from engine.log.folder import RunFolder
@@ -249,6 +250,35 @@ def test_one_that_was_killed_is_begun_anew_and_two_at_once_refuse_each_other(
     os.close(holder)
     done = published(run, tmp_path / "tiny")
     assert check_manifest(done.folder).level == Level.PASS and not partial.exists()
+
+
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [
+        (("engine.export.card.math", SimpleNamespace(exp=lambda loss: 2**loss)), "a perplexity of"),
+        (
+            ("engine.export.proof.heldout_of_the_run", lambda *given: spoilt_evaluation(*given)),
+            "held-out tokens, where",
+        ),
+    ],
+)
+def test_a_card_with_other_figures_than_the_log_is_refused(
+    run: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    planted: tuple[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.setattr(*planted)
+    with pytest.raises(BadInput, match=words):
+        published(run, tmp_path / "tiny", unevaluated=True)
+    assert not (tmp_path / "tiny").exists()
+
+
+def spoilt_evaluation(receipt: Any, view: Any) -> Any:
+    exact = heldout_of_the_run(receipt, view)
+    assert exact is not None
+    return replace(exact, detail=f"{sum(e.labelled or 0 for e in view.evals):,} tokens, nats")
 
 
 def test_a_publication_that_fails_leaves_nothing(
