@@ -5,6 +5,7 @@ the corpus to the labels begins.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -22,7 +23,7 @@ MOST_BYTES = 1 << 25
 MOST_OF_TEXT = 1 << 20
 """Of a file of text that is read a second time."""
 STDLIB = "python-stdlib"
-INSTALLED = {"site-packages", "dist-packages"}
+INSTALLED, TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_test"}
 TEXTS = (".py", ".txt", ".md")
 SPEAKERS, ASKING = ("assistant", "gpt"), ("system", "user", "human")
 BEHIND_REASONING = "</think>"
@@ -64,19 +65,27 @@ def read_records(source: str, columns: Sequence[str]) -> Records | None:
     return _records(whole, columns)
 
 
-def sizes_of_files(source: str) -> list[int] | None:
-    """Return the bytes of each file of text below a folder of text, or of the standard library with all that is not
-    taken of it; None for another source. Empty and hidden ones are none, and links to folders are not followed."""
+def is_held_out(name: str, fraction: float) -> bool:
+    """Return whether a document is held out: by the hash of its name alone, so a share of `fraction` is."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < fraction * 2**64
+
+
+def sizes_of_files(source: str, *, include_tests: bool) -> list[int] | None:
+    """Return the bytes of each file of text below a folder of text, or of the standard library's modules; None for
+    another source. Empty and hidden ones are none, and links to folders are not followed."""
     root = _root(source)
     if not root.is_dir():
         return None
+    others = INSTALLED if include_tests else INSTALLED | TESTS
     found = {
         path: size
         for folder, folders, names in os.walk(root)
         for path in (Path(folder, name) for name in names)
-        if path.suffix in TEXTS
+        if path.suffix in (TEXTS if source != STDLIB else TEXTS[:1])
         and not any(
-            part[0] == "." or part == "__pycache__" or (source == STDLIB and part in INSTALLED)
+            part[0] == "."
+            or part == "__pycache__"
+            or (source == STDLIB and (part in others or part.startswith("config-")))
             for part in path.relative_to(root).parts
         )
         and path.is_file()

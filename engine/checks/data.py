@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.audit.corpus import (
-    STDLIB,
     Records,
     bytes_of_tokens,
+    is_held_out,
     plain,
     read_records,
     sizes_of_files,
@@ -143,13 +143,23 @@ def documents_in_rows(context: Context) -> Answer:
             )
     source = context.spec.data.corpus
     records = read_records(source, column_names(context.spec.data.columns))
-    there = records.sizes if records is not None else sizes_of_files(source)
+    there = (
+        records.sizes
+        if records is not None
+        else sizes_of_files(source, include_tests=context.spec.data.include_tests)
+    )
     if (miscounted := _miscounted(context, context.made, there, records is not None)) is not None:
         return miscounted
     answers = Answers.of(context, records)
     again = {name: split for split, (_, made) in splits.items() for name in made.again}
     found_again: set[str] = set()
     tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+    fraction = context.spec.data.heldout_fraction
+    if wrong := [n for n in again if (again[n] == "held-out") != is_held_out(n, fraction)]:
+        return numbers.failed(
+            f"{len(wrong)} of {len(again)} documents are on the other side of the split than their names say, as "
+            f"{wrong[0]}, which is among the {again[wrong[0]]} ones at a data.heldout_fraction of {fraction:g}"
+        )
     for name, one in context.read_again(again.keys()):
         numbers["looked_at"] += 1
         found_again.add(name)
@@ -207,9 +217,7 @@ def _miscounted(
         sizes[: count + 1].sum() <= budget for count, budget in zip(documents, budgets, strict=True)
     )
     # Of one file it is known how many records there are; of a folder what is left out without a word is not counted.
-    if (all_fit and known < len(sizes) and data.corpus != STDLIB) or (
-        are_records and known > len(sizes)
-    ):
+    if (all_fit and known < len(sizes)) or (are_records and known > len(sizes)):
         return numbers.failed(
             f"{data.corpus} has {len(sizes):,} {what}; {known:,} are in a split or known to be left out"
         )

@@ -110,6 +110,7 @@ def make_spec(world: World, **changes: object) -> RunSpec:
         "teacher__path": str(world.teacher),
         "student__config": "student.json",
         "data__corpus": str(world.corpus),
+        "data__heldout_fraction": 0.2,
         "data__seq_len": SEQ_LEN,
         "loss__alpha": 0.3,
         "loss__temperature": 2.0,

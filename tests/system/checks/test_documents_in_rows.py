@@ -17,7 +17,7 @@ import pytest
 from engine.audit.corpus import read_records
 from engine.checks.context import Context
 from engine.checks.data import Answers, documents_in_rows
-from engine.data import chat, conversations, sources
+from engine.data import chat, conversations, corpus, sources
 from engine.data.batches import labelled_rows
 from engine.data.corpus import Document
 from engine.data.packing import PACKINGS
@@ -241,6 +241,13 @@ def folders_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_walk", flat)
 
 
+def split_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = corpus._position
+    monkeypatch.setattr(
+        corpus, "_position", lambda text: exact(text) ^ (0x80 << 56 if len(text) < 12 else 0)
+    )
+
+
 def another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "decoded", lambda raw, where, start: raw.decode("latin-1"))
 
@@ -249,6 +256,7 @@ def another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     ("planted_in", "said"),
     [
         (folders_not_entered, "42 files of text; "),
+        (split_turned, "on the other side of the split than their names say"),
         (another_encoding, "in the rows is not the text of that file of"),
     ],
 )
