@@ -105,11 +105,13 @@ def bytes_of_tokens(tokenizer_json: bytes) -> NDArray[np.int64] | None:
     ]
     if found.get("normalizer") or not any(one and one["type"] == "ByteLevel" for one in kinds):
         return None
-    if any(one and one.get("add_prefix_space") for one in parts):
+    vocabulary = found["model"].get("vocab")
+    if any(one and one.get("add_prefix_space") for one in parts) or not isinstance(
+        vocabulary, dict
+    ):
         return None
-    added = found.get("added_tokens") or ()
-    sizes = {id: len(token) for token, id in found["model"]["vocab"].items()}
-    for one in added:
+    sizes = {id: len(token) for token, id in vocabulary.items()}
+    for one in found.get("added_tokens") or ():
         trims = one.get("lstrip") or one.get("rstrip")
         sizes[one["id"]] = -1 if trims else len(one["content"].encode())
     table = np.zeros(max(sizes, default=-1) + 1, np.int64)

@@ -40,7 +40,7 @@ SMALLEST_DISTINCT = 8
 SMALLEST_ENTROPY = 1.0
 """Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
 
-WEIGHED = 1 << 26
+WEIGHED = 1 << 24
 """Tokens of a split whose bytes are counted."""
 
 PADDING_RUN = 8
@@ -142,12 +142,12 @@ def documents_in_rows(context: Context) -> Answer:
                 "often or altered"
             )
     source = context.spec.data.corpus
-    records = read_records(source, column_names(context.spec.data.columns))
-    there = (
-        records.sizes
-        if records is not None
-        else sizes_of_files(source, include_tests=context.spec.data.include_tests)
-    )
+    columns = column_names(context.spec.data.columns)
+    records = read_records(source, columns)
+    there = None if records is None else records.sizes
+    # With columns a folder is one of records, whatever else is in it.
+    if records is None and not columns:
+        there = sizes_of_files(source, include_tests=context.spec.data.include_tests)
     if (miscounted := _miscounted(context, context.made, there, records is not None)) is not None:
         return miscounted
     answers = Answers.of(context, records)

@@ -68,16 +68,15 @@ def looked_at(
     recipe = Recipe(
         source=str(source),
         include_tests=False,
-        columns=(),
         heldout_fraction=0.2,
         encoder=encoder,
         seq_len=32,
-        **({"max_bytes": None, "packing": "stream"} | other),
+        **({"max_bytes": None, "packing": "stream", "columns": ()} | other),
     )
     tokens = load_tokens(recipe, root=root)
 
     def again(names: Set[str]) -> Iterator[tuple[str, Encoded]]:
-        return read_again(names, encoder, str(source), include_tests=False, columns=())
+        return read_again(names, encoder, str(source), include_tests=False, columns=recipe.columns)
 
     context = make_run(world).context
     data = dataclasses.replace(
@@ -326,6 +325,20 @@ def test_a_document_of_which_something_is_lost_is_named_though_it_is_not_read_ag
     found = documents_in_rows(spoilt)
     assert found.verdict.level is Level.FAIL
     assert f"1 of 32 documents are as long as no text of {long_texts}" in found.verdict.reason
+
+
+def test_a_text_beside_records_whose_columns_are_named_is_no_document(
+    world: World, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    source = tmp_path / "records"
+    source.mkdir()
+    (source / "notes.txt").write_text("what these are")
+    records = [{"body": f"record {n} " * (n % 7 + 1)} for n in range(40)]
+    (source / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    context = looked_at(world, source, tokenizer, tmp_path / "tokens", columns=("body",))
+    data = dataclasses.replace(context.spec.data, columns="body")
+    named = dataclasses.replace(context, spec=dataclasses.replace(context.spec, data=data))
+    assert documents_in_rows(named).verdict.level is not Level.FAIL
 
 
 @pytest.mark.parametrize("kind", ["texts", "talks", "chats", "long_texts"])
