@@ -96,7 +96,9 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Compare with the operations that each part may need, of the parts of which that is known."""
         numbers = Numbers({f"{part}_flops": count for part, count in self.flops.items()})
         numbers |= {f"{part}_needed": count for part, count in most.items()}
-        if not sum(self.flops.values()) or not most:
+        if not most:
+            return unknown("how much its models need is not known of their architecture")
+        if not sum(self.flops.values()):
             return unknown("the step's matmuls are not torch's own: they cannot be counted")
         for part, needed in most.items():
             found = self.flops[part]

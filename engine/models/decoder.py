@@ -342,6 +342,9 @@ class Decoder(nn.Module):
     `load_decoder`, or call `init_weights`.
     """
 
+    compiled = False
+    """Whether its layers run compiled."""
+
     def __init__(self, config: ModelConfig, make_linear: MakeLinear = dense_linear) -> None:
         super().__init__()
         self.config = config
@@ -349,8 +352,6 @@ class Decoder(nn.Module):
         """How each layer is run: eagerly, compiled or with activation checkpointing
         (`engine.models.activation_checkpointing`).
         """
-        self.compiled = False
-        """Whether its layers run compiled."""
         self.packed = False
         """Whether attention over documents is packed (`engine.models.attention`) instead of masked.
         In fp32 it is always masked.
