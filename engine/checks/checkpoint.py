@@ -5,6 +5,7 @@
     step, row    where a resumed run continues
     generators   of random numbers, after a resume
     kept         the checkpoints that are there, and which is the best, by the log alone
+    resumable    whether a resume would take it: its own reader is asked too, for everything but the numbers
 
 `checkpoint_reloads` looks at each one, at some numbers of every tensor or at all (`Checks.at_checkpoint`);
 `resume_continues` at the one that a session was restored from, as the last thing before its first step. Apart from
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ def checkpoint_reloads(
         on_disk = [step_of(one) for one in published(path.parent)]
         if kept is not None and (wrong := kept_wrongly(kept, on_disk, context.spec)):
             return numbers.failed(wrong)
+        if kept is not None:
+            kept.check_resumable(path, digests=not sampled)
     except EngineError as error:
         return numbers.failed(f"{path.name} cannot be read: {error}")
     return numbers.passed(
@@ -64,12 +67,19 @@ def checkpoint_reloads(
     )
 
 
+class Resumable(Protocol):
+    """Raises CheckpointError where a resume would refuse the checkpoint in `path`; `digests`: every byte is read."""
+
+    def __call__(self, path: Path, *, digests: bool) -> None: ...
+
+
 class Kept(NamedTuple):
-    """What says which checkpoints are to be there."""
+    """What says which checkpoints are to be there, and whether a resume would take one."""
 
     log: RunView
     before: Sequence[int]
     """The steps of those that were there before the newest was saved: others are gone for another reason."""
+    check_resumable: Resumable
 
 
 def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec) -> str:

@@ -55,8 +55,11 @@ def write_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
         raise CheckpointError(f"checkpoint: rank {rank} could not write its part: {why}") from error
 
 
-def read_parts(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Return the full tensors in `folder` whose names are `wanted`, on the CPU. Not a collective.
+def read_parts(
+    folder: Path, wanted: Callable[[str], bool], *, numbers: bool = True
+) -> dict[str, Tensor]:
+    """Return the full tensors in `folder` whose names are `wanted`, on the CPU; without `numbers` on the meta device.
+    Not a collective.
 
     Raises CheckpointError when the shards do not cover their tensor.
     """
@@ -75,7 +78,10 @@ def read_parts(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]
             raise CheckpointError(
                 f"checkpoint: {folder} — expected the {about.size.numel()} numbers of {name}, found {covered}"
             )
-        found[name] = torch.empty(about.size, dtype=about.properties.dtype)
+        where = "cpu" if numbers else "meta"
+        found[name] = torch.empty(about.size, dtype=about.properties.dtype, device=where)
+    if not numbers:
+        return found
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         load(found, storage_reader=reader, no_dist=True)

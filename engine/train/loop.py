@@ -480,7 +480,8 @@ class TrainingLoop:
             self._record = self._record or Follower(folder, files=True)
             # A log that cannot be read, of the supervisor's too, is no reason to stop training.
             with contextlib.suppress(BrokenLog):
-                kept = Kept(self._record.read_all(), self._kept)
+                resumable = partial(self.keeper.check_resumable, trainer=trainer)
+                kept = Kept(self._record.read_all(), self._kept, resumable)
         looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
         self._answer(looked, trainer.ranks)
 

@@ -48,6 +48,8 @@ def spec(**changes: Any) -> RunSpec:
         "loss.alpha": 0.3,
         "loss.temperature": 2.0,
         "data.seq_len": SEQ,
+        "eval.every": 0,
+        "checkpoint.every": 0,
     } | {name.replace("__", "."): value for name, value in changes.items()}
     tree: dict[str, Any] = {}
     for key, value in values.items():

@@ -45,7 +45,7 @@ from engine.train.checkpoint.continuing import (
     promised_step,
     written_sha256,
 )
-from engine.train.checkpoint.manifest import FileRecord, digest_of, newest
+from engine.train.checkpoint.manifest import FileRecord, digest_of, newest, verify
 from engine.train.non_finite import stop_for_weights
 from engine.train.record import Log
 from engine.train.trainer import Trainer
@@ -263,18 +263,9 @@ class Keeper:
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
             self.log(Note(level="error", text=text))
         found = state.unpack(last)
-        changes = changes_since(self.folder, found.spec_sha256)
-        check_changes(self.folder, self.spec)
-        if changes is not None:
+        if changes := self._check_settings(found, last.path):
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
             self.log(Note(level="warning", text=text))
-        elif found.spec_sha256 not in (self.spec.sha256, written_sha256(self.folder)):
-            raise CheckpointError(
-                f"checkpoint: {last.path} — expected spec {self.spec.sha256[:12]}, "
-                f"found {found.spec_sha256[:12]}",
-                hint="a run continues with the settings it began with; `--resume RUN --set KEY=VALUE "
-                "--allow-change KEY` changes one",
-            )
         state.restore_trainer(found, trainer)
         self.resumed = Resumed(checkpoint=last.path, random=random_states(trainer.device))
         self.best_loss = found.best_held_out_loss
@@ -283,3 +274,26 @@ class Keeper:
         return {
             e.subject: e.loss for e in before.evals if e.loss is not None and e.step <= found.step
         }
+
+    def check_resumable(self, path: Path, trainer: Trainer, *, digests: bool) -> None:
+        """Raise CheckpointError where a resume would refuse the checkpoint in `path`; with `digests` every byte of it
+        is read."""
+        found = state.unpack(verify(path, digests=digests), numbers=False)
+        self._check_settings(found, path)
+        state.check_fits(found, trainer)
+
+    def _check_settings(self, found: state.TrainingState, path: Path) -> list[str] | None:
+        """Return the allowed changes of settings since a checkpoint. Raises CheckpointError for others."""
+        changes = changes_since(self.folder, found.spec_sha256)
+        check_changes(self.folder, self.spec)
+        if changes is None and found.spec_sha256 not in (
+            self.spec.sha256,
+            written_sha256(self.folder),
+        ):
+            raise CheckpointError(
+                f"checkpoint: {path} — expected spec {self.spec.sha256[:12]}, "
+                f"found {found.spec_sha256[:12]}",
+                hint="a run continues with the settings it began with; `--resume RUN --set KEY=VALUE "
+                "--allow-change KEY` changes one",
+            )
+        return changes

@@ -102,8 +102,9 @@ class _Nowhere:
         return len(data)
 
 
-def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
-    """Read a verified checkpoint back, with tensors on the CPU.
+def unpack(checkpoint: VerifiedCheckpoint, *, numbers: bool = True) -> TrainingState:
+    """Read a verified checkpoint back, with tensors on the CPU; without `numbers` parts of several files are not put
+    together, and their tensors are on the meta device.
 
     Raises CheckpointError when it is not a training state.
     """
@@ -119,7 +120,8 @@ def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
         raise _mismatch(where, f"schema {SCHEMA} with {sorted(fields)}", "other content")
     if scalars["step"] != checkpoint.step:
         raise _mismatch(where, f"step {checkpoint.step}, as the checkpoint", str(scalars["step"]))
-    student, optimizer = _read_sharded(checkpoint) if sharded else _read_whole(checkpoint)
+    path = checkpoint.path
+    student, optimizer = _read_sharded(path, numbers) if sharded else _read_whole(path)
     return TrainingState(
         **{name: scalars[name] for name in SCALARS} | {"unmoved": tuple(scalars["unmoved"])},
         student=student,
@@ -131,13 +133,14 @@ def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
 _Tensors: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def _read_whole(checkpoint: VerifiedCheckpoint) -> _Tensors:
-    return load_file(checkpoint.path / STUDENT_FILE), load_file(checkpoint.path / OPTIMIZER_FILE)
+def _read_whole(path: Path) -> _Tensors:
+    # The files are mapped: a tensor that nobody looks into costs nothing.
+    return load_file(path / STUDENT_FILE), load_file(path / OPTIMIZER_FILE)
 
 
-def _read_sharded(checkpoint: VerifiedCheckpoint) -> _Tensors:
-    student = read_parts(checkpoint.path, lambda name: name.startswith(STUDENT_PREFIX))
-    optimizer = read_parts(checkpoint.path, lambda name: name.partition("/")[0] in ADAMW_KEYS)
+def _read_sharded(path: Path, numbers: bool) -> _Tensors:
+    student = read_parts(path, lambda name: name.startswith(STUDENT_PREFIX), numbers=numbers)
+    optimizer = read_parts(path, lambda name: name.partition("/")[0] in ADAMW_KEYS, numbers=numbers)
     return {name.removeprefix(STUDENT_PREFIX): t for name, t in student.items()}, optimizer
 
 
@@ -261,6 +264,11 @@ def capture_trainer(
     )
 
 
+def check_fits(state: TrainingState, trainer: Trainer) -> None:
+    """Raise CheckpointError as `restore` would, and change nothing."""
+    _generators(state, trainer.student, trainer.optimizer)
+
+
 def restore_trainer(state: TrainingState, trainer: Trainer) -> None:
     """Restore the state of a run into its trainer. Raises CheckpointError as `restore` does."""
     restore(state, trainer.student, trainer.optimizer)
@@ -273,6 +281,42 @@ def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
 
     Raises CheckpointError, before anything is changed, that lists every missing, unexpected or misshapen
     name.
+    """
+    generators = _generators(state, model, optimizer)
+    student, _ = _named_tensors(model)
+    parameters = _optimized(model, optimizer)
+    with torch.no_grad():
+        for name, tensor in student.items():
+            put(tensor, state.student[name])
+    on_device = {
+        id(parameter): group.get("fused") or group.get("capturable")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        if name in state.unmoved:
+            continue
+        # AdamW counts steps on the host unless the whole update runs on the device
+        counter = parameter.device if on_device[id(parameter)] else torch.device("cpu")
+        optimizer.state[parameter] = {
+            "step": state.optimizer[f"step/{name}"].to(counter, copy=True),
+            "exp_avg": _like(parameter, state.optimizer[f"exp_avg/{name}"]),
+            "exp_avg_sq": _like(parameter, state.optimizer[f"exp_avg_sq/{name}"]),
+        }
+    for key, device in generators.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state.rng[key])
+        else:
+            torch.cuda.set_rng_state(state.rng[key], device)
+
+
+def _generators(
+    state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
+) -> dict[str, torch.device]:
+    """Return the devices of the random number generators by their names in a state that fits.
+
+    Raises CheckpointError for one that does not fit.
     """
     student, tied = _named_tensors(model)
     problems = _differences("student tensor", state.student, student)
@@ -299,31 +343,7 @@ def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
         )
     if problems:
         raise CheckpointError("checkpoint does not fit the run:\n" + "\n".join(problems))
-
-    with torch.no_grad():
-        for name, tensor in student.items():
-            put(tensor, state.student[name])
-    on_device = {
-        id(parameter): group.get("fused") or group.get("capturable")
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    optimizer.state.clear()
-    for name, parameter in parameters.items():
-        if name in state.unmoved:
-            continue
-        # AdamW counts steps on the host unless the whole update runs on the device
-        counter = parameter.device if on_device[id(parameter)] else torch.device("cpu")
-        optimizer.state[parameter] = {
-            "step": state.optimizer[f"step/{name}"].to(counter, copy=True),
-            "exp_avg": _like(parameter, state.optimizer[f"exp_avg/{name}"]),
-            "exp_avg_sq": _like(parameter, state.optimizer[f"exp_avg_sq/{name}"]),
-        }
-    for key, device in generators.items():
-        if device.type == "cpu":
-            torch.set_rng_state(state.rng[key])
-        else:
-            torch.cuda.set_rng_state(state.rng[key], device)
+    return generators
 
 
 def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

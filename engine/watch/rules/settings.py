@@ -121,3 +121,50 @@ def run_not_as_set(case: Case) -> Symptom | None:
         meaning="a setting did not reach the object that it is for: the run is another one than was asked for",
         no_flip="this is a fault of the engine: no setting can cause it",
     )
+
+
+@rule(
+    ERROR,
+    asks="Was the run evaluated, saved and ended at the steps that the settings say?",
+    reads=("eval", "checkpoint", "run_finished", "effective.json"),
+    threshold="one step differs",
+)
+def schedule_not_as_set(case: Case) -> Symptom | None:
+    view, train, checkpoint = case.view, case.spec.train, case.spec.checkpoint
+    rows = case.steps(STEPS, at_least=1)
+    begun, done, ended = case.started.resumed_from or 0, view.last_step, view.finished
+    asked, is_over = view.stop_requested is not None, ended is not None and ended.state != "failed"
+    last = min(begun + (train.stop_after or train.steps), train.steps)
+
+    def multiples(every: int) -> set[int]:
+        return set(range(begun - begun % every + every, done + 1, every)) if every else set()
+
+    saves = multiples(checkpoint.every)
+    evaluations = saves | multiples(case.spec.eval.every) | {train.steps}
+    # What ends a session saves it, whatever the step.
+    saves |= ({last} if checkpoint.at_end else set()) | ({done} if asked else set())
+    evaluated = {e.step for e in view.evals if e.subject == "student" and not e.saved}
+    saved = {one.step for one in view.checkpoints}
+    # A resume forgets what was made after its step; and what follows the newest step may be yet to come.
+    known = range(begun + 1, done + is_over)
+    wrong: list[Number] = []
+    for what, setting, due, made in (
+        ("evaluated", "eval.every", evaluations, evaluated),
+        ("saved", "checkpoint.every", saves, saved),
+    ):
+        for step in sorted((due ^ made) & {*known})[:1]:
+            found, by = ("is not", "due") if step in due else ("is", "not due")
+            wrong.append((f"step {step} {found} {what}", step, f"{by} by {setting} and the end"))
+    if done > last:
+        wrong.append((f"step {done} is trained", done, f"the session was to end after {last}"))
+    elif is_over and not asked and done < last:
+        wrong.append((f"the session ends after step {done}", done, f"it was to end after {last}"))
+    if not wrong:
+        return None
+    return Symptom(
+        f"{wrong[0][0]}: {wrong[0][2]}",
+        wrong,
+        case.span(rows),
+        meaning="the run was evaluated, saved or ended at other steps than it was asked to be",
+        no_flip="this is a fault of the engine: no setting can cause it",
+    )

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,12 +33,15 @@ from engine.data.overlap import PERMUTATIONS, SHINGLE, near_copies, predicted, s
 from engine.data.tokens import TokenStream, make_stream, starts_of
 from engine.drills.catalogue import planted
 from engine.formats.tokenizer import open_tokenizer
+from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
 from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
+from engine.train.checkpoint.keeper import Keeper
+from engine.train.checkpoint.manifest import MANIFEST, digest_of
 from engine.train.step import StepObserver
 from engine.verdict import Level
 from tests.support.checked_runs import World, context, make_run, make_spec, make_world
@@ -533,7 +538,7 @@ def test_the_kept_checkpoints_are_the_newest_and_the_best_by_the_log(
             msgspec.structs.replace(saved(step), best=step in bests) for step in (2, 4, 6)
         ),
     )
-    found = kept_wrongly(Kept(log, (2, 4)), on_disk, spec)
+    found = kept_wrongly(Kept(log, (2, 4), lambda path, digests: None), on_disk, spec)
     assert words in found if words else found == ""
 
 
@@ -565,6 +570,41 @@ def test_a_checkpoint_that_would_go_on_as_another_run_is_found(
         save_file(tensors, folder / "optimizer.safetensors")
         (folder / "state.json").write_text(json.dumps(said))
         verdict = checkpoint_reloads(run.context, folder, 1).verdict
+        assert verdict.level is Level.FAIL and words in verdict.reason, verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda said: said | {"schema": 2}, "expected schema 1"),
+        (lambda said: said | {"more": 1}, "expected schema 1"),
+        (lambda said: said | {"spec_sha256": "0" * 64}, "found 000000000000"),
+        (lambda said: said | {"tied": {"head.weight": "norm.weight"}}, "tied names"),
+        (lambda said: said | {"unmoved": ["norm.weight"]}, "not in this run"),
+    ],
+)
+def test_a_checkpoint_that_a_resume_would_refuse_is_found_when_it_is_saved(
+    change: Callable[[dict[str, Any]], dict[str, Any]], words: str, world: World, tmp_path: Path
+) -> None:
+    run = make_run(world).begin()
+    run.step(1)
+    folder = RunFolder(tmp_path)
+    folder.effective.write_text(json.dumps({"spec": run.spec.to_dict()}))
+    keeper = Keeper(folder, run.spec, log=lambda _: None, sync_log=lambda: None)
+    path = keeper.save(run.trainer, 1.0)
+    log = RunView(checkpoints=(saved(1),), evals=(evaluated(1, "student", 1.0),))
+    kept = Kept(log, (), partial(keeper.check_resumable, trainer=run.trainer))
+    assert checkpoint_reloads(run.context, path, 1, kept).verdict.level is Level.PASS
+    manifest = json.loads((path / MANIFEST).read_text())
+    said = change(json.loads((path / "state.json").read_text()))
+    (path / "state.json").write_text(json.dumps(said))
+    verdict = checkpoint_reloads(run.context, path, 1, kept).verdict
+    assert verdict.level is Level.FAIL and "bytes, found" in verdict.reason
+    size, digest = digest_of(path / "state.json")
+    manifest["files"]["state.json"] = {"size": size, "sha256": digest}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    for sampled in (False, True):
+        verdict = checkpoint_reloads(run.context, path, 1, kept, sampled=sampled).verdict
         assert verdict.level is Level.FAIL and words in verdict.reason, verdict
 
 

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from engine.log.events import Checked, Evaluated, ModelReady, NonFinite
+from engine.log.events import (
+    AnyEvent,
+    Checked,
+    CheckpointSaved,
+    Evaluated,
+    ModelReady,
+    NonFinite,
+    RunFinished,
+    StepDone,
+    StopRequested,
+)
+from engine.log.view import RunView
 from engine.train.schedule import learning_rate
 from engine.watch.rules import loss, settings, update
+from engine.watch.rules.rule import Case
 from engine.watch.rules.settings import expected_rate
-from tests.support.diagnosing import LN_V, ROWS, SEQ, Log, quiet, raised, spec, unknown
+from tests.support.diagnosing import (
+    LN_V,
+    ROWS,
+    SEQ,
+    START,
+    Log,
+    fold_events,
+    quiet,
+    raised,
+    spec,
+    unknown,
+)
 from tests.support.run_events import example_of
 
 NO_MODEL = (6.5, example_of(ModelReady, role="student", vocab_size=1))
@@ -214,3 +238,82 @@ def test_a_setting_that_did_not_reach_the_run_is_named(changes: dict[str, Any], 
     quiet("run_not_as_set", Log(count=5).case())
     log.settings = None
     unknown("run_not_as_set", log.case(), "effective.json")
+
+
+def student_loss(step: int, **values: Any) -> Evaluated:
+    return example_of(
+        Evaluated, **{"step": step, "subject": "student", "loss": 1.0, "saved": False} | values
+    )
+
+
+def scheduled(count: int, evals: Sequence[int], saves: Sequence[int], **changes: Any) -> Log:
+    """A session of `count` steps of 12, evaluated and saved after those steps."""
+    made: list[AnyEvent] = [
+        *map(student_loss, evals),
+        *(example_of(CheckpointSaved, step=s) for s in saves),
+    ]
+    ends = changes.pop("ends", ())
+    begun = changes.pop("resumed_from", None)
+    sets = {
+        "train__steps": 12,
+        "train__warmup_steps": 0,
+        "eval__every": 3,
+        "checkpoint__every": 4,
+    } | changes
+    log = Log(count=count, start_changes={"resumed_from": begun}, settings=spec(**sets))
+    after = {e.step: log.begun_s + (e.step + 0.5) * log.every_s for e in (*made, *ends)}
+    log.extra = [(after[e.step], e) for e in (*made, *ends)]
+    return log
+
+
+def end(state: str, step: int, asked: bool = False) -> list[AnyEvent]:
+    stop = [StopRequested(reason="SIGTERM", step=step)] if asked else []
+    return [*stop, RunFinished(state=state, reason="", exit_code=0, step=step)]
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (scheduled(8, [4, 6], [4]), "step 3 is not evaluated"),
+        (scheduled(8, [3, 4, 5, 6], [4]), "step 5 is evaluated"),
+        (scheduled(8, [3, 4, 6], []), "step 4 is not saved"),
+        (scheduled(8, [3, 4, 6], [3, 4]), "step 3 is saved"),
+        (scheduled(12, [3, 4, 6, 8, 9], [4, 8, 12], ends=end("completed", 12)), "step 12 is not e"),
+        (scheduled(12, [3, 4, 6, 8, 9, 12], [4, 8], ends=end("completed", 12)), "step 12 is not s"),
+        (scheduled(5, [3, 4], [4], train__stop_after=5, ends=end("stopped", 5)), "step 5 is not s"),
+        (scheduled(5, [3, 4], [4], ends=end("stopped", 5, asked=True)), "step 5 is not saved"),
+        (scheduled(5, [3, 4], [4], ends=end("stopped", 5)), "the session ends after step 5"),
+        (scheduled(9, [3, 4, 6, 8], [4, 8], train__stop_after=8), "step 9 is trained"),
+    ],
+)
+def test_what_was_not_evaluated_saved_or_ended_as_set_is_named(log: Log, words: str) -> None:
+    assert words in raised("schedule_not_as_set", log.case()).title
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        scheduled(4, [3], []),
+        scheduled(8, [3, 4, 6, 8], [4, 8]),
+        scheduled(12, [3, 4, 6, 8, 9, 12], [4, 8, 12], ends=end("completed", 12)),
+        scheduled(5, [3, 4], [4, 5], train__stop_after=5, ends=end("stopped", 5)),
+        scheduled(5, [3, 4], [4, 5], ends=end("stopped", 5, asked=True)),
+        scheduled(5, [3, 4], [4], ends=end("failed", 5)),
+        scheduled(6, [], [], eval__every=0, checkpoint__every=0),
+        scheduled(
+            12, [12], [], eval__every=0, checkpoint__every=0, checkpoint__at_end=False,
+            ends=end("completed", 12),
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_evaluated_saved_and_ended_as_set_is_quiet(log: Log) -> None:
+    quiet("schedule_not_as_set", log.case())
+
+
+def test_what_an_earlier_session_evaluated_and_saved_is_not_this_ones() -> None:
+    log = scheduled(8, [3, 4, 5], [4, 5], ends=end("stopped", 5, asked=True))
+    before = log.logs()["events"]
+    later = scheduled(8, [6, 8], [8], resumed_from=4).logs()["events"]
+    steps = [e for e in later if not isinstance(e, StepDone) or e.step > 4]
+    view = fold_events(fold_events(RunView(), "events", before), "events", steps)
+    quiet("schedule_not_as_set", Case(view=view, settings=log.settings, now_unix_s=START + 99))
