@@ -100,7 +100,7 @@ def open_files(path: str | Path) -> Files | None:
     if path.is_dir():
         return _folder(path)
     if path.name.endswith(".json"):
-        return Files(_shape_in_json(path), lambda name: 0, lambda name, rows: torch.empty(0))
+        return Files(shape_in(_config(path)), lambda name: 0, lambda name, rows: torch.empty(0))
     return _gguf(path) if path.name.endswith(".gguf") else None
 
 
@@ -144,8 +144,12 @@ def _apart(files: Files) -> Files:
     return Files(files.shape, count, rows)
 
 
-def _shape_in_json(path: Path) -> Shape:
-    raw = read_json_object(path, "model configuration", limits.MODEL_CONFIG)
+def _config(path: Path) -> dict[str, Any]:
+    return read_json_object(path, "model configuration", limits.MODEL_CONFIG)
+
+
+def shape_in(raw: dict[str, Any]) -> Shape:
+    """Return the shape in the content of a config.json."""
     rope = raw.get("rope_parameters") or {}
     of_windows = rope.get("sliding_attention", {})
     rope = rope.get("full_attention", rope)
@@ -246,7 +250,7 @@ def _folder(path: Path) -> Files:
             return cast(Tensor, found[which.start : which.stop].float())
         return torch.cat([found[row : row + 1] for row in which]).float()
 
-    return _apart(Files(_shape_in_json(path / "config.json"), count, rows))
+    return _apart(Files(shape_in(_config(path / "config.json")), count, rows))
 
 
 def _gguf(path: Path) -> Files:

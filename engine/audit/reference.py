@@ -494,7 +494,7 @@ def _turns(shape: Shape, length: int, device: torch.device, windowed: bool) -> T
         theta, factor = shape.local_theta, 1.0
     frequencies = torch.tensor(
         [
-            _stretched(theta ** (-2 * pair / width), shape.stretch) / factor
+            stretched(theta ** (-2 * pair / width), shape.stretch) / factor
             for pair in range(width // 2)
         ],
         dtype=torch.float64,
@@ -507,7 +507,7 @@ def _turns(shape: Shape, length: int, device: torch.device, windowed: bool) -> T
     return torch.polar(sizes_TR, angles_TR).to(torch.complex64)
 
 
-def _stretched(frequency: float, stretch: Stretch | None) -> float:
+def stretched(frequency: float, stretch: Stretch | None) -> float:
     """Scale a rotary frequency as Llama 3.1 does: low ones are divided, high ones kept, those between interpolated."""
     if stretch is None:
         return frequency

@@ -1,7 +1,7 @@
 """The check that the saved student is the trained one: its files are read back by code other than the writer's.
 
-    configuration    config.json reads as the student's, and names the type of the tensors; tokenizer.json is the one
-                     that was trained with
+    configuration    config.json reads as the student's, says what the one says that the student was made of, and names
+                     the type of the tensors; tokenizer.json and chat template are those that were trained with
     tensors          none missing, none left over, each in the type that was asked for and bit for bit the
                      student's, rounded to that type
     hash             the one that log and receipt have
@@ -14,21 +14,23 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from engine.audit.metadata import difference, said
 from engine.checks.check import Answer, Numbers
 from engine.checks.checkpoint import SAMPLED, same_bits
 from engine.checks.context import Context
+from engine.data.chat_template import ChatTemplate
 from engine.errors import EngineError, WeightsError
-from engine.files import parse_json, read_json_object
+from engine.files import parse_json, read_json_object, read_text
 from engine.formats.open import open_weights
 from engine.formats.safetensors import dtype_code, tensors_sha256
 from engine.formats.weights import WeightFile
-from engine.limits import MODEL_CONFIG, TOKENIZER_FILE
+from engine.limits import MODEL_CONFIG, MODEL_TEXT, TOKENIZER_FILE
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, sources
 from engine.models.read_config import config_of
@@ -63,8 +65,10 @@ class Artefact:
     """Of the student's tensors as they are saved, by the run; empty where it took none."""
     tokenizer: bytes = b""
     """The tokenizer.json that the run trained with; empty where none is saved."""
-    special: Mapping[str, str] = field(default_factory=dict)
-    """The special tokens of the chat template that the run trained with."""
+    template: ChatTemplate | None = None
+    """The chat template that the run trained with, and its special tokens."""
+    source: str = ""
+    """The model, or the config.json, that the student was made of."""
 
 
 def samples_of(student: nn.Module) -> dict[str, Sample]:
@@ -87,6 +91,11 @@ def artefact(context: Context, saved: Artefact) -> Answer:
             config = config_of(weights, saved.how)
             if other := _other_config(config, student.config):
                 return numbers.failed(f"config.json is not the student's: {other}")
+            wanted_said = said(saved.source) if saved.source and config.native else None
+            if wanted_said is not None and (
+                other := difference(wanted_said, said(saved.folder / "config.json") or {})
+            ):
+                return numbers.failed(f"config.json is not that of {saved.source}: {other}")
             for name, stored in _tensors(weights, config, saved):
                 found.add(name)
                 if name not in live:
@@ -144,9 +153,9 @@ def _other_files(saved: Artefact) -> str:
     wanted = str(saved.dtype).removeprefix("torch.")
     try:
         config = read_json_object(saved.folder / "config.json", "model", MODEL_CONFIG)
-        said = config.get("dtype", config.get("torch_dtype", wanted))
-        if said != wanted:
-            return f"config.json says that its tensors are {said}, they are {wanted}"
+        named = config.get("dtype", config.get("torch_dtype", wanted))
+        if named != wanted:
+            return f"config.json says that its tensors are {named}, they are {wanted}"
         if saved.tokenizer:
             path = saved.folder / "tokenizer.json"
             stored = read_json_object(path, "tokenizer", TOKENIZER_FILE)
@@ -154,13 +163,25 @@ def _other_files(saved: Artefact) -> str:
             for part in sorted({*stored, *trained_with}):
                 if stored.get(part) != trained_with.get(part):
                     return f"the {part!r} of tokenizer.json is not that of the tokenizer that was trained with"
-        path = saved.folder / "tokenizer_config.json"
-        said = read_json_object(path, "tokenizer", TOKENIZER_FILE) if saved.special else {}
-        for name, text in saved.special.items():
-            if said.get(name) != text:
-                return f"{path.name} has {name} {said.get(name)!r}, the chat template that was trained with {text!r}"
+        return _other_template(saved.folder, saved.template) if saved.template else ""
     except EngineError as error:
         return f"{saved.folder.name} cannot be read: {error}"
+
+
+def _other_template(folder: Path, template: ChatTemplate) -> str:
+    path = folder / "chat_template.jinja"
+    text = read_text(path, "chat template", MODEL_TEXT) if path.is_file() else None
+    # A reader of the folder knows one template.
+    if text not in (
+        [template.texts["default"]] if "default" in template.texts else template.texts.values()
+    ):
+        found = "missing" if text is None else "another text"
+        return f"{path.name} is {found}, expected the chat template that was trained with, of {template.where}"
+    path = folder / "tokenizer_config.json"
+    named = read_json_object(path, "tokenizer", TOKENIZER_FILE) if path.is_file() else {}
+    for name, text in template.special_tokens.items():
+        if named.get(name) != text:
+            return f"{path.name} has {name} {named.get(name)!r}, the chat template that was trained with {text!r}"
     return ""
 
 

@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from engine import limits
 from engine.errors import BadInput
@@ -207,28 +210,72 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def contradicts_the_log(card: str, run: RunFolder) -> str:
-    """Say what a card has of the held-out losses that the log of the run has not: the losses by subject, their
-    exponentials, the number of tokens. Empty when nothing."""
-    evals = [one for one in view_of(run).evals if one.loss is not None]
-    losses = {one.subject: one.loss for one in evals if one.subject != "student" or one.saved}
+def contradicts_the_evidence(card: str, proof: Proof) -> str:
+    """Say which figure of a card, in its table or in the index of its front matter, its evidence does not have, and
+    which of the student's the index lacks. Held-out losses and their number of tokens are those of the log, and a
+    perplexity is the exponential of its loss. Empty when nothing."""
+    evals = [one for one in view_of(proof.run).evals if one.loss is not None]
     labelled = {one.labelled for one in evals if one.labelled}
-    title = f"{HELDOUT} |"
+    # By title, subject and name; two evaluations of a kind have one title.
+    figures: dict[tuple[str, str, str], list[float]] = {}
+    for evaluation in proof.evaluations:
+        for metric in evaluation.metrics:
+            key = evaluation.title, metric.subject, metric.name
+            figures.setdefault(key, []).append(metric.value)
+    for one in evals:
+        if (HELDOUT, one.subject, "loss") in figures and (one.subject != "student" or one.saved):
+            figures[HELDOUT, one.subject, "loss"] = [float(one.loss or 0)]
+    for (title, subject, name), values in list(figures.items()):
+        if name == "loss" and min(values) < 700:
+            exponentials = [math.exp(value) for value in values if value < 700]
+            figures[title, subject, "perplexity"] = exponentials
+
+    def wrong(key: tuple[str, str, str], said: str, value: float, apart: float) -> str:
+        known = figures.get(key, [])
+        if any(abs(value - found) <= 1e-3 * abs(found) + apart for found in known):
+            return ""
+        right = f"where it is {known[0]:.6g}" if known else "which nothing measured"
+        return f"a {key[2]} of {said} for the {key[1]}, {right}"
+
+    titles = {title for title, _, _ in figures}
     for line in card.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.lstrip("| ").startswith(title) and len(cells) == 5:
-            loss, value = losses.get(cells[1]), float(cells[3].split()[0].replace(",", ""))
-            wanted = {
-                "loss": loss,
-                "perplexity": None if loss is None else math.exp(min(loss, 700)),
-            }
-            found = wanted.get(cells[2])
-            if found is not None and abs(value - found) > 1e-3 * found + 1e-4:
-                return f"a {cells[2]} of {cells[3]} for the {cells[1]}, where it is {found:.6g}"
+        cells = [
+            cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip("|"))
+        ]
+        if len(cells) == 5 and cells[0] in titles:
+            said = cells[3].split()[0].replace(",", "")
+            share = said.endswith("%")
+            value = float(said.rstrip("%")) / (100 if share else 1)
+            key = cells[0], cells[1], cells[2]
+            if found := wrong(key, cells[3], value, 6e-4 if share else 1e-4):
+                return found
         elif labelled and line.startswith(f"- {HELDOUT}: "):
             count = int(line.removeprefix(f"- {HELDOUT}: ").split()[0].replace(",", ""))
             if count not in labelled:
                 return f"{count:,} held-out tokens, where {max(labelled):,} were evaluated"
+    return _wrong_index(card, figures, wrong)
+
+
+def _wrong_index(
+    card: str,
+    figures: Mapping[tuple[str, str, str], Sequence[float]],
+    wrong: Callable[[tuple[str, str, str], str, float, float], str],
+) -> str:
+    index = yaml.safe_load(card.split("---\n")[1]).get("model-index") or []
+    there: list[tuple[str, str, str]] = []
+    for model in index:
+        for result in model["results"]:
+            for metric in result["metrics"]:
+                key = result["dataset"]["name"], "student", metric["type"]
+                there.append(key)
+                if found := wrong(key, f"{metric['value']}", metric["value"], 1e-6):
+                    return f"in its model-index {found}"
+    for key, values in figures.items():
+        if key[1] == "student" and there.count(key) != len(values):
+            return (
+                f"in its model-index {there.count(key)} times the {key[2]} of the student on "
+                f"{key[0]}, where there are {len(values)}"
+            )
     return ""
 
 

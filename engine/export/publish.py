@@ -36,7 +36,7 @@ from engine.export.manifest import check_manifest, read_manifest, write_manifest
 from engine.export.mixture import QUANTS
 from engine.export.proof import (
     Proof,
-    contradicts_the_log,
+    contradicts_the_evidence,
     examine,
     file_sha256,
     refuse_missing,
@@ -244,8 +244,8 @@ def _write(
         base_models=wanted.base_models,
     )
     text = card_text(card)
-    if wrong := contradicts_the_log(text, proof.run):
-        raise BadInput.expected("card", CARD, "the held-out figures of the run", wrong)
+    if wrong := contradicts_the_evidence(text, proof):
+        raise BadInput.expected("card", CARD, "the figures of its evidence", wrong)
     (partial / CARD).write_text(text, encoding="utf-8")
     write_manifest(partial)
     return verification

@@ -1,8 +1,9 @@
 """Verify that a published folder can be loaded and gives the same outputs in three independent
 implementations.
 
-    files          every file has the size and hash of MANIFEST.json; texts end at a token that the tokenizer or
-                   config.json ends them at
+    files          every file has the size and hash of MANIFEST.json
+    metadata       generation_config.json, the .apr and the GGUF file say of shape, tokens, special tokens, chat
+                   template and ends of a text what the folder says (`engine.audit.metadata`)
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
     apr            our reader finds exactly the values of the safetensors in the .apr file, bit for bit
     gguf           this engine on the GGUF: within its block type's noise of the reference
@@ -33,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.audit.metadata import difference, said, said_in_apr
 from engine.errors import BadInput, TokenizerError, WeightsError
 from engine.export.compare import as_float, first_difference, same_values, within
 from engine.export.convert import FILE_TYPES, convert
@@ -129,7 +131,7 @@ def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Veri
     with scratch_folder("engine-verify-") as scratch:
         asked = _Asked(prompts=prompts, steps=asked_steps, scratch=scratch)
         say("hashing the files")
-        outcomes = [_files(folder)]
+        outcomes = [_files(folder), _metadata(folder, config.native)]
         say("this engine, on the safetensors")
         reference = asked.of("engine", folder, None)
         outcomes.append(_reference(reference, asked))
@@ -160,27 +162,60 @@ def _others(
 
 
 def _files(folder: Path) -> Outcome:
-    if wrong := _ends_elsewhere(folder):
-        return answered("files", Level.FAIL, wrong)
     if not (folder / MANIFEST).is_file():
         return unknown("files", f"no {MANIFEST} to compare them with")
     found = check_manifest(folder)
     return answered("files", found.level, found.reason)
 
 
+def _metadata(folder: Path, native: bool) -> Outcome:
+    """Hold what each file says beside its tensors against config.json, tokenizer.json and the chat template."""
+    if wrong := _ends_elsewhere(folder):
+        return answered("metadata", Level.FAIL, wrong)
+    files = sorted([*folder.glob("*.apr"), *folder.glob("*.gguf")]) if native else []
+    wanted = said(folder) if files else None
+    if wanted is None:
+        return unknown("metadata", "no .apr or GGUF file to hold against the folder")
+    compared: list[str] = []
+    absent: list[str] = []
+    for path in files:
+        try:
+            if path.suffix == ".apr":
+                with open_weights(path) as apr:
+                    found = list(said_in_apr(apr.metadata, path))
+            else:
+                of_gguf = said(path)
+                found = [] if of_gguf is None else [("its metadata", of_gguf)]
+        except BadInput as error:
+            return answered("metadata", Level.FAIL, error.message)
+        for where, one in found:
+            if wrong := difference(wanted, one):
+                return answered("metadata", Level.FAIL, f"{path.name}, {where}: {wrong}")
+        (compared if found else absent).append(path.name)
+    if absent:
+        text = f"{', '.join(absent)} not read: pip install 'apr-workbench[gguf]'"
+        return unknown("metadata", text)
+    return answered("metadata", Level.PASS, f"{', '.join(compared)}: what the folder says")
+
+
 def _ends_elsewhere(folder: Path) -> str:
-    """Say that generation_config.json ends a text at other tokens than the model or its tokenizer; empty when not."""
+    """Say that generation_config.json does not end a text where the model, or its tokenizer, does; empty when it does.
+
+    It may have further ends: that of a base often has the end of a document beside that of an answer.
+    """
     path = folder / GENERATION_FILE
     if not path.is_file():
         return ""
     found = read_json_object(path, "model", MODEL_CONFIG).get("eos_token_id")
     ends = set(found if isinstance(found, list) else [] if found is None else [found])
-    known = set(read_config(folder).eos_token_ids)
-    with suppress(TokenizerError):
-        known.add(open_tokenizer(folder).end_of_text_id)
-    if not ends or not known or ends & known:
+    known, where = set(read_config(folder).eos_token_ids), "config.json"
+    if not known and ends:
+        where = "tokenizer.json"
+        with suppress(TokenizerError):
+            known.add(open_tokenizer(folder).end_of_text_id)
+    if known <= ends:
         return ""
-    return f"{GENERATION_FILE} ends a text at {sorted(ends)}, config.json and tokenizer.json at {sorted(known)}"
+    return f"{GENERATION_FILE} ends a text at {sorted(ends)}, {where} at {sorted(known)}"
 
 
 def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:

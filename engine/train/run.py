@@ -453,7 +453,8 @@ class _Job:
             rate=largest_rate(view_of(self.folder)),
             sha256=saved.sha256,
             tokenizer=inputs.tokenizer.raw,
-            special=inputs.template.special_tokens if inputs.template is not None else {},
+            template=inputs.template,
+            source=self.spec.student.path or self.spec.student.config,
         )
         loop.check_saved(proof, student)
         self.log(saved)

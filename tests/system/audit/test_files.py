@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import torch
 
 from engine.audit import reference
 from engine.audit.files import open_files
+from engine.audit.metadata import difference, said, said_in_apr
 from engine.checks.weights import shape_of, weights_of
 from engine.errors import WeightsError
 from engine.export.convert import convert
+from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
-from tests.support.kit import tiny_config
+from tests.support.kit import Kit, tiny_config
 
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {},
@@ -95,6 +98,30 @@ def test_files_hold_the_weights_and_the_shape_that_are_loaded(
         assert count == weight(name).shape[0], name
         rows = [0, 1, count // 2, count - 1]
         assert torch.equal(files.rows(name, rows), weight(name)[rows]), name
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.apr"])
+def test_converted_files_say_what_the_folder_says(
+    folder: Path, name: str, kit: Kit, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, model := tmp_path / "model")
+    shutil.copyfile(kit.teacher / "tokenizer.json", model / "tokenizer.json")
+    try:
+        path = convert(model, tmp_path / name, "f32").target
+    except WeightsError as error:
+        # Formats that do not have it.
+        assert "longrope" in error.message or "family" in error.message
+        return
+    wanted = said(model)
+    assert wanted is not None
+    if name == "model.gguf":
+        files = [("", said(path))]
+    else:
+        with open_weights(path) as apr:
+            files = list(said_in_apr(apr.metadata, path))
+    for _, found in files:
+        assert found is not None and difference(wanted, found) == ""
+        assert {"layers", "theta", "positions", "tokens", "kinds", "merges"} <= found.keys()
 
 
 def test_a_format_that_nobody_else_reads_has_no_files(tmp_path: Path) -> None:

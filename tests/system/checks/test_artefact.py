@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.checkpoint_folders import published
 from engine.checks.artefact import half_spacing, same_bits, samples_of
 from engine.data.batches import heldout_rows
+from engine.data.chat_template import ChatTemplate
 from engine.drills.catalogue import planted
 from engine.errors import BadInput
 from engine.export.proof import examine
@@ -81,14 +82,47 @@ def test_files_beside_the_tensors_are_those_that_were_trained_with(
     assert words in trained.failures().get("artefact", "")
 
 
-def test_the_special_tokens_of_the_chat_template_are_saved(trained: Run, tmp_path: Path) -> None:
-    saved = dataclasses.replace(trained.end(tmp_path / "student"), special={"eos_token": "<end>"})
-    for text, words in (("<end>", ""), ("<other>", "has eos_token '<other>'")):
-        path = saved.folder / "tokenizer_config.json"
-        path.write_text(json.dumps({"eos_token": text}))
+def test_the_chat_template_and_its_special_tokens_are_saved(trained: Run, tmp_path: Path) -> None:
+    template = ChatTemplate(
+        texts={"tool_use": "tools", "default": "plain"},
+        special_tokens={"eos_token": "<end>"},
+        where="test",
+    )
+    saved = dataclasses.replace(trained.end(tmp_path / "student"), template=template)
+    for text, end, words in (
+        ("plain", "<end>", ""),
+        ("plain", "<other>", "has eos_token '<other>'"),
+        ("plain", None, "has eos_token None"),
+        ("tools", "<end>", "chat_template.jinja is another text"),
+        (None, "<end>", "chat_template.jinja is missing"),
+    ):
+        for name, content in (
+            ("chat_template.jinja", text),
+            ("tokenizer_config.json", end and json.dumps({"eos_token": end})),
+        ):
+            (saved.folder / name).unlink(missing_ok=True)
+            if content is not None:
+                (saved.folder / name).write_text(content)
         trained.read_back(saved)
         assert words in trained.failures().get("artefact", "")
         assert trained.results["artefact"].failed == bool(words)
+
+
+def test_the_saved_configuration_says_what_its_source_says(trained: Run, tmp_path: Path) -> None:
+    """Read by code that shares nothing with the reader that the student was made by."""
+    saved = trained.end(tmp_path / "student")
+    source = tmp_path / "source.json"
+    raw = json.loads((saved.folder / "config.json").read_text())
+    for changed, words in (
+        ({}, ""),
+        ({"eos_token_id": [0, 3]}, "ends: "),
+        ({"max_position_embeddings": 77}, "positions: "),
+        ({"rope_parameters": {"rope_theta": 123.0}}, "theta: 10000.0, expected 123.0"),
+    ):
+        source.write_text(json.dumps(raw | changed))
+        trained.read_back(dataclasses.replace(saved, source=str(source)))
+        found = trained.failures().get("artefact", "")
+        assert words in found and bool(words) == bool(found), found
 
 
 def test_a_hash_that_is_not_that_of_the_saved_tensors_is_named(

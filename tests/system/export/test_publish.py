@@ -21,6 +21,7 @@ from engine.cli.main import main
 from engine.errors import BadInput
 from engine.evaluate.model import open_model
 from engine.evaluate.statistics import wilson
+from engine.export.card import Card
 from engine.export.licence import bases_of, inherited
 from engine.export.manifest import MANIFEST, check_manifest
 from engine.export.proof import examine, heldout_of_the_run
@@ -260,6 +261,8 @@ def test_one_that_was_killed_is_begun_anew_and_two_at_once_refuse_each_other(
             ("engine.export.proof.heldout_of_the_run", lambda *given: spoilt_evaluation(*given)),
             "held-out tokens, where",
         ),
+        (("engine.export.card._index", lambda card: with_the_teacher(card)), "model-index a loss"),
+        (("engine.export.card._index", lambda card: []), "0 times the loss of the student"),
     ],
 )
 def test_a_card_with_other_figures_than_the_log_is_refused(
@@ -273,6 +276,16 @@ def test_a_card_with_other_figures_than_the_log_is_refused(
     with pytest.raises(BadInput, match=words):
         published(run, tmp_path / "tiny", unevaluated=True)
     assert not (tmp_path / "tiny").exists()
+
+
+def with_the_teacher(card: Card) -> Any:
+    metrics = [
+        {"type": metric.name, "value": round(metric.value, 6)}
+        for one in card.proof.evaluations
+        for metric in one.metrics
+    ]
+    name = card.proof.evaluations[0].title
+    return [{"dataset": {"name": name}, "metrics": metrics}]
 
 
 def spoilt_evaluation(receipt: Any, view: Any) -> Any:

@@ -29,7 +29,7 @@ from engine.export.compare import (
 )
 from engine.export.convert import convert
 from engine.export.peers import PEERS, Absent, Answered, Crashed, ask
-from engine.export.verify import PROMPTS, _ends_elsewhere, verify
+from engine.export.verify import PROMPTS, _ends_elsewhere, _metadata, verify
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
@@ -184,6 +184,7 @@ def test_a_file_of_other_weights_fails_and_the_command_exits_1(
     found = {way["id"]: way["level"] for way in printed["ways"]}
     assert found == {
         "files": "unknown",
+        "metadata": "fail",
         "engine": "pass",
         "transformers": "unknown",
         "llama float": "unknown",
@@ -278,6 +279,68 @@ def test_a_text_that_ends_at_no_end_of_the_tokenizer_fails(kit: Kit, tmp_path: P
     folder = tmp_path / "model"
     shutil.copytree(kit.teacher, folder)
     end = open_tokenizer(folder).end_of_text_id
-    for ends, words in ((end, ""), ([end, 7], ""), (end + 1, "ends a text at"), ([7, 8], "[7, 8]")):
+    config = json.loads((folder / "config.json").read_text())
+    for of_model, ends, words in (
+        (None, end, ""),
+        (None, [end, 7], ""),
+        (None, end + 1, "ends a text at"),
+        (None, [7, 8], "[7, 8]"),
+        (5, [5, end], ""),
+        (5, end, f"generation_config.json ends a text at [{end}], config.json at [5]"),
+        ([5, 6], 5, "config.json at [5, 6]"),
+        (5, None, "ends a text at []"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": of_model}))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert words in _ends_elsewhere(folder) if words else _ends_elsewhere(folder) == ""
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["m-Q8_0.gguf", "m.apr"])
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("config.json", {}, ""),
+        ("config.json", {"eos_token_id": [3, 5]}, "ends: "),
+        ("config.json", {"max_position_embeddings": 4096}, "positions: "),
+        ("config.json", {"rms_norm_eps": 1e-5}, "eps: "),
+        ("config.json", {"rope_parameters": {"rope_theta": 7e5}}, "theta: "),
+        ("tokenizer.json", "special", "kinds of id 0: 'special', expected 'added, not special'"),
+        ("tokenizer.json", "token", "tokens of id 200: "),
+        ("tokenizer.json", "merge", "merges"),
+        ("tokenizer.json", "first", "around: "),
+        ("chat_template.jinja", None, "template: "),
+        ("chat_template.jinja", TEMPLATE + " ", "template: "),
+    ],
+)
+def test_a_file_that_says_another_thing_than_the_folder_is_named(
+    model: Path, file: str, change: Any, words: str, name: str
+) -> None:
+    path = model / "chat_template.jinja"
+    path.write_text(TEMPLATE)
+    convert(model, model / name, "q8_0" if name.endswith("gguf") else "f32")
+    path = model / file
+    if file == "chat_template.jinja":
+        path.unlink() if change is None else path.write_text(change)
+    else:
+        raw = json.loads(path.read_text())
+        raw |= change if isinstance(change, dict) else {}
+        if change == "special":
+            raw["added_tokens"][0]["special"] = False
+        elif change == "token":
+            text = next(text for text, number in raw["model"]["vocab"].items() if number == 200)
+            raw["model"]["vocab"] |= {"other": raw["model"]["vocab"].pop(text)}
+        elif change == "merge":
+            raw["model"]["merges"].pop()
+        elif change == "first":
+            end = raw["added_tokens"][0]
+            single = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A"}}]
+            about = {"x": {"id": "x", "ids": [end["id"]], "tokens": [end["content"]]}}
+            kind = "TemplateProcessing"
+            raw["post_processor"] = {"type": kind, "single": single, "special_tokens": about}
+        path.write_text(json.dumps(raw))
+    found = _metadata(model, native=True).verdict
+    assert words in found.reason and (found.level == Level.FAIL) == bool(words), found
+    assert name in found.reason
