@@ -11,6 +11,7 @@ from engine.terminal import say
 
 if TYPE_CHECKING:
     from engine.errors import NoAnswer
+    from engine.evaluate.checked import Checked
     from engine.evaluate.humaneval import Progress
     from engine.evaluate.model import Model
     from engine.evaluate.perplexity import Figure, Perplexity
@@ -29,10 +30,9 @@ def no_answer_json(
     return {"benchmark": benchmark, **about, "mode": "unknown", "error": error.message}
 
 
-def perplexity_json(found: Perplexity, model: Model, against: Model | None) -> dict[str, object]:
+def figures_json(found: Perplexity) -> dict[str, object]:
+    """Return what was evaluated, and the sums over each document that it comes from."""
     from dataclasses import asdict
-
-    from engine.evaluate.model import weights_sha256
 
     figures: dict[str, Figure | None] = {
         "loss": found.loss,
@@ -42,12 +42,6 @@ def perplexity_json(found: Perplexity, model: Model, against: Model | None) -> d
         "top1_agreement": found.agreement,
     }
     return {
-        "benchmark": "ppl",
-        "mode": "measured",
-        "model": str(model.path),
-        **model.about(),
-        "against": None if against is None else str(against.path),
-        "against_weights_sha256": None if against is None else weights_sha256(against.path),
         "length": found.length,
         "tokens": found.tokens,
         "interval": _interval_words(found),
@@ -58,7 +52,21 @@ def perplexity_json(found: Perplexity, model: Model, against: Model | None) -> d
     }
 
 
-def perplexity_lines(found: Perplexity, against: Model | None) -> list[str]:
+def perplexity_json(model: Model, against: Model | None) -> dict[str, object]:
+    """Return which models the figures are of; hashes their weights."""
+    from engine.evaluate.model import weights_sha256
+
+    return {
+        "benchmark": "ppl",
+        "mode": "measured",
+        "model": str(model.path),
+        **model.about(),
+        "against": None if against is None else str(against.path),
+        "against_weights_sha256": None if against is None else weights_sha256(against.path),
+    }
+
+
+def perplexity_lines(found: Perplexity, checked: Checked, against: Model | None) -> list[str]:
     header = f"{'nats/token':>10}  {'tokens':>9}  "
     header += (
         "document" if against is None else f"{'against':>10}  {'KL':>8}  {'top-1':>7}  document"
@@ -82,6 +90,9 @@ def perplexity_lines(found: Perplexity, against: Model | None) -> list[str]:
         if figure is not None:
             lines.append(f"{name} {_figure(figure, share=share)}")
     lines.append(f"intervals: {_interval_words(found)}")
+    lines.append(
+        f"checked: {checked.tokens:,} tokens computed anew; forward pass {checked.forward_pass}"
+    )
     return lines
 
 

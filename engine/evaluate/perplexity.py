@@ -57,6 +57,21 @@ class DocumentLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowLoss:
+    """Sums over the predicted tokens of one row."""
+
+    document: int
+    """Its place among the documents that were given."""
+    first: int
+    """The place in the document of the row's first token, from which on it predicts."""
+    tokens: int
+    nats: float
+    against_nats: float | None
+    kl: float | None
+    agreed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """A mean over tokens with its interval; the interval is None with fewer than two documents."""
 
@@ -67,6 +82,7 @@ class Figure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity:
     documents: tuple[DocumentLoss, ...]
+    rows: tuple[RowLoss, ...]
     skipped: tuple[Skipped, ...]
     length: int
     """Tokens per row: the longer the context, the better the prediction."""
@@ -140,8 +156,9 @@ def perplexity(
     encoded = model.tokenizer.encode_documents([document.text for document in documents])
     end = model.tokenizer.end_of_text_id
     losses: list[DocumentLoss] = []
+    rows: list[RowLoss] = []
     done, total = 0, sum(len(ids) for ids in encoded)
-    for document, ids in zip(documents, encoded, strict=True):
+    for number, (document, ids) in enumerate(zip(documents, encoded, strict=True)):
         tokens = torch.tensor([*ids.tolist(), end])
         sums = _Sums(len(models))
         for start in range(0, len(tokens) - 1, length):
@@ -149,6 +166,7 @@ def perplexity(
             done += min(length, len(tokens) - 1 - start)
             if progress is not None:
                 progress(done, total)
+            rows.append(sums.row(number, start))
         if sums.count:
             losses.append(sums.of(document.name, models))
     if not losses:
@@ -161,6 +179,7 @@ def perplexity(
 
     return Perplexity(
         documents=tuple(losses),
+        rows=tuple(rows),
         skipped=tuple(skipped),
         length=length,
         loss=_figure([one.nats for one in losses], counts),
@@ -181,6 +200,23 @@ class _Sums:
         self.divergence, self.agreed, self.count = 0.0, 0, 0
         self.logits_differ = [False] * models
         """Whether a model has given two tokens different logits at any position."""
+        self._before = (0, *self.nats, 0.0, 0)
+
+    def row(self, document: int, first: int) -> RowLoss:
+        """Return what was added since the row before."""
+        now = (self.count, *self.nats, self.divergence, self.agreed)
+        tokens, nats, *others = (x - before for x, before in zip(now, self._before, strict=True))
+        self._before = now
+        against_nats, kl, agreed = others if len(self.nats) == 2 else (None, None, None)
+        return RowLoss(
+            document=document,
+            first=first,
+            tokens=int(tokens),
+            nats=nats,
+            against_nats=against_nats,
+            kl=kl,
+            agreed=None if agreed is None else int(agreed),
+        )
 
     def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
         """Return the sums. Raises `NoAnswer` when one is not finite, or when a model's logits were all equal."""

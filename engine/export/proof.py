@@ -30,6 +30,7 @@ import yaml
 
 from engine import limits
 from engine.errors import BadInput
+from engine.evaluate.checked import fault_of_record
 from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
 from engine.files import open_regular, parse_json, read_bytes
@@ -333,6 +334,8 @@ def read_evaluation(path: Path, weights: str) -> Evaluation:
 
 def _perplexity(path: Path, record: dict[str, Any]) -> Evaluation:
     try:
+        if fault := fault_of_record(record, path):
+            raise BadInput(fault)
         metrics = []
         for key, name, subject in (
             ("loss", "loss", "student"),

@@ -218,6 +218,11 @@ def test_perplexity_as_it_was_printed_is_evidence(
         "a completed run (it is vanished)",
         "a receipt of the run",
     }
+    better = json.loads(printed)
+    better["loss"]["value"] /= 2
+    (tmp_path / "ppl.json").write_text(json.dumps(better))
+    with pytest.raises(BadInput, match=r"loss: .*ppl\.json — expected .* mean over its documents"):
+        examine(run, [tmp_path / "ppl.json"])
 
 
 def test_the_same_command_again_changes_nothing_and_says_so(run: RunFolder, tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""The figures of `engine eval ppl` are held against other code, before they are printed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.cli.main import main
+from engine.evaluate import perplexity as module
+from engine.models.load import load_decoder, new_decoder, save_decoder
+from engine.models.read_config import read_config
+from tests.support.kit import Kit, tiny_config
+from tests.support.other_models import save_other
+
+
+@pytest.fixture
+def ignorant(kit: Kit, tmp_path: Path) -> Path:
+    folder = tmp_path / "ignorant"
+    decoder = new_decoder(read_config(kit.teacher), seed=11)
+    save_decoder(decoder, folder, torch.float32, extra_files=[kit.teacher / "tokenizer.json"])
+    return folder
+
+
+def evaluated(kit: Kit, model: Path, *more: str) -> int:
+    """The exit code of the command; rows are short, so that documents have several."""
+    given = ["eval", "ppl", str(model), "--data", str(kit.corpus), "--against", str(kit.teacher)]
+    return main([*given, "--length", "50", *more])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_sound_evaluation_says_what_was_computed_anew(
+    precision: str, kit: Kit, ignorant: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluated(kit, ignorant, "--precision", precision, "--json") == 0
+    checked = json.loads(capsys.readouterr().out)["checked"]
+    assert checked["forward_pass"] == "plain" and checked["rows"] > 1
+    assert 100 < checked["tokens"] <= 4096
+    assert evaluated(kit, ignorant, "--precision", precision) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"checked: {checked['tokens']:,} tokens computed anew; forward pass plain"
+
+
+def _reversed(real: Any) -> Any:
+    return lambda ours, theirs: real(theirs, ours)
+
+
+def _without_overlap(real: Any) -> Any:
+    return lambda row_T, *rest: real(row_T[: max(2, len(row_T) - 1)], *rest)
+
+
+def _shifted(real: Any) -> Any:
+    return lambda row_T, *rest: real(row_T.roll(1), *rest)
+
+
+def _halved(real: Any) -> Any:
+    return lambda hidden_ND, head, columns: real(hidden_ND / 2, head, columns)
+
+
+def _agreeing_more(real: Any) -> Any:
+    def row(row_T: Any, models: Any, sums: Any) -> None:
+        real(row_T, models, sums)
+        sums.agreed += 1
+
+    return row
+
+
+def _mean_of_means(real: Any) -> Any:
+    return lambda sums, counts: replace(
+        real(sums, counts),
+        value=sum(s / c for s, c in zip(sums, counts, strict=True)) / len(counts),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "words"),
+    [
+        ("_same_width", _reversed, "KL(against || model): "),
+        ("_row", _without_overlap, "tokens predicted: "),
+        ("_row", _shifted, "loss: "),
+        ("log_probabilities", _halved, "loss: "),
+        ("_row", _agreeing_more, "top-1 agreement: "),
+        ("_figure", _mean_of_means, "loss: "),
+    ],
+)
+def test_a_figure_that_is_not_that_of_other_code_is_named_and_not_printed(
+    name: str,
+    fault: Callable[[Any], Any],
+    words: str,
+    kit: Kit,
+    ignorant: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, name, fault(getattr(module, name)))
+    assert evaluated(kit, ignorant) == 70
+    out, err = capsys.readouterr()
+    assert "perplexity" not in out
+    assert words in err and "expected " in err and ", found " in err
+
+
+def test_weights_that_are_not_those_of_the_files_are_named(
+    kit: Kit,
+    ignorant: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*given: Any) -> Any:
+        decoder: Any = load_decoder(*given)
+        with torch.no_grad():
+            decoder.layers[0].mlp.down.weight.mul_(1.5)
+        return decoder
+
+    monkeypatch.setattr("engine.evaluate.model.load_decoder", load)
+    assert evaluated(kit, ignorant) == 70
+    assert "a plain forward pass of its weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "granite", "mamba"])
+def test_a_model_of_transformers_is_checked_from_its_hidden_states_alone(
+    family: str, kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = read_config(kit.teacher).vocab_size
+    save_other(tmp_path / "other", family, vocab_size=size)
+    shutil.copyfile(kit.teacher / "tokenizer.json", tmp_path / "other" / "tokenizer.json")
+    assert evaluated(kit, tmp_path / "other", "--json") == 0
+    checked = json.loads(capsys.readouterr().out)["checked"]
+    assert checked["forward_pass"].startswith("unknown: no other forward pass")
+
+
+def test_weights_in_blocks_are_checked_against_their_file(
+    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(hidden_size=64, intermediate_size=64, head_dim=16)
+    shape, folder = tmp_path / "shape.json", tmp_path / "wide"
+    shape.write_text(json.dumps(config | {"vocab_size": read_config(kit.teacher).vocab_size}))
+    tokenizer = kit.teacher / "tokenizer.json"
+    save_decoder(new_decoder(read_config(shape), seed=11), folder, torch.float32, [tokenizer])
+    file = tmp_path / "wide.gguf"
+    assert main(["convert", str(folder), str(file), "--quant", "q8_0"]) == 0
+    capsys.readouterr()
+    given = ["eval", "ppl", str(file), "--data", str(kit.corpus), "--tokenizer", str(tokenizer)]
+    for weights in ("dense", "packed"):
+        assert main([*given, "--weights", weights, "--json"]) == 0
+        checked = json.loads(capsys.readouterr().out)["checked"]
+        assert checked["forward_pass"] == "plain"
