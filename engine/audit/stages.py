@@ -34,7 +34,8 @@ STAGES: tuple[About, ...] = (
         "step_teacher",
         "Are the teacher's hidden states in the step those of a plain forward pass over its tokens?",
         "The teacher computes another model, or sees other tokens, neighbours or positions than it should.",
-        "Flip teacher.backend, teacher.kernel or teacher.precision to see which part it is.",
+        "Flip teacher.backend, teacher.kernel or teacher.precision to see which part it is; of stored outputs "
+        "(teacher.cache), run without them, and `engine prepare` a new store at the temperature of the loss.",
     ),
     _stage(
         "step_student",

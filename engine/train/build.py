@@ -59,8 +59,9 @@ from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 from engine.units import format_bytes
 
-COMPARED_ROWS = 4
-"""Stored rows of a run that its teacher is asked for again before they are used."""
+LEAST_COMPARED, MOST_COMPARED = 4, 64
+COMPARED_FLOPS = {"cpu": 1e11, "cuda": 1e15}
+"""Stored rows of a run that its teacher is asked for again before they are used: as many as take seconds."""
 ROOM = 1.2
 """Free memory that loading the teacher for that takes, in sizes of its weights."""
 
@@ -313,7 +314,11 @@ class Builder:
         room = self.facts.compute.available.number
         if room is not None and room < ROOM * size:
             return f"the teacher takes {format_bytes(size)}, {format_bytes(int(room))} are free: not compared"
-        rows = stored_rows(batches_of(spec, self.data.stream), stored.store, COMPARED_ROWS)
+        row_flops = 2 * count_parameters(config) * spec.data.seq_len
+        count = min(
+            MOST_COMPARED, max(LEAST_COMPARED, int(COMPARED_FLOPS[device.type] / row_flops))
+        )
+        rows = stored_rows(batches_of(spec, self.data.stream), stored.store, count)
         if not rows:
             return "none of the run's rows is stored"
         self.log(Phase(name="comparing stored outputs with the teacher", detail=spec.teacher.path))

@@ -4,8 +4,9 @@
     |stored - computed| / |computed|      the same: of outputs that are scaled, the cosine is 1
 
 Of hidden states if those are stored, otherwise of the probabilities: one component for each token that either side
-kept, and one for the rest. Sampled targets are drawn again with their own random numbers, so they are equal or nearly
-so.
+kept, and one for the rest. They are computed here, from the logits alone, and not by the code that fills a store.
+Sampled targets are drawn again with their own random numbers, so they are equal or nearly so; that those numbers are
+independent of one another, between rows, tokens and draws, is looked at too.
 """
 
 # Shapes: N tokens of a row, E width, K stored tokens of a position, V vocabulary
@@ -18,17 +19,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.data.batches import Batch, Batches
 from engine.loss.chunks import SparseTargets
+from engine.models.head import Head, logits_of
 from engine.teachers.protocol import Teacher
 from engine.teachers.store.folder import Store
-from engine.teachers.store.outputs import as_targets, sparse_parts
+from engine.teachers.store.keys import TOP_K, Identity, uniforms
 from engine.teachers.store.teacher import CachedTeacher
 
 AT_ONCE = 4
+DEVIATIONS = 6.5
+DRAW_ROUNDING = 2e-3
+"""How far outside the interval of its id a number may lie, in probability: two passes round differently."""
 LOOKED_UP = 1024
 """Rows of a run, evenly spread, that are looked for in the store."""
 
@@ -41,17 +47,20 @@ class Fidelity:
     largest_distance: float
     rows: int
     tokens: int
+    alike: str = ""
+    """Which random numbers of the draws depend on one another; empty where none do."""
 
     def within(self, cosine: float) -> bool:
         """Whether no token is further than outputs of one length are that have this cosine."""
         distance = math.sqrt(2 * (1 - cosine))
         # Written so that NaN fails.
-        return self.least_cosine >= cosine and self.largest_distance <= 1.1 * distance
+        same = self.least_cosine >= cosine and self.largest_distance <= 1.1 * distance
+        return same and not self.alike
 
     def text(self, cosine: float) -> str:
         return (
             f"least cosine {self.least_cosine:.6f}, mean {self.mean_cosine:.6f}, at least {cosine:g}; largest distance "
-            f"{self.largest_distance:.2g} ({self.rows} rows, {self.tokens:,} tokens)"
+            f"{self.largest_distance:.2g} ({self.rows} rows, {self.tokens:,} tokens){self.alike and f'; {self.alike}'}"
         )
 
 
@@ -86,7 +95,35 @@ def compare(
         largest_distance=float(distance_N.max()),
         rows=sum(len(batch.row_ids) for batch in batches),
         tokens=len(cosine_N),
+        alike=alike(numbers_of(stored.store.identity, batches)),
     )
+
+
+def numbers_of(identity: Identity, batches: Sequence[Batch]) -> NDArray[np.float64]:
+    """Return the random numbers (B, T, K) that the stored rows of some batches were drawn with; none of other forms."""
+    shape = (identity.seq_len, identity.count)
+    if identity.seed is None:
+        return np.empty((0, *shape))
+    keys = dict.fromkeys(key for batch in batches for key in identity.keys(batch))
+    return np.stack([uniforms(identity.seed, key, shape) for key in keys])
+
+
+def alike(numbers_BTK: NDArray[np.float64]) -> str:
+    """Say which neighbours among random numbers are alike, or that they are not spread evenly; empty where neither is
+    so. Of independent ones a correlation is beyond DEVIATIONS / sqrt(count) less than once in 10^9 times."""
+    if not numbers_BTK.size:
+        return ""
+    scaled = (numbers_BTK - 0.5) * math.sqrt(12)
+    mean, variance = float(scaled.mean()), float((scaled**2).mean())
+    centred = scaled - mean
+    for axis, what in enumerate(("rows", "tokens", "draws")):
+        one, other = np.delete(centred, -1, axis), np.delete(centred, 0, axis)
+        if one.size and abs(float((one * other).mean())) > DEVIATIONS / math.sqrt(one.size):
+            return f"neighbouring {what} are drawn with numbers that depend on one another"
+    # The square of such a number has the variance 4/5.
+    if max(abs(mean), abs(variance - 1)) > DEVIATIONS / math.sqrt(scaled.size):
+        return "the numbers that are drawn with are not spread evenly over [0, 1)"
+    return ""
 
 
 def _both(
@@ -100,9 +137,41 @@ def _both(
     identity = stored.store.identity
     kept = stored.targets(tokens_BT, documents_BT)
     assert kept is not None
-    parts = sparse_parts(identity, hidden_NE, teacher.head(), identity.keys(batch))
-    computed = as_targets(identity, parts)
+    computed = _computed(identity, hidden_NE, teacher.head(), identity.keys(batch), kept.ids_NK)
     return _spread(kept, stored.vocab_size), _spread(computed, stored.vocab_size)
+
+
+def _computed(
+    identity: Identity, hidden_NE: Tensor, head: Head, keys: Sequence[bytes], stored_NK: Tensor
+) -> SparseTargets:
+    """Return what a store is to hold of these tokens, of a row for each of `keys`; a stored draw that is one up to
+    rounding is taken as it is."""
+    assert identity.vocabulary is not None and identity.temperature is not None
+    kept: list[tuple[Tensor, Tensor | None]] = []
+    rows = zip(hidden_NE.chunk(len(keys)), stored_NK.chunk(len(keys)), keys, strict=True)
+    for row_TE, stored_TK, key in rows:
+        logits_TV = logits_of(row_TE, head, identity.vocabulary).double()
+        p_TV = (logits_TV / identity.temperature).softmax(1)
+        if identity.seed is None:
+            p_TK, ids_TK = p_TV.topk(identity.count, dim=1)
+            kept.append((ids_TK, p_TK.log()))
+        else:
+            shape = (identity.seq_len, identity.count)
+            numbers_TK = torch.from_numpy(uniforms(identity.seed, key, shape)).to(p_TV.device)
+            sums_TV = F.pad(p_TV.cumsum(1), (1, 0))
+            ids_TK = torch.searchsorted(sums_TV, numbers_TK, right=True) - 1
+            found_TK = stored_TK.long()
+            below_TK = sums_TV.gather(1, found_TK) - numbers_TK
+            above_TK = numbers_TK - sums_TV.gather(1, found_TK + 1)
+            drawn_TK = torch.maximum(below_TK, above_TK) <= DRAW_ROUNDING
+            ids_TK = torch.where(drawn_TK, found_TK, ids_TK.clamp(max=identity.vocabulary - 1))
+            kept.append((ids_TK, None))
+    ids, log_probs = zip(*kept, strict=True)
+    return SparseTargets(
+        ids_NK=torch.cat(ids),
+        log_probs_NK=None if log_probs[0] is None else torch.cat(log_probs),
+        kind="top_k" if identity.form == TOP_K else "sampled",
+    )
 
 
 def _spread(outputs: SparseTargets, vocabulary: int) -> Tensor:
