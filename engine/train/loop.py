@@ -64,7 +64,7 @@ from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
-from engine.train.step import LaunchedStep, broken_invariants
+from engine.train.step import LaunchedStep, StepTimes, broken_invariants
 from engine.train.stop_request import StopRequest
 from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
@@ -315,6 +315,7 @@ class TrainingLoop:
             waits=waits if trainer.ranks.many else frozenset(),
         )
         self._answer(self.checks.going_on(), trainer.ranks)
+        times = StepTimes()
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
@@ -334,6 +335,8 @@ class TrainingLoop:
             self.step = step.step
             with host.of(LOGGING):
                 log_step(self.log, step, spec.loss.temperature)
+                if text := times.look(step):
+                    self.log(Note(level="error", text=text))
                 if trainer.ranks.first:
                     held.look(step.step)
                 self.compiles.done(self.log)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.log.beats import BeatWriter
-from engine.log.events import IDLE, REST, StepDone
+from engine.log.events import DATA, DEVICE, IDLE, LAUNCH, REST, StepDone
 from engine.loss.chunks import SparseTargets
 from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE, LossTerms
 from engine.models.head import Head
@@ -98,6 +98,9 @@ class BeatObserver(StepObserver):
         self._beat.write(step)
 
 
+TIMED_TOGETHER = 32
+LEAST_TIMED, UNTIMED_S = 0.7, 0.25
+"""Of the time that the host works on steps, the least share that they are said to take; what may be lost beside."""
 _T = TypeVar("_T")
 
 
@@ -272,6 +275,45 @@ class LaunchedStep:
     def numbers(self) -> StepNumbers[float]:
         """The numbers of the step; `timer.wait` comes first."""
         return StepNumbers[float](*self.on_host.tolist())
+
+
+class StepTimes:
+    """Holds what steps are said to take, by the marks on the device, against the host's clock, which launched them and
+    waited for them."""
+
+    def __init__(self) -> None:
+        self._told = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps, self._said_s, self._worked_s, self._wall_s = 0, 0.0, 0.0, 0.0
+        self._longest_s = 0.0
+
+    def look(self, step: StepDone) -> str:
+        """Say once that the times do not add up; empty when they do."""
+        if self._told or step.step_s is None or step.wall_s is None:
+            return ""
+        worked_s = sum(step.host.get(part, 0.0) for part in (LAUNCH, DATA, DEVICE))
+        self._steps += 1
+        self._said_s += step.step_s
+        self._worked_s += worked_s
+        self._longest_s = max(self._longest_s, worked_s, step.step_s)
+        self._wall_s += step.wall_s
+        # One step may have been launched and not be recorded, or have begun before the first of these is.
+        least_s = LEAST_TIMED * (self._worked_s - self._longest_s) - UNTIMED_S
+        most_s = self._wall_s + self._longest_s + UNTIMED_S
+        text = ""
+        # Written so that NaN is told.
+        self._told = not least_s <= self._said_s <= most_s
+        if self._told:
+            text = (
+                f"the last {self._steps} steps take {self._said_s:.2f} s (step_s), and the host launched them "
+                f"and waited for them for {self._worked_s:.2f} s of {self._wall_s:.2f}: what is timed is not the whole "
+                "step, or some of it twice"
+            )
+        if self._steps == TIMED_TOGETHER:
+            self._begin()
+        return text
 
 
 def broken_invariants(step: StepDone, temperature: float) -> Iterator[str]:

@@ -131,6 +131,7 @@ class RunObserver:
     ) -> None:
         """Write how the process ended. `finished` says that it recorded the end of its work itself; `is_ours`, that
         its exit codes have the meaning of the engine's."""
+        self.watcher.last_look()
         after = read_kill_counters(cgroup=self.before.cgroup)
         killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         line, unreadable = (

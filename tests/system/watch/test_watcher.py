@@ -21,6 +21,7 @@ from engine.log.events import (
     HostSample,
     Note,
     Phase,
+    RunFinished,
     StackDump,
 )
 from engine.log.view import RunView
@@ -308,3 +309,13 @@ def test_watching_a_run_of_100_000_steps_costs_little(watched: Watched) -> None:
         costs_s.append(time.process_time() - begun)
     # A tick reads three files; every fifth one asks all rules. 0.5 % of a second is 5 ms.
     within(sum(sorted(costs_s)[:90]) / 90, 0.005)
+
+
+def test_what_the_last_lines_of_a_run_show_is_an_alert_too(watched: Watched) -> None:
+    watched.set()
+    watched.scene.events(started("scene", 10)).steps(1, 6)
+    watched.watcher.last_look()
+    assert watched.of(AlertRaised) == []
+    watched.scene.events(RunFinished(state="stopped", reason="", exit_code=0, step=6))
+    watched.watcher.last_look()
+    assert "schedule_not_as_set" in [alert.id for alert in watched.of(AlertRaised)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train import trainer as trainer_module
 from engine.train.loop import log_step
-from engine.train.step import broken_invariants
+from engine.train.step import StepTimes, broken_invariants
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
 
@@ -91,3 +92,36 @@ def test_a_broken_invariant_is_an_error_in_the_log(tmp_path: Path) -> None:
     view = Follower(run).read_all()
     assert [note.level for note in view.notes] == ["error"]
     assert "divergence" in view.notes[0].text
+
+
+def timed(step_s: float, worked_s: float, *, beside_s: float = 0.0) -> StepDone:
+    host = {"launch": worked_s / 2, "device": worked_s / 2, "save": beside_s}
+    return StepDone(step=1, step_s=step_s, wall_s=worked_s + beside_s, host=host)
+
+
+@pytest.mark.parametrize(
+    ("steps", "named"),
+    [
+        ([timed(1.0, 1.0)] * 9, False),
+        ([timed(1.0, 1.0, beside_s=50.0)] * 9, False),
+        # A step may be launched before the one before it is recorded, and one by one they may be uneven.
+        ([timed(1.0, 2.0), *[timed(1.0, 1.0)] * 7, timed(1.0, 0.0)], False),
+        ([timed(1.0, 0.4), timed(1.0, 1.6)] * 4, False),
+        ([timed(0.5, 1.0)] * 9, True),
+        ([timed(1.5, 1.0)] * 9, True),
+        ([timed(math.nan, 1.0)], True),
+        ([timed(0.01, 0.02)] * 9, False),
+    ],
+)
+def test_times_of_steps_that_are_not_those_of_the_host_are_told_once(
+    steps: list[StepDone], named: bool
+) -> None:
+    times = StepTimes()
+    told = [text for step in steps for text in [times.look(step)] if text]
+    assert len(told) == named and all("step_s" in text for text in told)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_times_of_real_steps_add_up(accumulation: int) -> None:
+    times = StepTimes()
+    assert [times.look(step) for step in _steps(accumulation=accumulation)] == [""] * 3
