@@ -65,13 +65,16 @@ def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
     """List each time the trainer opened its log."""
     out: list[dict[str, Any]] = []
     try:
-        for e in events_of(run.events):
-            if isinstance(e, LogOpened):
-                kept = {"unix_s": e.unix_s, "boot_id": e.boot_id, "pid": e.pid}
-                out.append({"opened": now_utc(e.unix_s), **kept})
+        out.extend(session_as_opened(e) for e in events_of(run.events) if isinstance(e, LogOpened))
     except RunLogError as error:
         out.append({"why": f"the log cannot be read further: {error.message}"})
     return out
+
+
+def session_as_opened(event: LogOpened) -> dict[str, Any]:
+    """Return what a receipt says of a session."""
+    kept = {"unix_s": event.unix_s, "boot_id": event.boot_id, "pid": event.pid}
+    return {"opened": now_utc(event.unix_s), **kept}
 
 
 def plain(value: Any) -> Any:

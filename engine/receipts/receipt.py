@@ -22,19 +22,26 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, TypeGuard
 
 import msgspec
 
 from engine.errors import BadInput, RunLogError, SpecError
 from engine.files import open_plain
 from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
-from engine.log.events import CheckpointSaved, Event, RunStarted, StudentSaved
+from engine.log.events import (
+    CheckpointSaved,
+    Event,
+    LogOpened,
+    ReceiptWritten,
+    RunStarted,
+    StudentSaved,
+)
 from engine.log.folder import RunFolder
 from engine.log.observed import lines_of
 from engine.log.read import BrokenLog, events_of
 from engine.log.view import RunView
-from engine.receipts.context import plain, sessions_of, spec_hash
+from engine.receipts.context import plain, session_as_opened, sessions_of, spec_hash
 from engine.sealing import canonical, digest, now_utc
 from engine.spec import parse_set, read_spec
 from engine.terminal import clipped
@@ -46,7 +53,10 @@ _AGREEING = (
     *("rows", "lineage", "differences"),
 )
 """Facts that must be the same in a receipt and in the logs."""
-_IN_RECEIPT = {"device": "device_facts"}
+_IN_RECEIPT = {
+    **{"device": "device_facts", "device of the steps": "device"},
+    **{"settings": "spec", "folder of the student": "student"},
+}
 """Facts whose name in a receipt is another."""
 _OWN_PACE = frozenset(
     {"notes.json", "memory.held", "reserve", "stop-asked", "stacks", "ranks", "flight", "columns"}
@@ -54,6 +64,8 @@ _OWN_PACE = frozenset(
 """Files and folders of a run folder that are written beside training, and after it."""
 LATE_S = 30.0
 """A log may lack this much of the time before its receipt: it is written by another process."""
+CLOCK_S = 0.01
+"""What rounding makes of two readings of one clock."""
 _FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
 
 
@@ -490,6 +502,8 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
     models = {key: view.models[role].sha256 for role, key in hashes.items() if role in view.models}
     if view.student is not None:
         models["student"] = view.student.sha256
+    session = _session_of_receipt(run, receipt, facts["times"]["first"])
+    started = session.started if session is not None else view.started
     found: dict[str, Any] = {
         "model_sha256": models,
         "heldout_loss_nats": {e.subject: e.loss for e in view.evals if e.loss is not None},
@@ -498,9 +512,29 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         "tokens_trained": _tokens_trained(view),
         "best_step": next((c.step for c in reversed(view.checkpoints) if c.best), None),
     } | {name: facts[name] for name in _AGREEING}
+    seed = facts["seeds"]["train.seed"]
+    found["seeds"] |= {"torch.manual_seed": seed, "philox_key_of_the_order": [seed, "epoch"]}
+    found["outcome"] = view.finished.state if view.finished is not None else "completed"
+    if view.data is not None:
+        found |= {
+            f"{side}_sha256": facts["data"][f"{side}_sha256"] for side in ("train", "heldout")
+        }
+    if started is not None:
+        versions = {"engine": started.engine, "torch": started.torch}
+        found |= {"run": started.name, "spec_sha256": started.spec_sha256}
+        found |= {"device of the steps": started.device, **versions}
+        found |= {"packages": versions | {"python": started.python}}
+        found |= {"tool": {"version": started.engine}}
+    if "redacted" not in receipt:
+        # Texts, in which a secret is replaced; the hash of the settings is of what they were.
+        found |= {"settings": effective_of(run).get("spec")}
+        found |= {"folder of the student": None if view.student is None else view.student.path}
+    found = json.loads(json.dumps(found))
+    if session is not None:
+        found |= session.times
     whole = receipt.get("whole_sha256") or {}
     out = {}
-    for name, value in json.loads(json.dumps(found)).items():
+    for name, value in found.items():
         recorded = receipt.get(_IN_RECEIPT.get(name, name))
         if isinstance(recorded, dict) and isinstance(value, dict):
             # A receipt may hold more than the logs do.
@@ -512,6 +546,72 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
             else _equal(text, recorded, value)
         )
     return out
+
+
+class _Span(NamedTuple):
+    """What a number, or a time as it is written, lies between."""
+
+    low: Any
+    high: Any
+
+
+class _Session(NamedTuple):
+    """The session that wrote a receipt."""
+
+    started: RunStarted | None
+    times: dict[str, Any]
+    """What its times have to be, by their names in the receipt."""
+
+
+def _session_of_receipt(
+    run: RunFolder, receipt: dict[str, Any], first: str | None
+) -> _Session | None:
+    """Return what the log has of the newest session that wrote a receipt; None when there is none."""
+    sessions: list[dict[str, Any]] = []
+    started = saved = opened = found = None
+    with contextlib.suppress(RunLogError):
+        for line in lines_of(run.events):
+            event = line.event
+            if isinstance(event, LogOpened):
+                opened, started, saved = event, None, None
+                sessions.append(session_as_opened(event))
+            elif isinstance(event, RunStarted):
+                started = event
+            elif isinstance(event, StudentSaved):
+                saved = event
+            elif isinstance(event, ReceiptWritten) and opened and started and saved:
+                # The clock of a session begins after its log is opened, and before the run starts; it ends between the
+                # student and the receipt.
+                length = _Span(saved.t_s - started.t_s - CLOCK_S, event.t_s - opened.t_s + CLOCK_S)
+                found = started, opened, len(sessions), length, line.unix_s
+    if found is None or not run.receipt.is_file():
+        return None
+    started, opened, count, length, written_unix_s = found
+    times: dict[str, Any] = {
+        "first": first,
+        "sessions": sessions[:count],
+        "boot_id": opened.boot_id,
+    }
+    # A machine that sleeps, or is set to another time, is ahead of the log.
+    ended = _Span(written_unix_s - LATE_S, run.receipt.stat().st_mtime + LATE_S)
+    ended_unix_s, session_s = receipt.get("finished_unix_s"), receipt.get("last_session_s")
+    if _is_time(ended_unix_s) and _is_time(session_s):
+        begun_unix_s = ended_unix_s - session_s
+        times["session_ended"] = now_utc(ended_unix_s)
+        times["session_started"] = _Span(
+            now_utc(begun_unix_s - CLOCK_S), now_utc(begun_unix_s + CLOCK_S)
+        )
+        said = receipt.get("times")
+        ended_s = said.get("session_ended_monotonic_s") if isinstance(said, dict) else None
+        if _is_time(ended_s):
+            begun_s = ended_s - session_s
+            times["session_started_monotonic_s"] = _Span(begun_s - CLOCK_S, begun_s + CLOCK_S)
+    return _Session(started, {"times": times, "last_session_s": length, "finished_unix_s": ended})
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    """Whether it is seconds that a calendar has."""
+    return isinstance(value, float) and 0 <= value < 1e11
 
 
 def contradictions(run: RunFolder, view: RunView) -> list[str]:
@@ -546,15 +646,27 @@ def _equal(what: str, recorded: Any, found: Any) -> Verdict:
     if found is None:
         return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found nothing to compare")
     if isinstance(recorded, dict) and isinstance(found, dict):
-        key = next((k for k in {**recorded, **found} if recorded.get(k) != found.get(k)), None)
+        both = {**recorded, **found}
+        key = next((k for k in both if not _agrees(recorded.get(k), found.get(k))), None)
         if key is not None:
             what, recorded, found = f"{what}: {key}", recorded.get(key), found.get(key)
-    if recorded != found:
+    if not _agrees(recorded, found):
         return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found {_short(found)}")
     return Verdict(Level.PASS, f"{what}: {_short(found)}")
 
 
+def _agrees(recorded: Any, found: Any) -> bool:
+    if isinstance(recorded, dict) and isinstance(found, dict):
+        both = {**recorded, **found}
+        return all(_agrees(recorded.get(key), found.get(key)) for key in both)
+    if isinstance(found, _Span):
+        return isinstance(recorded, type(found.low)) and bool(found.low <= recorded <= found.high)
+    return bool(recorded == found)
+
+
 def _short(value: Any) -> str:
+    if isinstance(value, _Span):
+        return " to ".join(e if isinstance(e, str) else f"{e:,.3f}" for e in value)
     if isinstance(value, str):
         return value[:16]
     text = json.dumps(value)

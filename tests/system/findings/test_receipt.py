@@ -184,6 +184,22 @@ def test_a_receipt_that_says_something_else_than_the_log_is_found(
         ({"best_step": 1}, "best_step: it has 1, the log "),
         ({"rows": {"position": 1}}, "rows: position: it has 1, the log "),
         ({"steps": 1}, "steps: it has 1, the log "),
+        ({"last_session_s": 250000.0}, "last_session_s: it has 250000.0, the log "),
+        ({"finished_unix_s": 1e300}, "finished_unix_s: it has "),
+        ({"finished_unix_s": 1000.0}, "finished_unix_s: it has 1000.0, the log "),
+        ({"times": {"session_started": "2001"}}, "times: session_started: it has "),
+        ({"times": {"session_started_monotonic_s": 1.0}}, "session_started_monotonic_s: it has "),
+        ({"times": {"boot_id": "another"}}, "times: boot_id: it has "),
+        ({"times": {"sessions": []}}, "times: sessions: it has "),
+        ({"seeds": {"torch.manual_seed": 9}}, "seeds: torch.manual_seed: it has 9, the log "),
+        ({"packages": {"torch": "1.0"}}, "packages: torch: it has 1.0, the log "),
+        ({"tool": {"version": "9"}}, "tool: version: it has 9, the log "),
+        ({"spec": {"loss": {}}}, "settings: loss: it has {}, the log "),
+        ({"student": "/elsewhere"}, "folder of the student: it has /elsewhere, the log "),
+        ({"device": "cuda:9"}, "device of the steps: it has cuda:9, the log cpu"),
+        ({"run": "another"}, "run: it has another, the log "),
+        ({"outcome": "failed"}, "outcome: it has failed, the log completed"),
+        ({"heldout_sha256": "0"}, "heldout_sha256: it has 0, the log "),
     ],
 )
 def test_a_receipt_is_held_against_the_log_when_it_is_written(
@@ -194,8 +210,8 @@ def test_a_receipt_is_held_against_the_log_when_it_is_written(
     for name, value in change.items():
         receipt[name] = receipt[name] | value if isinstance(value, dict) else value
     run.receipt.write_text(json.dumps(receipt))
-    (found,) = contradictions(run, view_of(run))
-    assert words in found
+    found = contradictions(run, view_of(run))
+    assert any(words in one for one in found)
 
 
 def test_a_receipt_of_fewer_fields_is_not_the_one_that_the_log_names(run: RunFolder) -> None:
