@@ -606,7 +606,8 @@ def _session_of_receipt(
         if _is_time(ended_s):
             begun_s = ended_s - session_s
             times["session_started_monotonic_s"] = _Span(begun_s - CLOCK_S, begun_s + CLOCK_S)
-    return _Session(started, {"times": times, "last_session_s": length, "finished_unix_s": ended})
+    named = {"last_session_s": length, "finished_unix_s": ended, "times": times}
+    return _Session(started, named)
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
