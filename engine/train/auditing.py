@@ -423,6 +423,10 @@ class StepAudit(StepObserver):
         tokens = sum(one.tokens_BT.numel() for one in passes)
         needs = arithmetic(student, teacher, tokens, self.spec.data.seq_len, len(passes))
         most = {part: need.flops + need.masked_flops for part, need in needs.items()}
+        stored = self.trainer.teacher
+        if isinstance(stored, CachedTeacher) and stored.gives_hidden and decoder is None:
+            # Stored hidden states become logits in the loss.
+            most["loss"] += 2.0 * student.vocab_size * stored.head().width * tokens
         # A teacher may begin with the next batch while this one is trained on.
         return {**most, DATA: most.get("teacher", 0.0)}
 

@@ -484,6 +484,7 @@ def test_a_run_compares_its_stored_outputs_with_the_teacher_before_it_uses_them(
     assert code == 0 and check.level == "pass", check
     assert check.numbers["rows"] > build.LEAST_COMPARED
     assert checks["step_teacher"].level == "pass", checks["step_teacher"]
+    assert [one for one in checks.values() if one.level == "fail"] == []
 
 
 def _of_temperature_one(identity: Identity, *given: Any) -> Any:
