@@ -26,11 +26,13 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder, save_decoder
-from engine.spec import LossSection, TrainSection
+from engine.spec import LossSection, RunSpec, TrainSection, load_spec
 from engine.train.trainer import Trainer
+from engine.watch.replay import diagnose
 from tests.support.chats import CHATML, conversations, make_tokenizer
 from tests.support.finished_runs import carry_out, resumed_here
 from tests.support.kit import tiny_config
+from tests.support.preparing import make_store
 from tests.support.running import engine
 
 STEPS, STOPS_AFTER, LONGEST = 6, 3, 2048
@@ -305,3 +307,77 @@ def test_no_stage_fails_on_a_healthy_run(
         assert view.data is not None and taken is not None and taken > view.data.epoch_rows
     other = [f"step {one.step}: {one.id}: {one.reason}" for one in said if one.level != "pass"]
     assert not other
+
+
+USUAL = Healthy(1, 4, 48, 0.3, 2.0, "forward_kl", "code", 1, False, False, "fp32", "qwen2")
+SETTINGS = [
+    "student.checkpointing=on",
+    "student.save_as=bf16",
+    "student.precision=bf16 student.save_as=bf16 train.accumulation=2",
+    "teacher.precision=bf16",
+    "teacher.prefetch=on train.accumulation=2",
+    "teacher.attention=masked student.attention=masked",
+    "data.packing=documents",
+    "data.packing=off",
+    "data.max_bytes=20000",
+    "loss.kernel=eager loss.chunk_rows=8",
+    "loss.chunk_rows=7 loss.divergence=jsd train.accumulation=3",
+    "train.update=torch train.clip_norm=0 train.weight_decay=0",
+    "train.on_non_finite=skip train.seed=7",
+    "eval.every=1 eval.sample_tokens=0 checkpoint.every=2 checkpoint.keep_last=1",
+    "eval.every=2 checkpoint.every=3 checkpoint.keep_last=5 train.steps=14",
+    "checkpoint.at_end=false checkpoint.every=4",
+    "compute.deterministic=true compute.threads=2",
+    "compute.slow_by=0.5",
+    "train.steps=40 train.lr=0.01 checks.every=0",
+    "model.engine=transformers",
+]
+STORES = {
+    "hidden": "hidden",
+    "top_k": "top_k",
+    "sampled": "sampled",
+    "hidden, in part": "hidden",
+    "top_k, in part": "top_k",
+}
+IN_PART = (
+    "so the teacher itself is asked for it and for any other; their number is in the log at the end"
+)
+
+
+def _said(run: RunFolder, settings: RunSpec) -> list[str]:
+    """All that a run says of itself: failed checks, warnings, errors and alerts."""
+    view = Follower(run).read_all()
+    found = diagnose(run, settings)
+    return [
+        *(f"{one.id}: {one.reason}" for one in found.failed),
+        *(note.text for note in view.notes if note.level != "info"),
+        *(f"{one.alert.id}: {one.alert.title}" for one in found.raised),
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("text", ["code", "chat"])
+@pytest.mark.parametrize("sets", SETTINGS)
+def test_nothing_is_said_of_a_healthy_run_whatever_its_settings(
+    texts: Callable[[str], Path], sets: str, text: str, tmp_path: Path
+) -> None:
+    spec = _spec(USUAL._replace(text=text), texts(text), tmp_path)
+    run, code = carry_out(spec, tmp_path / "run", *sets.split())
+    assert (_said(run, load_spec(spec, sets.split())[0]), code) == ([], 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("text", ["code", "chat"])
+@pytest.mark.parametrize("name", STORES)
+def test_nothing_is_said_of_a_healthy_run_with_stored_outputs(
+    texts: Callable[[str], Path], name: str, text: str, tmp_path: Path
+) -> None:
+    spec = _spec(USUAL._replace(text=text), texts(text), tmp_path)
+    rows = {"rows": 10} if "in part" in name else {}
+    count = {"hidden": 0, "top_k": 16, "sampled": 8}[STORES[name]]
+    make_store(spec, tmp_path / "store", form=STORES[name], count=count, **rows)
+    sets = [f"teacher.cache={tmp_path / 'store'}", "train.stop_after=3"]
+    run, _ = carry_out(spec, tmp_path / "run", *sets)
+    resumed = resumed_here(run.path)
+    said = [text for text in _said(run, load_spec(spec, sets)[0]) if not text.endswith(IN_PART)]
+    assert (said, resumed.returncode) == ([], 0), resumed.stderr
