@@ -318,7 +318,8 @@ class Builder:
         count = min(
             MOST_COMPARED, max(LEAST_COMPARED, int(COMPARED_FLOPS[device.type] / row_flops))
         )
-        rows = stored_rows(batches_of(spec, self.data.stream), stored.store, count)
+        taken = spec.train.steps * spec.rows_per_step
+        rows = stored_rows(batches_of(spec, self.data.stream), stored.store, count, taken)
         if not rows:
             return "none of the run's rows is stored"
         self.log(Phase(name="comparing stored outputs with the teacher", detail=spec.teacher.path))

@@ -107,7 +107,8 @@ def cache_fidelity(subject: Subject) -> Outcome:
         return unknown(CACHE, f"{folder} is empty: fill it with `engine prepare`")
     store = open_store(folder)
     identity = store.identity
-    chosen = stored_rows(subject.rows.batches, store, spec.gate.cache_rows)
+    taken = spec.train.steps * spec.rows_per_step
+    chosen = stored_rows(subject.rows.batches, store, spec.gate.cache_rows, taken)
     if not chosen:
         text = f"no row of the run is in {folder}: fill it with `engine prepare`"
         return unknown(CACHE, text)

@@ -64,17 +64,22 @@ class Fidelity:
         )
 
 
-def stored_rows(batches: Batches, store: Store, count: int) -> list[Batch]:
-    """Return at most `count` rows of a run that are stored, spread evenly, in batches of AT_ONCE: what takes the output
-    of another row of its batch shows too."""
-    rows = batches.rows_per_epoch
+def stored_rows(batches: Batches, store: Store, count: int, taken: int) -> list[Batch]:
+    """Return at most `count` of the `taken` rows of a run that are stored, in batches of AT_ONCE: what takes the output
+    of another row of its batch shows too. Half of them are those at the ends of shards, where a store was continued;
+    the others are spread evenly."""
+    rows = min(batches.rows_per_epoch, taken)
     places = np.unique(np.linspace(0, rows - 1, min(rows, LOOKED_UP)).astype(np.int64))
-    taken = (batches.take(int(at), 1) for at in places)
-    found = [batch for batch in taken if all(key in store for key in store.identity.keys(batch))]
-    if not found:
-        return []
-    chosen = np.unique(np.linspace(0, len(found) - 1, min(len(found), count)).astype(np.int64))
-    ids = np.concatenate([found[index].row_ids for index in chosen])
+    found: list[tuple[int, int]] = []
+    for at in places:
+        row = batches.take(int(at), 1)
+        (key,) = store.identity.keys(row)
+        if key in store:
+            found.append((store.from_edge(key), int(row.row_ids[0])))
+    at_ends = [row_id for _, row_id in sorted(found)[: count // 2]]
+    others = [row_id for _, row_id in found if row_id not in at_ends]
+    spread = np.linspace(0, len(others) - 1, min(len(others), count - len(at_ends)))
+    ids = np.array([*at_ends, *(others[int(at)] for at in spread)], dtype=np.int64)
     return [batches.rows(ids[first : first + AT_ONCE]) for first in range(0, len(ids), AT_ONCE)]
 
 
