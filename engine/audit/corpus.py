@@ -10,10 +10,10 @@ import io
 import json
 import os
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ INSTALLED, TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_t
 TEXTS = (".py", ".txt", ".md")
 SPEAKERS, ASKING = ("assistant", "gpt"), ("system", "user", "human")
 BEHIND_REASONING = "</think>"
+COMPOSED = {"type": "NFC"}
+Spelling: TypeAlias = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,18 @@ class Records:
     """What system and user say in each, in front of the last answer."""
 
 
-def read_records(source: str, columns: Sequence[str]) -> Records | None:
-    """Read a source that is one file of records; None for another one, and for one that is not read as such."""
+def read_records(
+    source: str, columns: Sequence[str], spelt: Spelling | None = None
+) -> Records | None:
+    """Read a source that is one file of records; None for another one, and for one that is not read as such. Sizes are
+    those of the texts as `spelt` writes them."""
     path = Path(source)
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         return None
     if path.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
-        return _records(parquet.read_table(path).to_pylist(), columns)
+        return _records(parquet.read_table(path).to_pylist(), columns, spelt)
     kind = path.suffixes[-2:][0] if path.suffix in (".gz", ".zst") else path.suffix
     if kind not in (".jsonl", ".json"):
         return None
@@ -58,11 +63,11 @@ def read_records(source: str, columns: Sequence[str]) -> Records | None:
         return None
     if kind == ".jsonl" and text[:1] != b"[":
         lines = [line for line in text.split(b"\n") if line.strip()]
-        return _records([_parsed(line) for line in lines], columns, lines)
+        return _records([_parsed(line) for line in lines], columns, spelt, lines)
     whole = _parsed(text)
     if not isinstance(whole, list):
         return None
-    return _records(whole, columns)
+    return _records(whole, columns, spelt)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -70,9 +75,11 @@ def is_held_out(name: str, fraction: float) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < fraction * 2**64
 
 
-def sizes_of_files(source: str, *, include_tests: bool) -> list[int] | None:
-    """Return the bytes of each file of text below a folder of text, or of the standard library's modules; None for
-    another source. Empty and hidden ones are none, and links to folders are not followed."""
+def sizes_of_files(
+    source: str, *, include_tests: bool, spelt: Spelling | None = None
+) -> list[int] | None:
+    """Return the bytes of each file of text below a folder of text, or of the standard library's modules, as `spelt`
+    writes it; None for another source. Empty and hidden ones are none, and links to folders are not followed."""
     root = _root(source)
     if not root.is_dir():
         return None
@@ -91,19 +98,34 @@ def sizes_of_files(source: str, *, include_tests: bool) -> list[int] | None:
         and path.is_file()
         and (size := path.stat().st_size)
     }
-    return list(found.values()) if any(path.name != "README.md" for path in found) else None
+    if all(path.name == "README.md" for path in found):
+        return None
+    if spelt is None:
+        return list(found.values())
+    return [len(spelt(path.read_bytes().decode(errors="replace")).encode()) for path in found]
+
+
+def spelling_of(tokenizer_json: bytes) -> Spelling | None:
+    """Return what a tokenizer makes of a text before it cuts it up: its composed normal form; None where that is the
+    text, or is not known (then `bytes_of_tokens` is None too)."""
+    from tokenizers.normalizers import NFC
+
+    normalizer = json.loads(tokenizer_json).get("normalizer")
+    return NFC().normalize_str if normalizer == COMPOSED else None
 
 
 def bytes_of_tokens(tokenizer_json: bytes) -> NDArray[np.int64] | None:
-    """Return how many bytes of text each token is, by its id, where tokens are bytes and the text is not normalised;
-    None for another tokenizer. Tokens that may take white space beside them have -1."""
+    """Return how many bytes of text each token is, by its id, where tokens are bytes of the text or of its composed
+    normal form; None for another tokenizer. Tokens that may take white space beside them have -1."""
     found = json.loads(tokenizer_json)
     kinds = [found.get("decoder"), *((found.get("decoder") or {}).get("decoders") or ())]
     parts = [
         found.get("pre_tokenizer"),
         *((found.get("pre_tokenizer") or {}).get("pretokenizers") or ()),
     ]
-    if found.get("normalizer") or not any(one and one["type"] == "ByteLevel" for one in kinds):
+    if found.get("normalizer") not in (None, COMPOSED) or not any(
+        one and one["type"] == "ByteLevel" for one in kinds
+    ):
         return None
     vocabulary = found["model"].get("vocab")
     if any(one and one.get("add_prefix_space") for one in parts) or not isinstance(
@@ -133,7 +155,12 @@ def _root(source: str) -> Path:
     return Path(sysconfig.get_path("stdlib") if source == STDLIB else source)
 
 
-def _records(found: Sequence[Any], columns: Sequence[str], lines: Sequence[bytes] = ()) -> Records:
+def _records(
+    found: Sequence[Any],
+    columns: Sequence[str],
+    spelt: Spelling | None,
+    lines: Sequence[bytes] = (),
+) -> Records:
     texts = [_text(one, columns) for one in found]
     answers = [
         _answers(one, columns) if text is None else ()
@@ -142,7 +169,7 @@ def _records(found: Sequence[Any], columns: Sequence[str], lines: Sequence[bytes
     sizes = [
         len(line.strip() or json.dumps(one, ensure_ascii=False, default=repr).encode())
         if text is None
-        else len(text.encode(errors="replace"))
+        else len((spelt(text) if spelt else text).encode(errors="replace"))
         for one, text, line in zip(found, texts, lines or [b""] * len(found), strict=True)
     ]
     return Records(sizes, None not in texts, answers, list(map(_asked, found)))

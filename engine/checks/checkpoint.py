@@ -5,6 +5,7 @@
     step, row    where a resumed run continues
     generators   of random numbers, after a resume
     kept         the checkpoints that are there, and which is the best, by the log alone
+    on disk      whether the kernel has written every page of its files
     resumable    whether a resume would take it: its own reader is asked too, for everything but the numbers
 
 `checkpoint_reloads` looks at each one, at some numbers of every tensor or at all (`Checks.at_checkpoint`);
@@ -30,7 +31,7 @@ from engine.checkpoint_folders import published, step_of
 from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.errors import EngineError
-from engine.files import read_json
+from engine.files import read_json, unwritten_pages
 from engine.formats.open import open_weights
 from engine.log.view import RunView
 from engine.runtime.parts import read_parts
@@ -55,10 +56,12 @@ def checkpoint_reloads(
         wrong = differences(context, path, numbers, step=step, row=row, sampled=sampled)
         if wrong:
             return numbers.failed(f"{path.name} does not hold what the run has: {wrong}")
-        on_disk = [step_of(one) for one in published(path.parent)]
-        if kept is not None and (wrong := kept_wrongly(kept, on_disk, context.spec)):
-            return numbers.failed(wrong)
         if kept is not None:
+            on_disk = [step_of(one) for one in published(path.parent)]
+            state = read_json(path / "state.json", "checkpoint", limits.CHECKPOINT_STATE)
+            best = state.get("best_held_out_loss")
+            if wrong := kept_wrongly(kept, on_disk, context.spec, best) or not_on_disk(path):
+                return numbers.failed(wrong)
             kept.check_resumable(path, digests=not sampled)
     except EngineError as error:
         return numbers.failed(f"{path.name} cannot be read: {error}")
@@ -82,8 +85,20 @@ class Kept(NamedTuple):
     check_resumable: Resumable
 
 
-def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec) -> str:
-    """Say what is wrong with the checkpoints of a run by its log; empty when nothing is.
+def not_on_disk(folder: Path) -> str:
+    """Say which file of a folder would be lost with the power; empty where none would, or where nobody can tell."""
+    for path in sorted(folder.iterdir()):
+        if unwritten := unwritten_pages(path):
+            return (
+                f"{folder.name}/{path.name} is said to be saved, and {unwritten} pages of it are in memory alone: it "
+                "was not synced"
+            )
+    return ""
+
+
+def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec, best_loss: float | None) -> str:
+    """Say what is wrong with the checkpoints of a run by its log; empty when nothing is. `best_loss` is what the newest
+    one has as the lowest held-out loss so far.
 
     The best one has the lowest held-out loss of those that were evaluated and saved at the same step, the first of
     equals. It and the newest `checkpoint.keep_last` are kept. Those of earlier sessions are taken as they are said.
@@ -106,6 +121,11 @@ def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec) -> str:
             other = "" if best is None else f", that of step {best} {lowest}"
             return f"step {one.step} {said}, and its held-out loss in the log is {loss}{other}"
         best = one.step if better else best
+    if best in loss_at and best_loss != loss_at[best]:
+        return (
+            f"the newest has {best_loss} as the lowest held-out loss so far, the log {loss_at[best]} of step {best}: a "
+            "resume would take another for the best"
+        )
     steps = list(dict.fromkeys(one.step for one in log.checkpoints))
     due = {*steps[-spec.checkpoint.keep_last :], *([] if best is None else [best])}
     if gone := sorted((due & {*kept.before, *steps[-1:]}) - {*on_disk}):

@@ -277,10 +277,10 @@ def test_a_folder_of_text_is_read_a_second_time(
 
 @pytest.fixture(scope="module")
 def long_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records of text, one of which is tokenized in three pieces, and one is not in ASCII."""
+    """Records of text, one of which is tokenized in three pieces, and one is not in ASCII, nor in its normal form."""
     path = tmp_path_factory.mktemp("long") / "a.jsonl"
     long = "".join(f"line {n} of many\n" for n in range(12_000))
-    records = [long, "größer – und kleiner", *(f"text {n} " * (n + 1) for n in range(30))]
+    records = [long, "gro\u0308ßer – und kleiner", *(f"text {n} " * (n + 1) for n in range(30))]
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in records))
     return path
 
@@ -308,16 +308,19 @@ def only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("planted_in", [tails_lost, only_ascii])
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    ("packing", "composes"), [*((packing, False) for packing in PACKINGS), ("stream", True)]
+)
 def test_a_document_of_which_something_is_lost_is_named_though_it_is_not_read_again(
     world: World,
     long_texts: Path,
-    tokenizer: Tokenizer,
+    composes: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     planted_in: Callable[[pytest.MonkeyPatch], None],
     packing: str,
 ) -> None:
+    tokenizer = make_tokenizer(tmp_path, nfc=composes)
     healthy = looked_at(world, long_texts, tokenizer, tmp_path / "healthy", packing=packing)
     assert documents_in_rows(healthy).verdict.level is Level.PASS
     planted_in(monkeypatch)
