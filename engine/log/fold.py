@@ -63,7 +63,7 @@ from engine.log.events import (
 )
 from engine.log.read import LINES_KEPT
 from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
-from engine.log.view import Clock, LineKey, LogLine, RunView, Source
+from engine.log.view import Clock, LineKey, LogLine, RunView, Source, said
 
 if TYPE_CHECKING:
     from engine.log.table import Numbers
@@ -225,6 +225,8 @@ class _Changes:
         self.changes["clocks"] = {**self.get("clocks"), self.source: self.clock}
         if self.source == "events":
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
+            models = self.dict_of("models")
+            self.changes["before"] = said(self.get("started"), self.get("data"), models)
             self.lists["decisions"] = []
             self.lists["compiles"] = []
             self.lists["start_phases"] = []

@@ -111,6 +111,8 @@ class RunView:
     logged: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
     """What the script says by `apr_watch.log`: of each name the newest value, and its step."""
     session_unix_s: float | None = None
+    before: Mapping[str, AnyEvent] = field(default_factory=dict)
+    """What the session before this one said of itself, as `said_of_itself`."""
     phase: Phase | None = None
     phase_unix_s: float | None = None
     start_phases: tuple[tuple[str, float], ...] = ()
@@ -187,6 +189,11 @@ class RunView:
     stack_dump_unix_s: float | None = None
     lines: tuple[LogLine, ...] = ()
     """The newest LINES_KEPT events of all logs without readings, ordered by time."""
+
+    @property
+    def said_of_itself(self) -> dict[str, AnyEvent]:
+        """What a session begins with: itself as `run`, its `data`, and its models by their roles."""
+        return said(self.started, self.data, self.models)
 
     @property
     def is_foreign(self) -> bool:
@@ -293,6 +300,13 @@ class RunView:
         step, unix_s = self.steps.value("step", row), self.steps.value("unix_s", row)
         assert step is not None and unix_s is not None, "every step has a number and a time"
         return step, unix_s
+
+
+def said(
+    run: RunStarted | None, data: DataReady | None, models: Mapping[str, ModelReady]
+) -> dict[str, AnyEvent]:
+    told: dict[str, AnyEvent | None] = {"run": run, "data": data, **models}
+    return {name: event for name, event in told.items() if event is not None}
 
 
 def _word_of_an_end(state: str) -> str:

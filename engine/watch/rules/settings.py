@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 
-from engine.spec import TrainSection
-from engine.watch.rules.rule import ERROR, Case, Number, Symptom, rule
+import msgspec
 
+from engine.spec import TrainSection
+from engine.watch.rules.rule import ERROR, CannotJudge, Case, Number, Symptom, rule
+
+OTHERWISE_SAID = ("spec_sha256", "engine", "python", "torch", "device")
+OF_ONE_LINE = {"v", "seq", "t_s", "nf", "resumed_from"}
 STEPS = 20
 RATE_TOLERANCE = 1e-4
 """Relative; the logged rate is the optimizer's own float64."""
@@ -167,4 +171,36 @@ def schedule_not_as_set(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="the run was evaluated, saved or ended at other steps than it was asked to be",
         no_flip="this is a fault of the engine: no setting can cause it",
+    )
+
+
+@rule(
+    ERROR,
+    asks="Does a resumed session begin with the models, the data and the settings of the one before it?",
+    reads=("run_started", "data", "model"),
+    threshold="one value differs, though settings and versions do not",
+)
+def resumed_as_another(case: Case) -> Symptom | None:
+    started, before, now = case.started, case.view.before, case.view.said_of_itself
+    if "run" not in before or started.resumed_from is None:
+        return None
+    was, is_ = (msgspec.structs.asdict(one) for one in (before["run"], started))
+    if any(was[name] != is_[name] for name in OTHERWISE_SAID):
+        raise CannotJudge("settings, versions or the device are not those of the session before")
+    wrong = []
+    for what in before.keys() & now.keys():
+        was, is_ = (msgspec.structs.asdict(one) for one in (before[what], now[what]))
+        wrong += [
+            f"{what}.{name} is {is_[name]!s:.24}, {was[name]!s:.24} before"
+            for name in was.keys() - OF_ONE_LINE
+            if was[name] != is_[name]
+        ]
+    if not wrong:
+        return None
+    return Symptom(
+        "; ".join(sorted(wrong)[:3]),
+        [("values that differ", len(wrong), "of the session before none may")],
+        case.recent(0.0),
+        meaning="the run goes on from another start, on other data or as another model than it began with",
+        no_flip="this is a fault of the engine or of files that were changed: no setting can cause it",
     )

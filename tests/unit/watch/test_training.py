@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.log.events import (
     AnyEvent,
     Checked,
     CheckpointSaved,
+    DataReady,
     Evaluated,
     ModelReady,
     NonFinite,
@@ -317,3 +320,35 @@ def test_what_an_earlier_session_evaluated_and_saved_is_not_this_ones() -> None:
     steps = [e for e in later if not isinstance(e, StepDone) or e.step > 4]
     view = fold_events(fold_events(RunView(), "events", before), "events", steps)
     quiet("schedule_not_as_set", Case(view=view, settings=log.settings, now_unix_s=START + 99))
+
+
+def resumed(*changed: AnyEvent, **start: Any) -> Case:
+    """A run of two sessions; the second begins with `changed` where the first had something else."""
+    before, later = Log(count=5), Log(count=9, start_changes={"resumed_from": 4, **start})
+    view = fold_events(RunView(), "events", before.logs()["events"])
+    events = [e for e in later.logs()["events"] if not isinstance(e, StepDone) or e.step > 4]
+    events[2:2] = changed
+    view = fold_events(view, "events", events)
+    return Case(view=view, settings=spec(), now_unix_s=START + 99)
+
+
+def test_a_session_that_begins_otherwise_than_the_one_before_is_named() -> None:
+    quiet("resumed_as_another", resumed())
+    fresh = example_of(ModelReady, role="teacher", sha256="a" * 64)
+    case = resumed(fresh)
+    quiet("resumed_as_another", case)  # the session before had none
+    other: dict[str, AnyEvent] = {"teacher": msgspec.structs.replace(fresh, sha256="b" * 64)}
+    case = dataclasses.replace(
+        case, view=dataclasses.replace(case.view, before={**case.view.before, **other})
+    )
+    alert = raised("resumed_as_another", case)
+    assert alert.title == f"teacher.sha256 is {'a' * 24}, {'b' * 24} before"
+    assert "data.epoch_rows" in raised("resumed_as_another", _data_changed()).title
+    quiet("resumed_as_another", Log(count=5).case())
+    unknown("resumed_as_another", resumed(torch="1.0"), "versions")
+
+
+def _data_changed() -> Case:
+    case = resumed(example_of(DataReady, epoch_rows=7))
+    before = {**case.view.before, "data": example_of(DataReady, epoch_rows=8)}
+    return dataclasses.replace(case, view=dataclasses.replace(case.view, before=before))
