@@ -254,7 +254,40 @@ def contradicts_the_evidence(card: str, proof: Proof) -> str:
             count = int(line.removeprefix(f"- {HELDOUT}: ").split()[0].replace(",", ""))
             if count not in labelled:
                 return f"{count:,} held-out tokens, where {max(labelled):,} were evaluated"
-    return _wrong_index(card, figures, wrong)
+    return _wrong_index(card, figures, wrong) or _made_otherwise(card, proof.run)
+
+
+def _made_otherwise(card: str, run: RunFolder) -> str:
+    """Say what a card tells of the making of its model that the log and the settings do not; empty when nothing."""
+    view = view_of(run)
+    started, data, last = view.started, view.data, view.student
+    if started is None or data is None or last is None:
+        return ""
+    settings = run.read_effective().get("spec", {})
+    tokens = sum(int(found or 0) for found in view.steps.values("tokens"))
+    loss, train = settings.get("loss", {}), settings.get("train", {})
+    told = {
+        r"(\S+) steps, \S+ tokens;": f"{view.last_step:,}",
+        r"\S+ steps, (\S+) tokens;": f"{tokens:,}",
+        r".*; AdamW, peak learning rate (\S+),": f"{started.peak_lr:g}",
+        r".*; AdamW, .* seed (\d+)$": str(train.get("seed")),
+        r"loss: (\S+) cross entropy": f"{started.alpha:g}",
+        r"loss: .* \+ (\S+) T²": f"{1 - started.alpha:g}",
+        r"loss: .* T² (\S+) at T": str(loss.get("divergence")),
+        r"loss: .* at T = (\S+)$": f"{started.temperature:g}",
+        r"data: (\S+) tokens of": f"{data.train_tokens:,}",
+        r"data: .* of (\S+) documents": f"{data.train_files:,}",
+        r"data: .*, sha256 `(.*?)`;": data.train_sha256,
+        r"student: tensors sha256 `(.*)`": last.sha256,
+    }
+    for role, name in {"student start": "student", "teacher": "teacher"}.items():
+        if name in view.models:
+            told[f"{role}: tensors sha256 `(.*)`"] = view.models[name].sha256
+    for pattern, wanted in told.items():
+        found = re.search(f"^- {pattern}", card, re.MULTILINE)
+        if found is not None and found[1] != wanted:
+            return f"{found[0].removeprefix('- ')!r}, where it is {wanted}"
+    return ""
 
 
 def _wrong_index(

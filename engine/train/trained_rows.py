@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from engine.audit.stages import STAGES
@@ -50,7 +51,7 @@ class TrainedRows(StepObserver):
         self._writer = RowsWriter(run, ranks.rank, ranks.world, step)
         self._hashes: dict[int, list[list[RowHash]]] = {}
         """Of each step that is not recorded yet: those of each of its micro-batches."""
-        self._step = step
+        self._step = self._begun_at = step
         trainer.observers = (*trainer.observers, self)
 
     def begun(self, step: int) -> None:
@@ -75,6 +76,8 @@ class TrainedRows(StepObserver):
         """Hold the rows of a step that was recorded against those whose turn it was; only a failure is yielded."""
         begun_s = time.perf_counter()
         answer = self._judge(step.step)
+        if step.step == self._begun_at + 1 and (wrong := self._recorded_wrongly(step.step)):
+            answer = Numbers().failed(wrong)
         if answer.verdict.level is Level.FAIL and not self._skipped:
             yield Result(
                 about=STAGES[0],
@@ -83,6 +86,22 @@ class TrainedRows(StepObserver):
                 cost_s=time.perf_counter() - begun_s,
                 step=step.step,
             )
+
+    def _recorded_wrongly(self, step: int) -> str:
+        """Say what in the file of this rank is not the rows of each step up to `step`, in order; empty when all is."""
+        path = path_of(self._run, self._ranks.rank)
+        steps = np.fromiter((row.step for row in read_rows(path)), np.uint64)
+        first = min(int(steps[0]), step) if len(steps) else step
+        each = self._train.rows * self._train.accumulation
+        wanted = np.repeat(np.arange(first, step + 1, dtype=np.uint64), each)
+        if np.array_equal(steps, wanted):
+            return ""
+        same = steps[: len(wanted)] == wanted[: len(steps)]
+        place = int(np.argmin(same)) if not same.all() else min(len(steps), len(wanted))
+        return (
+            f"{path.parent.name}/{path.name} has {len(steps):,} rows, the steps {first:,} to {step:,} have "
+            f"{len(wanted):,}: from row {place + 1:,} on it is not what was trained on"
+        )
 
     def _judge(self, step: int) -> Answer:
         found = self._hashes.pop(step)

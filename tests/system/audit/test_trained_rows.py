@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from engine.data.row_hashes import hashes_of
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import path_of, read_rows
+from engine.train.checkpoint import state
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.trained_rows import TrainedRows
 from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
@@ -168,6 +170,19 @@ def test_rows_that_a_resume_meets_again_are_named_with_their_step(
     run.trainer.position -= 8
     run.trainer._ahead = None
     assert "one that was trained on in step 2" in said(run, tmp_path, 1)[4]
+
+
+def test_records_of_lost_steps_that_a_resume_leaves_are_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(world)
+    assert said(run, tmp_path, 1) == {}
+    before = state.capture_trainer(run.trainer, run.spec)
+    assert said(run, tmp_path, 2) == {}
+    state.restore_trainer(before, run.trainer)
+    monkeypatch.setattr(os, "ftruncate", lambda *_: None)
+    run.trainer._ahead = None
+    assert "rows/0.bin has 16 rows, the steps 1 to 2 have 8" in said(run, tmp_path, 1)[2]
 
 
 def test_epochs_in_one_order_are_named_where_the_second_begins(

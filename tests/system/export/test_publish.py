@@ -22,6 +22,7 @@ from engine.errors import BadInput
 from engine.evaluate.model import open_model
 from engine.evaluate.statistics import wilson
 from engine.export.card import Card
+from engine.export.card import _made as made
 from engine.export.licence import bases_of, inherited
 from engine.export.manifest import MANIFEST, check_manifest
 from engine.export.proof import examine, heldout_of_the_run
@@ -268,6 +269,7 @@ def test_one_that_was_killed_is_begun_anew_and_two_at_once_refuse_each_other(
         ),
         (("engine.export.card._index", lambda card: with_the_teacher(card)), "model-index a loss"),
         (("engine.export.card._index", lambda card: []), "0 times the loss of the student"),
+        (("engine.export.card._made", lambda card: swapped(made(card))), "loss: 0.7 cross entropy"),
     ],
 )
 def test_a_card_with_other_figures_than_the_log_is_refused(
@@ -291,6 +293,10 @@ def with_the_teacher(card: Card) -> Any:
     ]
     name = card.proof.evaluations[0].title
     return [{"dataset": {"name": name}, "metrics": metrics}]
+
+
+def swapped(lines: list[str]) -> list[str]:
+    return [line.replace("0.3 cross entropy + 0.7", "0.7 cross entropy + 0.3") for line in lines]
 
 
 def spoilt_evaluation(receipt: Any, view: Any) -> Any:
