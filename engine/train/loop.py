@@ -123,6 +123,7 @@ class TrainingLoop:
         self._evaluated: tuple[int, float | None] = -1, None
         """The step of the newest evaluation of the student, and its loss."""
         self._evaluations: list[Evaluated] = []
+        self._times = StepTimes()
         self.evaluated_before: Sequence[Evaluated] = ()
         """By earlier sessions, up to the step that this one begins after."""
         self.start: Mapping[str, Sample] = {}
@@ -196,6 +197,7 @@ class TrainingLoop:
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
         self._evaluations.append(made)
+        self._times.tell(EVALUATING, made.eval_s)
         if subject == "teacher" and self.teacher_decoder is not None:
             dtype = self.teacher_decoder.dtype
             self._computed = Computed(
@@ -213,7 +215,8 @@ class TrainingLoop:
             )
         if model is not None and not saved:
             self._other_model = self._other_model or self._another(subject, model, trainer)
-        self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
+        with trainer.host.of(CHECKS):
+            self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
         if self.checks.begun:
             self._computed = None
         return loss, labelled
@@ -315,7 +318,7 @@ class TrainingLoop:
             waits=waits if trainer.ranks.many else frozenset(),
         )
         self._answer(self.checks.going_on(), trainer.ranks)
-        times = StepTimes()
+        self._times = times = StepTimes()
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
@@ -472,6 +475,7 @@ class TrainingLoop:
             self._kept = [step_of(path) for path in published(self.keeper.folder.checkpoints)]
             step, loss = self._evaluated
             self.keeper.save(trainer, loss if step == self.step else None)
+            self._times.tell(SAVING, self.keeper.saved_s)
         self._look_at_saved(trainer, quick=quick)
 
     def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:
@@ -486,7 +490,8 @@ class TrainingLoop:
                 resumable = partial(self.keeper.check_resumable, trainer=trainer)
                 kept = Kept(self._record.read_all(), self._kept, resumable)
         looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
-        self._answer(looked, trainer.ranks)
+        with trainer.host.of(CHECKS):
+            self._answer(looked, trainer.ranks)
 
     def _pause(self, trainer: Trainer) -> RunFinished:
         self.log(record.memory_peak(self.step, self.budget, trainer.device))

@@ -269,7 +269,15 @@ class _Job:
             taught.sha256()
         self.compiles.counts(loop.step, self.log)
         if isinstance(taught.teacher, CachedTeacher):
-            log(Note(level="info", text=taught.teacher.summary))
+            steps = trainer.step - (resumed_from or 0)
+            text, trained = (
+                taught.teacher.summary,
+                steps * spec.train.rows * spec.train.accumulation,
+            )
+            log(Note(level="info", text=text))
+            if taught.teacher.asked < trained:
+                text = f"teacher outputs: {trained:,} rows were trained on, and {taught.teacher.asked:,} asked for"
+                log(Note(level="error", text=text))
         if ended_early is not None:
             return ended_early
         if spec.checkpoint.at_end:

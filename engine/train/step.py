@@ -98,6 +98,8 @@ class BeatObserver(StepObserver):
         self._beat.write(step)
 
 
+LEAST_SAID, UNSAID_S = 0.1, 0.02
+"""Of the time in a part of the host's, the least share that is said of what is done there; what may be lost beside."""
 TIMED_TOGETHER = 32
 LEAST_TIMED, UNTIMED_S = 0.7, 0.25
 """Of the time that the host works on steps, the least share that they are said to take; what may be lost beside."""
@@ -278,12 +280,17 @@ class LaunchedStep:
 
 
 class StepTimes:
-    """Holds what steps are said to take, by the marks on the device, against the host's clock, which launched them and
-    waited for them."""
+    """Holds what steps, evaluations and checkpoints are said to take against the host's clock of the same work."""
 
     def __init__(self) -> None:
         self._told = False
+        self._said: dict[str, float] = {}
         self._begin()
+
+    def tell(self, part: str, seconds: float | None) -> None:
+        """Take note of what something within a part of the host's time is said to take; of None, that nobody says."""
+        if seconds is not None:
+            self._said[part] = self._said.get(part, 0.0) + seconds
 
     def _begin(self) -> None:
         self._steps, self._said_s, self._worked_s, self._wall_s = 0, 0.0, 0.0, 0.0
@@ -293,6 +300,12 @@ class StepTimes:
         """Say once that the times do not add up; empty when they do."""
         if self._told or step.step_s is None or step.wall_s is None:
             return ""
+        said, self._said = self._said, {}
+        for part, said_s in said.items():
+            took_s = step.host.get(part, 0.0)
+            if not LEAST_SAID * took_s - UNSAID_S <= said_s <= took_s + UNSAID_S:
+                self._told = True
+                return f"{part}: it is said to take {said_s:.3g} s, by the host's clock it took {took_s:.3g} s"
         worked_s = sum(step.host.get(part, 0.0) for part in (LAUNCH, DATA, DEVICE))
         self._steps += 1
         self._said_s += step.step_s

@@ -258,10 +258,14 @@ class CachedTeacher:
         return as_targets(identity, stored)
 
     @property
+    def asked(self) -> int:
+        """Rows that were asked for so far."""
+        return self.hits + self.misses
+
+    @property
     def summary(self) -> str:
         """Hits and misses so far, in words."""
-        asked = self.hits + self.misses
-        text = f"teacher outputs: {self.hits:,} of {asked:,} rows came from {self.store.path}"
+        text = f"teacher outputs: {self.hits:,} of {self.asked:,} rows came from {self.store.path}"
         return f"{text}, {self.misses:,} from the teacher" if self.misses else text
 
     def close(self) -> None:

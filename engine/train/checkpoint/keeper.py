@@ -144,6 +144,8 @@ class Keeper:
         self.sync_rows: Callable[[], None] = lambda: None
         """Returns when the rows of every step are on disk."""
         self.saved_step = -1
+        self.saved_s: float | None = None
+        """What the newest save is said to have taken, where this rank wrote it."""
         self.best_loss: float | None = None
         self.best_step: int | None = None
         self._slow = 0
@@ -198,6 +200,7 @@ class Keeper:
             )
         )
         self.sync_log()
+        self.saved_s = saved.seconds
         self._look_at_rate(saved.bytes, saved.seconds)
         kept = {self.best_step} if self.best_step is not None else set()
         checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)

@@ -13,7 +13,9 @@ import msgspec
 from engine.spec import TrainSection
 from engine.watch.rules.rule import ERROR, CannotJudge, Case, Number, Symptom, rule
 
-OTHERWISE_SAID = ("spec_sha256", "engine", "python", "torch", "device")
+VERSIONS = ("engine", "python", "torch", "device")
+MADE_BY = ("model", "teacher", "student", "vocab", "data", "compute")
+"""The sections of which models and data are made."""
 OF_ONE_LINE = {"v", "seq", "t_s", "nf", "resumed_from"}
 STEPS = 20
 RATE_TOLERANCE = 1e-4
@@ -184,11 +186,15 @@ def resumed_as_another(case: Case) -> Symptom | None:
     started, before, now = case.started, case.view.before, case.view.said_of_itself
     if "run" not in before or started.resumed_from is None:
         return None
-    was, is_ = (msgspec.structs.asdict(one) for one in (before["run"], started))
-    if any(was[name] != is_[name] for name in OTHERWISE_SAID):
-        raise CannotJudge("settings, versions or the device are not those of the session before")
+    of_run = msgspec.structs.asdict(before["run"])
+    old, new = case.earlier.get(of_run["spec_sha256"], case.spec), case.spec
+    others = any(getattr(old, part) != getattr(new, part) for part in MADE_BY)
+    if others or any(of_run[name] != getattr(started, name) for name in VERSIONS):
+        raise CannotJudge(
+            "what makes models and data was changed, or versions or the device are others"
+        )
     wrong = []
-    for what in before.keys() & now.keys():
+    for what in before.keys() & now.keys() - ({"run"} if old != new else set()):
         was, is_ = (msgspec.structs.asdict(one) for one in (before[what], now[what]))
         wrong += [
             f"{what}.{name} is {is_[name]!s:.24}, {was[name]!s:.24} before"

@@ -554,3 +554,16 @@ def test_a_teacher_that_does_not_fit_is_not_loaded_to_be_compared(
     assert code == 0 and view.checks["stored_outputs"].level == "unknown"
     assert "not compared" in view.checks["stored_outputs"].reason
     assert "comparing stored outputs" not in run.events.read_text()
+
+
+@pytest.mark.parametrize(("asked", "levels"), [(None, []), (3, ["error"])])
+def test_fewer_rows_of_a_store_than_were_trained_on_are_an_error(
+    asked: int | None, levels: list[str], kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=2)
+    make_store(spec, tmp_path / "store", form="top_k", count=8)
+    if asked is not None:
+        monkeypatch.setattr(CachedTeacher, "asked", asked)
+    run, _ = carry_out(spec, tmp_path / "run")
+    notes = Follower(run).read_all().notes
+    assert [note.level for note in notes if "were trained on" in note.text] == levels

@@ -121,6 +121,16 @@ def test_times_of_steps_that_are_not_those_of_the_host_are_told_once(
     assert len(told) == named and all("step_s" in text for text in told)
 
 
+@pytest.mark.parametrize(
+    ("said_s", "told"), [(2.5, False), (4.9, False), (0.2, True), (5.1, True), (None, False)]
+)
+def test_the_time_of_a_save_that_is_not_the_hosts_is_told(said_s: float | None, told: bool) -> None:
+    times = StepTimes()
+    times.tell("save", said_s)
+    assert bool(times.look(timed(1.0, 1.0, beside_s=5.0))) == told
+    assert not times.look(timed(1.0, 1.0))
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_times_of_real_steps_add_up(accumulation: int) -> None:
     times = StepTimes()
