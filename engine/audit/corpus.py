@@ -4,13 +4,15 @@ the corpus to the labels begins.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import io
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,69 +42,132 @@ class Records:
     """What the assistant says in each record, turn by turn; None where it is more than text, or no conversation."""
     asked: Sequence[tuple[str, ...]]
     """What system and user say in each, in front of the last answer."""
+    of_one_file: bool
+    names: Sequence[str]
+    """Of each record that is a text: by its content. Empty where one is none."""
+    alike: Sequence[int]
+    """How many records each distinct one stands for."""
 
 
 def read_records(
     source: str, columns: Sequence[str], spelt: Spelling | None = None
 ) -> Records | None:
-    """Read a source that is one file of records; None for another one, and for one that is not read as such. Sizes are
-    those of the texts as `spelt` writes them."""
+    """Read a source that is a file of records, or a folder of them; None for another one, and for one that is not read
+    as such. Sizes are those of the texts as `spelt` writes them."""
     path = Path(source)
-    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+    files = [path] if path.is_file() else _files_of_records(path, columns)
+    if sum(one.stat().st_size for one in files) > MOST_BYTES:
         return None
-    if path.suffix == ".parquet":
+    found: list[Any] = []
+    lines: list[bytes] = []
+    for one in files:
+        read = _records_of(one)
+        if read is None:
+            return None
+        found += read[0]
+        lines += read[1]
+    return _records(found, columns, spelt, lines, path.is_file()) if files else None
+
+
+def _files_of_records(root: Path, columns: Sequence[str]) -> list[Path]:
+    """Return the files of a folder of records; none of another one."""
+    there = [path for path in _files_below(root) if path.name[0] != "."]
+    if not columns and any(p.suffix in TEXTS and p.name != "README.md" for p in there):
+        return []
+    kinds = {path: _kind(path) for path in there}
+    tables = [p for p, kind in kinds.items() if kind and p.suffix != ".json"]
+    return tables or [p for p, kind in kinds.items() if kind]
+
+
+def _files_below(root: Path) -> list[Path]:
+    """Return the files below a folder, none of hidden folders or of links to folders."""
+    return [
+        path
+        for folder, _, names in os.walk(root)
+        for path in (Path(folder, name) for name in sorted(names))
+        if path.is_file()
+        and not any(p[0] == "." or p == "__pycache__" for p in path.relative_to(root).parts[:-1])
+    ]
+
+
+def _kind(path: Path) -> str:
+    """Return .parquet, .jsonl or .json by a file's name; empty for another one."""
+    suffix = path.suffixes[-2:][0] if path.suffix in (".gz", ".zst") else path.suffix
+    return suffix if suffix in (".parquet", ".jsonl", ".json") else ""
+
+
+def _records_of(path: Path) -> tuple[list[Any], list[bytes]] | None:
+    """Return the records of a file, and the line of each where it has one, else an empty one."""
+    kind = _kind(path)
+    if not kind:
+        return None
+    if kind == ".parquet":
         import pyarrow.parquet as parquet
 
-        return _records(parquet.read_table(path).to_pylist(), columns, spelt)
-    kind = path.suffixes[-2:][0] if path.suffix in (".gz", ".zst") else path.suffix
-    if kind not in (".jsonl", ".json"):
-        return None
+        found = parquet.read_table(path).to_pylist()
+        return found, [b""] * len(found)
     with _opened(path) as file:
         text = file.read(8 * MOST_BYTES + 1)
     if len(text) > 8 * MOST_BYTES:
         return None
     if kind == ".jsonl" and text[:1] != b"[":
         lines = [line for line in text.split(b"\n") if line.strip()]
-        return _records([_parsed(line) for line in lines], columns, spelt, lines)
+        return [_parsed(line) for line in lines], lines
     whole = _parsed(text)
-    if not isinstance(whole, list):
-        return None
-    return _records(whole, columns, spelt)
+    return (whole, [b""] * len(whole)) if isinstance(whole, list) else None
 
 
 def is_held_out(name: str, fraction: float) -> bool:
     """Return whether a document is held out: by the hash of its name alone, so a share of `fraction` is."""
-    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < fraction * 2**64
+    return _place(name) < fraction * 2**64
 
 
-def sizes_of_files(
+def _place(name: str) -> int:
+    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)
+
+
+def taken(
+    documents: Iterable[tuple[str, int]], fraction: float, max_bytes: int
+) -> tuple[set[str], set[str]]:
+    """Return the names of the documents to train on, and of those that are held out, of names and sizes: in the order
+    of the names' hashes as many of each as fit into `max_bytes` and its `fraction`."""
+    train: set[str] = set()
+    held: set[str] = set()
+    left = {id(train): max_bytes, id(held): int(max_bytes * fraction)}
+    for name, size in sorted(documents, key=lambda one: _place(one[0])):
+        split = held if is_held_out(name, fraction) else train
+        if size <= left[id(split)]:
+            left[id(split)] -= size
+            split.add(name)
+    return train, held
+
+
+def files_of(
     source: str, *, include_tests: bool, spelt: Spelling | None = None
-) -> list[int] | None:
-    """Return the bytes of each file of text below a folder of text, or of the standard library's modules, as `spelt`
-    writes it; None for another source. Empty and hidden ones are none, and links to folders are not followed."""
+) -> dict[str, int] | None:
+    """Return the bytes of each file of text below a folder of text, or of the standard library's modules, by its path
+    and as `spelt` writes it; None for another source. Empty and hidden ones are none, and links to folders are not
+    followed."""
     root = _root(source)
     if not root.is_dir():
         return None
     others = INSTALLED if include_tests else INSTALLED | TESTS
     found = {
         path: size
-        for folder, folders, names in os.walk(root)
-        for path in (Path(folder, name) for name in names)
+        for path in _files_below(root)
         if path.suffix in (TEXTS if source != STDLIB else TEXTS[:1])
-        and not any(
-            part[0] == "."
-            or part == "__pycache__"
-            or (source == STDLIB and (part in others or part.startswith("config-")))
-            for part in path.relative_to(root).parts
+        and path.name[0] != "."
+        and not (
+            source == STDLIB
+            and any(p in others or p.startswith("config-") for p in path.relative_to(root).parts)
         )
-        and path.is_file()
         and (size := path.stat().st_size)
     }
     if all(path.name == "README.md" for path in found):
         return None
-    if spelt is None:
-        return list(found.values())
-    return [len(spelt(path.read_bytes().decode(errors="replace")).encode()) for path in found]
+    if spelt is not None:
+        found = {p: len(spelt(p.read_bytes().decode(errors="replace")).encode()) for p in found}
+    return {path.relative_to(root).as_posix(): size for path, size in found.items()}
 
 
 def spelling_of(tokenizer_json: bytes) -> Spelling | None:
@@ -148,7 +213,18 @@ def text_of(source: str, document: str) -> str | None:
     path = root / document
     if not root.is_dir() or path.suffix not in TEXTS or not path.is_file():
         return None
-    return path.read_bytes().decode() if path.stat().st_size <= MOST_OF_TEXT else None
+    # Of a file that is no UTF-8 this is another text than any that could be in the rows.
+    small = path.stat().st_size <= MOST_OF_TEXT
+    return path.read_bytes().decode(errors="replace") if small else None
+
+
+def size_of_text(source: str) -> int | None:
+    """Return the bytes of a source that is one file of text, without its byte order mark; None for another one."""
+    path = Path(source)
+    if path.suffix not in TEXTS or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return path.stat().st_size - (3 if file.read(3) == codecs.BOM_UTF8 else 0)
 
 
 def _root(source: str) -> Path:
@@ -159,7 +235,8 @@ def _records(
     found: Sequence[Any],
     columns: Sequence[str],
     spelt: Spelling | None,
-    lines: Sequence[bytes] = (),
+    lines: Sequence[bytes],
+    of_one_file: bool,
 ) -> Records:
     texts = [_text(one, columns) for one in found]
     answers = [
@@ -170,9 +247,21 @@ def _records(
         len(line.strip() or json.dumps(one, ensure_ascii=False, default=repr).encode())
         if text is None
         else len((spelt(text) if spelt else text).encode(errors="replace"))
-        for one, text, line in zip(found, texts, lines or [b""] * len(found), strict=True)
+        for one, text, line in zip(found, texts, lines, strict=True)
     ]
-    return Records(sizes, None not in texts, answers, list(map(_asked, found)))
+    known = [text for text in texts if text is not None]
+    names = [
+        "text-" + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16] for text in known
+    ]
+    return Records(
+        sizes=sizes,
+        are_texts=len(known) == len(texts),
+        answers=answers,
+        asked=list(map(_asked, found)),
+        of_one_file=of_one_file,
+        names=names if len(known) == len(texts) else (),
+        alike=[*Counter(json.dumps(one, sort_keys=True, default=repr) for one in found).values()],
+    )
 
 
 def _text(record: Any, columns: Sequence[str]) -> str | None:

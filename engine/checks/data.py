@@ -8,6 +8,7 @@ The rows of LOOKED_AT steps are taken from the current position, as the trainer 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 from engine.audit.corpus import (
     Records,
     bytes_of_tokens,
+    files_of,
     is_held_out,
     plain,
     read_records,
-    sizes_of_files,
+    size_of_text,
     spelling_of,
+    taken,
     text_of,
 )
 from engine.checks.check import Answer, Numbers, unknown
@@ -41,6 +44,7 @@ SMALLEST_DISTINCT = 8
 SMALLEST_ENTROPY = 1.0
 """Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
 
+LARGEST_DEVIATION = 5.5
 WEIGHED = 1 << 24
 """Tokens of a split whose bytes are counted."""
 
@@ -145,11 +149,12 @@ def documents_in_rows(context: Context) -> Answer:
     source = context.spec.data.corpus
     columns = column_names(context.spec.data.columns)
     records = read_records(source, columns)
-    there = None if records is None else records.sizes
+    there, names = (None, ()) if records is None else (records.sizes, records.names)
     # With columns a folder is one of records, whatever else is in it.
     if records is None and not columns:
-        there = sizes_of_files(source, include_tests=context.spec.data.include_tests)
-    if (miscounted := _miscounted(context, context.made, there, records is not None)) is not None:
+        files = files_of(source, include_tests=context.spec.data.include_tests) or {}
+        there, names = [*files.values()] or None, [*files]
+    if (miscounted := _miscounted(context, context.made, there, records)) is not None:
         return miscounted
     answers = Answers.of(context, records)
     again = {name: split for split, (_, made) in splits.items() for name in made.again}
@@ -161,6 +166,10 @@ def documents_in_rows(context: Context) -> Answer:
             f"{len(wrong)} of {len(again)} documents are on the other side of the split than their names say, as "
             f"{wrong[0]}, which is among the {again[wrong[0]]} ones at a data.heldout_fraction of {fraction:g}"
         )
+    if there is not None and (
+        otherwise := _split_otherwise(context, context.made, names, there, records)
+    ):
+        return numbers.failed(otherwise)
     for name, one in context.read_again(again.keys()):
         numbers["looked_at"] += 1
         found_again.add(name)
@@ -194,6 +203,11 @@ def documents_in_rows(context: Context) -> Answer:
     texts = there if records is None or records.are_texts else None
     if texts is not None and (altered := _altered(context, texts)) is not None:
         return altered
+    size = size_of_text(source)
+    if size is not None and (
+        cut := _cut(context, sum(one.documents for one in context.made), size)
+    ):
+        return numbers.failed(cut)
     if not numbers["looked_at"]:
         return numbers.unknown("no document is small enough to be read again")
     return numbers.passed(
@@ -203,22 +217,26 @@ def documents_in_rows(context: Context) -> Answer:
 
 
 def _miscounted(
-    context: Context, made: tuple[Made, Made], there: Sequence[int] | None, are_records: bool
+    context: Context,
+    made: tuple[Made, Made],
+    there: Sequence[int] | None,
+    records: Records | None,
 ) -> Answer | None:
     """Hold the number of documents against the sizes of the texts that the source has."""
     if there is None:
         return None
     data, documents = context.spec.data, [one.documents for one in made]
     sizes, known = np.sort(there)[::-1], context.left_out + sum(documents)
-    what = "records, read by another library" if are_records else "files of text"
+    what = "records, read by another library" if records else "files of text"
     numbers = Numbers(there=len(sizes), documents=known)
     budgets = (data.max_bytes, int(data.max_bytes * data.heldout_fraction))
     # Where as many documents as there are, and one more, fit whichever they are, none is left out by max_bytes.
     all_fit = not data.max_bytes or all(
         sizes[: count + 1].sum() <= budget for count, budget in zip(documents, budgets, strict=True)
     )
-    # Of one file it is known how many records there are; of a folder what is left out without a word is not counted.
-    if (all_fit and known < len(sizes)) or (are_records and known > len(sizes)):
+    # What is left out of a folder is not only records.
+    counted = records is not None and records.of_one_file
+    if (all_fit and known < len(sizes)) or (counted and known > len(sizes)):
         return numbers.failed(
             f"{data.corpus} has {len(sizes):,} {what}; {known:,} are in a split or known to be left out"
         )
@@ -228,6 +246,39 @@ def _miscounted(
             f"allows {data.max_bytes:,}"
         )
     return None
+
+
+def _split_otherwise(
+    context: Context,
+    made: tuple[Made, Made],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    records: Records | None,
+) -> str:
+    """Say how the documents of the two splits are others, or another number, than their names and sizes prescribe;
+    empty where they are not. Copies and what cannot be read are not known here, so some may be others."""
+    data, held = context.spec.data, made[1].documents
+    fraction, said = data.heldout_fraction, f"data.heldout_fraction of {data.heldout_fraction:g}"
+    if names and data.max_bytes:
+        wanted = taken(zip(names, sizes, strict=True), fraction, data.max_bytes)
+        for one, those, split in zip(made, wanted, ("training", "held-out"), strict=True):
+            other = [name for name in one.again if name not in those]
+            if len(other) > max(1, len(one.again) // 2):
+                return (
+                    f"{len(other)} of {len(one.again)} {split} documents, as {other[0]}, are none of the first by the "
+                    f"hash of their names that fit into a data.max_bytes of {data.max_bytes:,}"
+                )
+    elif names:
+        wanted_held = sum(is_held_out(name, fraction) for name in names)
+        if abs(held - wanted_held) > context.left_out:
+            return f"{held:,} documents are held out, by their names and a {said} it is {wanted_held:,}"
+    elif records is not None and not data.max_bytes:
+        # Records of one content have one name, and are in one split.
+        deviation = math.sqrt(fraction * (1 - fraction) * sum(n * n for n in records.alike))
+        expected = fraction * sum(records.alike)
+        if abs(held - expected) > LARGEST_DEVIATION * deviation + context.left_out:
+            return f"{held:,} documents are held out, a {said} gives some {expected:,.0f}"
+    return ""
 
 
 def _altered(context: Context, there: Sequence[int]) -> Answer | None:
@@ -252,14 +303,33 @@ def _altered(context: Context, there: Sequence[int]) -> Answer | None:
     if other and tokenizer is not None and (spelt := spelling_of(tokenizer.raw)) is not None:
         columns = column_names(data.columns)
         records = read_records(data.corpus, columns, spelt)
-        files = sizes_of_files(data.corpus, include_tests=data.include_tests, spelt=spelt)
-        other = weighed - Counter(records.sizes if records is not None else files or there)
+        files = files_of(data.corpus, include_tests=data.include_tests, spelt=spelt) or {}
+        sizes = records.sizes if records is not None else [*files.values()]
+        other = weighed - Counter(sizes)
     if other:
         return numbers.failed(
             f"{other.total():,} of {len(train) + len(held):,} documents are as long as no text of {data.corpus}, as "
             f"one of {min(other):,} bytes: something of them is lost or added on the way to the rows"
         )
     return None
+
+
+def _cut(context: Context, documents: int, size: int) -> str:
+    """Say that the passages of a file of `size` bytes are not all of it; empty where they are, or are not all taken."""
+    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+    table = None if tokenizer is None else bytes_of_tokens(tokenizer.raw)
+    if tokenizer is None or table is None or spelling_of(tokenizer.raw) is not None:
+        return ""
+    streams = (context.train_stream, context.heldout_stream)
+    weighed = np.concatenate([_bytes_of_documents(stream, table) for stream in streams])
+    total = int(weighed.sum())
+    is_all = not context.left_out and not context.spec.data.max_bytes and len(weighed) == documents
+    if not is_all or total == size:
+        return ""
+    return (
+        f"the {documents:,} passages of {context.spec.data.corpus} are {total:,} bytes long in all, the file {size:,}: "
+        "something of it is in no row, or twice"
+    )
 
 
 def _bytes_of_documents(stream: TokenStream, table: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Set
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 from engine.audit.corpus import read_records
 from engine.checks.context import Context
-from engine.checks.data import Answers, documents_in_rows
+from engine.checks.data import Answers, _split_otherwise, documents_in_rows
 from engine.data import chat, conversations, corpus, sources
 from engine.data.batches import labelled_rows
 from engine.data.corpus import Document
@@ -474,3 +476,108 @@ def test_documents_that_are_no_longer_in_the_corpus_are_named(
     found = documents_in_rows(some)
     assert found.verdict.level is Level.FAIL
     assert "1 documents that are in the rows are no longer in the corpus" in found.verdict.reason
+
+
+@pytest.fixture(scope="module")
+def sources_of(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> dict[str, Path]:
+    """A folder of records in several files, one file of text, a folder of text in two encodings, and 400 chats."""
+    root = tmp_path_factory.mktemp("sources")
+    (root / "records").mkdir()
+    for part in range(3):
+        lines = [json.dumps({"text": f"{part} text {n} " * 20}) for n in range(40)]
+        with gzip.open(root / "records" / f"{part}.jsonl.gz", "wt") as file:
+            file.write("\n".join(lines))
+    text = "".join(f"line {n} of one file\n" + "\n" * (n % 50 == 0) for n in range(3000))
+    (root / "one.txt").write_text(text)
+    (root / "latin").mkdir()
+    for n in range(30):
+        encoding = "latin-1" if n == 3 else "utf-8"
+        (root / "latin" / f"{n:02}.txt").write_text(f"größer als {n}\n" * 30, encoding=encoding)
+    (root / "texts").mkdir()
+    for n in range(60):
+        (root / "texts" / f"{n:02}.txt").write_text(f"{n} is a number\n" * (30 + n))
+    records = [json.loads(line) for line in chats.read_text().splitlines() if "messages" in line]
+    for record in records * 7:
+        record["messages"][0]["content"] += "?"
+        with (root / "chats.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    return {path.stem: path for path in root.iterdir()}
+
+
+def member_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = sources.read_records
+    monkeypatch.setattr(sources, "read_records", lambda file: itertools.islice(exact(file), 30))
+
+
+def last_passage_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = sources._passages
+    monkeypatch.setattr(sources, "_passages", lambda file: iter([*exact(file)][:-1]))
+
+
+def undecodable_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "decoded", lambda raw, *_: raw.decode(errors="ignore"))
+
+
+def boundary_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = SimpleNamespace(ceil=lambda found: math.ceil(found / 2), inf=math.inf)
+    monkeypatch.setattr(corpus, "math", halved)
+
+
+def first_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = corpus.Index.take
+    monkeypatch.setattr(
+        corpus.Index, "take", lambda self, numbers, *more: exact(self, np.sort(numbers), *more)
+    )
+
+
+@pytest.mark.parametrize(
+    ("plant", "source", "max_bytes", "said"),
+    [
+        (
+            member_lost,
+            "records",
+            None,
+            "has 120 records, read by another library; 90 are in a split",
+        ),
+        (last_passage_lost, "one", None, "bytes long in all, the file"),
+        (undecodable_dropped, "latin", None, "1 of 30 documents are as long as no text"),
+        (boundary_halved, "texts", None, "of the split than their names say"),
+        (first_by_name, "texts", 8_000, "that fit into a data.max_bytes of 8,000"),
+    ],
+)
+def test_what_is_read_split_or_taken_otherwise_than_the_source_says_is_named(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    source: str,
+    max_bytes: int | None,
+    said: str,
+    world: World,
+    sources_of: dict[str, Path],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = sources_of[source]
+    if source != "latin":  # which the engine refuses
+        healthy = looked_at(world, path, tokenizer, tmp_path / "healthy", max_bytes=max_bytes)
+        assert documents_in_rows(healthy).verdict.level is Level.PASS, documents_in_rows(healthy)
+    plant(monkeypatch)
+    spoilt = looked_at(world, path, tokenizer, tmp_path / "planted", max_bytes=max_bytes)
+    found = documents_in_rows(spoilt).verdict
+    assert found.level is Level.FAIL and said in found.reason, found
+
+
+def test_a_split_of_conversations_is_as_large_as_chance_makes_it(
+    world: World, sources_of: dict[str, Path], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    source = sources_of["chats"]
+    context = looked_at(world, source, tokenizer, tmp_path)
+    records = read_records(str(source), ())
+    assert records is not None and context.made is not None and not records.names
+    train, held = context.made
+
+    def said(documents: int) -> str:
+        made = train, dataclasses.replace(held, documents=documents)
+        return _split_otherwise(context, made, (), records.sizes, records)
+
+    assert said(held.documents) == ""
+    assert "a data.heldout_fraction of 0.2 gives some 97" in said(28)
