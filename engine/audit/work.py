@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.checks.check import Answer, Numbers, unknown
 
-MORE = 1.25
+MORE = 1.15
 """Times its arithmetic that a part may do."""
 UNNOTICED = 0.02
 """Of a step's arithmetic: less does not matter where it is done."""

@@ -138,8 +138,10 @@ class StepAudit(StepObserver):
         teacher_decoder: Decoder | None,
         *,
         looks_after: Callable[[int], bool] = lambda step: False,
+        recomputes: bool = True,
     ) -> None:
-        """`looks_after` says whether something is done after a step that reads the state and must not change it."""
+        """`looks_after` says whether something is done after a step that reads the state and must not change it;
+        `recomputes`, whether the backward pass is to make activations again."""
         self.trainer, self.spec = trainer, spec
         self.prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
@@ -153,7 +155,7 @@ class StepAudit(StepObserver):
         self._seen: _Seen | None = None
         self._begins: int | None = None
         """The step whose first micro-batch comes next."""
-        self._looks_after = looks_after
+        self._looks_after, self._recomputes = looks_after, recomputes
         self._left: dict[str, Tensor] = {}
         """Some numbers of every tensor as a step left them, where more than a step comes before the next one."""
         self._changed: dict[int, list[str]] = {}
@@ -423,6 +425,9 @@ class StepAudit(StepObserver):
         tokens = sum(one.tokens_BT.numel() for one in passes)
         needs = arithmetic(student, teacher, tokens, self.spec.data.seq_len, len(passes))
         most = {part: need.flops + need.masked_flops for part, need in needs.items()}
+        if not self._recomputes:
+            # Of attention the scores are made again all the same: five matmuls where the forward pass has two.
+            most["backward"] = (2 * most["backward"] + needs["backward"].masked_flops) / 3
         stored = self.trainer.teacher
         if isinstance(stored, CachedTeacher) and stored.gives_hidden and decoder is None:
             # Stored hidden states become logits in the loss.

@@ -115,6 +115,7 @@ class TrainingLoop:
         self.log, self.data, self.teacher_decoder = log, data, teacher_decoder
         self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
         self._teacher_is_shared = plan.memory.teacher_shard
+        self._recomputes = plan.memory.checkpointing
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
@@ -304,6 +305,7 @@ class TrainingLoop:
             self.data.stream,
             self.teacher_decoder,
             looks_after=lambda step: self._due(step, begun_at, trainer.device).evaluate,
+            recomputes=self._recomputes,
         )
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync

@@ -16,6 +16,7 @@ from engine.audit.stages import STAGES
 from engine.drills.defects_pace import loss_in_double, teacher_runs_twice
 from engine.drills.defects_training import BETWEEN_PARTS
 from engine.drills.planting import Defect, replaced
+from engine.models.activation_checkpointing import configure_layers
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.auditing import StepAudit, _weights_of
@@ -120,6 +121,22 @@ def test_a_step_that_was_launched_ahead_is_audited(world: World) -> None:
     assert list(audit.after(trainer.finish(second))) == []
     run.answer(audit.after(trainer.finish(third)))
     assert {run.results[id].step for id in IDS} == {3} and run.failures() == {}
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_activations_that_are_made_again_against_the_plan_are_named(
+    world: World, planned: bool, recomputes: bool
+) -> None:
+    run = make_run(world)
+    configure_layers(run.trainer.student, compiled=None, packed=False, checkpointing=recomputes)
+    audit = StepAudit(
+        run.trainer, run.spec, world.train, run.context.teacher_decoder, recomputes=planned
+    )
+    run.answer(audit.after(run.trainer.finish(run.trainer.launch())))
+    found = run.results["step_work"].verdict
+    assert (found.level is Level.FAIL) == (recomputes and not planned), found
+    assert found.level is Level.PASS or "backward of the step does" in found.reason
 
 
 def test_an_audited_run_is_bit_for_bit_the_run_without(world: World) -> None:
