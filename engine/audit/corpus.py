@@ -5,6 +5,7 @@ the corpus to the labels begins.
 from __future__ import annotations
 
 import codecs
+import glob
 import gzip
 import hashlib
 import io
@@ -55,7 +56,7 @@ def read_records(
     """Read a source that is a file of records, or a folder of them; None for another one, and for one that is not read
     as such. Sizes are those of the texts as `spelt` writes them."""
     path = Path(source)
-    files = [path] if path.is_file() else _files_of_records(path, columns)
+    files = [path] if path.is_file() else _files_of_records(source, columns)
     if sum(one.stat().st_size for one in files) > MOST_BYTES:
         return None
     found: list[Any] = []
@@ -69,9 +70,9 @@ def read_records(
     return _records(found, columns, spelt, lines, path.is_file()) if files else None
 
 
-def _files_of_records(root: Path, columns: Sequence[str]) -> list[Path]:
-    """Return the files of a folder of records; none of another one."""
-    there = [path for path in _files_below(root) if path.name[0] != "."]
+def _files_of_records(source: str, columns: Sequence[str]) -> list[Path]:
+    """Return the files of a folder of records, or those that match a glob in it; none of another one."""
+    there = [path for path in _files_below(source) if path.name[0] != "."]
     if not columns and any(p.suffix in TEXTS and p.name != "README.md" for p in there):
         return []
     kinds = {path: _kind(path) for path in there}
@@ -79,8 +80,11 @@ def _files_of_records(root: Path, columns: Sequence[str]) -> list[Path]:
     return tables or [p for p, kind in kinds.items() if kind]
 
 
-def _files_below(root: Path) -> list[Path]:
-    """Return the files below a folder, none of hidden folders or of links to folders."""
+def _files_below(source: str) -> list[Path]:
+    """Return the files below a folder, none of hidden folders or of links to folders; or those that match a glob."""
+    root = _root(source)
+    if source != STDLIB and root != Path(source):
+        return [path for path in map(Path, glob.glob(source, recursive=True)) if path.is_file()]
     return [
         path
         for folder, _, names in os.walk(root)
@@ -154,7 +158,7 @@ def files_of(
     others = INSTALLED if include_tests else INSTALLED | TESTS
     found = {
         path: size
-        for path in _files_below(root)
+        for path in _files_below(source)
         if path.suffix in (TEXTS if source != STDLIB else TEXTS[:1])
         and path.name[0] != "."
         and not (
@@ -168,6 +172,21 @@ def files_of(
     if spelt is not None:
         found = {p: len(spelt(p.read_bytes().decode(errors="replace")).encode()) for p in found}
     return {path.relative_to(root).as_posix(): size for path, size in found.items()}
+
+
+def copies_of(source: str, files: Mapping[str, int], fraction: float) -> int:
+    """Return how many of the files of text of a folder have the text of one that is held out, and are not."""
+    alike: dict[int, list[str]] = {}
+    for name, size in files.items():
+        alike.setdefault(size, []).append(name)
+    count = 0
+    for names in alike.values():
+        held = [name for name in names if is_held_out(name, fraction)]
+        if held and len(held) < len(names):
+            texts = {(_root(source) / name).read_bytes() for name in held}
+            others = {*names} - {*held}
+            count += sum((_root(source) / name).read_bytes() in texts for name in others)
+    return count
 
 
 def spelling_of(tokenizer_json: bytes) -> Spelling | None:
@@ -228,7 +247,13 @@ def size_of_text(source: str) -> int | None:
 
 
 def _root(source: str) -> Path:
-    return Path(sysconfig.get_path("stdlib") if source == STDLIB else source)
+    """Return the folder that a source is, or that a glob begins in."""
+    if source == STDLIB:
+        return Path(sysconfig.get_path("stdlib"))
+    path = Path(source)
+    while not os.path.lexists(path) and glob.has_magic(str(path)):
+        path = path.parent
+    return path
 
 
 def _records(

@@ -88,7 +88,9 @@ class Context:
     made: tuple[Made, Made] | None
     """What was made of the documents of the training and the held-out split; None where it is not known."""
     left_out: int
-    """Documents of the corpus that are in neither split."""
+    """Documents of the corpus that are in neither split, copies among them."""
+    copies: int
+    """Training documents that are left out because their text is held out."""
     writes_system: bool
     """Whether the chat template writes what a system message says."""
     tokenizers: Mapping[str, Tokenizer | None]

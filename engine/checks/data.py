@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.audit.corpus import (
     Records,
     bytes_of_tokens,
+    copies_of,
     files_of,
     is_held_out,
     plain,
@@ -272,6 +273,14 @@ def _split_otherwise(
         wanted_held = sum(is_held_out(name, fraction) for name in names)
         if abs(held - wanted_held) > context.left_out:
             return f"{held:,} documents are held out, by their names and a {said} it is {wanted_held:,}"
+        # Records of one text have one name, so none is a copy across the split.
+        known = dict(zip(names, sizes, strict=True)) if records is None else {}
+        copies = copies_of(data.corpus, known, fraction)
+        if abs(copies - context.copies) > context.left_out - context.copies:
+            return (
+                f"{context.copies:,} training documents are left out as copies of held-out text, "
+                f"{copies:,} of {data.corpus} are"
+            )
     elif records is not None and not data.max_bytes:
         # Records of one content have one name, and are in one split.
         deviation = math.sqrt(fraction * (1 - fraction) * sum(n * n for n in records.alike))

@@ -145,7 +145,8 @@ class TrainingLoop:
     def check(self, trainer: Trainer) -> None:
         """Run the first-minute checks: all of them, before a failure stops the run."""
         self.log(Phase(name="checking"))
-        self._answer(self.checks.before_training(self._context(trainer)), trainer.ranks)
+        # The trainer is that of one rank alone until its student is sharded.
+        self._answer(self.checks.before_training(self._context(trainer)), self.keeper.ranks)
 
     def look_at(self, trainer: Trainer) -> None:
         """Make the checks after each step look at another trainer of the same run: the sharded one."""
@@ -426,7 +427,8 @@ class TrainingLoop:
             tokenizers=self.inputs.tokenizers,
             read_again=partial(self.inputs.read_again, self.spec.data),
             made=self.data.made,
-            left_out=self.data.ready.skipped_files + self.data.ready.copies,
+            left_out=self.data.ready.skipped_files,
+            copies=self.data.ready.copies,
             template=self.inputs.template,
             memory=lambda: self._memory(device),
             resumed=self.keeper.resumed,

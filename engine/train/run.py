@@ -60,7 +60,12 @@ from engine.train.data import Data, prepare_data
 from engine.train.heldout import heldout_loss
 from engine.train.loop import TrainingLoop
 from engine.train.prescribed_rows import PrescribedRows
-from engine.train.ranks.sharding import least_available, shard_trainer, whole_student
+from engine.train.ranks.sharding import (
+    check_same_weights,
+    least_available,
+    shard_trainer,
+    whole_student,
+)
 from engine.train.receipt import Outcome, save_student, write_receipt
 from engine.train.roofline import Bound, flops_per_token, peak_flops
 from engine.train.stop_request import StopRequest
@@ -415,6 +420,7 @@ class _Job:
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""
+        check_same_weights(alone.student, "student", self.ranks)
         over = f"over {self.ranks.world} ranks"
         self.log(Phase(name="sharding the student", detail=over))
         trainer = shard_trainer(

@@ -7,16 +7,36 @@ over the weights and confines the rules of sharding to the step.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 import torch
 
+from engine.checks.checkpoint import SAMPLED
+from engine.errors import TrainingFailed
 from engine.machine.reading import Reading, absent, measured
 from engine.models.decoder import Decoder
 from engine.runtime.ranks import Ranks, is_shared, shard, whole
 from engine.spec import RunSpec
 from engine.train.checkpoint.state import capture_trainer, restore_trainer
 from engine.train.trainer import Trainer
+
+
+def check_same_weights(model: Decoder, what: str, ranks: Ranks) -> None:
+    """Compare some numbers of every tensor of a model that each rank has whole. A collective. Raises TrainingFailed
+    where a rank has others than the first."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // SAMPLED)].contiguous().cpu()
+        digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+    digests = ranks.collect(digest.digest())
+    if other := [rank for rank, one in enumerate(digests) if one != digests[0]]:
+        raise TrainingFailed(
+            f"rank {other[0]} has another {what} than the first rank: expected the same weights on each before the run "
+            "goes on",
+            hint=f"compare the files of the {what}, and the seed it is drawn with, where each rank runs",
+        )
 
 
 def shard_trainer(

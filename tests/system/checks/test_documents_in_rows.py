@@ -88,7 +88,8 @@ def looked_at(
         context,
         spec=dataclasses.replace(context.spec, data=data),
         tokenizers={"teacher": tokenizer},
-        left_out=tokens.skipped + tokens.dropped_count,
+        left_out=tokens.skipped,
+        copies=tokens.dropped_count,
         writes_system=True,
         train_stream=tokens.train,
         heldout_stream=tokens.heldout,
@@ -496,6 +497,14 @@ def sources_of(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> dict[st
     (root / "texts").mkdir()
     for n in range(60):
         (root / "texts" / f"{n:02}.txt").write_text(f"{n} is a number\n" * (30 + n))
+    (root / "tree" / "below").mkdir(parents=True)
+    for n in range(60):
+        folder = root / "tree" / "below" if n % 2 else root / "tree"
+        line = {"text": f"{n} is in a tree of folders " * 9}
+        (folder / f"{n:02}.jsonl").write_text(json.dumps(line))
+    (root / "twice").mkdir()
+    for n in range(60):
+        (root / "twice" / f"{n:02}.txt").write_text(f"{n // 3} is there three times\n" * 30)
     records = [json.loads(line) for line in chats.read_text().splitlines() if "messages" in line]
     for record in records * 7:
         record["messages"][0]["content"] += "?"
@@ -523,6 +532,23 @@ def boundary_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "math", halved)
 
 
+def only_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_matches", lambda parts, names: len(names) > 1)
+
+
+def deduplicated(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = corpus.Index.take
+
+    def first_of_each(self: Any, numbers: Any, max_bytes: Any, heldout: Any = None) -> Any:
+        taken, copies = exact(self, numbers, max_bytes, heldout)
+        first = taken[np.sort(np.unique(self.digests[taken], return_index=True)[1])]
+        if heldout is None:
+            return taken, copies
+        return first, np.concatenate([copies, np.setdiff1d(taken, first)])
+
+    monkeypatch.setattr(corpus.Index, "take", first_of_each)
+
+
 def first_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = corpus.Index.take
     monkeypatch.setattr(
@@ -542,6 +568,8 @@ def first_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         (last_passage_lost, "one", None, "bytes long in all, the file"),
         (undecodable_dropped, "latin", None, "1 of 30 documents are as long as no text"),
         (boundary_halved, "texts", None, "of the split than their names say"),
+        (only_below, "tree/**/*.jsonl", None, "has 60 records, read by another library; 30 are in"),
+        (deduplicated, "twice", None, "training documents are left out as copies of held-out"),
         (first_by_name, "texts", 8_000, "that fit into a data.max_bytes of 8,000"),
     ],
 )
@@ -556,7 +584,8 @@ def test_what_is_read_split_or_taken_otherwise_than_the_source_says_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = sources_of[source]
+    name, *pattern = source.split("/")
+    path = sources_of[name].joinpath(*pattern)
     if source != "latin":  # which the engine refuses
         healthy = looked_at(world, path, tokenizer, tmp_path / "healthy", max_bytes=max_bytes)
         assert documents_in_rows(healthy).verdict.level is Level.PASS, documents_in_rows(healthy)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from engine.data.batches import Batches
 from engine.data.tokens import make_stream, starts_of
+from engine.errors import TrainingFailed
 from engine.log.events import StepDone
 from engine.log.folder import create_run
 from engine.log.follow import Follower
@@ -19,10 +22,12 @@ from engine.log.write import LogWriter
 from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
+from engine.runtime.ranks import Ranks
 from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train import trainer as trainer_module
 from engine.train.loop import log_step
+from engine.train.ranks.sharding import check_same_weights
 from engine.train.step import StepTimes, broken_invariants
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
@@ -135,3 +140,22 @@ def test_the_time_of_a_save_that_is_not_the_hosts_is_told(said_s: float | None, 
 def test_the_times_of_real_steps_add_up(accumulation: int) -> None:
     times = StepTimes()
     assert [times.look(step) for step in _steps(accumulation=accumulation)] == [""] * 3
+
+
+def test_ranks_that_begin_with_other_weights_are_told_before_they_are_sharded() -> None:
+    class Two(Ranks):
+        def collect(self, said: Any) -> list[Any]:
+            return [first, said]
+
+    model = new_decoder(ModelConfig.from_dict(tiny_config(), "tiny"), seed=0)
+    first: Any = None
+
+    def keep(said: Any) -> list[Any]:
+        nonlocal first
+        first = said
+        return [said]
+
+    check_same_weights(model, "student", cast(Ranks, SimpleNamespace(collect=keep)))
+    check_same_weights(model, "student", Two())
+    with pytest.raises(TrainingFailed, match="rank 1 has another student than the first rank"):
+        check_same_weights(new_decoder(model.config, seed=1), "student", Two())
