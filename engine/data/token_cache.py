@@ -36,7 +36,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -158,6 +158,8 @@ class Tokens:
     """Where they come from."""
     is_kept: bool
     """Whether the next start finds them."""
+    twin: Path | None = None
+    """Another folder of the cache that has the same, where these were made all the same."""
 
 
 def load_tokens(
@@ -192,7 +194,8 @@ def load_tokens(
                     shutil.rmtree(entry)
                 partial.rename(entry)
             _bound(entry)
-            return _open(entry, f"{found}, and kept in {entry}", progress, is_kept=True)
+            made = _open(entry, f"{found}, and kept in {entry}", progress, is_kept=True)
+            return replace(made, twin=_twin(entry))
     except OSError as error:
         why = f"the cache {root} cannot be used ({error.strerror or error})"
     try:
@@ -209,6 +212,20 @@ def load_tokens(
             error,
             when_full="free space, or set XDG_CACHE_HOME or TMPDIR to a folder that has some",
         ) from error
+
+
+def _twin(entry: Path) -> Path | None:
+    """Return another folder of the cache whose content is that of `entry`."""
+
+    def content(folder: Path) -> object:
+        path = folder / _MANIFEST
+        return read_json_object(path, "tokens", limits.MANIFEST, having=("streams",))["streams"]
+
+    for other in sorted(entry.parent.iterdir()):
+        with contextlib.suppress(BadInput, OSError):
+            if other != entry and other.name[0] != "." and content(other) == content(entry):
+                return other
+    return None
 
 
 def _find(entry: Path, progress: Progress) -> Tokens | str:

@@ -93,6 +93,12 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     tokens = inputs.load_tokens(data, _Said(log, data.corpus))
     if not tokens.is_kept:
         log(Note(level="warning", text=f"tokens: {tokens.note}"))
+    if seen is not None and tokens.twin is not None:
+        text = (
+            f"tokens: made again, though those that the run began with are kept in {tokens.twin}: another version made "
+            "them, or the key of the cache is not the same at each start (engine.data.token_cache)"
+        )
+        log(Note(level="warning", text=text))
     log(Phase(name="taking the rows", detail=tokens.note))
     train, held = tokens.train, tokens.heldout
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)

@@ -414,3 +414,18 @@ def test_no_more_than_a_batch_of_documents_is_alive(
 
     load_tokens(recipe, progress, root=root)
     assert len(alive) > 50 and max(alive) < 15
+
+
+def test_tokens_that_are_made_again_under_another_key_know_their_twin(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(write(tmp_path / "a.jsonl", CORPORA["texts"]), tokenizer)
+    other = recipe_of(write(tmp_path / "b.jsonl", CORPORA["both"]), tokenizer)
+    root = tmp_path / "cache"
+    assert load_tokens(recipe, root=root).twin is None
+    assert load_tokens(other, root=root).twin is None
+    assert load_tokens(recipe, root=root).twin is None
+    first = {path for path in root.iterdir() if path.is_dir()}
+    exact = Recipe.key
+    monkeypatch.setattr(Recipe, "key", lambda self, content: exact(self, content)[::-1])
+    assert load_tokens(recipe, root=root).twin in first
