@@ -241,6 +241,11 @@ def _prepare(
             stopped=lambda: stop.reason is not None,
             progress=progress,
         )
+        if (added := len(open_store(out)) - len(store)) != writer.rows:
+            note(
+                f"{writer.rows:,} rows were computed and written, and {added:,} of them are new in {out}: the teacher "
+                "was asked for what is stored"
+            )
     return Prepared(
         plan=job.plan,
         rows=writer.rows,

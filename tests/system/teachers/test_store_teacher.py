@@ -32,7 +32,7 @@ from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher
 from engine.teachers.store import outputs, write
 from engine.teachers.store.fidelity import alike
-from engine.teachers.store.folder import open_store, shard_path
+from engine.teachers.store.folder import Store, open_store, shard_path
 from engine.teachers.store.keys import CacheError, Identity, uniforms
 from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
@@ -567,3 +567,16 @@ def test_fewer_rows_of_a_store_than_were_trained_on_are_an_error(
     run, _ = carry_out(spec, tmp_path / "run")
     notes = Follower(run).read_all().notes
     assert [note.level for note in notes if "were trained on" in note.text] == levels
+
+
+def test_rows_that_are_stored_already_and_are_computed_again_are_told(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = kit.spec(tmp_path)
+    said: list[str] = []
+    make_store(spec, tmp_path / "store", rows=8, say=said.append)
+    make_store(spec, tmp_path / "store", rows=12, say=said.append)
+    assert not any("what is stored" in text for text in said)
+    monkeypatch.setattr(Store, "__contains__", lambda self, key: False)
+    make_store(spec, tmp_path / "store", rows=16, say=said.append)
+    assert "20 rows were computed and written, and 4 of them are new" in said[-1]
