@@ -46,6 +46,7 @@ SMALLEST_ENTROPY = 1.0
 """Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
 
 LARGEST_DEVIATION = 5.5
+LEAST_TAKEN = 0.8
 WEIGHED = 1 << 24
 """Tokens of a split whose bytes are counted."""
 
@@ -263,6 +264,12 @@ def _split_otherwise(
     if names and data.max_bytes:
         wanted = taken(zip(names, sizes, strict=True), fraction, data.max_bytes)
         for one, those, split in zip(made, wanted, ("training", "held-out"), strict=True):
+            # Of copies, which take no room, nothing is known here.
+            if one.documents < LEAST_TAKEN * len(those) - context.left_out:
+                return (
+                    f"{one.documents:,} {split} documents are taken, {len(those):,} fit into a data.max_bytes of "
+                    f"{data.max_bytes:,}"
+                )
             other = [name for name in one.again if name not in those]
             if len(other) > max(1, len(one.again) // 2):
                 return (

@@ -497,6 +497,9 @@ def sources_of(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> dict[st
     (root / "texts").mkdir()
     for n in range(60):
         (root / "texts" / f"{n:02}.txt").write_text(f"{n} is a number\n" * (30 + n))
+    (root / "mixed").mkdir()
+    for n in range(80):
+        (root / "mixed" / f"{n:02}.txt").write_text(f"{n} is a number\n" * (9 if n % 4 else 2000))
     (root / "tree" / "below").mkdir(parents=True)
     for n in range(60):
         folder = root / "tree" / "below" if n % 2 else root / "tree"
@@ -530,6 +533,18 @@ def undecodable_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def boundary_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     halved = SimpleNamespace(ceil=lambda found: math.ceil(found / 2), inf=math.inf)
     monkeypatch.setattr(corpus, "math", halved)
+
+
+def ends_at_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = corpus.Index.take
+
+    def first_that_fit(self: Any, numbers: Any, max_bytes: Any, heldout: Any = None) -> Any:
+        if max_bytes is not None:
+            large = np.flatnonzero(self.sizes[numbers] > max_bytes)
+            numbers = numbers[: large[0]] if len(large) else numbers
+        return exact(self, numbers, max_bytes, heldout)
+
+    monkeypatch.setattr(corpus.Index, "take", first_that_fit)
 
 
 def only_below(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,6 +585,7 @@ def first_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         (boundary_halved, "texts", None, "of the split than their names say"),
         (only_below, "tree/**/*.jsonl", None, "has 60 records, read by another library; 30 are in"),
         (deduplicated, "twice", None, "training documents are left out as copies of held-out"),
+        (ends_at_a_large_one, "mixed", 20_000, "fit into a data.max_bytes of 20,000"),
         (first_by_name, "texts", 8_000, "that fit into a data.max_bytes of 8,000"),
     ],
 )
