@@ -47,6 +47,8 @@ class ComputeDevice:
     """The allocator scope in which weights are allocated."""
     available: Reading
     """Bytes of the device's memory that this run may use."""
+    threads: int
+    """That torch computes with on the CPU."""
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -88,6 +90,7 @@ def set_up_device(
         precision=precision.choice,
         memory=memory,
         available=limited(_available(device, facts), limit_bytes, on_gpu=device.type == "cuda"),
+        threads=int(threads.choice),
     )
 
 

@@ -116,6 +116,8 @@ class TrainingLoop:
         self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
         self._teacher_is_shared = plan.memory.teacher_shard
         self._recomputes = plan.memory.checkpointing
+        self._threads: int | None = plan.facts.compute.threads
+        """None once it was said that torch computes with another number."""
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
@@ -345,7 +347,7 @@ class TrainingLoop:
             self.step = step.step
             with host.of(LOGGING):
                 log_step(self.log, step, spec.loss.temperature)
-                if text := times.look(step):
+                if text := times.look(step) or self._other_threads():
                     self.log(Note(level="error", text=text))
                 if trainer.ranks.first:
                     held.look(step.step)
@@ -397,6 +399,14 @@ class TrainingLoop:
         if spec.checkpoint.at_end:
             self._look_at_saved(trainer, quick=True)
         return None
+
+    def _other_threads(self) -> str:
+        """Say once that torch computes with another number of threads than was decided; empty when it does not."""
+        decided, found = self._threads, torch.get_num_threads()
+        if decided in (None, found):
+            return ""
+        self._threads = None
+        return f"compute.threads is {decided}, and torch computes with {found}: something else has set it"
 
     def _due(self, step: int, begun_at: int, device: torch.device) -> _Due:
         """Return what follows `step` in a session that began after step `begun_at`."""

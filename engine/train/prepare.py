@@ -46,7 +46,7 @@ from engine.teachers.store.folder import (
     open_store,
     rows_per_shard,
 )
-from engine.teachers.store.keys import HIDDEN, SAMPLED, Identity, contents_sha256
+from engine.teachers.store.keys import HIDDEN, SAMPLED, CacheError, Identity, contents_sha256
 from engine.teachers.store.manifest import (
     MANIFEST,
     Manifest,
@@ -227,8 +227,10 @@ def _prepare(
             say("measuring the teacher on held-out rows")
             write_manifest(out, _manifest(job, built, identity, compute.device))
             store = open_store(out)
+        dropped = len(store)
         if drop_damaged(store, say, note):
             store = open_store(out)
+        dropped -= len(store)
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
         begun = time.monotonic()
         stop.steps_begin()
@@ -241,10 +243,16 @@ def _prepare(
             stopped=lambda: stop.reason is not None,
             progress=progress,
         )
-        if (added := len(open_store(out)) - len(store)) != writer.rows:
+        added = len(open_store(out)) - len(store)
+        if added != writer.rows:
             note(
                 f"{writer.rows:,} rows were computed and written, and {added:,} of them are new in {out}: the teacher "
                 "was asked for what is stored"
+            )
+        missing = job.plan.missing
+        if stop.reason is None and not missing <= added <= missing + dropped:
+            raise CacheError(
+                f"teacher outputs: {out} — expected {missing:,} rows more than before, as planned, found {added:,}"
             )
     return Prepared(
         plan=job.plan,

@@ -221,6 +221,7 @@ def _planned(
         precision="fp32",
         memory=memory_scope("native", device),
         available=measured(available_bytes, "a test"),
+        threads=1,
     )
     execution = LayerExecution(
         compiled=False, packed=False, teacher_packed=False, teacher_compiled=False, prefetches=False

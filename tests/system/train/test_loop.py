@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.log.events import HOST_PARTS, RunFinished, StepDone
 from engine.log.folder import create_run
+from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.spec import load_spec
 from engine.train import run as trainer_module
@@ -186,3 +187,18 @@ def test_the_time_between_two_step_lines_is_divided_among_what_the_host_did(
     lasted = sum(step.wall_s or 0.0 for step in others)
     # Threads of others may come between the two clocks of a line, once or twice.
     assert lasted == pytest.approx(others[-1].t_s - first.t_s, abs=0.5)
+
+
+@pytest.mark.parametrize(("taken", "levels"), [(None, []), (1, ["error"])])
+def test_another_number_of_threads_than_was_decided_is_told_once(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int | None, levels: list[str]
+) -> None:
+    exact, before = torch.set_num_threads, torch.get_num_threads()
+    try:
+        if taken is not None:
+            monkeypatch.setattr(torch, "set_num_threads", lambda _, n=taken: exact(n))
+        run, code = carried_out(kit, tmp_path, compute__threads=2)
+    finally:
+        exact(before)
+    notes = [note for note in Follower(run).read_all().notes if "torch computes with" in note.text]
+    assert code == 0 and [note.level for note in notes] == levels

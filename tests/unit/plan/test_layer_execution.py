@@ -53,6 +53,7 @@ def layer_execution(
         precision="bf16",
         memory=memory_scope("native", torch.device("cpu")),
         available=measured(1 << 40, "a test"),
+        threads=1,
     )
     with LogWriter(RunFolder(folder).events, writer="trainer") as log:
         facts = RunFacts(
