@@ -24,7 +24,7 @@ from engine.audit.reference import (
     Weight,
     next_tokens,
 )
-from engine.audit.work import CountedWork
+from engine.audit.work import CountedWork, Needed
 
 NOT_IN_FILES = (
     "the teacher's outputs are read from a store, and its files are none that another library reads, or too large to "
@@ -172,6 +172,6 @@ class ObservedStep:
     seed: int
     work: CountedWork | None
     """What the step has computed; None where its layers are compiled or recorded: torch does not see their matmuls."""
-    work_needed: Mapping[str, float]
-    """Operations in matmuls that each part may need, of the parts of which that is known."""
+    work_needed: Mapping[str, Needed]
+    """What each part may need at most, of the parts of which that is known."""
     no_teacher: str = NOT_IN_FILES

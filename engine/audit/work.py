@@ -1,7 +1,9 @@
-"""How much arithmetic a step does, counted as it is done: by part of the step, and by the width of its numbers.
+"""How much arithmetic a step does, counted as it is done: by part of the step, in how many matmuls, and by the width of
+its numbers.
 
 Counted are the operations that torch dispatches; kernels of our own and those of compiled layers are not among them. So
-a part may do less than is counted to be needed, and never more.
+a part may do less than is counted to be needed, and never more. More matmuls than are needed, of no more operations in
+all, are the same work in smaller pieces: rows one at a time, smaller chunks of the loss.
 Counting changes no number and depends on no clock: a part that does its work twice is seen on a busy machine too.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ MORE = 1.15
 """Times its arithmetic that a part may do."""
 UNNOTICED = 0.02
 """Of a step's arithmetic: less does not matter where it is done."""
+MORE_PIECES, FEW_PIECES = 1.5, 4
+"""Times the matmuls that a part may take for it, and as many more."""
 WIDE_SHARE = 0.1
 """Of a part's numbers that may be made in float64: rotary frequencies, norms and sums are."""
 
@@ -64,6 +69,19 @@ FORMULAS: Mapping[str, Callable[..., int]] = {
 a compiler for it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """What a part may need at most."""
+
+    flops: float
+    """Of its matmuls."""
+    matmuls: float
+    """How many; attention counts as two."""
+
+
+NOTHING = Needed(flops=0.0, matmuls=0.0)
+
+
 class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered; `part` says in which part of the step the work is done."""
 
@@ -71,6 +89,7 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._part = part
         self.flops: Counter[str] = Counter()
+        self.matmuls: Counter[str] = Counter()
         self._made: Counter[str] = Counter()
         self._wide: Counter[str] = Counter()
         """Of the numbers made, those in float64."""
@@ -87,27 +106,41 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found, part = func(*args, **kwargs), self._part()
         if formula := FORMULAS.get(func._overloadpacket.__name__):
             self.flops[part] += formula(found, *args)
+            self.matmuls[part] += 1
         if isinstance(found, Tensor) and found.is_floating_point() and found.numel() > 1:
             self._made[part] += found.numel()
             self._wide[part] += found.numel() * (found.dtype == torch.float64)
         return found
 
-    def judge(self, most: Mapping[str, float]) -> Answer:
-        """Compare with the operations that each part may need, of the parts of which that is known."""
+    def beyond(self, most: Mapping[str, Needed]) -> str:
+        """Say which part does more than it needs, or does it in more pieces; empty when none does."""
+        unnoticed = UNNOTICED * sum(need.flops for need in most.values())
+        for part, need in most.items():
+            flops, matmuls = self.flops[part], self.matmuls[part]
+            if flops > MORE * need.flops + unnoticed:
+                times = f", {flops / need.flops:.2f} times as many" if need.flops else ""
+                return (
+                    f"{part} does {flops:.4g} operations in matmuls, its models need at most {need.flops:.4g}{times}: "
+                    "work is done twice, for rows that are none, or in the time of another part"
+                )
+            if matmuls > MORE_PIECES * need.matmuls + FEW_PIECES:
+                return (
+                    f"{part} takes {matmuls:,} matmuls, {need.matmuls:,.0f} are enough for its arithmetic: it is done "
+                    "in smaller pieces than were decided, which takes longer for the same result"
+                )
+        return ""
+
+    def judge(self, most: Mapping[str, Needed]) -> Answer:
+        """Compare with what each part may need, of the parts of which that is known."""
         numbers = Numbers({f"{part}_flops": count for part, count in self.flops.items()})
-        numbers |= {f"{part}_needed": count for part, count in most.items()}
+        numbers |= {f"{part}_needed": need.flops for part, need in most.items()}
+        numbers |= {f"{part}_matmuls": count for part, count in self.matmuls.items()}
         if not most:
             return unknown("how much its models need is not known of their architecture")
         if not sum(self.flops.values()):
             return unknown("the step's matmuls are not torch's own: they cannot be counted")
-        for part, needed in most.items():
-            found = self.flops[part]
-            if found > MORE * needed + UNNOTICED * sum(most.values()):
-                times = f", {found / needed:.2f} times as many" if needed else ""
-                return numbers.failed(
-                    f"{part} of the step does {found:.4g} operations in matmuls, its models need at most "
-                    f"{needed:.4g}{times}: work is done twice, for rows that are none, or in the time of another part"
-                )
+        if text := self.beyond(most):
+            return numbers.failed(f"of the step, {text}")
         for part, wide in self._wide.items():
             if wide > WIDE_SHARE * self._made[part]:
                 return numbers.failed(
@@ -115,6 +148,8 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "many times as long on a GPU"
                 )
         done = ", ".join(
-            f"{part} {self.flops[part] / needed:.2f}" for part, needed in most.items() if needed
+            f"{part} {self.flops[part] / need.flops:.2f}"
+            for part, need in most.items()
+            if need.flops
         )
         return numbers.passed(f"times the arithmetic of its model that each part does: {done}")

@@ -36,7 +36,7 @@ from engine.audit.observed import (
     Wanted,
 )
 from engine.audit.stages import STAGES
-from engine.audit.work import CountedWork
+from engine.audit.work import NOTHING, CountedWork, Needed
 from engine.checks.catalogue import skipped_ids
 from engine.checks.check import About, Answer, Result, unknown
 from engine.checks.weights import held, shape_of, weights_of
@@ -54,7 +54,7 @@ from engine.spec import RunSpec
 from engine.teachers.build import DTYPES
 from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train.part_times import arithmetic
+from engine.train.part_times import arithmetic, in_one_piece
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
 from engine.train.sampled_updates import SampledUpdates
@@ -139,9 +139,11 @@ class StepAudit(StepObserver):
         *,
         looks_after: Callable[[int], bool] = lambda step: False,
         recomputes: bool = True,
+        chunk_rows: int = 0,
     ) -> None:
         """`looks_after` says whether something is done after a step that reads the state and must not change it;
-        `recomputes`, whether the backward pass is to make activations again."""
+        `recomputes`, whether the backward pass is to make activations again; `chunk_rows`, how many tokens the loss is
+        to take at a time, 0 where that is not decided."""
         self.trainer, self.spec = trainer, spec
         self.prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
@@ -156,6 +158,7 @@ class StepAudit(StepObserver):
         self._begins: int | None = None
         """The step whose first micro-batch comes next."""
         self._looks_after, self._recomputes = looks_after, recomputes
+        self._chunk_rows = chunk_rows
         self._left: dict[str, Tensor] = {}
         """Some numbers of every tensor as a step left them, where more than a step comes before the next one."""
         self._changed: dict[int, list[str]] = {}
@@ -417,23 +420,35 @@ class StepAudit(StepObserver):
             no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_FILES,
         )
 
-    def _work_needed(self, passes: Sequence[_SeenPass]) -> dict[str, float]:
+    def _work_needed(self, passes: Sequence[_SeenPass]) -> dict[str, Needed]:
         student, decoder = self.trainer.student.config, self.teacher_decoder
         teacher = None if decoder is None else decoder.config
         if not student.native or (teacher is not None and not teacher.native):
             return {}
         tokens = sum(one.tokens_BT.numel() for one in passes)
-        needs = arithmetic(student, teacher, tokens, self.spec.data.seq_len, len(passes))
-        most = {part: need.flops + need.masked_flops for part, need in needs.items()}
+        needs = arithmetic(
+            student,
+            teacher,
+            tokens,
+            self.spec.data.seq_len,
+            self.spec.train.accumulation,
+            chunk_rows=self._chunk_rows,
+        )
+        most = {part: need.most for part, need in needs.items()}
         if not self._recomputes:
             # Of attention the scores are made again all the same: five matmuls where the forward pass has two.
-            most["backward"] = (2 * most["backward"] + needs["backward"].masked_flops) / 3
-        stored = self.trainer.teacher
+            flops = (2 * most["backward"].flops + needs["backward"].masked_flops) / 3
+            most["backward"] = Needed(flops=flops, matmuls=2 / 3 * most["backward"].matmuls)
+        stored, loss = self.trainer.teacher, most["loss"]
         if isinstance(stored, CachedTeacher) and stored.gives_hidden and decoder is None:
             # Stored hidden states become logits in the loss.
-            most["loss"] += 2.0 * student.vocab_size * stored.head().width * tokens
+            flops = loss.flops + 2.0 * student.vocab_size * stored.head().width * tokens
+            most["loss"] = Needed(flops=flops, matmuls=4 / 3 * loss.matmuls)
+        if not in_one_piece(decoder):
+            for part in ("teacher", "loss"):
+                most[part] = replace(most[part], matmuls=math.inf)
         # A teacher may begin with the next batch while this one is trained on.
-        return {**most, DATA: most.get("teacher", 0.0)}
+        return {**most, DATA: most.get("teacher", NOTHING)}
 
     def _student_runs(self, seen: _Seen) -> reference.Runs:
         student, device = self.trainer.student, self.trainer.device

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.audit.work import CountedWork
 from engine.checkpoint_folders import folder_name, published, step_of
 from engine.checks.artefact import Artefact, Sample
 from engine.checks.check import Result
@@ -47,6 +48,7 @@ from engine.log.read import BrokenLog
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
+from engine.plan.memory import EVAL_CHUNK_ROWS, EVAL_ROWS_AT_ONCE
 from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
@@ -60,7 +62,7 @@ from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
-from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes
+from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, forward_work
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
@@ -116,6 +118,7 @@ class TrainingLoop:
         self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
         self._teacher_is_shared = plan.memory.teacher_shard
         self._recomputes = plan.memory.checkpointing
+        self._chunk_rows = plan.memory.chunk_rows
         self._threads: int | None = plan.facts.compute.threads
         """None once it was said that torch computes with another number."""
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
@@ -127,6 +130,8 @@ class TrainingLoop:
         """The step of the newest evaluation of the student, and its loss."""
         self._evaluations: list[Evaluated] = []
         self._times = StepTimes()
+        self._counted_before: set[str] = set()
+        """The models of which the work of an evaluation was counted."""
         self.evaluated_before: Sequence[Evaluated] = ()
         """By earlier sessions, up to the step that this one begins after."""
         self.start: Mapping[str, Sample] = {}
@@ -178,9 +183,14 @@ class TrainingLoop:
                 done = f"{of}, {number} of {len(self.data.heldout)} batches"
                 self.log(Phase(name="evaluating", detail=done))
 
-        loss, labelled = heldout_loss(
-            hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
-        )
+        decoder = self.teacher_decoder if subject == "teacher" else model
+        work = self._counted(of, None if isinstance(_owner(hidden), CachedTeacher) else decoder)
+        with work or contextlib.nullcontext():
+            loss, labelled = heldout_loss(
+                hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
+            )
+        if work is not None and decoder is not None:
+            self._look_at_work(of, work, decoder)
         self.heldout_losses[subject] = loss
         if subject == "student":
             self._evaluated = trainer.step, loss
@@ -228,6 +238,21 @@ class TrainingLoop:
         if self.checks.begun:
             self._computed = None
         return loss, labelled
+
+    def _counted(self, of: str, decoder: Decoder | None) -> CountedWork | None:
+        """Return what counts the work of the first evaluation of each model; None where it cannot be counted."""
+        if decoder is None or of in self._counted_before or decoder.compiled:
+            return None
+        self._counted_before.add(of)
+        return CountedWork(lambda: "evaluating")
+
+    def _look_at_work(self, of: str, work: CountedWork, decoder: Decoder) -> None:
+        """Say when an evaluation did more than its rows need, or in smaller pieces."""
+        rows, length = sum(len(one.row_ids) for one in self.data.heldout), self.spec.data.seq_len
+        batches = -(-rows // EVAL_ROWS_AT_ONCE)
+        need = forward_work(decoder, rows * length, length, batches, EVAL_CHUNK_ROWS)
+        if need is not None and (text := work.beyond({"evaluating": need})):
+            self.log(Note(level="warning", text=f"{of}: {text}"))
 
     def recall(self, made: Evaluated, trainer: Trainer) -> None:
         """Take an evaluation that was made before this run, which is judged like one of this session."""
@@ -277,7 +302,7 @@ class TrainingLoop:
         """Return a prompt of the held-out text and what a model makes of it; empty where that cannot be asked."""
         count = self.spec.eval.sample_tokens
         prompt = prompt_of(self.data.heldout)
-        stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
+        stored = isinstance(_owner(hidden), CachedTeacher)
         if not count or self._tokenizer is None or not prompt or stored:
             return [], []
         guess = self._continued or [prompt[-1]] * count
@@ -313,6 +338,7 @@ class TrainingLoop:
             self.teacher_decoder,
             looks_after=lambda step: self._due(step, begun_at, trainer.device).evaluate,
             recomputes=self._recomputes,
+            chunk_rows=self._chunk_rows,
         )
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
@@ -533,6 +559,10 @@ class TrainingLoop:
             exit_code=self.stop.exit_code,
             step=self.step,
         )
+
+
+def _owner(method: Callable[..., object]) -> object:
+    return getattr(method, "__self__", None)
 
 
 def log_step(log: Log, step: StepDone, temperature: float) -> None:

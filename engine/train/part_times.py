@@ -14,13 +14,18 @@ count: where somebody else uses it, the matmul is as slow as the part.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.audit.work import Needed
 from engine.log.events import PartsMeasured, StepDone
 from engine.models.config import ModelConfig, count_parameters
-from engine.plan.activations import linear_weights, query_width
+from engine.models.decoder import Decoder
+from engine.models.head import PackedHead
+from engine.models.packed import PackedLinear, head_of
+from engine.plan.activations import linear_sizes, linear_weights, query_width
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train.machine_rates import KeptRates, Rates, measure, others_want_the_cpus
 from engine.train.trainer import Trainer
@@ -40,6 +45,8 @@ FIRST = 12
 LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
 LAUNCHES = 40
 """Operations of one layer's forward pass where none are fused, without its matmuls."""
+OF_ATTENTION = 2
+"""Matmuls of it, of which a kernel makes one operation."""
 OF_ADAMW = 7
 """Numbers of 4 bytes that an update reads and writes for each parameter."""
 
@@ -53,6 +60,11 @@ class Arithmetic:
     launches: float = 0.0
     masked_flops: float = 0.0
     """Of attention to tokens that are masked, which a kernel may skip."""
+    matmuls: float = 0.0
+
+    @property
+    def most(self) -> Needed:
+        return Needed(flops=self.flops + self.masked_flops, matmuls=self.matmuls)
 
 
 def arithmetic(
@@ -63,10 +75,12 @@ def arithmetic(
     passes: int,
     *,
     stored: bool = False,
+    chunk_rows: int = 0,
 ) -> dict[str, Arithmetic]:
-    """Return what each part of a step of N tokens needs; a step has `passes` micro-batches. A teacher whose outputs are
-    `stored` is not run: at most its hidden states are read."""
-    layers = _of_layers(student, tokens, seq_len, passes)
+    """Return what each part of a step of N tokens needs; a step has `passes` micro-batches, of which the loss takes
+    `chunk_rows` tokens at a time. A teacher whose outputs are `stored` is not run: at most its hidden states are read.
+    """
+    layers = forward_pass(student, tokens, seq_len, passes)
     head = 2.0 * student.vocab_size * student.hidden_size * tokens
     parameters = count_parameters(student)
     found = {
@@ -77,6 +91,7 @@ def arithmetic(
             moved_bytes=2 * layers.moved_bytes + 4 * parameters,
             launches=3 * layers.launches,
             masked_flops=3 * layers.masked_flops,
+            matmuls=3 * layers.matmuls,
         ),
         "optimizer": Arithmetic(moved_bytes=4.0 * OF_ADAMW * parameters, launches=LAUNCHES),
     }
@@ -84,17 +99,22 @@ def arithmetic(
         read = Arithmetic(
             moved_bytes=8.0 * tokens * teacher.hidden_size, launches=LAUNCHES * passes
         )
-        found["teacher"] = read if stored else _of_layers(teacher, tokens, seq_len, passes)
+        found["teacher"] = read if stored else forward_pass(teacher, tokens, seq_len, passes)
         head += 2.0 * student.vocab_size * teacher.hidden_size * tokens / 3
     # Logits, and the gradients of hidden states and head; softmaxes of fp32 logits, each read and written.
     logits = 4.0 * tokens * student.vocab_size * (1 if teacher is None else 2)
+    chunks = passes * -(-tokens // passes // chunk_rows) if chunk_rows else math.inf
     found["loss"] = Arithmetic(
-        flops=3 * head, moved_bytes=12 * logits, launches=LAUNCHES * passes * 4
+        flops=3 * head,
+        moved_bytes=12 * logits,
+        launches=LAUNCHES * passes * 4,
+        matmuls=chunks * (3 if teacher is None else 4),
     )
     return found
 
 
-def _of_layers(config: ModelConfig, tokens: int, seq_len: int, passes: int) -> Arithmetic:
+def forward_pass(config: ModelConfig, tokens: int, seq_len: int, passes: int) -> Arithmetic:
+    """Return what the layers of a model need for N tokens, in `passes` batches."""
     attention = 2.0 * seq_len * query_width(config) * config.num_hidden_layers
     weights = linear_weights(config)
     return Arithmetic(
@@ -103,7 +123,32 @@ def _of_layers(config: ModelConfig, tokens: int, seq_len: int, passes: int) -> A
         + 4.0 * LAUNCHES * tokens * config.hidden_size * config.num_hidden_layers,
         launches=LAUNCHES * config.num_hidden_layers * passes,
         masked_flops=tokens * attention,
+        matmuls=(len(linear_sizes(config)) + OF_ATTENTION) * config.num_hidden_layers * passes,
     )
+
+
+def in_one_piece(decoder: Decoder | None) -> bool:
+    """Return whether each linear layer of a model is one matmul: blocks may be dequantised a few rows at a time."""
+    return decoder is None or not (
+        isinstance(head_of(decoder), PackedHead)
+        or any(isinstance(one, PackedLinear) for one in decoder.modules())
+    )
+
+
+def forward_work(
+    decoder: Decoder, tokens: int, seq_len: int, passes: int, chunk_rows: int
+) -> Needed | None:
+    """Return what a model may need at most for the logits of N tokens, in `passes` batches, of which its head takes
+    `chunk_rows` tokens at a time, or for its hidden states where that is 0; None where it is not known of its
+    architecture."""
+    if not decoder.config.native:
+        return None
+    layers = forward_pass(decoder.config, tokens, seq_len, passes).most
+    if chunk_rows:
+        head = 2.0 * decoder.config.vocab_size * decoder.config.hidden_size * tokens
+        chunks = passes * -(-tokens // passes // chunk_rows)
+        layers = Needed(flops=layers.flops + head, matmuls=layers.matmuls + chunks)
+    return layers if in_one_piece(decoder) else replace(layers, matmuls=math.inf)
 
 
 class PartTimes:

@@ -11,6 +11,7 @@ The rows to compute and the disk space they need are known, and checked, before 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from engine.audit.work import CountedWork
 from engine.data.batches import Batch
 from engine.decision import Decision
 from engine.errors import BadInput, TrainingFailed
@@ -27,7 +29,7 @@ from engine.formats.safetensors import tensors_sha256
 from engine.log.events import Note
 from engine.log.write import LogWriter
 from engine.models.config import count_parameters
-from engine.models.decoder import Tensors
+from engine.models.decoder import Decoder, Tensors
 from engine.models.head import LogitsHead
 from engine.models.packed import head_of
 from engine.plan.device import ComputeDevice, set_up_device
@@ -55,6 +57,7 @@ from engine.teachers.store.manifest import (
     teacher_files,
     write_manifest,
 )
+from engine.teachers.store.outputs import rows_at_once
 from engine.teachers.store.write import (
     StorePlan,
     Walk,
@@ -69,6 +72,7 @@ from engine.train.build import look_at
 from engine.train.compiles import Compiles
 from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
+from engine.train.part_times import forward_work
 from engine.train.stop_request import StopRequest
 from engine.units import format_bytes
 from engine.version import VERSION
@@ -234,15 +238,19 @@ def _prepare(
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
         begun = time.monotonic()
         stop.steps_begin()
-        fill_store(
-            built.teacher,
-            compute.device,
-            store,
-            writer,
-            job.walk,
-            stopped=lambda: stop.reason is not None,
-            progress=progress,
-        )
+        work = None if built.decoder.compiled else CountedWork(lambda: "the teacher")
+        with work or contextlib.nullcontext():
+            fill_store(
+                built.teacher,
+                compute.device,
+                store,
+                writer,
+                job.walk,
+                stopped=lambda: stop.reason is not None,
+                progress=progress,
+            )
+        if work is not None and (text := _more_work(job, built.decoder, work)):
+            note(text)
         added = len(open_store(out)) - len(store)
         if added != writer.rows:
             note(
@@ -261,6 +269,19 @@ def _prepare(
         seconds=time.monotonic() - begun,
         stopped=stop.reason,
     )
+
+
+def _more_work(job: Job, decoder: Decoder, work: CountedWork) -> str:
+    """Say when the teacher did more than the rows of a job need; empty where it did not, or that is not known."""
+    each, length = job.spec.train.rows, job.spec.data.seq_len
+    batches = -(-job.walk.rows // each)
+    rows = batches * each + sum(len(one.row_ids) for one in job.walk.heldout)
+    # Hidden states are stored without the head.
+    sparse = job.wanted.form != HIDDEN
+    chunk_rows = rows_at_once(job.inputs.student.vocab_size) if sparse else 0
+    batches += len(job.walk.heldout)
+    need = forward_work(decoder, rows * length, length, batches, chunk_rows)
+    return "" if need is None else work.beyond({"the teacher": need})
 
 
 def _load_teacher(

@@ -36,6 +36,11 @@ CHUNK_BYTES = 256 * 2**20
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
 
 
+def rows_at_once(vocabulary: int) -> int:
+    """Return of how many tokens the logits are computed at a time."""
+    return max(16, CHUNK_BYTES // (4 * vocabulary))
+
+
 # contract: topk-cache-fidelity-v1
 @torch.inference_mode()
 def sparse_parts(
@@ -50,7 +55,7 @@ def sparse_parts(
     dtype = operand_dtype(hidden_NE)
     slices = head.slices(vocabulary, dtype)
     uniforms_NK = _uniforms(identity, keys) if identity.form == SAMPLED else None
-    chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+    chunk = rows_at_once(vocabulary)
     found: list[tuple[Tensor, ...]] = []
     for first in range(0, len(hidden_NE), chunk):
         chunk_CE = hidden_NE[first : first + chunk].to(dtype)

@@ -62,7 +62,7 @@ def test_a_defect_between_the_parts_is_named_by_its_stage(world: World, planted:
     [
         (teacher_runs_twice, "2.00 times as many"),
         (loss_in_double, "of its numbers in float64"),
-        (loss_measured_as_student, "student of the step does"),
+        (loss_measured_as_student, "student does"),
     ],
 )
 def test_arithmetic_that_the_models_do_not_need_is_named(
@@ -136,7 +136,19 @@ def test_activations_that_are_made_again_against_the_plan_are_named(
     run.answer(audit.after(run.trainer.finish(run.trainer.launch())))
     found = run.results["step_work"].verdict
     assert (found.level is Level.FAIL) == (recomputes and not planned), found
-    assert found.level is Level.PASS or "backward of the step does" in found.reason
+    assert found.level is Level.PASS or "backward does" in found.reason
+
+
+@pytest.mark.parametrize("rows", [32, 128])
+def test_a_loss_in_smaller_chunks_than_were_decided_is_named(world: World, rows: int) -> None:
+    run = make_run(world, loss__chunk_rows=rows)
+    audit = StepAudit(
+        run.trainer, run.spec, world.train, run.context.teacher_decoder, chunk_rows=128
+    )
+    run.answer(audit.after(run.trainer.finish(run.trainer.launch())))
+    found = run.results["step_work"].verdict
+    assert found.level is (Level.PASS if rows == 128 else Level.FAIL), found
+    assert found.level is Level.PASS or "loss takes" in found.reason
 
 
 def test_an_audited_run_is_bit_for_bit_the_run_without(world: World) -> None:

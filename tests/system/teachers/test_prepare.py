@@ -13,10 +13,12 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from engine.cli.main import main
 from engine.errors import DiskFull
 from engine.spec import load_spec
+from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.store.folder import open_store, shard_path
 from engine.teachers.store.keys import CacheError
 from engine.teachers.store.write import StorePlan
@@ -219,6 +221,24 @@ def test_a_command_without_a_store_or_with_no_rows_is_a_usage_error(
     assert main(["prepare", str(spec), "--out", "x", "--rows", "0"]) == 64
     said = capsys.readouterr().err
     assert "--out DIR" in said and "--rows: expected 1 or more" in said
+
+
+@pytest.mark.parametrize("form", ["hidden", "top_k"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_teacher_that_runs_twice_for_each_row_is_told(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, times: int
+) -> None:
+    hidden = DequantizedTeacher.hidden
+
+    def again(self: DequantizedTeacher, *rows: Tensor) -> Tensor:
+        for _ in range(times - 1):
+            hidden(self, *rows)
+        return hidden(self, *rows)
+
+    monkeypatch.setattr(DequantizedTeacher, "hidden", again)
+    said: list[str] = []
+    make_store(spec, tmp_path / "s", form=form, count=8, say=said.append)
+    assert any("times as many" in text for text in said) == (times == 2), said
 
 
 def test_equal_rows_are_stored_once(kit: Kit, tmp_path: Path) -> None:

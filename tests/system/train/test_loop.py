@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.data.batches import Batch
 from engine.log.events import HOST_PARTS, RunFinished, StepDone
 from engine.log.folder import create_run
 from engine.log.follow import Follower
@@ -202,3 +203,15 @@ def test_another_number_of_threads_than_was_decided_is_told_once(
         exact(before)
     notes = [note for note in Follower(run).read_all().notes if "torch computes with" in note.text]
     assert code == 0 and [note.level for note in notes] == levels
+
+
+@pytest.mark.parametrize(("at_once", "told"), [(None, 0), (1, 3)])
+def test_rows_that_are_evaluated_one_at_a_time_are_told_for_each_model_once(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int | None, told: int
+) -> None:
+    split = Batch.split
+    monkeypatch.setattr(Batch, "split", lambda self, rows: split(self, at_once or rows))
+    run, code = carried_out(kit, tmp_path, eval__every=2, eval__rows=16)
+    notes = [note.text for note in Follower(run).read_all().notes if "evaluating" in note.text]
+    assert code == 0 and len(notes) == told, notes
+    assert all("smaller pieces" in text for text in notes)
