@@ -351,6 +351,9 @@ class TrainingLoop:
             teacher,
             spec.data.seq_len,
             waits=waits if trainer.ranks.many else frozenset(),
+            read=lambda position, count: audit.prescribed.rows(
+                audit.prescribed.ids_at(position, count)
+            ),
         )
         self._answer(self.checks.going_on(), trainer.ranks)
         self._times = times = StepTimes()

@@ -4,7 +4,8 @@
 
 The rates are measured in the run's own dtype, once the run has warmed up (`engine.train.machine_rates`). A part of many
 small operations takes some times its arithmetic. One that takes TIMES as long does something else than its arithmetic:
-another kernel, another device, a loop over rows, a conversion of all weights.
+another kernel, another device, a loop over rows, a conversion of all weights. Fetching the rows of a step has no
+arithmetic: it is compared with how long other code takes to read the same rows.
 
 The machine is measured again before a part or the machine itself is accused, and where a part is, the lower rates
 count: where somebody else uses it, the matmul is as slow as the part.
@@ -16,24 +17,28 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.audit.work import Needed
-from engine.log.events import PartsMeasured, StepDone
+from engine.log.events import DATA, PartsMeasured, StepDone
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import PackedHead
 from engine.models.packed import PackedLinear, head_of
 from engine.plan.activations import linear_sizes, linear_weights, query_width
+from engine.teachers.protocol import KnowsRows, Prefetches
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train.machine_rates import KeptRates, Rates, measure, others_want_the_cpus
+from engine.train.machine_rates import ROUNDS, KeptRates, Rates, measure, others_want_the_cpus
 from engine.train.trainer import Trainer
 
 TIMES = 10.0
-LEAST_SHARE = 0.1
+LEAST_SHARE, LEAST_S = 0.1, 0.02
 """Of the step: a smaller part is not worth fixing."""
-LEAST_S = 0.02
+DATA_TIMES, LEAST_DATA_SHARE = 5.0, 0.05
+"""Rows should take almost nothing, and no others may delay them."""
 WINDOW = 8
 """Steps whose median is taken."""
 SLOWER = 0.4
@@ -161,8 +166,12 @@ class PartTimes:
         teacher: ModelConfig | None,
         seq_len: int,
         waits: frozenset[str] = frozenset(),
+        read: Callable[[int, int], object] | None = None,
     ) -> None:
-        """`waits` are the parts in which this rank waits for others: they are not judged."""
+        """`waits` are the parts in which this rank waits for others: they are not judged. `read(position, rows)` reads
+        the rows that a step trains on, by other code than the loader's."""
+        # A teacher may be asked, or its outputs be read, as soon as the rows are there.
+        self._read = None if isinstance(trainer.teacher, KnowsRows | Prefetches) else read
         self._trainer, self._begun_at, self._waits = trainer, trainer.step, waits
         self._models, self._seq_len = (student, teacher), seq_len
         self._next = FIRST
@@ -184,7 +193,7 @@ class PartTimes:
         step_s = statistics.median(one.step_s or 0.0 for one in self._steps)
         tokens = (step.tokens or 0) // self._trainer.ranks.world
         passes = self._trainer.train.accumulation
-        needs = {
+        arithmetics = {
             part: need
             for part, need in arithmetic(
                 *self._models,
@@ -195,17 +204,23 @@ class PartTimes:
             ).items()
             if part not in self._waits
         }
-        if not seconds or not tokens or not needs:
+        if not seconds or not tokens or not arithmetics:
             return None
         rates, usual = self._measured()
-        slow = self._slow(needs, seconds, step_s, rates)
+        reading_s = self._reading_s(step)
+
+        def needed() -> dict[str, float]:
+            found = {part: self._needed(need, rates) for part, need in arithmetics.items()}
+            return found | ({} if reading_s is None else {DATA: reading_s})
+
+        slow = _slow(needed(), seconds, step_s)
         if slow:
             rates = rates.lower(measure(self._trainer.device, self._trainer.dtype))
-            slow = self._slow(needs, seconds, step_s, rates)
+            slow = _slow(needed(), seconds, step_s)
         return PartsMeasured(
             step=step.step,
-            seconds={part: seconds[part] for part in needs if part in seconds},
-            needed={part: self._needed(need, rates) for part, need in needs.items()},
+            seconds={part: seconds[part] for part in needed() if part in seconds},
+            needed=needed(),
             slow=slow,
             matmul_flops_per_s=rates.flops,
             copy_bytes_per_s=rates.bytes,
@@ -230,20 +245,30 @@ class PartTimes:
         kept.add(rates)
         return rates, usual
 
+    def _reading_s(self, step: StepDone) -> float | None:
+        """Return the shortest time in which the rows of a step are read by other code, and what a few operations take
+        for each pass; None where nobody reads them."""
+        if self._read is None or step.position is None or step.rows is None:
+            return None
+        times, passes = [], self._trainer.train.accumulation
+        for _ in range(ROUNDS):
+            begun_s = time.perf_counter()
+            self._read(step.position - step.rows, step.rows)
+            times.append(time.perf_counter() - begun_s)
+        return min(times) + LAUNCHES * LAUNCH_S[self._trainer.device.type] * passes
+
     def _needed(self, need: Arithmetic, rates: Rates) -> float:
         launching_s = need.launches * LAUNCH_S[self._trainer.device.type]
         return rates.seconds(need.flops, need.moved_bytes) + launching_s
 
-    def _slow(
-        self,
-        needs: dict[str, Arithmetic],
-        seconds: dict[str, float],
-        step_s: float,
-        rates: Rates,
-    ) -> list[str]:
-        least_s = max(LEAST_S, LEAST_SHARE * step_s)
-        return [
-            part
-            for part, need in needs.items()
-            if seconds.get(part, 0.0) >= max(least_s, TIMES * self._needed(need, rates))
-        ]
+
+def _slow(needed: dict[str, float], seconds: dict[str, float], step_s: float) -> list[str]:
+    """Return the parts that take many times what they need, and a share of the step that is worth fixing."""
+    least_s = {DATA: LEAST_DATA_SHARE * step_s}
+    usual_s = max(LEAST_S, LEAST_SHARE * step_s)
+    return [
+        part
+        for part, need_s in needed.items()
+        if seconds.get(part, 0.0)
+        >= max(least_s.get(part, usual_s), (DATA_TIMES if part == DATA else TIMES) * need_s)
+    ]

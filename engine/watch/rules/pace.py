@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.log.events import OUTSIDE
+from engine.log.events import DATA, OUTSIDE
 from engine.units import format_seconds
 from engine.watch.rules.rule import OTHERS, WARNING, CannotJudge, Case, Symptom, median, rule
 
@@ -65,7 +65,8 @@ def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
     asks="Does a part of the step take many times what its arithmetic needs on this machine?",
     reads=("parts_measured",),
     threshold="10 times what its FLOPs, bytes and launches need at the machine's own matmul and copy rates, measured "
-    "again before it is said; a tenth of the step or more",
+    "again before it is said, a tenth of the step or more; of data 5 times what other code takes to read the rows, and "
+    "a twentieth of the step",
 )
 def slow_part(case: Case) -> Symptom | None:
     parts = case.view.parts
@@ -74,18 +75,19 @@ def slow_part(case: Case) -> Symptom | None:
     if not parts.slow:
         return None
     part = max(parts.slow, key=lambda one: parts.seconds[one])
+    what = "reading its rows takes" if part == DATA else "its arithmetic needs"
     taken, needed = parts.seconds[part], parts.needed[part]
     return Symptom(
-        f"{part} takes {taken / needed:.0f} times what its arithmetic needs on this machine",
+        f"{part} takes {taken / needed:.0f} times what {what} on this machine",
         [
             (f"{part}, seconds", taken, "median of 8 steps"),
-            (f"{part} needs, seconds", needed, "at the rates below"),
+            (f"{part} needs, seconds", needed, "at the rates below; of data, by other code"),
             ("matmul, GFLOP/s", parts.matmul_flops_per_s / 1e9, "measured again"),
             ("copy, GB/s", parts.copy_bytes_per_s / 1e9, "measured again"),
         ],
         case.recent(0.0),
         meaning="it does something else than its arithmetic: another kernel, another device, a loop over rows, weights "
-        "that are converted at each step",
+        "that are converted or an order that is made anew at each step",
         no_flip="profile that part; its precision, kernel and compile settings are what decides its kernels",
     )
 

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 import torch
 
+from engine.data.batches import Batch, epoch_order
 from engine.log.events import PartsMeasured
 from engine.models.config import ModelConfig
 from engine.train import part_times
 from engine.train.machine_rates import KEPT, LEAST_KEPT, KeptRates, Rates, measure
 from engine.train.part_times import ALL_PARTS, FIRST, OF_STUDENT, PartTimes, arithmetic
+from engine.train.prescribed_rows import PrescribedRows
 from engine.train.roofline import flops_per_token
 from engine.watch.active_alerts import RULES
 from engine.watch.rules import pace
@@ -33,7 +35,14 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 def looked(run: Run) -> PartsMeasured:
     trainer = run.trainer
     teacher = trainer.teacher.decoder.config  # type: ignore[union-attr]
-    parts = PartTimes(trainer, trainer.student.config, teacher, SEQ_LEN)
+    prescribed = PrescribedRows(run.stream, SEQ_LEN, run.spec.train.seed)
+    parts = PartTimes(
+        trainer,
+        trainer.student.config,
+        teacher,
+        SEQ_LEN,
+        read=lambda position, rows: prescribed.rows(prescribed.ids_at(position, rows)),
+    )
     found = [parts.look(step) for step in run.step(FIRST)]
     assert found[:-1] == [None] * (FIRST - 1) and found[-1] is not None
     return found[-1]
@@ -72,6 +81,22 @@ def test_every_part_is_told_beside_what_it_needs(world: World) -> None:
     assert found.step == FIRST and found.slow == []
     assert set(found.seconds) == set(found.needed) >= {"teacher", "student", "loss", "backward"}
     assert all(value > 0 for value in found.needed.values())
+
+
+@pytest.mark.parametrize("rows_of_order", [0, 200_000])
+def test_rows_that_take_many_times_what_reading_them_takes_are_named(
+    world: World, monkeypatch: pytest.MonkeyPatch, rows_of_order: int
+) -> None:
+    run = make_run(world, train__steps=FIRST)
+    take = run.trainer.batches.take
+
+    def sorted_anew(position: int, rows: int) -> Batch:
+        epoch_order(rows_of_order, 0, 0)
+        return take(position, rows)
+
+    monkeypatch.setattr(run.trainer.batches, "take", sorted_anew)
+    found = looked(run)
+    assert found.slow == (["data"] if rows_of_order else []), found
 
 
 def test_a_part_is_accused_by_the_lower_of_two_rates(

@@ -62,6 +62,16 @@ def test_a_part_that_takes_many_times_its_arithmetic_is_named_with_both_times() 
     assert alert.title == "teacher takes 50 times what its arithmetic needs on this machine"
     assert [number[1] for number in alert.numbers] == [0.5, 0.01, 1000.0, 10.0]
     quiet("slow_part", measured(0.05, []).case())
+    data = PartsMeasured(
+        step=20,
+        seconds={"data": 0.02},
+        needed={"data": 0.001},
+        slow=["data"],
+        matmul_flops_per_s=1e12,
+        copy_bytes_per_s=1e10,
+    )
+    alert = raised("slow_part", Log(count=30, extra=[(22.0, data)]).case())
+    assert alert.title.startswith("data takes 20 times what reading its rows takes")
     unknown("slow_part", Log(count=30).case(), "not measured")
 
 
