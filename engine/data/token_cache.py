@@ -6,7 +6,7 @@
         train.labelled   a byte for each token: whether it is to be predicted; only with conversations or padding
         train.padding    a byte for each document: whether it only fills a row; only with padding
         heldout.*        the same of the other split
-        manifest.json    sizes and SHA-256 of these files and of itself, counts
+        manifest.json    sizes and SHA-256 of these files and of itself, counts, what they were made of
 
 The key is a hash of all that the tokens depend on: the content of the files of the corpus, which are read for it at
 every start, the tokenizer, the chat template, the settings of the split and of the rows, and the versions of what
@@ -36,10 +36,11 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +126,18 @@ class Recipe:
         written = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(written.encode()).hexdigest()[:32]
 
+    def facts(self, content_sha256: str) -> dict[str, Any]:
+        """Return all that two starts with the same tokens have in common, to be compared without a key."""
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "encoder"}
+        found["others"] = [content_sha256, self.encoder.tokenizer.sha256, self.encoder.turns]
+        found["versions"] = [FORMAT, VERSION, version("tokenizers"), version("jinja2")]
+        if (template := self.encoder.template) is not None:
+            texts = {**template.texts, **template.special_tokens, **template.variables}
+            now = template.now.isoformat() if template.reads_clock else ""
+            found["template"] = [sorted(texts.items(), key=itemgetter(0)), now]
+        # As a file has it.
+        return cast(dict[str, Any], json.loads(json.dumps(found)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
@@ -160,6 +173,8 @@ class Tokens:
     """Whether the next start finds them."""
     twin: Path | None = None
     """Another folder of the cache that has the same, where these were made all the same."""
+    is_remade: bool = False
+    """Whether it was made of the same, too."""
 
 
 def load_tokens(
@@ -189,18 +204,19 @@ def load_tokens(
             partial = entry.with_name(f".{entry.name}-{secrets.token_hex(4)}")
             with partial_output(partial):
                 partial.mkdir(mode=0o700)
-                _make(recipe, corpus, partial, stamp, progress)
+                _make(recipe, corpus, partial, content, stamp, progress)
                 if entry.exists():
                     shutil.rmtree(entry)
                 partial.rename(entry)
             _bound(entry)
             made = _open(entry, f"{found}, and kept in {entry}", progress, is_kept=True)
-            return replace(made, twin=_twin(entry))
+            twin, is_remade = _twin(entry)
+            return replace(made, twin=twin, is_remade=is_remade)
     except OSError as error:
         why = f"the cache {root} cannot be used ({error.strerror or error})"
     try:
         with scratch_folder("apr-workbench-tokens-") as folder:
-            _make(recipe, corpus, folder, stamp, progress)
+            _make(recipe, corpus, folder, content, stamp, progress)
             # The files stay mapped when their names are gone.
             note = f"{why}: they are made for this process alone"
             return _open(folder, note, progress, is_kept=False)
@@ -214,18 +230,24 @@ def load_tokens(
         ) from error
 
 
-def _twin(entry: Path) -> Path | None:
-    """Return another folder of the cache whose content is that of `entry`."""
+def _twin(entry: Path) -> tuple[Path | None, bool]:
+    """Return another folder of the cache whose content is that of `entry`, and whether it was made of the same."""
 
-    def content(folder: Path) -> object:
-        path = folder / _MANIFEST
-        return read_json_object(path, "tokens", limits.MANIFEST, having=("streams",))["streams"]
+    def read(folder: Path) -> dict[str, Any]:
+        having = ("streams", "made_of")
+        return read_json_object(folder / _MANIFEST, "tokens", limits.MANIFEST, having=having)
 
+    own, twin = read(entry), None
     for other in sorted(entry.parent.iterdir()):
         with contextlib.suppress(BadInput, OSError):
-            if other != entry and other.name[0] != "." and content(other) == content(entry):
-                return other
-    return None
+            if other == entry or other.name[0] == ".":
+                continue
+            found = read(other)
+            if found["streams"] == own["streams"]:
+                twin = other
+                if found["made_of"] == own["made_of"]:
+                    return other, True
+    return twin, False
 
 
 def _find(entry: Path, progress: Progress) -> Tokens | str:
@@ -338,7 +360,12 @@ def _check_unchanged(recipe: Recipe, stamp: str) -> None:
 
 
 def _make(
-    recipe: Recipe, corpus: Corpus | None, folder: Path, stamp: str, progress: Progress
+    recipe: Recipe,
+    corpus: Corpus | None,
+    folder: Path,
+    content: str,
+    stamp: str,
+    progress: Progress,
 ) -> None:
     """Write the tokens of a corpus into an empty folder."""
     corpus = corpus or open_corpus(
@@ -360,6 +387,7 @@ def _make(
     _check_unchanged(recipe, stamp)
     manifest = {
         "format": FORMAT,
+        "made_of": recipe.facts(content),
         "skipped": len(corpus.skipped) + len(corpus.dropped),
         "dropped": _names(corpus.train.index, corpus.dropped[:NAMED]),
         "dropped_count": len(corpus.dropped),

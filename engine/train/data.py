@@ -93,10 +93,11 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     tokens = inputs.load_tokens(data, _Said(log, data.corpus))
     if not tokens.is_kept:
         log(Note(level="warning", text=f"tokens: {tokens.note}"))
-    if seen is not None and tokens.twin is not None:
+    if tokens.twin is not None and (tokens.is_remade or seen is not None):
+        why = "" if tokens.is_remade else "another version made them, or "
         text = (
-            f"tokens: made again, though those that the run began with are kept in {tokens.twin}: another version made "
-            "them, or the key of the cache is not the same at each start (engine.data.token_cache)"
+            f"tokens: made again, though the same are kept in {tokens.twin}: {why}the key of the cache "
+            "is not the same at each start (engine.data.token_cache)"
         )
         log(Note(level="warning", text=text))
     log(Phase(name="taking the rows", detail=tokens.note))

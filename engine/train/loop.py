@@ -45,6 +45,7 @@ from engine.log.events import (
 from engine.log.follow import Follower
 from engine.log.held import HeldWriter
 from engine.log.read import BrokenLog
+from engine.log.view import RunView
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
@@ -54,6 +55,7 @@ from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train import record
+from engine.train.applied import Applied, not_as_decided
 from engine.train.auditing import NARROW, ROUNDING, StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
@@ -397,6 +399,9 @@ class TrainingLoop:
                     self.log(Phase(name=TRAINING))
                 # Whatever torch compiles lazily has been compiled by now.
                 self.compiles.seal(self.log)
+                if trainer.ranks.first:
+                    with host.of(CHECKS):
+                        self._look_at_decisions(trainer)
             if spec.train.on_non_finite == "stop":
                 stop_unless_finite(step)
             if due.measure_memory:
@@ -436,6 +441,19 @@ class TrainingLoop:
             return ""
         self._threads = None
         return f"compute.threads is {decided}, and torch computes with {found}: something else has set it"
+
+    def _look_at_decisions(self, trainer: Trainer) -> None:
+        """Say what the log has decided and the run does not do."""
+        chunk_rows = trainer.loss.chunk_rows or self._chunk_rows
+        applied = Applied(trainer, self.teacher_decoder, chunk_rows, self.keeper.sharded)
+        with contextlib.suppress(BrokenLog):
+            for text in not_as_decided(self._logged().decisions, applied):
+                self.log(Note(level="error", text=f"not as decided: {text}"))
+
+    def _logged(self) -> RunView:
+        """Return what the run's own log holds by now. Raises BrokenLog."""
+        self._record = self._record or Follower(self.keeper.folder, files=True)
+        return self._record.read_all()
 
     def _due(self, step: int, begun_at: int, device: torch.device) -> _Due:
         """Return what follows `step` in a session that began after step `begun_at`."""
@@ -531,11 +549,10 @@ class TrainingLoop:
         newest = next(published(folder.checkpoints), folder.checkpoints / folder_name(self.step))
         kept = None
         if trainer.ranks.first:
-            self._record = self._record or Follower(folder, files=True)
             # A log that cannot be read, of the supervisor's too, is no reason to stop training.
             with contextlib.suppress(BrokenLog):
                 resumable = partial(self.keeper.check_resumable, trainer=trainer)
-                kept = Kept(self._record.read_all(), self._kept, resumable)
+                kept = Kept(self._logged(), self._kept, resumable)
         looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
         with trainer.host.of(CHECKS):
             self._answer(looked, trainer.ranks)

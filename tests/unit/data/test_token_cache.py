@@ -428,4 +428,9 @@ def test_tokens_that_are_made_again_under_another_key_know_their_twin(
     first = {path for path in root.iterdir() if path.is_dir()}
     exact = Recipe.key
     monkeypatch.setattr(Recipe, "key", lambda self, content: exact(self, content)[::-1])
-    assert load_tokens(recipe, root=root).twin in first
+    found = load_tokens(recipe, root=root)
+    assert found.twin in first and found.is_remade
+    monkeypatch.setattr("engine.data.token_cache.VERSION", "another")
+    monkeypatch.setattr(Recipe, "key", lambda self, content: exact(self, content)[1:])
+    found = load_tokens(recipe, root=root)
+    assert found.twin is not None and not found.is_remade
