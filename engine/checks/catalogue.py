@@ -17,7 +17,6 @@ CATALOGUE: tuple[About, ...] = (
         means="Probabilities are compared id by id, so the student is taught another word than the teacher meant.",
         remedy="Take teacher and student of one family, and the tokenizer that belongs to them.",
         when=When.BEFORE,
-        stops=True,
     ),
     About(
         id="batch_not_degenerate",
@@ -25,7 +24,6 @@ CATALOGUE: tuple[About, ...] = (
         means="There is nothing to learn from the batch, however well its loss falls.",
         remedy="Look at the rows; point data.corpus at text, and see that the loader moves on.",
         when=When.BEFORE,
-        stops=True,
     ),
     About(
         id="labels_are_next_tokens",
@@ -33,7 +31,6 @@ CATALOGUE: tuple[About, ...] = (
         means="Labels are unshifted or shifted twice: the student learns to copy its input or to skip a token.",
         remedy="Shift exactly once, between rows and loss.",
         when=When.BEFORE,
-        stops=True,
     ),
     About(
         id="documents_in_rows",
@@ -43,7 +40,6 @@ CATALOGUE: tuple[About, ...] = (
         remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); look at what reads, tokenizes "
         "and packs documents.",
         when=When.BEFORE,
-        stops=True,
     ),
     About(
         id="padding_not_trained",
@@ -51,7 +47,6 @@ CATALOGUE: tuple[About, ...] = (
         means="Part of the loss is the easy prediction of padding, and the student learns to answer with it.",
         remedy="Give padding the label -100, or pack documents instead of padding them.",
         when=When.BEFORE,
-        stops=True,
     ),
     About(
         id="end_is_learnt",
@@ -68,7 +63,6 @@ CATALOGUE: tuple[About, ...] = (
         "compares its part of tensors and moments, counters, generators, step and row.",
         remedy="The reason names what differs. The checkpoint stays as it is: mend what restores, and resume again.",
         when=When.GOING_ON,
-        stops=True,
     ),
     About(
         id="weights_alive",
@@ -76,7 +70,6 @@ CATALOGUE: tuple[About, ...] = (
         means="A model was left as it was allocated or initialised; its file was not read into it.",
         remedy="Load the file again and compare with `engine inspect --values`.",
         when=When.AT_START,
-        stops=True,
     ),
     About(
         id="forward_is_the_model",
@@ -85,7 +78,6 @@ CATALOGUE: tuple[About, ...] = (
         means="It computes another model: a missing mask, neighbouring rotary pairs, another eps, a wrong kernel.",
         remedy="The numbers say which side; mask the future and other documents, and bisect by layer.",
         when=When.AT_START,
-        stops=True,
     ),
     About(
         id="teacher_knows_text",
@@ -93,7 +85,6 @@ CATALOGUE: tuple[About, ...] = (
         means="It guesses: its weights are random, or its tokenizer or forward pass is wrong. It teaches noise.",
         remedy="Check the file, the tokenizer and the family; a good teacher is far below ln V.",
         when=When.AT_START,
-        stops=True,
     ),
     About(
         id="eval_baseline",
@@ -109,7 +100,6 @@ CATALOGUE: tuple[About, ...] = (
         means="The student learns from answers that rounding has moved by more than people accept of 4-bit files.",
         remedy="Take teacher.precision=bf16, which rounds less and takes longer.",
         when=When.AT_START,
-        stops=True,
     ),
     About(
         id="stored_outputs",
@@ -117,7 +107,6 @@ CATALOGUE: tuple[About, ...] = (
         means="The student learns from outputs of another model, of other rows, or altered ones.",
         remedy="Make the store again with `engine prepare`, from the teacher that the spec names.",
         when=When.AT_START,
-        stops=True,
     ),
     About(
         id="teacher_not_student",
@@ -125,7 +114,6 @@ CATALOGUE: tuple[About, ...] = (
         means="The student has nothing to learn: the KL is zero from the first step on and stays there.",
         remedy="Give student.path other weights.",
         when=When.AT_START,
-        stops=True,
     ),
     About(
         id="nan_not_masked",
@@ -133,7 +121,6 @@ CATALOGUE: tuple[About, ...] = (
         means="Broken weights would train to a finite loss, for example ln V, and nobody would know.",
         remedy="Remove the guard that replaces NaN in the softmax or the loss.",
         when=When.AT_START,
-        stops=True,
     ),
     *STAGES,
     About(
@@ -167,7 +154,6 @@ CATALOGUE: tuple[About, ...] = (
         means="The run leaves nothing behind that could be used or resumed from.",
         remedy="Stop now: everything until the next good checkpoint would be lost.",
         when=When.AT_CHECKPOINT,
-        stops=True,
     ),
     About(
         id="artefact",
@@ -175,7 +161,6 @@ CATALOGUE: tuple[About, ...] = (
         means="What is evaluated, published and used is another model than the one that was trained.",
         remedy="The last checkpoint has the trained weights: mend the writer and resume, to save it again.",
         when=When.AT_END,
-        stops=True,
     ),
     About(
         id="reported_loss",
@@ -185,7 +170,6 @@ CATALOGUE: tuple[About, ...] = (
         remedy="Look at what evaluates: its rows, labels and mean. The saved student stays as it is: `engine eval` "
         "measures it anew.",
         when=When.AT_END,
-        stops=True,
     ),
 )
 

@@ -44,7 +44,7 @@ class About:
     remedy: str
     """What to do about a failure."""
     when: When
-    stops: bool
+    stops: bool = True
     """Whether a failure makes the run worthless; the run is then stopped, unless checks.on_fail is report."""
 
 

@@ -107,3 +107,8 @@ class Context:
     """What this session was restored from; None for one that begins at step 0."""
     late_compiles: Callable[[], Sequence[str]]
     """Returns descriptions of the kernels whose compilation a step had to wait for."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The first tokenizer that is known; `vocabulary_by_bytes` says whether they are alike."""
+        return next((one for one in self.tokenizers.values() if one is not None), None)

@@ -130,86 +130,9 @@ def documents_in_rows(context: Context) -> Answer:
     """Count the documents of both streams, and compare some with what is read and tokenized anew."""
     if context.made is None:
         return unknown("what the rows were made of is not known")
-    numbers, streams = Numbers(looked_at=0), (context.train_stream, context.heldout_stream)
-    splits = dict(
-        zip(("training", "held-out"), zip(streams, context.made, strict=True), strict=True)
-    )
-    for split, (stream, made) in splits.items():
-        filled = stream.lengths > 0
-        if stream.padding is not None:
-            filled &= ~stream.padding
-        wanted = made.documents - sum(one.count for one in stream.left_out)
-        if (found := int(filled.sum())) != wanted:
-            return numbers.failed(
-                f"the {split} rows have {found:,} documents, the corpus has {wanted:,} for them"
-            )
-        if made.missing or made.doubled:
-            return numbers.failed(
-                f"{made.missing:,} documents of the {split} split are in no row, {made.doubled:,} are in the rows too "
-                "often or altered"
-            )
-    source = context.spec.data.corpus
-    columns = column_names(context.spec.data.columns)
-    records = read_records(source, columns)
-    there, names = (None, ()) if records is None else (records.sizes, records.names)
-    # With columns a folder is one of records, whatever else is in it.
-    if records is None and not columns:
-        files = files_of(source, include_tests=context.spec.data.include_tests) or {}
-        there, names = [*files.values()] or None, [*files]
-    if (miscounted := _miscounted(context, context.made, there, records)) is not None:
-        return miscounted
-    answers = Answers.of(context, records)
-    again = {name: split for split, (_, made) in splits.items() for name in made.again}
-    found_again: set[str] = set()
-    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
-    fraction = context.spec.data.heldout_fraction
-    if wrong := [n for n in again if (again[n] == "held-out") != is_held_out(n, fraction)]:
-        return numbers.failed(
-            f"{len(wrong)} of {len(again)} documents are on the other side of the split than their names say, as "
-            f"{wrong[0]}, which is among the {again[wrong[0]]} ones at a data.heldout_fraction of {fraction:g}"
-        )
-    if there is not None and (
-        otherwise := _split_otherwise(context, context.made, names, there, records)
-    ):
-        return numbers.failed(otherwise)
-    for name, one in context.read_again(again.keys()):
-        numbers["looked_at"] += 1
-        found_again.add(name)
-        found_in = [split for split, (stream, _) in splits.items() if _has(stream, one)]
-        if found_in != [again[name]] and len(one.ids):
-            where = " and ".join(found_in) or "no"
-            return numbers.failed(
-                f"{name}, read and tokenized again, is whole in {where} rows, and belongs into the {again[name]} ones"
-            )
-        if answers is not None and (other := answers.not_said(one)) is not None:
-            return numbers.failed(
-                f"{name} has labels on {other!r:.80}: the records of {source}, read by another library, have no "
-                "conversation whose answers these are"
-            )
-        if answers is not None and (missing := answers.not_asked(one)):
-            return numbers.failed(
-                f"{name} has not in it what its record of {source} says in front of an answer: {missing!r:.80}"
-            )
-        if tokenizer is None or one.left_out or one.labelled is not None:
-            continue
-        if (text := text_of(source, name)) is not None:
-            (ids,) = tokenizer.encode_documents([text])
-            if len(one.ids) > len(ids) + 1 or not np.array_equal(ids, one.ids[: len(ids)]):
-                return numbers.failed(
-                    f"{name} in the rows is not the text of that file of {source}"
-                )
-    if gone := sorted(again.keys() - found_again):
-        return numbers.failed(
-            f"{len(gone)} documents that are in the rows are no longer in the corpus, first {gone[0]}"
-        )
-    texts = there if records is None or records.are_texts else None
-    if texts is not None and (altered := _altered(context, texts)) is not None:
-        return altered
-    size = size_of_text(source)
-    if size is not None and (
-        cut := _cut(context, sum(one.documents for one in context.made), size)
-    ):
-        return numbers.failed(cut)
+    numbers = Numbers(looked_at=0)
+    for wrong in _wrong_documents(context, context.made, numbers):
+        return numbers.failed(wrong)
     if not numbers["looked_at"]:
         return numbers.unknown("no document is small enough to be read again")
     return numbers.passed(
@@ -218,19 +141,94 @@ def documents_in_rows(context: Context) -> Answer:
     )
 
 
+def _wrong_documents(context: Context, made: tuple[Made, Made], numbers: Numbers) -> Iterator[str]:
+    """Yield what is wrong with the documents in the rows; `numbers` gets what was counted on the way."""
+    streams = {"training": context.train_stream, "held-out": context.heldout_stream}
+    for (split, stream), wanted in zip(streams.items(), made, strict=True):
+        filled = stream.lengths > 0
+        if stream.padding is not None:
+            filled &= ~stream.padding
+        expected = wanted.documents - sum(one.count for one in stream.left_out)
+        if (found := int(filled.sum())) != expected:
+            yield f"the {split} rows have {found:,} documents, the corpus has {expected:,} for them"
+        if wanted.missing or wanted.doubled:
+            yield (
+                f"{wanted.missing:,} documents of the {split} split are in no row, {wanted.doubled:,} are in the rows "
+                "too often or altered"
+            )
+    data = context.spec.data
+    source, columns, fraction = data.corpus, column_names(data.columns), data.heldout_fraction
+    records = read_records(source, columns)
+    there, names = (None, ()) if records is None else (records.sizes, records.names)
+    # With columns a folder is one of records, whatever else is in it.
+    if records is None and not columns:
+        files = files_of(source, include_tests=data.include_tests) or {}
+        there, names = [*files.values()] or None, [*files]
+    if there is not None:
+        yield from _miscounted(context, made, there, records, numbers)
+    again = {name: split for split, one in zip(streams, made, strict=True) for name in one.again}
+    if wrong := [n for n in again if (again[n] == "held-out") != is_held_out(n, fraction)]:
+        yield (
+            f"{len(wrong)} of {len(again)} documents are on the other side of the split than their names say, as "
+            f"{wrong[0]}, which is among the {again[wrong[0]]} ones at a data.heldout_fraction of {fraction:g}"
+        )
+    if there is not None and (otherwise := _split_otherwise(context, made, names, there, records)):
+        yield otherwise
+    yield from _read_otherwise(context, again, records, numbers)
+    if records is None or records.are_texts:
+        yield from _weighed_otherwise(context, made, there)
+
+
+def _read_otherwise(
+    context: Context, again: Mapping[str, str], records: Records | None, numbers: Numbers
+) -> Iterator[str]:
+    """Yield how documents that are read and tokenized anew, by name with their split, are not those in the rows."""
+    source, tokenizer = context.spec.data.corpus, context.tokenizer
+    streams = {"training": context.train_stream, "held-out": context.heldout_stream}
+    answers = Answers.of(context, records)
+    gone = set(again)
+    for name, one in context.read_again(again.keys()):
+        numbers["looked_at"] += 1
+        gone.discard(name)
+        found_in = [split for split, stream in streams.items() if _has(stream, one)]
+        if found_in != [again[name]] and len(one.ids):
+            where = " and ".join(found_in) or "no"
+            yield (
+                f"{name}, read and tokenized again, is whole in {where} rows, and belongs into the {again[name]} ones"
+            )
+        if answers is not None and (other := answers.not_said(one)) is not None:
+            yield (
+                f"{name} has labels on {other!r:.80}: the records of {source}, read by another library, have no "
+                "conversation whose answers these are"
+            )
+        if answers is not None and (missing := answers.not_asked(one)):
+            yield (
+                f"{name} has not in it what its record of {source} says in front of an answer: {missing!r:.80}"
+            )
+        if tokenizer is None or one.left_out or one.labelled is not None:
+            continue
+        if (text := text_of(source, name)) is not None:
+            (ids,) = tokenizer.encode_documents([text])
+            if len(one.ids) > len(ids) + 1 or not np.array_equal(ids, one.ids[: len(ids)]):
+                yield f"{name} in the rows is not the text of that file of {source}"
+    if gone:
+        yield (
+            f"{len(gone)} documents that are in the rows are no longer in the corpus, first {min(gone)}"
+        )
+
+
 def _miscounted(
     context: Context,
     made: tuple[Made, Made],
-    there: Sequence[int] | None,
+    there: Sequence[int],
     records: Records | None,
-) -> Answer | None:
+    numbers: Numbers,
+) -> Iterator[str]:
     """Hold the number of documents against the sizes of the texts that the source has."""
-    if there is None:
-        return None
     data, documents = context.spec.data, [one.documents for one in made]
     sizes, known = np.sort(there)[::-1], context.left_out + sum(documents)
     what = "records, read by another library" if records else "files of text"
-    numbers = Numbers(there=len(sizes), documents=known)
+    numbers |= dict(there=len(sizes), documents=known)
     budgets = (data.max_bytes, int(data.max_bytes * data.heldout_fraction))
     # Where as many documents as there are, and one more, fit whichever they are, none is left out by max_bytes.
     all_fit = not data.max_bytes or all(
@@ -239,15 +237,14 @@ def _miscounted(
     # What is left out of a folder is not only records.
     counted = records is not None and records.of_one_file
     if (all_fit and known < len(sizes)) or (counted and known > len(sizes)):
-        return numbers.failed(
+        yield (
             f"{data.corpus} has {len(sizes):,} {what}; {known:,} are in a split or known to be left out"
         )
     if data.max_bytes and (least := int(sizes[::-1][: documents[0]].sum())) > data.max_bytes:
-        return numbers.failed(
+        yield (
             f"{documents[0]:,} training documents of {data.corpus} are {least:,} bytes long at least, data.max_bytes "
             f"allows {data.max_bytes:,}"
         )
-    return None
 
 
 def _split_otherwise(
@@ -297,55 +294,44 @@ def _split_otherwise(
     return ""
 
 
-def _altered(context: Context, there: Sequence[int]) -> Answer | None:
-    """Weigh every document by the bytes of its tokens: each is as long as a text of the source."""
-    data = context.spec.data
-    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
-    table = None if tokenizer is None else bytes_of_tokens(tokenizer.raw)
+def _weighed_otherwise(
+    context: Context, made: tuple[Made, Made], there: Sequence[int] | None
+) -> Iterator[str]:
+    """Weigh every document by the bytes of its tokens: each is as long as a text of the source, whose sizes are
+    `there`, and the passages of a source that is one file of text are all of it."""
+    data, tokenizer = context.spec.data, context.tokenizer
+    file_size = size_of_text(data.corpus)
+    if tokenizer is None or (there is None and file_size is None):
+        return
+    table, spelt = bytes_of_tokens(tokenizer.raw), spelling_of(tokenizer.raw)
     if table is None:
-        return None
-    numbers = Numbers(there=len(there))
+        return
     train, held = (
         _bytes_of_documents(stream, table)
         for stream in (context.train_stream, context.heldout_stream)
     )
-    if data.max_bytes and (total := int(train.sum())) > data.max_bytes:
-        return numbers.failed(
-            f"the training text is {total:,} bytes long, data.max_bytes allows {data.max_bytes:,}"
+    if there is not None:
+        if data.max_bytes and (total := int(train.sum())) > data.max_bytes:
+            yield f"the training text is {total:,} bytes long, data.max_bytes allows {data.max_bytes:,}"
+        weighed = Counter([*train.tolist(), *held.tolist()])
+        other = weighed - Counter(there)
+        # Only texts that are not in their normal form, which few are, must be read for that.
+        if other and spelt is not None:
+            records = read_records(data.corpus, column_names(data.columns), spelt)
+            files = files_of(data.corpus, include_tests=data.include_tests, spelt=spelt) or {}
+            other = weighed - Counter(records.sizes if records is not None else files.values())
+        if other:
+            yield (
+                f"{other.total():,} of {len(train) + len(held):,} documents are as long as no text of {data.corpus}, "
+                f"as one of {min(other):,} bytes: something of them is lost or added on the way to the rows"
+            )
+    documents, total = sum(one.documents for one in made), int(train.sum() + held.sum())
+    is_all = not context.left_out and not data.max_bytes and len(train) + len(held) == documents
+    if file_size is not None and spelt is None and is_all and total != file_size:
+        yield (
+            f"the {documents:,} passages of {data.corpus} are {total:,} bytes long in all, the file {file_size:,}: "
+            "something of it is in no row, or twice"
         )
-    weighed = Counter([*train.tolist(), *held.tolist()])
-    other = weighed - Counter(there)
-    # Only texts that are not in their normal form, which few are, must be read for that.
-    if other and tokenizer is not None and (spelt := spelling_of(tokenizer.raw)) is not None:
-        columns = column_names(data.columns)
-        records = read_records(data.corpus, columns, spelt)
-        files = files_of(data.corpus, include_tests=data.include_tests, spelt=spelt) or {}
-        sizes = records.sizes if records is not None else [*files.values()]
-        other = weighed - Counter(sizes)
-    if other:
-        return numbers.failed(
-            f"{other.total():,} of {len(train) + len(held):,} documents are as long as no text of {data.corpus}, as "
-            f"one of {min(other):,} bytes: something of them is lost or added on the way to the rows"
-        )
-    return None
-
-
-def _cut(context: Context, documents: int, size: int) -> str:
-    """Say that the passages of a file of `size` bytes are not all of it; empty where they are, or are not all taken."""
-    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
-    table = None if tokenizer is None else bytes_of_tokens(tokenizer.raw)
-    if tokenizer is None or table is None or spelling_of(tokenizer.raw) is not None:
-        return ""
-    streams = (context.train_stream, context.heldout_stream)
-    weighed = np.concatenate([_bytes_of_documents(stream, table) for stream in streams])
-    total = int(weighed.sum())
-    is_all = not context.left_out and not context.spec.data.max_bytes and len(weighed) == documents
-    if not is_all or total == size:
-        return ""
-    return (
-        f"the {documents:,} passages of {context.spec.data.corpus} are {total:,} bytes long in all, the file {size:,}: "
-        "something of it is in no row, or twice"
-    )
 
 
 def _bytes_of_documents(stream: TokenStream, table: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -386,7 +372,7 @@ class Answers:
     @staticmethod
     def of(context: Context, records: Records | None) -> Answers | None:
         """Return None where a record is more than plain text: what a template writes of it is its own matter."""
-        tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+        tokenizer = context.tokenizer
         if records is None or tokenizer is None:
             return None
         special = tuple(sorted(tokenizer.special_tokens, key=len, reverse=True))
@@ -470,7 +456,7 @@ def padding_not_trained(context: Context) -> Answer:
 
 def end_is_learnt(context: Context) -> Answer:
     """Fail if special tokens follow others of their document, in rows where documents end, and none is a label."""
-    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+    tokenizer = context.tokenizer
     if tokenizer is None:
         return unknown("no tokenizer is known, so which tokens are special ones is not either")
     special = map(tokenizer.id_of, tokenizer.special_tokens)
@@ -549,7 +535,7 @@ def _beginning(context: Context, document: int) -> str:
     stream = context.heldout_stream
     begin, end = stream.starts[document : document + 2].tolist()
     ids = stream.tokens[begin : min(end, begin + SHINGLE)].tolist()
-    tokenizer = next((one for one in context.tokenizers.values() if one is not None), None)
+    tokenizer = context.tokenizer
     return f"document {document:,}" if tokenizer is None else repr(tokenizer.decode(ids))
 
 

@@ -59,32 +59,33 @@ from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
 from engine.verdict import Level, Verdict
 
-CHECKS: dict[str, Callable[..., Answer | None]] = {
-    "vocabulary_by_bytes": vocabulary_by_bytes,
-    "batch_not_degenerate": batch_not_degenerate,
-    "labels_are_next_tokens": labels_are_next_tokens,
-    "documents_in_rows": documents_in_rows,
-    "padding_not_trained": padding_not_trained,
-    "end_is_learnt": end_is_learnt,
-    "resume_continues": resume_continues,
-    "weights_alive": weights_alive,
-    "forward_is_the_model": forward_is_the_model,
-    "teacher_knows_text": teacher_knows_text,
-    "eval_baseline": eval_baseline,
-    "teacher_fp8_within_noise_floor": teacher_fp8_within_noise_floor,
-    "stored_outputs": stored_outputs,
-    "teacher_not_student": teacher_not_student,
-    "nan_not_masked": nan_not_masked,
-    "split_disjoint": split_disjoint,
-    "memory_as_planned": memory_as_planned,
-    "no_late_compile": no_late_compile,
-    "checkpoint_reloads": checkpoint_reloads,
-    "artefact": artefact,
-    "reported_loss": reported_loss,
-}
+_ASKED: tuple[Callable[..., Answer | None], ...] = (
+    vocabulary_by_bytes,
+    batch_not_degenerate,
+    labels_are_next_tokens,
+    documents_in_rows,
+    padding_not_trained,
+    end_is_learnt,
+    resume_continues,
+    weights_alive,
+    forward_is_the_model,
+    teacher_knows_text,
+    eval_baseline,
+    teacher_fp8_within_noise_floor,
+    stored_outputs,
+    teacher_not_student,
+    nan_not_masked,
+    split_disjoint,
+    memory_as_planned,
+    no_late_compile,
+    checkpoint_reloads,
+    artefact,
+    reported_loss,
+)
 """Each is asked of the context; after a step also of the step, of a checkpoint of its folder and step, at the end of
 what was saved or reported. None is not yet an answer.
 """
+CHECKS = {check.__name__: check for check in _ASKED}
 AT_ONCE = (When.BEFORE, When.AT_START)
 
 
