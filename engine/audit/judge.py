@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,29 @@ class _Loss:
     head_gradient_VD: Tensor | None
     """None where hidden states are logits."""
     largest_logit: float
+
+
+class Difference(NamedTuple):
+    """The first place in which two matrices differ, what they have there, and how many there are."""
+
+    row: int
+    token: int
+    found: int
+    wanted: int
+    differing: int
+
+
+def first_difference(found_BT: Tensor, wanted_BT: Tensor) -> Difference | None:
+    differing = (found_BT != wanted_BT).nonzero()
+    if not len(differing):
+        return None
+    row, token = differing[0].tolist()
+    found, wanted = int(found_BT[row, token]), int(wanted_BT[row, token])
+    return Difference(row, token, found, wanted, len(differing))
+
+
+def _place(number: int, row: int, token: int) -> str:
+    return f"pass {number + 1}, row {row + 1}, token {token + 1}"
 
 
 class Updated(NamedTuple):
@@ -366,13 +389,10 @@ def _rows(step: _Step) -> Answer:
             ("token", one.tokens_BT.cpu(), corpus.tokens_BT),
             ("document number", one.documents_BT.cpu(), corpus.documents_BT),
         ):
-            differing = (trained_BT != there_BT).nonzero()
-            if len(differing):
-                row, place = differing[0].tolist()
-                return Numbers(differing=len(differing)).failed(
-                    f"pass {number + 1}, row {row + 1}, token {place + 1}: {what} "
-                    f"{int(trained_BT[row, place])} was trained on, the corpus has "
-                    f"{int(there_BT[row, place])}; {len(differing):,} of {trained_BT.numel():,} differ"
+            if first := first_difference(trained_BT, there_BT):
+                return Numbers(differing=first.differing).failed(
+                    f"{_place(number, first.row, first.token)}: {what} {first.found} was trained on, the corpus has "
+                    f"{first.wanted}; {first.differing:,} of {trained_BT.numel():,} differ"
                 )
         seen += one.row_ids
     repeated = len(seen) - len(set(seen))
@@ -391,13 +411,10 @@ def _labels_are_next(step: _Step) -> Answer:
         )
         wanted_BT = torch.where(corpus.predicted_BT, wanted_BT, IGNORED)
         labels_BT = one.labels_BT.cpu()
-        differing = (labels_BT != wanted_BT).nonzero()
-        if len(differing):
-            row, place = differing[0].tolist()
-            has, wants = int(labels_BT[row, place]), int(wanted_BT[row, place])
-            return Numbers(differing=len(differing)).failed(
-                f"pass {number + 1}, row {row + 1}, token {place + 1}: the label is "
-                f"{_named(has)}, expected {_named(wants)}; {len(differing):,} of {labels_BT.numel():,} differ"
+        if first := first_difference(labels_BT, wanted_BT):
+            return Numbers(differing=first.differing).failed(
+                f"{_place(number, first.row, first.token)}: the label is {_named(first.found)}, expected "
+                f"{_named(first.wanted)}; {first.differing:,} of {labels_BT.numel():,} differ"
             )
         labelled += int((labels_BT != IGNORED).sum())
     numbers = Numbers(labelled=labelled)
@@ -481,10 +498,9 @@ def _forward_pass(
         most = ROUNDED_PER_SEEN * int(by_rounding_P.sum())
         share = positions / int(looked_at_P.sum())
         if int((beyond_P & looked_at_P).sum()) > most or int(beyond_P.sum()) > most * share:
-            at = found.places[int(beyond_P.nonzero()[0])]
+            first = int(beyond_P.nonzero()[0])
             return numbers.failed(
-                f"{text}; first at pass {at[0] + 1}, row {at[1] + 1}, token {at[2] + 1}: "
-                f"{float(relative_P[beyond_P][0]):.2g}"
+                f"{text}; first at {_place(*found.places[first])}: {float(relative_P[first]):.2g}"
             )
         kept_P = ~(beyond_P | by_rounding_P)
         error = found.relative(kept_P)
@@ -587,9 +603,8 @@ def _targets(step: _Step, model: Model) -> Answer:
     every = -(-len(hidden_PE) // max(TARGETS_COMPARED, 4 * LOGITS // vocabulary))
     ids_PK = torch.cat(ids).to(step.device)[::every].long()
     logits = [
-        hidden_PE[::every] @ model.weight(model.head_name, torch.arange(first, end)).T
-        for first in range(0, vocabulary, reference.HEAD_ROWS)
-        for end in (min(first + reference.HEAD_ROWS, vocabulary),)
+        hidden_PE[::every] @ model.weight(model.head_name, rows_R).T
+        for rows_R in torch.split(torch.arange(vocabulary), reference.HEAD_ROWS)
     ]
     scaled_PV = torch.cat(logits, dim=1).double() / step.seen.wanted.objective.temperature
     log_p_PV = torch.log_softmax(scaled_PV, dim=1)
@@ -645,7 +660,8 @@ def _as_in_files(step: _Step, model: Model | None) -> Answer | None:
     if model is None or files is None:
         return None
     shape = model.shape
-    of_model = {**_fields(shape), **_fields(shape.stretch)}
+    of_model = asdict(shape)
+    of_model |= of_model["stretch"] or {}
     for name, wanted in files.shape.items():
         found = of_model.get(name)
         if (found or 0) != (wanted or 0) and not (
@@ -693,10 +709,6 @@ def _first_beyond(
     return f"{where}, and {len(beyond) - 1:,} more of {error.numel():,},", place
 
 
-def _fields(of: object) -> dict[str, Any]:
-    return {} if of is None else {one.name: getattr(of, one.name) for one in fields(of)}  # type: ignore[arg-type]
-
-
 # Loss
 
 
@@ -729,13 +741,9 @@ def _compared(step: _Step, ref: _Loss, relative: float, rounding: float, prefix:
         allowed = relative * (1 + abs(wanted)) + rounding * factor
         numbers |= {f"{prefix}{key}": found, f"{prefix}{key}_reference": wanted}
         if not abs(found - wanted) <= allowed:
-            whence = (
-                "the plain models give"
-                if prefix
-                else "the step's own hidden states and labels give"
-            )
+            whence = "the plain models" if prefix else "the step's own hidden states and labels"
             return numbers.failed(
-                f"{what} is logged as {found:.6g}, {whence} {wanted:.6g} (at most {allowed:.1g} apart by rounding)"
+                f"{what} is logged as {found:.6g}, {whence} give {wanted:.6g} (at most {allowed:.1g} apart by rounding)"
             )
     if logged.agreement is not None and not prefix:
         numbers |= dict(agreement=logged.agreement, agreement_reference=ref.agreement)
@@ -806,29 +814,27 @@ def _hidden_gradients(step: _Step) -> Answer:
         found_ND = one.student_gradient_ND.double()
         without_N = (_labels(one) == IGNORED) & (found_ND.abs().sum(1) > 0)
         if without_N.any():
-            place = int(without_N.nonzero()[0])
-            T = one.tokens_BT.shape[1]
+            row, token = divmod(int(without_N.nonzero()[0]), one.tokens_BT.shape[1])
             return Numbers(leaking=int(without_N.sum())).failed(
-                f"{int(without_N.sum())} tokens without a label get a gradient, first pass {number + 1}, row "
-                f"{place // T + 1}, token {place % T + 1}"
+                f"{int(without_N.sum())} tokens without a label get a gradient, first {_place(number, row, token)}"
             )
         error_N = (found_ND - wanted_ND).norm(dim=1)
         square += float(error_N.square().sum())
         size += float(wanted_ND.square().sum())
-        excess_N = error_N / (relative * 8 * wanted_ND.norm(dim=1) + floor)
-        if len(excess_N) and float(excess_N.nan_to_num(math.inf).amax()) > worst[0]:
-            place = int(excess_N.nan_to_num(math.inf).argmax())
-            worst = (float(excess_N[place].nan_to_num(math.inf)), number, place)
+        excess_N = (error_N / (relative * 8 * wanted_ND.norm(dim=1) + floor)).nan_to_num(math.inf)
+        if len(excess_N) and float(excess_N.amax()) > worst[0]:
+            worst = (float(excess_N.amax()), number, int(excess_N.argmax()))
     error = math.sqrt(square / size) if size else 0.0
     numbers = Numbers(hidden_error=error, hidden_allowed=relative, floor=floor)
     if worst[0] > 1:
-        one = seen.passes[worst[1]]
-        row, token = divmod(worst[2], one.tokens_BT.shape[1])
-        found = float(one.student_gradient_ND[worst[2]].double().norm())  # type: ignore[index]
-        wanted = float(ref.hidden_gradients[worst[1]][worst[2]].norm())
+        _, number, place = worst
+        one = seen.passes[number]
+        row, token = divmod(place, one.tokens_BT.shape[1])
+        found = float(one.student_gradient_ND[place].double().norm())  # type: ignore[index]
+        wanted = float(ref.hidden_gradients[number][place].norm())
         return numbers.failed(
-            f"the gradient of the hidden states is {error:.2g} (relative) from that of the loss; most at pass "
-            f"{worst[1] + 1}, row {row + 1}, token {token + 1}: length {found:.3g}, expected {wanted:.3g}"
+            f"the gradient of the hidden states is {error:.2g} (relative) from that of the loss; most at "
+            f"{_place(number, row, token)}: length {found:.3g}, expected {wanted:.3g}"
         )
     if not error <= MOSTLY_ROUNDING:
         return numbers.unknown(
@@ -946,13 +952,13 @@ def _with_head(
     gradients: Iterator[tuple[str, Tensor]], head_gradient_VD: Tensor | None, head_name: str
 ) -> Iterator[tuple[str, Sequence[Tensor]]]:
     """Yield the name of each tensor with its gradients, which add up: a tied head's are two."""
-    own_head = head_gradient_VD is not None
     for name, gradient in gradients:
-        parts = [gradient]
         if head_gradient_VD is not None and name == head_name:
-            parts, own_head = [gradient, head_gradient_VD], False
-        yield name, parts
-    if own_head and head_gradient_VD is not None:
+            yield name, [gradient, head_gradient_VD]
+            head_gradient_VD = None
+        else:
+            yield name, [gradient]
+    if head_gradient_VD is not None:
         yield head_name, [head_gradient_VD]
 
 
@@ -1019,21 +1025,13 @@ def _moments(seen: Updated, device: torch.device) -> Answer:
     )
 
 
-def _rate(logged: Logged, wanted: Wanted) -> Answer:
-    numbers = Numbers(rate=wanted.rate, logged=logged.lr)
-    if not abs(logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
-        return numbers.failed(
-            f"the rate is logged as {logged.lr:.4g}, the schedule of the spec has {wanted.rate:.4g}"
-        )
-    return numbers.passed(f"{logged.lr:.4g} is the rate of the schedule")
-
-
 def _weights(seen: Updated, device: torch.device) -> Answer:
     wanted = seen.wanted
     numbers = Numbers(rate=wanted.rate, logged=seen.logged.lr)
-    rate = _rate(seen.logged, wanted)
-    if rate.verdict.level is Level.FAIL:
-        return rate
+    if not abs(seen.logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
+        return numbers.failed(
+            f"the rate is logged as {seen.logged.lr:.4g}, the schedule of the spec has {wanted.rate:.4g}"
+        )
     if not seen.logged.applied:
         return numbers.unknown(NOT_APPLIED)
     compared = due = moved = total = 0

@@ -8,89 +8,82 @@ and, beside them, how much arithmetic all of it took.
 
 from __future__ import annotations
 
+from functools import partial
+
 from engine.checks.check import About, When
 
+_stage = partial(About, when=When.AT_STEP)
+
 STAGES: tuple[About, ...] = (
-    About(
+    _stage(
         id="step_rows",
         question="Did the step train on the rows of the corpus whose turn it was, each once?",
         means="Rows are met twice, left out or altered between the corpus and the models.",
         remedy="Look at the loader: what stands at the row and token that are named.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_labels",
         question="Is every label of the step the next token of its document, and every such token a label?",
         means="The student learns to repeat or skip tokens, is trained on what is not to be predicted, or misses "
         "a part.",
         remedy="Shift labels exactly once, where the rows are made (engine.data.batches).",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_teacher",
         question="Are the teacher's hidden states in the step those of a plain forward pass over its tokens?",
         means="The teacher computes another model, or sees other tokens, neighbours or positions than it should.",
         remedy="Flip teacher.backend, teacher.kernel or teacher.precision to see which part it is; of stored outputs "
         "(teacher.cache), run without them, and `engine prepare` a new store at the temperature of the loss.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_student",
         question="Are the student's hidden states in the step those of a plain forward pass with its weights?",
         means="The forward pass that trains is not the model that is saved.",
         remedy="Flip compute.compile or student.precision to see which part it is.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_loss_parts",
         question="Are the logged cross entropy, divergence and agreement those of the step's hidden states and labels?",
         means="Tokens or rows are left out of the loss, counted twice, or compared at other settings than the spec's.",
         remedy="Flip loss.kernel to see whether a kernel is wrong; compare the arguments of the loss with the spec.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_loss",
         question="Is the logged loss the sum of its parts with the weights that the spec gives?",
         means="The run trains with another weight of the teacher than it records.",
         remedy="Look at loss.alpha and loss.temperature where the loss is called.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_gradients",
         question="Are the gradients those of the logged loss, over all rows and passes of the step?",
         means="The run descends another objective than the one it logs: rows or passes are left out or weighted "
         "wrongly.",
         remedy="The numbers say where the difference begins: at the hidden states, in the loss, else in the "
         "tensor named.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_clipping",
         question="Is the logged gradient norm that of the gradients?",
         means="Gradients are clipped by another norm than theirs, and the chart shows that one.",
         remedy="Take the norm after the last micro-batch and before the update, over every parameter.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_moments",
         question="Are the optimizer's moments those that AdamW makes of the clipped gradients?",
         means="The optimizer sees other gradients than the loss gave, clips them otherwise, or has other betas.",
         remedy="Compare clip_norm, beta1 and beta2 in the optimizer's groups with the spec; flip train.update.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_weights",
         question="Did every weight move as AdamW says, at the rate, decay and epsilon of the spec?",
         means="The rate or decay that trains is not the one that is recorded, or a part of the student is not trained.",
         remedy="Give the optimizer every parameter; set the rate on its own groups at every step.",
-        when=When.AT_STEP,
     ),
-    About(
+    _stage(
         id="step_work",
         question="Does each part of the step do the arithmetic that its models need, and not more?",
         means="A model runs twice, rows are computed that nobody needs, or a part is measured under another's name.",
         remedy="Look at what the part that is named calls, and at the mark where its time begins.",
-        when=When.AT_STEP,
         stops=False,
     ),
 )

@@ -392,9 +392,9 @@ class Answers:
         """Return what a record says in front of an answer and its conversation does not; empty when all is there."""
         if one.labelled is None or not len(one.ids) or self.last or one.last_turn_only:
             return ""
-        edges = np.flatnonzero(np.diff(one.labelled, prepend=False, append=False)).reshape(-1, 2)
         said = tuple(
-            plain(self.tokenizer.decode(one.ids[first:end]), self.special) for first, end in edges
+            plain(self.tokenizer.decode(one.ids[first:end]), self.special)
+            for first, end in _runs(one.labelled)
         )
         whole = plain(self.tokenizer.decode(one.ids), self.special, reasoning=True)
         missing = [
@@ -407,11 +407,11 @@ class Answers:
         """Return what has labels in a conversation that has other ones than the answers of a record."""
         if one.labelled is None or not len(one.ids):
             return None
-        edges = np.flatnonzero(np.diff(one.labelled, prepend=False, append=False)).reshape(-1, 2)
-        texts = tuple(self.tokenizer.decode(one.ids[first:end]) for first, end in edges)
+        runs = _runs(one.labelled)
+        texts = tuple(self.tokenizer.decode(one.ids[first:end]) for first, end in runs)
         exact = tuple(plain(text, self.special) for text in texts)
         # A token that begins with the prompt's white space and reaches into the answer has no label.
-        before = [self.tokenizer.decode(one.ids[max(0, first - 1) : first]) for first, _ in edges]
+        before = [self.tokenizer.decode(one.ids[max(0, first - 1) : first]) for first, _ in runs]
         whole = tuple(
             plain(head + text, self.special) if head[:1].isspace() else own
             for head, text, own in zip(before, texts, exact, strict=True)
@@ -422,6 +422,11 @@ class Answers:
             return None
         said = {text for one in self.known for text in one}
         return next((t for t, own in zip(texts, exact, strict=True) if own not in said), texts[0])
+
+
+def _runs(labelled: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return where each run of labels begins and ends, (runs, 2)."""
+    return np.flatnonzero(np.diff(labelled, prepend=False, append=False)).reshape(-1, 2)
 
 
 def _has(stream: TokenStream, one: Encoded) -> bool:

@@ -43,9 +43,9 @@ def student_hidden(context: Context) -> Hidden:
 
 
 def hidden_of(hidden: Hidden, batch: Batch, device: torch.device) -> Tensor:
-    """Return the hidden states (B, T, D) of a batch."""
+    """Return the hidden states of a batch, (N, D)."""
     tokens_BT, documents_BT, _ = batch.to_torch(device)
-    return hidden(tokens_BT, documents_BT)
+    return hidden(tokens_BT, documents_BT).flatten(0, 1)
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ def nan_not_masked(context: Context) -> Answer:
     """Put a NaN into the hidden states that the loss gets of each model."""
     batch = few_rows(next_rows(context), TOKENS)
     labels_N = torch.from_numpy(batch.labels_BT).flatten()
-    hidden_ND = hidden_of(student_hidden(context), batch, context.device).flatten(0, 1)
+    hidden_ND = hidden_of(student_hidden(context), batch, context.device)
     models = {"student": hidden_ND}
     teacher_head = None
     if context.teacher is not None:
-        teacher_NE = hidden_of(context.teacher.hidden, batch, context.device).flatten(0, 1)
+        teacher_NE = hidden_of(context.teacher.hidden, batch, context.device)
         models["teacher"], teacher_head = teacher_NE, context.teacher.head()
     # The first token's label, whatever the rows have: only the loss is asked.
     labels_N[0] = 0

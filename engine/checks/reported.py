@@ -19,7 +19,7 @@ evaluation once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from engine.audit import reference
 from engine.audit.bounds import LOGITS, group_tokens
 from engine.audit.files import Files, open_files
+from engine.audit.judge import first_difference
 from engine.audit.observed import CorpusRows
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
@@ -162,11 +163,8 @@ def _otherwise(context: Context, computed: Computed, rows: Callable[[Batch], Cor
     if not config.native or computed.decoder.shards is not None:
         return ""
     chosen, _ = _chosen(context, config, SOME_FLOPS, by_documents=True)
-    shape = shape_of(config)
-    runs = reference.PlainDecoder(shape, weights_of(computed.decoder))
-    head = "embed.weight" if shape.tied else "head.weight"
-    found = [_loss(context, runs, head, rows(batch), computed.vocabulary) for batch in chosen]
-    expected = sum(total for total, _ in found) / max(sum(count for _, count in found), 1)
+    runs = reference.PlainDecoder(shape_of(config), weights_of(computed.decoder))
+    expected, _ = _plain_loss(context, runs, map(rows, chosen), computed.vocabulary)
     loss, allowed = computed.evaluate(chosen), max(SOME_ALLOWED, 5 * computed.rounding)
     if not abs(loss - expected) <= allowed * expected:
         return (
@@ -177,9 +175,7 @@ def _otherwise(context: Context, computed: Computed, rows: Callable[[Batch], Cor
         return ""
     text_BT = torch.tensor([[*computed.prompt, *computed.sample]], device=context.device)
     hidden_ND = runs.forward(text_BT, torch.zeros_like(text_BT)).hidden_ND
-    logits_NV = (
-        hidden_ND[len(computed.prompt) - 1 : -1] @ runs.weight(head)[: computed.vocabulary].T
-    )
+    logits_NV = hidden_ND[len(computed.prompt) - 1 : -1] @ _head(runs, computed.vocabulary).T
     behind_N = (
         logits_NV.amax(1) - logits_NV.gather(1, text_BT[0, len(computed.prompt) :, None])[:, 0]
     )
@@ -216,12 +212,10 @@ def _not_the_text(
             ("token", batch.tokens_BT, wanted.tokens_BT),
             ("label", batch.labels_BT, labels_BT),
         ):
-            differing = (torch.from_numpy(found_BT) != there_BT).nonzero()
-            if len(differing):
-                row, place = differing[0].tolist()
+            if first := first_difference(torch.from_numpy(found_BT), there_BT):
                 return (
-                    f"batch {number + 1}, row {row + 1}, token {place + 1}: {what} {int(found_BT[row, place])} is "
-                    f"evaluated, the held-out text has {int(there_BT[row, place])}; {len(differing):,} differ"
+                    f"batch {number + 1}, row {first.row + 1}, token {first.token + 1}: {what} {first.found} is "
+                    f"evaluated, the held-out text has {first.wanted}; {first.differing:,} differ"
                 )
     if other := [one for one in means_over if one not in (None, labels)]:
         return f"the loss is a mean over {other[0]:,} labels, the held-out rows have {labels:,}"
@@ -237,17 +231,9 @@ def _of_files(context: Context, reported: Reported) -> Answer:
     if files is None:
         return unknown("no other forward pass is known for such a model", **numbers)
     chosen, whole = _chosen(context, config, FLOPS)
-    shape = shape_of(config)
-    runs = reference.PlainDecoder(shape, _held(files, context.device))
-    head = "embed.weight" if shape.tied else "head.weight"
-    total = 0.0
-    count = 0
-    for batch in chosen:
-        text = reported.rows(batch)
-        sums, labelled = _loss(context, runs, head, text, config.vocab_size)
-        total, count = total + sums, count + labelled
+    runs = reference.PlainDecoder(shape_of(config), _held(files, context.device))
+    expected, count = _plain_loss(context, runs, map(reported.rows, chosen), config.vocab_size)
     found = reported.loss if whole else reported.evaluate(chosen)
-    expected = total / max(count, 1)
     allowed = max(FP32_SUMS[context.device.type], reported.rounding)
     numbers |= dict(reference=expected, compared=count, found=found, allowed=allowed)
     of = "all" if whole else f"{count:,} of {reported.labelled:,}"
@@ -305,17 +291,24 @@ def _chosen(
     return chosen, room == rows
 
 
-def _loss(
-    context: Context, runs: reference.PlainDecoder, head: str, text: CorpusRows, vocabulary: int
+def _head(runs: reference.PlainDecoder, vocabulary: int) -> Tensor:
+    return runs.weight("embed.weight" if runs.shape.tied else "head.weight")[:vocabulary]
+
+
+def _plain_loss(
+    context: Context, runs: reference.PlainDecoder, texts: Iterable[CorpusRows], vocabulary: int
 ) -> tuple[float, int]:
-    """Return the sum of the cross entropy over the labels of some rows, and how many there are."""
-    device = context.device
-    labels_N = text.labels_BT.flatten().to(device)
-    hidden_ND = runs.forward(text.tokens_BT.to(device), text.documents_BT.to(device)).hidden_ND
-    weight_VD = runs.weight(head)
-    total = 0.0
-    places = (labels_N != IGNORED).nonzero().squeeze(1)
-    for part in torch.split(places, max(LOGITS // vocabulary, 16)):
-        logits_CV = hidden_ND[part] @ weight_VD[:vocabulary].T
-        total += float(F.cross_entropy(logits_CV.double(), labels_N[part], reduction="sum"))
-    return total, len(places)
+    """Return the mean cross entropy over the labels of some rows, and how many there are."""
+    device, total, count = context.device, 0.0, 0
+    for text in texts:
+        labels_N = text.labels_BT.flatten().to(device)
+        hidden_ND = runs.forward(text.tokens_BT.to(device), text.documents_BT.to(device)).hidden_ND
+        # Read for each: held, it would be beside the layers of the next forward pass.
+        head_VD = _head(runs, vocabulary)
+        places = (labels_N != IGNORED).nonzero().squeeze(1)
+        count += len(places)
+        for part in torch.split(places, max(LOGITS // vocabulary, 16)):
+            logits_CV = hidden_ND[part] @ head_VD.T
+            total += float(F.cross_entropy(logits_CV.double(), labels_N[part], reduction="sum"))
+        del head_VD
+    return total / max(count, 1), count

@@ -46,7 +46,7 @@ def teacher_knows_text(context: Context) -> Answer:
     batch = few_rows(context.heldout[0])
     labels_N = torch.from_numpy(batch.labels_BT).flatten()
     columns = context.student.config.vocab_size
-    hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
+    hidden_NE = hidden_of(teacher.hidden, batch, context.device)
     ce = cross_entropy(hidden_NE, teacher.head(), columns, labels_N)
     frequencies = token_frequencies(context.train_stream, labels_N, columns)
     ln_v = math.log(columns)
@@ -101,9 +101,9 @@ def teacher_not_student(context: Context) -> Answer:
     batch = few_rows(next_rows(context))
     columns = context.student.config.vocab_size
     kl, agreement = mean_kl(
-        hidden_of(teacher.hidden, batch, context.device).flatten(0, 1),
+        hidden_of(teacher.hidden, batch, context.device),
         teacher.head(),
-        hidden_of(student_hidden(context), batch, context.device).flatten(0, 1),
+        hidden_of(student_hidden(context), batch, context.device),
         head_of(context.student),
         columns,
     )
