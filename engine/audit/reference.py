@@ -37,8 +37,6 @@ IGNORED = -100
 """The label of a position that predicts nothing."""
 QUERIES = 256
 """Query tokens whose attention weights are in memory at a time."""
-CHUNK_NUMBERS = 1 << 21
-"""Logits of one side that are in memory at a time."""
 FP32_ROUNDING = 2.0**-24
 """Largest relative error of one rounding to fp32."""
 SCORE_ROUNDINGS = 4
@@ -189,58 +187,80 @@ class PlainDecoder:
     shape: Shape
     weight: Weight
 
+    @torch.no_grad()
     def forward(
         self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
     ) -> Forward:
-        return forward(
-            self.shape, self.weight, tokens_BT, documents_BT, keep=keep, rounding=rounding
-        )
+        """Return the hidden states of some rows; the inputs of the layers only with `keep`.
+
+        The tokens of a document must be contiguous, and no two rows may share a document. With `rounding` every number
+        that a 16-bit model would round is moved by that share of itself, up or down: what becomes of that shows how far
+        rounding errors alone may carry the answers. At the rounding of fp32 the pass is also computed in float64, for
+        the sums of a matmul then round as much as what is stored, and more where their terms cancel.
+        """
+        shape, weight = self.shape, _widened(self.weight, rounding)
+        lengths = [
+            length
+            for documents_T in documents_BT
+            for length in torch.unique_consecutive(documents_T, return_counts=True)[1].tolist()
+        ]
+        turns = {
+            windowed: [_turns(shape, length, tokens_BT.device, windowed) for length in lengths]
+            for windowed in (False, True)
+        }
+        tokens_N = tokens_BT.flatten()
+        x_ND = weight("embed.weight", tokens_N) * shape.embedding_scale
+        inputs = []
+        for index in range(shape.layers):
+            if keep:
+                inputs.append(x_ND.cpu())
+            parts = {name: weight(f"layers.{index}.{name}") for name in _names(shape)}
+            x_ND = _layer(shape, index, x_ND, turns, parts, rounding)
+        if keep:
+            inputs.append(x_ND.cpu())
+        hidden_ND = _norm(shape, x_ND, weight("norm.weight"))
+        return Forward(tokens_N, turns, inputs, hidden_ND, rounding)
 
     def backward(
         self, passes: Sequence[Forward], upstream: Sequence[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        return backward(self.shape, self.weight, passes, upstream)
+        """Yield the name and the gradient of every tensor but the head, summed over the passes, last layer first.
 
+        `upstream` is the gradient of each pass's hidden states, (N, D). Passes must have kept their inputs.
+        """
+        shape, weight = self.shape, _widened(self.weight, passes[0].rounding)
+        flows = [flow_ND.to(weight("norm.weight").dtype) for flow_ND in upstream]
 
-@torch.no_grad()
-def forward(
-    shape: Shape,
-    weight: Weight,
-    tokens_BT: Tensor,
-    documents_BT: Tensor,
-    *,
-    keep: bool = False,
-    rounding: float = 0.0,
-) -> Forward:
-    """Return the hidden states of some rows; the inputs of the layers only with `keep`.
+        def through(
+            place: int, prefix: str, names: Sequence[str], run: Callable[..., Tensor]
+        ) -> Iterator[tuple[str, Tensor]]:
+            parts = {name: weight(prefix + name).detach().requires_grad_() for name in names}
+            sums = [torch.zeros_like(part) for part in parts.values()]
+            for number, one in enumerate(passes):
+                x_ND = one.inputs[place].to(flows[number].device).requires_grad_()
+                with torch.enable_grad():
+                    # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
+                    # A factor on the way forward, its rounding, is one on the way back.
+                    along = (run(x_ND, one.turns, parts, one.rounding) * flows[number]).sum()
+                flows[number], *found = torch.autograd.grad(along, [x_ND, *parts.values()])
+                for total, gradient in zip(sums, found, strict=True):
+                    total += gradient
+            yield from ((prefix + name, total) for name, total in zip(names, sums, strict=True))
 
-    The tokens of a document must be contiguous, and no two rows may share a document. With `rounding` every number
-    that a 16-bit model would round is moved by that share of itself, up or down: what becomes of that shows how far
-    rounding errors alone may carry the answers. At the rounding of fp32 the pass is also computed in float64, for the
-    sums of a matmul then round as much as what is stored, and more where their terms cancel.
-    """
-    weight = _widened(weight, rounding)
-    lengths = [
-        length
-        for documents_T in documents_BT
-        for length in torch.unique_consecutive(documents_T, return_counts=True)[1].tolist()
-    ]
-    turns = {
-        windowed: [_turns(shape, length, tokens_BT.device, windowed) for length in lengths]
-        for windowed in (False, True)
-    }
-    tokens_N = tokens_BT.flatten()
-    x_ND = weight("embed.weight", tokens_N) * shape.embedding_scale
-    inputs = []
-    for index in range(shape.layers):
-        if keep:
-            inputs.append(x_ND.cpu())
-        parts = {name: weight(f"layers.{index}.{name}") for name in _names(shape)}
-        x_ND = _layer(shape, index, x_ND, turns, parts, rounding)
-    if keep:
-        inputs.append(x_ND.cpu())
-    hidden_ND = _norm(shape, x_ND, weight("norm.weight"))
-    return Forward(tokens_N, turns, inputs, hidden_ND, rounding)
+        yield from through(
+            shape.layers,
+            "",
+            ["norm.weight"],
+            lambda x_ND, _, parts, __: _norm(shape, x_ND, parts["norm.weight"]),
+        )
+        for index in reversed(range(shape.layers)):
+            yield from through(
+                index, f"layers.{index}.", _names(shape), functools.partial(_layer, shape, index)
+            )
+        embedding = torch.zeros_like(weight("embed.weight"))
+        for one, flow_ND in zip(passes, flows, strict=True):
+            embedding.index_add_(0, one.tokens_N, flow_ND * shape.embedding_scale)
+        yield "embed.weight", embedding
 
 
 def _widened(weight: Weight, rounding: float) -> Weight:
@@ -256,48 +276,6 @@ def _moved(x: Tensor, share: float) -> Tensor:
     places = torch.arange(x.numel(), device=x.device) * 2654435761
     up = (places >> 15 & 1).view(x.shape)
     return x * (1 + share * (2 * up - 1))
-
-
-def backward(
-    shape: Shape, weight: Weight, passes: Sequence[Forward], upstream: Sequence[Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the gradient of every tensor but the head, summed over the passes, last layer first.
-
-    `upstream` is the gradient of each pass's hidden states, (N, D). Passes must have kept their inputs.
-    """
-    weight = _widened(weight, passes[0].rounding)
-    flows = [flow_ND.to(weight("norm.weight").dtype) for flow_ND in upstream]
-
-    def through(
-        place: int, prefix: str, names: Sequence[str], run: Callable[..., Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        parts = {name: weight(prefix + name).detach().requires_grad_() for name in names}
-        sums = [torch.zeros_like(part) for part in parts.values()]
-        for number, one in enumerate(passes):
-            x_ND = one.inputs[place].to(flows[number].device).requires_grad_()
-            with torch.enable_grad():
-                # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
-                # A factor on the way forward, its rounding, is one on the way back.
-                along = (run(x_ND, one.turns, parts, one.rounding) * flows[number]).sum()
-            flows[number], *found = torch.autograd.grad(along, [x_ND, *parts.values()])
-            for total, gradient in zip(sums, found, strict=True):
-                total += gradient
-        yield from ((prefix + name, total) for name, total in zip(names, sums, strict=True))
-
-    yield from through(
-        shape.layers,
-        "",
-        ["norm.weight"],
-        lambda x_ND, _, parts, __: _norm(shape, x_ND, parts["norm.weight"]),
-    )
-    for index in reversed(range(shape.layers)):
-        yield from through(
-            index, f"layers.{index}.", _names(shape), functools.partial(_layer, shape, index)
-        )
-    embedding = torch.zeros_like(weight("embed.weight"))
-    for one, flow_ND in zip(passes, flows, strict=True):
-        embedding.index_add_(0, one.tokens_N, flow_ND * shape.embedding_scale)
-    yield "embed.weight", embedding
 
 
 def tensor_names(shape: Shape) -> list[str]:
@@ -552,7 +530,6 @@ class LossSums:
     ce: float = 0.0
     divergence: float = 0.0
     agreeing: int = 0
-    labelled: int = 0
     largest_logit: float = 0.0
 
 
@@ -566,7 +543,7 @@ def loss(
     vocabulary: int,
     denominator: float,
     head_gradient_VD: Tensor | None = None,
-    chunk_numbers: int = CHUNK_NUMBERS,
+    chunk_numbers: int,
 ) -> tuple[LossSums, Tensor]:
     """Return the sums of the loss over these tokens, and the gradient of the hidden states, (N, D) in float64.
 
@@ -577,7 +554,6 @@ def loss(
     sums = LossSums()
     gradient_ND = hidden_ND.new_zeros(hidden_ND.shape, dtype=torch.float64)
     rows_M = (labels_N != IGNORED).nonzero().squeeze(1)
-    sums.labelled = len(rows_M)
     step = max(chunk_numbers // vocabulary, 16)
     for begun in range(0, len(rows_M), step):
         rows_C = rows_M[begun : begun + step]

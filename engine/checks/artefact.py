@@ -70,6 +70,11 @@ class Artefact:
     source: str = ""
     """The model, or the config.json, that the student was made of."""
 
+    @property
+    def save_as(self) -> str:
+        """The name of the type, as config.json has it."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def samples_of(student: nn.Module) -> dict[str, Sample]:
     return {name: Sample(parameter) for name, parameter in student.named_parameters()}
@@ -124,7 +129,7 @@ def artefact(context: Context, saved: Artefact) -> Answer:
         sampled=sampled,
         rate=saved.rate,
     )
-    wanted = str(saved.dtype).removeprefix("torch.")
+    wanted = saved.save_as
     if other_type:
         return numbers.failed(
             f"{len(other_type)} of {len(live)} tensors are not in {wanted}, first {other_type[0]}"
@@ -141,7 +146,7 @@ def artefact(context: Context, saved: Artefact) -> Answer:
             f"the run says that the hash of the saved tensors is {saved.sha256[:16]}, it is {sha256[:16]}"
         )
     if not moved:
-        return _at_start(saved, wanted, numbers)
+        return _at_start(saved, numbers)
     return numbers.passed(
         f"read back, the same {len(live)} tensors in {wanted}, bit for bit; {moved:,} of {sampled:,} sampled "
         "numbers are not those of the start"
@@ -150,7 +155,7 @@ def artefact(context: Context, saved: Artefact) -> Answer:
 
 def _other_files(saved: Artefact) -> str:
     """Say what of the files beside the tensors is not as it should be; empty when all is."""
-    wanted = str(saved.dtype).removeprefix("torch.")
+    wanted = saved.save_as
     try:
         config = read_json_object(saved.folder / "config.json", "model", MODEL_CONFIG)
         named = config.get("dtype", config.get("torch_dtype", wanted))
@@ -185,7 +190,7 @@ def _other_template(folder: Path, template: ChatTemplate) -> str:
     return ""
 
 
-def _at_start(saved: Artefact, wanted: str, numbers: Numbers) -> Answer:
+def _at_start(saved: Artefact, numbers: Numbers) -> Answer:
     """Answer for files that hold what the run began with, rounded."""
     if saved.rate == 0:
         return numbers.unknown(
@@ -199,12 +204,12 @@ def _at_start(saved: Artefact, wanted: str, numbers: Numbers) -> Answer:
     if larger:
         return numbers.failed(
             f"it holds the weights that the run began with, and updates of up to {saved.rate:g} exceed the "
-            f"rounding to {wanted} of {larger:,} of {numbers['sampled']:,.0f} sampled numbers"
+            f"rounding to {saved.save_as} of {larger:,} of {numbers['sampled']:,.0f} sampled numbers"
         )
     keeps = "" if saved.dtype == torch.float32 else "; student.save_as=fp32 would keep them"
     return numbers.unknown(
         f"the saved student is the untrained one: updates of at most {saved.rate:g} vanish in the rounding "
-        f"to {wanted}{keeps}"
+        f"to {saved.save_as}{keeps}"
     )
 
 

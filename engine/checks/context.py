@@ -109,6 +109,11 @@ class Context:
     """Returns descriptions of the kernels whose compilation a step had to wait for."""
 
     @property
+    def streams(self) -> dict[str, TokenStream]:
+        """The tokens of both splits."""
+        return {"training": self.train_stream, "held-out": self.heldout_stream}
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The first tokenizer that is known; `vocabulary_by_bytes` says whether they are alike."""
         return next((one for one in self.tokenizers.values() if one is not None), None)

@@ -143,8 +143,7 @@ def documents_in_rows(context: Context) -> Answer:
 
 def _wrong_documents(context: Context, made: tuple[Made, Made], numbers: Numbers) -> Iterator[str]:
     """Yield what is wrong with the documents in the rows; `numbers` gets what was counted on the way."""
-    streams = {"training": context.train_stream, "held-out": context.heldout_stream}
-    for (split, stream), wanted in zip(streams.items(), made, strict=True):
+    for (split, stream), wanted in zip(context.streams.items(), made, strict=True):
         filled = stream.lengths > 0
         if stream.padding is not None:
             filled &= ~stream.padding
@@ -166,7 +165,9 @@ def _wrong_documents(context: Context, made: tuple[Made, Made], numbers: Numbers
         there, names = [*files.values()] or None, [*files]
     if there is not None:
         yield from _miscounted(context, made, there, records, numbers)
-    again = {name: split for split, one in zip(streams, made, strict=True) for name in one.again}
+    again = {
+        name: split for split, one in zip(context.streams, made, strict=True) for name in one.again
+    }
     if wrong := [n for n in again if (again[n] == "held-out") != is_held_out(n, fraction)]:
         yield (
             f"{len(wrong)} of {len(again)} documents are on the other side of the split than their names say, as "
@@ -184,13 +185,12 @@ def _read_otherwise(
 ) -> Iterator[str]:
     """Yield how documents that are read and tokenized anew, by name with their split, are not those in the rows."""
     source, tokenizer = context.spec.data.corpus, context.tokenizer
-    streams = {"training": context.train_stream, "held-out": context.heldout_stream}
     answers = Answers.of(context, records)
     gone = set(again)
     for name, one in context.read_again(again.keys()):
         numbers["looked_at"] += 1
         gone.discard(name)
-        found_in = [split for split, stream in streams.items() if _has(stream, one)]
+        found_in = [split for split, stream in context.streams.items() if _has(stream, one)]
         if found_in != [again[name]] and len(one.ids):
             where = " and ".join(found_in) or "no"
             yield (
@@ -306,10 +306,7 @@ def _weighed_otherwise(
     table, spelt = bytes_of_tokens(tokenizer.raw), spelling_of(tokenizer.raw)
     if table is None:
         return
-    train, held = (
-        _bytes_of_documents(stream, table)
-        for stream in (context.train_stream, context.heldout_stream)
-    )
+    train, held = (_bytes_of_documents(stream, table) for stream in context.streams.values())
     if there is not None:
         if data.max_bytes and (total := int(train.sum())) > data.max_bytes:
             yield f"the training text is {total:,} bytes long, data.max_bytes allows {data.max_bytes:,}"

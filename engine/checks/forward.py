@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.audit.reference import forward
+from engine.audit.reference import PlainDecoder
 from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.checks.logits import Hidden
@@ -72,9 +72,8 @@ def forward_is_the_model(context: Context) -> Answer:
                     f"{whose}: a changed token moves {what} by {leak:.1e} of what it may move"
                 )
         if whose == "student" and decoder.config.native:
-            plain_ND = forward(
-                shape_of(decoder.config), weights_of(decoder), tokens_BT, documents_BT
-            ).hidden_ND
+            plain = PlainDecoder(shape_of(decoder.config), weights_of(decoder))
+            plain_ND = plain.forward(tokens_BT, documents_BT).hidden_ND
             error_N = (before_BTD.flatten(0, 1) - plain_ND).norm(dim=1)
             numbers["error"] = error = float(error_N.norm() / plain_ND.norm())
             if not error <= FP32_ERROR:

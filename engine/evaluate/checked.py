@@ -253,6 +253,7 @@ def _check_forward(rows: Sequence[_Row], model: Model, *, other: bool) -> str:
         if files is None or not files.count("norm.weight")
         else files.weight(model.device, model.decoder.dtype)
     )
+    plain = reference.PlainDecoder(shape, weight)
     tokens_BT = torch.cat([row.ids[:-1] for row in rows])[None].to(model.device)
     labels_N = torch.cat([row.ids[1:] for row in rows]).to(model.device)
     lengths = torch.tensor([len(row.ids) - 1 for row in rows])
@@ -261,7 +262,7 @@ def _check_forward(rows: Sequence[_Row], model: Model, *, other: bool) -> str:
     head_VD = weight("embed.weight" if shape.tied else "head.weight")[: config.vocab_size]
 
     def losses(rounding: float = 0.0) -> Tensor:
-        passed = reference.forward(shape, weight, tokens_BT, documents_BT, rounding=rounding)
+        passed = plain.forward(tokens_BT, documents_BT, rounding=rounding)
         size = max(1, LOGITS // len(head_VD))
         parts = zip(torch.split(passed.hidden_ND, size), torch.split(labels_N, size), strict=True)
         return torch.cat(

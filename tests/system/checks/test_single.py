@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.audit.reference import forward
+from engine.audit.reference import PlainDecoder
 from engine.checks.catalogue import ABOUT
 from engine.checks.check import Answer
 from engine.checks.checkpoint import (
@@ -302,7 +302,8 @@ def test_a_label_that_is_not_the_next_token_is_named_in_rows_of_either_split(wor
 
 
 def plain_hidden(decoder: Decoder, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-    return forward(shape_of(decoder.config), weights_of(decoder), tokens_BT, documents_BT).hidden_ND
+    plain = PlainDecoder(shape_of(decoder.config), weights_of(decoder))
+    return plain.forward(tokens_BT, documents_BT).hidden_ND
 
 
 @pytest.mark.parametrize(

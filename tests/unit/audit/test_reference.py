@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.audit import bounds, reference
-from engine.audit.reference import AdamW, Objective, Shape, Targets
+from engine.audit.reference import AdamW, Objective, PlainDecoder, Shape, Targets
 from engine.checks.weights import shape_of, weights_of
 from engine.loss.chunks import SparseTargets
 from engine.loss.objective import distillation_loss
@@ -120,11 +120,11 @@ def test_hidden_states_and_gradients_are_those_of_the_engines_decoder(
     hidden_BTD = decoder.hidden(tokens_BT, documents_BT)
     upstream_BTD = drawn(*hidden_BTD.shape).float()
     torch.autograd.backward(hidden_BTD, upstream_BTD)
-    shape, weight = shape_of(decoder.config), weights_of(decoder)
-    one = reference.forward(shape, weight, tokens_BT, documents_BT, keep=True)
+    plain = PlainDecoder(shape_of(decoder.config), weights_of(decoder))
+    one = plain.forward(tokens_BT, documents_BT, keep=True)
     torch.testing.assert_close(one.hidden_ND, hidden_BTD.flatten(0, 1), rtol=1e-4, atol=1e-4)
-    found = dict(reference.backward(shape, weight, [one], [upstream_BTD.flatten(0, 1)]))
-    assert sorted([*found, "head.weight"]) == sorted(reference.tensor_names(shape))
+    found = dict(plain.backward([one], [upstream_BTD.flatten(0, 1)]))
+    assert sorted([*found, "head.weight"]) == sorted(reference.tensor_names(plain.shape))
     for name, gradient in found.items():
         wanted = decoder.get_parameter(name).grad
         assert wanted is not None
@@ -173,8 +173,9 @@ def test_a_long_document_has_the_gradients_of_attention_at_once(
     upstream = drawn(22, 8, seed=9).float()
 
     def gradients() -> dict[str, torch.Tensor]:
-        one = reference.forward(shape, weight, tokens_BT, documents_BT, keep=True)
-        return dict(reference.backward(shape, weight, [one], [upstream]))
+        plain = PlainDecoder(shape, weight)
+        one = plain.forward(tokens_BT, documents_BT, keep=True)
+        return dict(plain.backward([one], [upstream]))
 
     at_once = gradients()
     monkeypatch.setattr(reference, "QUERIES", 4)
