@@ -176,6 +176,7 @@ def files_of(
 
 def copies_of(source: str, files: Mapping[str, int], fraction: float) -> int:
     """Return how many of the files of text of a folder have the text of one that is held out, and are not."""
+    root = _root(source)
     alike: dict[int, list[str]] = {}
     for name, size in files.items():
         alike.setdefault(size, []).append(name)
@@ -183,9 +184,9 @@ def copies_of(source: str, files: Mapping[str, int], fraction: float) -> int:
     for names in alike.values():
         held = [name for name in names if is_held_out(name, fraction)]
         if held and len(held) < len(names):
-            texts = {(_root(source) / name).read_bytes() for name in held}
+            texts = {(root / name).read_bytes() for name in held}
             others = {*names} - {*held}
-            count += sum((_root(source) / name).read_bytes() in texts for name in others)
+            count += sum((root / name).read_bytes() in texts for name in others)
     return count
 
 
@@ -202,18 +203,15 @@ def bytes_of_tokens(tokenizer_json: bytes) -> NDArray[np.int64] | None:
     """Return how many bytes of text each token is, by its id, where tokens are bytes of the text or of its composed
     normal form; None for another tokenizer. Tokens that may take white space beside them have -1."""
     found = json.loads(tokenizer_json)
-    kinds = [found.get("decoder"), *((found.get("decoder") or {}).get("decoders") or ())]
-    parts = [
-        found.get("pre_tokenizer"),
-        *((found.get("pre_tokenizer") or {}).get("pretokenizers") or ()),
-    ]
-    if found.get("normalizer") not in (None, COMPOSED) or not any(
-        one and one["type"] == "ByteLevel" for one in kinds
-    ):
-        return None
+    decoder, cutter = (found.get(part) or {} for part in ("decoder", "pre_tokenizer"))
+    decoders = [decoder, *(decoder.get("decoders") or ())]
+    cutters = [cutter, *(cutter.get("pretokenizers") or ())]
     vocabulary = found["model"].get("vocab")
-    if any(one and one.get("add_prefix_space") for one in parts) or not isinstance(
-        vocabulary, dict
+    if (
+        found.get("normalizer") not in (None, COMPOSED)
+        or not any(one.get("type") == "ByteLevel" for one in decoders)
+        or any(one.get("add_prefix_space") for one in cutters)
+        or not isinstance(vocabulary, dict)
     ):
         return None
     sizes = {id: len(token) for token, id in vocabulary.items()}

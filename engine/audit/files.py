@@ -168,7 +168,9 @@ def shape_in(raw: dict[str, Any]) -> Shape:
         "theta": rope.get("rope_theta", raw.get("rope_theta")),
         "tied": raw.get("tie_word_embeddings", raw["model_type"] in ("smollm3", "gemma3_text")),
         "window": _window(raw),
-        "unturned": _zeros(raw.get("no_rope_layers") or []),
+        "unturned": tuple(
+            place for place, flag in enumerate(raw.get("no_rope_layers") or ()) if not flag
+        ),
         "turned": int(head_dim * (rope.get(PARTIAL) or raw.get(PARTIAL) or 1.0)),
         "windowless": _windowless(raw),
         "local_theta": of_windows.get("rope_theta", raw.get(LOCAL)),
@@ -182,10 +184,6 @@ def shape_in(raw: dict[str, Any]) -> Shape:
         "high_freq_factor": stretch.get("high_freq_factor"),
         "original": None if long else stretch.get(ORIGINAL),
     }
-
-
-def _zeros(flags: Sequence[int]) -> tuple[int, ...]:
-    return tuple(place for place, flag in enumerate(flags) if not flag)
 
 
 def _windowless(raw: dict[str, Any]) -> tuple[int, ...]:

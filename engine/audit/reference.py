@@ -367,12 +367,12 @@ def _attention(
         v_HTE = v_NKE[document].transpose(0, 1).repeat_interleave(shared, 0)
         for begun in range(0, len(turns_TR), QUERIES):
             part_HTE = q_HTE[:, begun : begun + QUERIES]
+            given = part_HTE, k_HTE, v_HTE, scalar, begun, window, rounding
             # The weights of all queries of a long document would not fit in memory for the backward pass.
-            answers.append(
-                _Recomputed.apply(part_HTE, k_HTE, v_HTE, scalar, begun, window, rounding)  # type: ignore[no-untyped-call]
-                if torch.is_grad_enabled() and len(turns_TR) > QUERIES
-                else _answers(part_HTE, k_HTE, v_HTE, scalar, begun, window, rounding)
-            )
+            if torch.is_grad_enabled() and len(turns_TR) > QUERIES:
+                answers.append(_Recomputed.apply(*given))  # type: ignore[no-untyped-call]
+            else:
+                answers.append(_answers(*given))
     return _moved(torch.cat(answers), rounding) @ parts["attention.o.weight"].T
 
 
@@ -437,26 +437,17 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_HTE: Tensor,
-        k_HTE: Tensor,
-        v_HTE: Tensor,
-        scalar: float,
-        first: int,
-        window: int | None,
-        rounding: float,
-    ) -> Tensor:
+    def forward(ctx: Any, q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, *others: Any) -> Tensor:
         ctx.save_for_backward(q_HTE, k_HTE, v_HTE)
-        ctx.place = scalar, first, window, rounding
-        return _answers(q_HTE, k_HTE, v_HTE, *ctx.place)
+        ctx.others = others
+        return _answers(q_HTE, k_HTE, v_HTE, *others)
 
     @staticmethod
     def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor | None, ...]:
         q_HTE, k_HTE, v_HTE = (part.detach().requires_grad_() for part in ctx.saved_tensors)
         with torch.enable_grad():
-            along = (_answers(q_HTE, k_HTE, v_HTE, *ctx.place) * flows[0]).sum()
-        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), None, None, None, None
+            along = (_answers(q_HTE, k_HTE, v_HTE, *ctx.others) * flows[0]).sum()
+        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), *(None for _ in ctx.others)
 
 
 def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from engine.checks.logits import (
     student_hidden,
     token_frequencies,
 )
+from engine.data.batches import Batch
 from engine.models.head import mean_kl
 from engine.models.packed import head_of
 from engine.teachers.fp8 import NOISE_FLOOR_KL, rounding_of
@@ -44,12 +45,9 @@ def teacher_knows_text(context: Context) -> Answer:
     if teacher is None:
         return unknown(NO_TEACHER)
     batch = few_rows(context.heldout[0])
-    labels_N = torch.from_numpy(batch.labels_BT).flatten()
-    columns = context.student.config.vocab_size
+    labels_N, frequencies, ln_v = _yardsticks(context, batch)
     hidden_NE = hidden_of(teacher.hidden, batch, context.device)
-    ce = cross_entropy(hidden_NE, teacher.head(), columns, labels_N)
-    frequencies = token_frequencies(context.train_stream, labels_N, columns)
-    ln_v = math.log(columns)
+    ce = cross_entropy(hidden_NE, teacher.head(), context.student.config.vocab_size, labels_N)
     numbers = Numbers(
         ce=ce, ln_vocabulary=ln_v, frequencies=frequencies, tokens=float((labels_N >= 0).sum())
     )
@@ -71,10 +69,18 @@ def teacher_knows_text(context: Context) -> Answer:
     )
 
 
+def _yardsticks(context: Context, batch: Batch) -> tuple[Tensor, float, float]:
+    """Return the labels of a batch, the cross entropy of token frequencies on them, and that of guessing, ln V."""
+    labels_N = torch.from_numpy(batch.labels_BT).flatten()
+    columns = context.student.config.vocab_size
+    return labels_N, token_frequencies(context.train_stream, labels_N, columns), math.log(columns)
+
+
 def eval_baseline(context: Context) -> Answer:
     """Evaluate random hidden states with the student's own head."""
     batch = few_rows(context.heldout[0])
-    head, columns = head_of(context.student), context.student.config.vocab_size
+    head = head_of(context.student)
+    _, frequencies, ln_v = _yardsticks(context, batch)
 
     def noise(tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         generator = torch.Generator(tokens_BT.device).manual_seed(0)
@@ -83,9 +89,6 @@ def eval_baseline(context: Context) -> Answer:
         )
 
     loss = context.evaluate(noise, head, [batch])
-    labels_N = torch.from_numpy(batch.labels_BT).flatten()
-    frequencies = token_frequencies(context.train_stream, labels_N, columns)
-    ln_v = math.log(columns)
     numbers = Numbers(noise=loss, frequencies=frequencies, ln_vocabulary=ln_v)
     text = f"noise is evaluated at {loss:.2f} nats; token frequencies have {frequencies:.2f}"
     # Frequencies of a different text may be worse than guessing.
