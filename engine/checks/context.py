@@ -50,6 +50,8 @@ class Memory:
     predicted_bytes: float
     measured_bytes: float | None
     source: str
+    is_whole: bool = True
+    """Whether this process does all that was planned: of several ranks the first alone audits steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, forward_work
 from engine.train.prescribed_rows import PrescribedRows
+from engine.train.process_state import ProcessState
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, StepTimes, broken_invariants
@@ -121,8 +122,9 @@ class TrainingLoop:
         self._teacher_is_shared = plan.memory.teacher_shard
         self._recomputes = plan.memory.checkpointing
         self._chunk_rows = plan.memory.chunk_rows
-        self._threads: int | None = plan.facts.compute.threads
-        """None once it was said that torch computes with another number."""
+        self._process = ProcessState(
+            plan.facts.compute.threads, deterministic=self.spec.compute.deterministic
+        )
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
@@ -378,7 +380,7 @@ class TrainingLoop:
             self.step = step.step
             with host.of(LOGGING):
                 log_step(self.log, step, spec.loss.temperature)
-                if text := times.look(step) or self._other_threads():
+                for text in filter(None, (times.look(step), *self._process.look())):
                     self.log(Note(level="error", text=text))
                 if trainer.ranks.first:
                     held.look(step.step)
@@ -433,14 +435,6 @@ class TrainingLoop:
         if spec.checkpoint.at_end:
             self._look_at_saved(trainer, quick=True)
         return None
-
-    def _other_threads(self) -> str:
-        """Say once that torch computes with another number of threads than was decided; empty when it does not."""
-        decided, found = self._threads, torch.get_num_threads()
-        if decided in (None, found):
-            return ""
-        self._threads = None
-        return f"compute.threads is {decided}, and torch computes with {found}: something else has set it"
 
     def _look_at_decisions(self, trainer: Trainer) -> None:
         """Say what the log has decided and the run does not do."""
@@ -499,7 +493,10 @@ class TrainingLoop:
     def _memory(self, device: torch.device) -> Memory:
         measured, source = record.peak_of(device)
         return Memory(
-            predicted_bytes=self.budget.total_bytes, measured_bytes=measured, source=source
+            predicted_bytes=self.budget.total_bytes,
+            measured_bytes=measured,
+            source=source,
+            is_whole=self.keeper.ranks.first,
         )
 
     def _answer(self, results: Iterator[Result], ranks: Ranks | None = None) -> None:

@@ -473,9 +473,20 @@ def test_a_rate_below_the_last_bit_is_unknown_and_not_frozen(world: World) -> No
 def test_memory_and_compiles_are_held_against_their_plans(world: World) -> None:
     late: list[str] = []
     gib = float(1 << 30)
-    for measured, expected in ((10.5, Level.PASS), (12.0, Level.FAIL), (4.0, Level.FAIL)):
+    for measured, is_whole, expected in (
+        (10.5, True, Level.PASS),
+        (12.0, False, Level.FAIL),
+        (4.0, True, Level.FAIL),
+        # Of a rank that audits no step.
+        (4.0, False, Level.PASS),
+    ):
         run = make_run(world)
-        peak = Memory(predicted_bytes=10 * gib, measured_bytes=measured * gib, source="test")
+        peak = Memory(
+            predicted_bytes=10 * gib,
+            measured_bytes=measured * gib,
+            source="test",
+            is_whole=is_whole,
+        )
         run.context = dataclasses.replace(
             run.context, memory=lambda peak=peak: peak, late_compiles=lambda: late
         )

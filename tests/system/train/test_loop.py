@@ -190,21 +190,6 @@ def test_the_time_between_two_step_lines_is_divided_among_what_the_host_did(
     assert lasted == pytest.approx(others[-1].t_s - first.t_s, abs=0.5)
 
 
-@pytest.mark.parametrize(("taken", "levels"), [(None, []), (1, ["error"])])
-def test_another_number_of_threads_than_was_decided_is_told_once(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int | None, levels: list[str]
-) -> None:
-    exact, before = torch.set_num_threads, torch.get_num_threads()
-    try:
-        if taken is not None:
-            monkeypatch.setattr(torch, "set_num_threads", lambda _, n=taken: exact(n))
-        run, code = carried_out(kit, tmp_path, compute__threads=2)
-    finally:
-        exact(before)
-    notes = [note for note in Follower(run).read_all().notes if "torch computes with" in note.text]
-    assert code == 0 and [note.level for note in notes] == levels
-
-
 @pytest.mark.parametrize(("at_once", "told"), [(None, 0), (1, 3)])
 def test_rows_that_are_evaluated_one_at_a_time_are_told_for_each_model_once(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int | None, told: int

@@ -1,0 +1,91 @@
+"""What the process of a run does that nobody asked for, and is told of once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.log.follow import Follower
+from engine.train import process_state
+from engine.train.process_state import ProcessState
+from engine.watch.stacks import Looks, look_at
+from tests.support.finished_runs import carried_out
+from tests.support.kit import Kit
+
+
+def test_what_torch_was_set_to_is_quiet_and_each_change_is_told_once() -> None:
+    state = ProcessState(torch.get_num_threads(), deterministic=False)
+    assert [*state.look()] == []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        with pytest.warns(UserWarning), torch.autograd.detect_anomaly(check_nan=False):
+            told = [*state.look()]
+        assert [text.partition(" is to be")[0] for text in told] == [
+            "anomaly detection",
+            "compute.threads",
+        ]
+        torch.set_num_threads(before + 2)
+        assert [*state.look()] == []
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("taken", [None, 1])
+def test_a_run_tells_of_another_number_of_threads_than_was_decided(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int | None
+) -> None:
+    exact, before = torch.set_num_threads, torch.get_num_threads()
+    try:
+        if taken is not None:
+            monkeypatch.setattr(torch, "set_num_threads", lambda _, n=taken: exact(n))
+        run, code = carried_out(kit, tmp_path, compute__threads=2)
+    finally:
+        exact(before)
+    notes = [note for note in Follower(run).read_all().notes if "torch computes with" in note.text]
+    assert code == 0 and [note.level for note in notes] == ([] if taken is None else ["error"])
+
+
+@contextmanager
+def polling(name: str) -> Iterator[threading.Thread]:
+    done = threading.Event()
+
+    def poll() -> None:
+        while not done.is_set():
+            pass
+
+    thread = threading.Thread(target=poll, name=name)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(("name", "told"), [("poll", True), ("hash of a model", False)])
+def test_a_thread_that_takes_a_cpu_beside_the_steps_is_told_of_and_one_that_works_for_them_is_not(
+    monkeypatch: pytest.MonkeyPatch, name: str, told: bool
+) -> None:
+    monkeypatch.setattr(process_state, "BUSY_S", -1e9)
+    used = 0.0
+
+    def at_its_own_time(pid: int) -> Looks:
+        # The thread's CPU time is the clock, so that a busy machine does not matter.
+        found = look_at(pid)
+        return dataclasses.replace(found, at_s=found.threads[thread.native_id or 0].cpu_s)
+
+    monkeypatch.setattr(process_state, "look_at", at_its_own_time)
+    with polling(name) as thread:
+        state = ProcessState(torch.get_num_threads(), deterministic=False)
+        begun_s = used = at_its_own_time(os.getpid()).at_s
+        while used < begun_s + 0.2:
+            used = at_its_own_time(os.getpid()).at_s
+        assert any(f"the thread {name} takes" in text for text in state.look()) == told
