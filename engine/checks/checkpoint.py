@@ -5,7 +5,7 @@
     step, row    where a resumed run continues
     generators   of random numbers, after a resume
     kept         the checkpoints that are there, and which is the best, by the log alone
-    on disk      whether the kernel has written every page of its files
+    on disk      whether the kernel has written every page of its files, and they are as large as the log says
     resumable    whether a resume would take it: its own reader is asked too, for everything but the numbers
 
 `checkpoint_reloads` looks at each one, at some numbers of every tensor or at all (`Checks.at_checkpoint`);
@@ -60,7 +60,11 @@ def checkpoint_reloads(
             on_disk = [step_of(one) for one in published(path.parent)]
             state = read_json(path / "state.json", "checkpoint", limits.CHECKPOINT_STATE)
             best = state.get("best_held_out_loss")
-            if wrong := kept_wrongly(kept, on_disk, context.spec, best) or not_on_disk(path):
+            if wrong := (
+                kept_wrongly(kept, on_disk, context.spec, best)
+                or not_on_disk(path)
+                or not_as_large(path, kept.log)
+            ):
                 return numbers.failed(wrong)
             kept.check_resumable(path, digests=not sampled)
     except EngineError as error:
@@ -94,6 +98,15 @@ def not_on_disk(folder: Path) -> str:
                 "was not synced"
             )
     return ""
+
+
+def not_as_large(folder: Path, log: RunView) -> str:
+    """Say that the log has another size of a checkpoint than its files; empty when it has theirs, or none."""
+    size = sum(one.stat().st_size for one in folder.iterdir())
+    said = [one.size_bytes for one in log.checkpoints if Path(one.path).name == folder.name]
+    if not said or said[-1] == size:
+        return ""
+    return f"{folder.name} has {size:,} bytes, the log says {said[-1]:,.0f}"
 
 
 def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec, best_loss: float | None) -> str:

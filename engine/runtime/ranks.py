@@ -176,19 +176,20 @@ def shard(
 
 
 # FSDP2 and DTensor take a third as long to import as torch itself. A run on one GPU never needs them, and
-# where they were never imported nothing is sharded.
+# where they were never imported nothing is sharded. Another thread may be importing them (torch's compiler does): until
+# the class is there nothing is of it.
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
     """Whether FSDP2 shards this module."""
-    loaded = sys.modules.get("torch.distributed.fsdp")
-    return loaded is not None and isinstance(module, loaded.FSDPModule)
+    loaded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return loaded is not None and isinstance(module, loaded)
 
 
 def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether this rank holds only a shard of the tensor."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
+    loaded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return loaded is not None and isinstance(tensor, loaded)
 
 
 class _Announced:

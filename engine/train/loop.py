@@ -71,6 +71,7 @@ from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, StepTimes, broken_invariants
 from engine.train.stop_request import StopRequest
+from engine.train.told import wrongly_told
 from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
 
@@ -133,7 +134,7 @@ class TrainingLoop:
         self._evaluated: tuple[int, float | None] = -1, None
         """The step of the newest evaluation of the student, and its loss."""
         self._evaluations: list[Evaluated] = []
-        self._times = StepTimes()
+        self._times = StepTimes(ahead=True)
         self._counted_before: set[str] = set()
         """The models of which the work of an evaluation was counted."""
         self.evaluated_before: Sequence[Evaluated] = ()
@@ -360,7 +361,7 @@ class TrainingLoop:
             ),
         )
         self._answer(self.checks.going_on(), trainer.ranks)
-        self._times = times = StepTimes()
+        self._times = times = StepTimes(ahead=trainer.device.type == "cuda")
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
@@ -403,7 +404,7 @@ class TrainingLoop:
                 self.compiles.seal(self.log)
                 if trainer.ranks.first:
                     with host.of(CHECKS):
-                        self._look_at_decisions(trainer)
+                        self._look_at_log(trainer, audit.prescribed)
             if spec.train.on_non_finite == "stop":
                 stop_unless_finite(step)
             if due.measure_memory:
@@ -436,13 +437,25 @@ class TrainingLoop:
             self._look_at_saved(trainer, quick=True)
         return None
 
-    def _look_at_decisions(self, trainer: Trainer) -> None:
-        """Say what the log has decided and the run does not do."""
+    def _look_at_log(self, trainer: Trainer, prescribed: PrescribedRows) -> None:
+        """Say what the log has of the session's decisions, data and models that is not so."""
         chunk_rows = trainer.loss.chunk_rows or self._chunk_rows
         applied = Applied(trainer, self.teacher_decoder, chunk_rows, self.keeper.sharded)
+        teacher = self.inputs.teacher if trainer.has_teacher else None
         with contextlib.suppress(BrokenLog):
-            for text in not_as_decided(self._logged().decisions, applied):
-                self.log(Note(level="error", text=f"not as decided: {text}"))
+            log = self._logged()
+            wrong = [f"not as decided: {one}" for one in not_as_decided(log.decisions, applied)]
+            wrong += wrongly_told(
+                log,
+                self.spec,
+                trainer,
+                self.data,
+                prescribed,
+                self.teacher_decoder,
+                (self.inputs.student, teacher),
+            )
+            for text in wrong:
+                self.log(Note(level="error", text=text))
 
     def _logged(self) -> RunView:
         """Return what the run's own log holds by now. Raises BrokenLog."""
@@ -537,7 +550,7 @@ class TrainingLoop:
             self._kept = [step_of(path) for path in published(self.keeper.folder.checkpoints)]
             step, loss = self._evaluated
             self.keeper.save(trainer, loss if step == self.step else None)
-            self._times.tell(SAVING, self.keeper.saved_s)
+            self._times.tell(SAVING, self.keeper.known_s)
         self._look_at_saved(trainer, quick=quick)
 
     def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:

@@ -87,7 +87,8 @@ class PrescribedRows:
         starts_S = stream.starts[first_B[row_S] + 1 + np.arange(len(row_S)) - before_S]
         documents_BT = np.zeros((len(row_ids), length + 1), dtype=np.int64)
         documents_BT[:, 0] = first_B
-        documents_BT[row_S, starts_S - begin_B[row_S]] += 1
+        # Documents without a token begin where the next one does.
+        np.add.at(documents_BT, (row_S, starts_S - begin_B[row_S]), 1)
         documents_BT = documents_BT.cumsum(axis=1)
         predicted_BT = exists_BT & (documents_BT[:, 1:] == documents_BT[:, :-1])
         if stream.labelled is not None:

@@ -98,9 +98,9 @@ class BeatObserver(StepObserver):
         self._beat.write(step)
 
 
-LEAST_SAID, UNSAID_S = {EVALUATING: 0.5, SAVING: 0.1}, 0.02
-"""Of the time in a part of the host's, the least share that is said of what is done there (a disk may be slow to sync
-the log); and what may be lost beside."""
+LEAST_SAID, UNSAID_S, UNSAID_SHARE = {EVALUATING: 0.5, SAVING: 0.5}, 0.02, 0.2
+"""Of the time in a part of the host's, the least share that is said of what is done there; what may be lost beside, and
+of the teacher's."""
 TIMED_TOGETHER = 32
 LEAST_TIMED, UNTIMED_S = 0.7, 0.25
 """Of the time that the host works on steps, the least share that they are said to take; what may be lost beside."""
@@ -283,8 +283,9 @@ class LaunchedStep:
 class StepTimes:
     """Holds what steps, evaluations and checkpoints are said to take against the host's clock of the same work."""
 
-    def __init__(self) -> None:
-        self._told = False
+    def __init__(self, *, ahead: bool) -> None:
+        """`ahead` says that a device may do its work later than the host launches it."""
+        self._told, self._ahead = False, ahead
         self._said: dict[str, float] = {}
         self._begin()
 
@@ -307,6 +308,11 @@ class StepTimes:
             if not LEAST_SAID[part] * took_s - UNSAID_S <= said_s <= took_s + UNSAID_S:
                 self._told = True
                 return f"{part}: it is said to take {said_s:.3g} s, by the host's clock it took {took_s:.3g} s"
+        part_s = step.phases.get("teacher", 0.0)
+        said_s = part_s if self._ahead or step.teacher_s is None else step.teacher_s
+        if abs(said_s - part_s) > UNSAID_S + UNSAID_SHARE * part_s:
+            self._told = True
+            return f"the teacher takes {said_s:.3g} s (teacher_s), and its part of the step {part_s:.3g} s"
         worked_s = sum(step.host.get(part, 0.0) for part in (LAUNCH, DATA, DEVICE))
         self._steps += 1
         self._said_s += step.step_s

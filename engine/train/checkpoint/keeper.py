@@ -144,8 +144,8 @@ class Keeper:
         self.sync_rows: Callable[[], None] = lambda: None
         """Returns when the rows of every step are on disk."""
         self.saved_step = -1
-        self.saved_s: float | None = None
-        """What the newest save is said to have taken, where this rank wrote it."""
+        self.known_s: float | None = None
+        """What the newest save is said to have taken, with what comes before and after it, where this rank wrote it."""
         self.best_loss: float | None = None
         self.best_step: int | None = None
         self._slow = 0
@@ -170,6 +170,7 @@ class Keeper:
         )
         if best:
             self.best_loss, self.best_step = heldout_loss, trainer.step
+        begun_s = time.perf_counter()
         captured = state.capture_trainer(trainer, self.spec, self.best_loss)
         files = state.pack(captured, sharded=self.sharded)
         parts = None
@@ -183,12 +184,14 @@ class Keeper:
         # A run resumes from a checkpoint, so the log must hold all steps that led to it.
         self.sync_log()
         self.sync_rows()
+        before_s = time.perf_counter() - begun_s
         try:
             saved = checkpoint.save(self.folder.checkpoints, trainer.step, files, parts=parts)
         finally:
             if parts is not None:
                 parts.give_up()
         self.ranks.wait_for_all()
+        written_s = time.perf_counter()
         self.log(
             CheckpointSaved(
                 step=trainer.step,
@@ -200,10 +203,10 @@ class Keeper:
             )
         )
         self.sync_log()
-        self.saved_s = saved.seconds
         self._look_at_rate(saved.bytes, saved.seconds)
         kept = {self.best_step} if self.best_step is not None else set()
         checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
+        self.known_s = before_s + saved.seconds + time.perf_counter() - written_s
         return saved.path
 
     def _look_at_rate(self, size: int, seconds: float) -> None:

@@ -20,7 +20,7 @@ from engine.audit.corpus import read_records
 from engine.checks.context import Context
 from engine.checks.data import Answers, _split_otherwise, documents_in_rows
 from engine.data import chat, conversations, corpus, sources
-from engine.data.batches import labelled_rows
+from engine.data.batches import gather_rows, labelled_rows
 from engine.data.corpus import Document
 from engine.data.packing import PACKINGS
 from engine.data.token_cache import Recipe, load_tokens
@@ -377,6 +377,15 @@ def test_the_prescribed_rows_with_labels_are_those_of_the_loader(
             prescribed = PrescribedRows(stream, length, 0)
             wanted = labelled_rows(stream, length, "train")
             assert prescribed.spread(10**9).tolist() == wanted.tolist()
+
+
+def test_the_prescribed_rows_number_documents_without_a_token_as_the_loader_does() -> None:
+    starts = np.array([0, 3, 3, 3, 9, 9, 16], dtype=np.int64)
+    stream = TokenStream(tokens=np.arange(16, dtype=np.uint16), starts=starts, sha256="")
+    rows = np.array([0, 1], dtype=np.int64)
+    found = PrescribedRows(stream, 8, 0).rows(rows)
+    assert found.documents_BT.tolist() == gather_rows(stream, 8, rows).documents_BT.tolist()
+    assert found.documents_BT.tolist() == [[0] * 3 + [3] * 5, [3] + [5] * 7]
 
 
 @pytest.fixture(scope="module")

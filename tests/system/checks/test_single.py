@@ -29,6 +29,7 @@ from engine.checks.checkpoint import (
     Kept,
     checkpoint_reloads,
     kept_wrongly,
+    not_as_large,
     not_on_disk,
     random_states,
 )
@@ -644,6 +645,21 @@ def test_a_checkpoint_that_a_resume_would_refuse_is_found_when_it_is_saved(
     for sampled in (False, True):
         verdict = checkpoint_reloads(run.context, path, 1, kept, sampled=sampled).verdict
         assert verdict.level is Level.FAIL and words in verdict.reason, verdict
+
+
+def test_a_checkpoint_that_is_not_as_large_as_the_log_says_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    (folder / "state.json").write_bytes(b"12345")
+    (folder / "rng.safetensors").write_bytes(b"123")
+
+    def logged(size: int, name: str = folder.name) -> RunView:
+        one = msgspec.structs.replace(saved(1), path=str(tmp_path / name), size_bytes=size)
+        return RunView(checkpoints=(one,))
+
+    assert not_as_large(folder, logged(8)) == not_as_large(folder, RunView()) == ""
+    assert not_as_large(folder, logged(5, "step-00000002")) == ""
+    assert not_as_large(folder, logged(5)) == f"{folder.name} has 8 bytes, the log says 5"
 
 
 @pytest.fixture

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from engine.log.events import DecisionMade
 from engine.log.follow import Follower
+from engine.log.view import RunView
 from engine.plan.knobs import KNOBS
+from engine.train import loop
 from engine.train.applied import READ, Applied, not_as_decided
 from engine.train.trainer import Trainer
 from tests.support.checked_runs import make_run, make_world
@@ -85,3 +89,51 @@ def test_a_run_tells_of_a_decision_that_did_not_reach_its_trainer(
     told = [one.text for one in Follower(run).read_all().notes if "not as decided" in one.text]
     wanted = "not as decided: loss.chunk_rows was decided to be 32, and is 64"
     assert code == 0 and told == ([] if reaches else [wanted])
+
+
+WRONGLY_TOLD = {
+    ("data", "train_tokens"): "training tokens",
+    ("data", "heldout_tokens"): "held-out tokens",
+    ("data", "padding"): "padding",
+    ("data", "epoch_rows"): "rows of an epoch",
+    ("data", "labelled_tokens"): "labelled tokens",
+    ("data", "unlabelled_rows"): "rows without a label",
+    ("student", "parameters"): "parameters of the student",
+    ("teacher", "parameters"): "parameters of the teacher",
+    ("teacher", "layers"): "layers of the teacher",
+    ("teacher", "vocab_size"): "vocabulary of the teacher",
+    ("student", "hidden_size"): "width of the student",
+    ("run", "trainable_parameters"): "trained parameters",
+    ("run", "flops_per_token"): "operations for a token",
+}
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_each_number_of_the_log_that_is_another_is_named(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    seen: list[tuple[RunView, tuple[Any, ...]]] = []
+    exact = loop.wrongly_told
+
+    def looked(log: RunView, *others: Any) -> list[str]:
+        seen.append((log, others))
+        return exact(log, *others)
+
+    monkeypatch.setattr(loop, "wrongly_told", looked)
+    run, code = carried_out(kit, tmp_path, data__packing=packing)
+    assert code == 0 and not [n for n in Follower(run).read_all().notes if n.level == "error"]
+    ((log, others),) = seen
+    assert log.data is not None and log.started is not None
+    for (what, field), words in WRONGLY_TOLD.items():
+        event = {"data": log.data, "run": log.started, **log.models}[what]
+        value = getattr(event, field)
+        if value is None:
+            assert (field, packing) == ("labelled_tokens", "stream")
+            continue
+        other = msgspec.structs.replace(event, **{field: value + 1})
+        changed = {
+            "data": {"data": other},
+            "run": {"started": other},
+        }.get(what, {"models": {**log.models, what: other}})
+        (text,) = exact(dataclasses.replace(log, **changed), *others)  # type: ignore[arg-type]
+        assert text.startswith(f"{words} is "), text

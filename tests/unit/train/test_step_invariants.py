@@ -121,7 +121,7 @@ def timed(step_s: float, worked_s: float, *, beside_s: float = 0.0) -> StepDone:
 def test_times_of_steps_that_are_not_those_of_the_host_are_told_once(
     steps: list[StepDone], named: bool
 ) -> None:
-    times = StepTimes()
+    times = StepTimes(ahead=False)
     told = [text for step in steps for text in [times.look(step)] if text]
     assert len(told) == named and all("step_s" in text for text in told)
 
@@ -130,15 +130,27 @@ def test_times_of_steps_that_are_not_those_of_the_host_are_told_once(
     ("said_s", "told"), [(2.5, False), (4.9, False), (0.2, True), (5.1, True), (None, False)]
 )
 def test_the_time_of_a_save_that_is_not_the_hosts_is_told(said_s: float | None, told: bool) -> None:
-    times = StepTimes()
+    times = StepTimes(ahead=False)
     times.tell("save", said_s)
     assert bool(times.look(timed(1.0, 1.0, beside_s=5.0))) == told
     assert not times.look(timed(1.0, 1.0))
 
 
+@pytest.mark.parametrize(
+    ("said_s", "ahead", "told"), [(0.5, False, False), (0.1, False, True), (0.1, True, False)]
+)
+def test_a_time_of_the_teacher_that_is_not_its_parts_is_told_where_the_host_computes(
+    said_s: float, ahead: bool, told: bool
+) -> None:
+    step = msgspec.structs.replace(
+        timed(1.0, 1.0), teacher_s=said_s, phases={"teacher": 0.5, "student": 0.5}
+    )
+    assert ("teacher_s" in StepTimes(ahead=ahead).look(step)) == told
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_times_of_real_steps_add_up(accumulation: int) -> None:
-    times = StepTimes()
+    times = StepTimes(ahead=False)
     assert [times.look(step) for step in _steps(accumulation=accumulation)] == [""] * 3
 
 
