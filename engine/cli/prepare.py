@@ -80,8 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     sets = sets_from_environment(os.environ) + arguments.set
     spec, _ = load_spec(arguments.spec, sets)
-    wanted = _wanted(arguments, spec)
+    # Before torch is loaded, which what is wanted does.
     prepare_threads(spec.compute.thread_wait)
+    wanted = _wanted(arguments, spec)
 
     from engine.train.prepare import plan_job, prepare
     from engine.train.stop_request import StopRequest

@@ -195,7 +195,7 @@ class TrainingLoop:
                 hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
             )
         if work is not None and decoder is not None:
-            self._look_at_work(of, work, decoder)
+            self._look_at_work(of, work, decoder, labelled)
         self.heldout_losses[subject] = loss
         if subject == "student":
             self._evaluated = trainer.step, loss
@@ -251,11 +251,13 @@ class TrainingLoop:
         self._counted_before.add(of)
         return CountedWork(lambda: "evaluating")
 
-    def _look_at_work(self, of: str, work: CountedWork, decoder: Decoder) -> None:
+    def _look_at_work(self, of: str, work: CountedWork, decoder: Decoder, labelled: int) -> None:
         """Say when an evaluation did more than its rows need, or in smaller pieces."""
         rows, length = sum(len(one.row_ids) for one in self.data.heldout), self.spec.data.seq_len
         batches = -(-rows // EVAL_ROWS_AT_ONCE)
-        need = forward_work(decoder, rows * length, length, batches, EVAL_CHUNK_ROWS)
+        need = forward_work(
+            decoder, rows * length, length, batches, logits=labelled, chunk_rows=EVAL_CHUNK_ROWS
+        )
         if need is not None and (text := work.beyond({"evaluating": need})):
             self.log(Note(level="warning", text=f"{of}: {text}"))
 

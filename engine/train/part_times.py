@@ -141,19 +141,24 @@ def in_one_piece(decoder: Decoder | None) -> bool:
 
 
 def forward_work(
-    decoder: Decoder, tokens: int, seq_len: int, passes: int, chunk_rows: int
+    decoder: Decoder,
+    tokens: int,
+    seq_len: int,
+    passes: int,
+    *,
+    logits: int = 0,
+    chunk_rows: int = 1,
 ) -> Needed | None:
-    """Return what a model may need at most for the logits of N tokens, in `passes` batches, of which its head takes
-    `chunk_rows` tokens at a time, or for its hidden states where that is 0; None where it is not known of its
-    architecture."""
+    """Return what a model may need at most for the hidden states of N tokens, in `passes` batches, and the logits of
+    some of them, `chunk_rows` at a time; None where it is not known of its architecture."""
     if not decoder.config.native:
         return None
     layers = forward_pass(decoder.config, tokens, seq_len, passes).most
-    if chunk_rows:
-        head = 2.0 * decoder.config.vocab_size * decoder.config.hidden_size * tokens
-        chunks = passes * -(-tokens // passes // chunk_rows)
-        layers = Needed(flops=layers.flops + head, matmuls=layers.matmuls + chunks)
-    return layers if in_one_piece(decoder) else replace(layers, matmuls=math.inf)
+    head = 2.0 * decoder.config.vocab_size * decoder.config.hidden_size * logits
+    # Each batch may end with a chunk that is not full.
+    chunks = -(-logits // chunk_rows) + passes * (logits > 0)
+    need = Needed(flops=layers.flops + head, matmuls=layers.matmuls + chunks)
+    return need if in_one_piece(decoder) else replace(need, matmuls=math.inf)
 
 
 class PartTimes:

@@ -170,6 +170,8 @@ def _identity(spec: RunSpec, wanted: Wanted, inputs: Inputs, precision: str) -> 
 
 
 LOG = "prepare.jsonl"
+SAME_LOSS = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 1e-3, "fp8": 1e-2}
+"""Relative, by precision: rows alone are rounded otherwise than rows of a batch."""
 WEIGHTS_SHARE = 0.8
 """Largest share of the available memory for the teacher's weights; the rest is for a forward pass."""
 
@@ -229,7 +231,9 @@ def _prepare(
             same_identity(store, identity)
         else:
             say("measuring the teacher on held-out rows")
-            write_manifest(out, _manifest(job, built, identity, compute.device))
+            manifest = _manifest(job, built, identity, compute.device)
+            _check_measured(job, built, compute.device, manifest.measured)
+            write_manifest(out, manifest)
             store = open_store(out)
         dropped = len(store)
         if drop_damaged(store, say, note):
@@ -249,18 +253,22 @@ def _prepare(
                 stopped=lambda: stop.reason is not None,
                 progress=progress,
             )
-        if work is not None and (text := _more_work(job, built.decoder, work)):
+        missing = job.plan.missing + dropped
+        if work is not None and (text := _more_work(job, built.decoder, work, missing)):
             note(text)
-        added = len(open_store(out)) - len(store)
+        filled = open_store(out)
+        added, shards = len(filled) - len(store), len(filled.shards) - len(store.shards)
+        if shards > (enough := -(-added // job.plan.rows_per_shard)):
+            note(f"{added:,} rows were written in {shards} shards, {enough} are enough for them")
         if added != writer.rows:
             note(
                 f"{writer.rows:,} rows were computed and written, and {added:,} of them are new in {out}: the teacher "
                 "was asked for what is stored"
             )
-        missing = job.plan.missing
-        if stop.reason is None and not missing <= added <= missing + dropped:
+        if stop.reason is None and not job.plan.missing <= added <= missing:
             raise CacheError(
-                f"teacher outputs: {out} — expected {missing:,} rows more than before, as planned, found {added:,}"
+                f"teacher outputs: {out} — expected {job.plan.missing:,} rows more than before, as planned, found "
+                f"{added:,}"
             )
     return Prepared(
         plan=job.plan,
@@ -271,16 +279,40 @@ def _prepare(
     )
 
 
-def _more_work(job: Job, decoder: Decoder, work: CountedWork) -> str:
-    """Say when the teacher did more than the rows of a job need; empty where it did not, or that is not known."""
+def _check_measured(
+    job: Job, built: BuiltTeacher, device: torch.device, measured: Measured
+) -> None:
+    """Compute the held-out loss once more, row by row: every run that reads the store reports it. Raises CacheError
+    where it is another."""
+    total, labelled = 0.0, 0
+    for batch in job.heldout:
+        for row in batch.split(1):
+            loss, count = heldout_loss(built.teacher.hidden, built.teacher.head(), [row], device)
+            total, labelled = total + (loss * count if count else 0.0), labelled + count
+    mean, within = total / max(labelled, 1), SAME_LOSS[job.precision.choice]
+    if labelled != measured.labelled or abs(mean - measured.loss) > within * mean:
+        raise CacheError(
+            f"teacher outputs: the teacher's held-out loss was measured as {measured.loss:.6f} over "
+            f"{measured.labelled:,} labels; row by row it is {mean:.6f} over {labelled:,}"
+        )
+
+
+def _more_work(job: Job, decoder: Decoder, work: CountedWork, missing: int) -> str:
+    """Say when the teacher did more than the missing rows of a job need; empty where it did not, or nobody knows."""
     each, length = job.spec.train.rows, job.spec.data.seq_len
-    batches = -(-job.walk.rows // each)
-    rows = batches * each + sum(len(one.row_ids) for one in job.walk.heldout)
-    # Hidden states are stored without the head.
-    sparse = job.wanted.form != HIDDEN
-    chunk_rows = rows_at_once(job.inputs.student.vocab_size) if sparse else 0
-    batches += len(job.walk.heldout)
-    need = forward_work(decoder, rows * length, length, batches, chunk_rows)
+    # Of a batch with a missing row all are computed.
+    batches = [each] * -(-job.walk.rows // each) + [len(one.row_ids) for one in job.walk.heldout]
+    batches = sorted(batches)[-missing:] if missing else []
+    tokens = length * sum(batches)
+    need = forward_work(
+        decoder,
+        tokens,
+        length,
+        len(batches),
+        # Hidden states are stored without the head.
+        logits=tokens if job.wanted.form != HIDDEN else 0,
+        chunk_rows=rows_at_once(job.inputs.student.vocab_size),
+    )
     return "" if need is None else work.beyond({"the teacher": need})
 
 

@@ -11,17 +11,21 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from engine.cli.main import main
 from engine.errors import DiskFull
 from engine.spec import load_spec
 from engine.teachers.frozen import DequantizedTeacher
-from engine.teachers.store.folder import open_store, shard_path
+from engine.teachers.protocol import Teacher
+from engine.teachers.store.folder import ShardWriter, open_store, shard_path
 from engine.teachers.store.keys import CacheError
 from engine.teachers.store.write import StorePlan
+from engine.train import prepare
 from engine.train.prepare import Wanted, plan_job
 from engine.train.stop_request import StopRequest
 from tests.support import faults
@@ -239,6 +243,65 @@ def test_a_teacher_that_runs_twice_for_each_row_is_told(
     said: list[str] = []
     make_store(spec, tmp_path / "s", form=form, count=8, say=said.append)
     assert any("times as many" in text for text in said) == (times == 2), said
+
+
+def test_how_threads_wait_is_set_before_torch_is_loaded(spec: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; import engine.cli.prepare as command; from engine.cli.main import main\n"
+        "command.prepare_threads = lambda wanted: sys.exit(7 if 'torch' in sys.modules else 0)\n"
+        "main(sys.argv[1:])"
+    )
+    command = ["prepare", str(spec), "--out", str(tmp_path / "s")]
+    done = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
+def test_a_store_that_is_full_has_its_teacher_do_nothing(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    make_store(spec, tmp_path / "s")
+    make_store(spec, tmp_path / "s", say=said.append)
+    assert not any("times as many" in text or "operations" in text for text in said), said
+
+    def fill_again(teacher: Teacher, device: torch.device, *others: Any, **given: Any) -> None:
+        for batch in others[2]:
+            teacher.hidden(*batch.to_torch(device)[:2])
+
+    monkeypatch.setattr(prepare, "fill_store", fill_again)
+    make_store(spec, tmp_path / "s", say=said.append)
+    assert any("operations in matmuls" in text for text in said), said
+
+
+@pytest.mark.parametrize("each", [None, 1])
+def test_rows_in_more_shards_than_they_need_are_told(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: int | None
+) -> None:
+    add = ShardWriter.add
+
+    def ends_each(self: ShardWriter, *given: Any) -> None:
+        add(self, *given)
+        if each is not None:
+            self.finish()
+
+    monkeypatch.setattr(ShardWriter, "add", ends_each)
+    said: list[str] = []
+    make_store(spec, tmp_path / "s", "train.steps=2", say=said.append)
+    assert any("shards, 1 are enough" in text for text in said) == (each is not None), said
+
+
+def test_a_held_out_loss_that_is_not_that_of_the_rows_ends_the_command(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = prepare.heldout_loss
+
+    def of_first(hidden: Any, head: Any, batches: Any, *others: Any) -> tuple[float, int]:
+        return exact(hidden, head, batches[:1] if len(batches) > 1 else batches, *others)
+
+    monkeypatch.setattr(prepare, "heldout_loss", of_first)
+    with pytest.raises(CacheError, match="row by row it is"):
+        make_store(spec, tmp_path / "s", "eval.rows=32")
+    assert not (tmp_path / "s" / "manifest.json").exists()
 
 
 def test_equal_rows_are_stored_once(kit: Kit, tmp_path: Path) -> None:
