@@ -7,8 +7,9 @@ engine eval mbpp MODEL --data mbpp.jsonl --samples 20 --temperature 0.8
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against TEACHER      both, McNemar's exact test
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      with the teacher's stored results
 
-Before a perplexity is printed, the tokens are counted anew, and some of them are evaluated anew by other code
-("checked"); exit 70 when a figure is another.
+Before a perplexity is printed, the tokens are counted anew, some of them are evaluated anew by other code, and the
+documents are resampled anew ("checked"); exit 70 when a figure is another. A model that does more arithmetic than its
+rows need is a warning.
 
 Programs run in a sandbox (bubblewrap), which is first tested with malicious programs; without a sandbox
 nothing is run. Each result is appended to --results as soon as it is judged, so repeating the command continues
@@ -19,7 +20,8 @@ or non-finite logits.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Container
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +52,9 @@ from engine.errors import EXIT_PASS, EXIT_UNKNOWN, InternalError, NoAnswer, Usag
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
+    from engine.audit.work import CountedWork
+    from engine.evaluate.model import Model
+    from engine.evaluate.perplexity import Perplexity
     from engine.evaluate.problems import Problems
     from engine.evaluate.results import Result
     from engine.evaluate.sandbox import Sandbox
@@ -117,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
+    from engine.audit.work import CountedWork
     from engine.evaluate.checked import check_perplexity, fault_of_record
     from engine.evaluate.perplexity import documents_sha256, perplexity, read_documents
 
@@ -124,23 +130,27 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     model = open_asked(arguments, arguments.model)
     against = None if arguments.against is None else open_asked(arguments, arguments.against)
     data_sha256 = documents_sha256(documents)
+    work = CountedWork(lambda: "evaluating")
     try:
-        found = perplexity(
-            model,
-            documents,
-            against=against,
-            length=arguments.length,
-            skipped=skipped,
-            progress=Said("tokens"),
-        )
+        with work:
+            found = perplexity(
+                model,
+                documents,
+                against=against,
+                length=arguments.length,
+                skipped=skipped,
+                progress=Said("tokens"),
+            )
     except NoAnswer as error:
         if arguments.json:
             about = {"model": str(model.path), "data_sha256": data_sha256}
             put_json(no_answer_json("ppl", error, about))
         raise
-    checked = check_perplexity(found, documents, model, against)
+    if text := _more_work(found, [model] if against is None else [model, against], work):
+        say(f"warning: {text}")
+    checked = check_perplexity(found, documents, model, against, length=arguments.length)
     figures = figures_json(found)
-    if fault := fault_of_record(figures, model.path):
+    if fault := fault_of_record(figures, model.path, own=True):
         raise InternalError(fault)
     if arguments.json:
         models = perplexity_json(model, against)
@@ -148,6 +158,23 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     else:
         put("\n".join(perplexity_lines(found, checked, against)))
     return EXIT_PASS
+
+
+def _more_work(found: Perplexity, models: Sequence[Model], work: CountedWork) -> str:
+    """Say when more was done than the rows need; empty where it was not, or where that is not known."""
+    from engine.audit.work import Needed
+    from engine.evaluate.perplexity import CHUNK
+    from engine.train.part_times import forward_work
+
+    flops, matmuls = 0.0, 0.0
+    for length, rows in Counter(row.tokens for row in found.rows).items():
+        for one in models:
+            tokens = rows * length
+            need = forward_work(one.decoder, tokens, length, rows, logits=tokens, chunk_rows=CHUNK)
+            if need is None:
+                return ""
+            flops, matmuls = flops + need.flops, matmuls + need.matmuls
+    return work.beyond({"evaluating": Needed(flops=flops, matmuls=matmuls)})
 
 
 def _problems(arguments: argparse.Namespace) -> int:

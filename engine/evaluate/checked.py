@@ -1,17 +1,19 @@
 """The check of `engine eval ppl`: its figures against what other code makes of some of the rows, and of all texts.
 
     tokens       of each document: every token of its text, and its end, but the first, is predicted once
+    rows         as long as asked, and no longer than the positions of the models
     loss, KL     of the longest rows that the budget has room for, from the model's own hidden states, in float64;
                  the direction is KL(against || model)
     agreement    of the same rows, between what it is at least and at most when near ties may go either way
     forward      the loss of the same rows, by the plain forward pass of the audit (`engine.audit.reference`) from the
                  weights in the files
-    record       every mean of the output, from the sums of its documents
+    record       every mean and interval of the output, from the sums of its documents
 
 A figure that is not the expected one raises `InternalError`.
 """
 
-# Shapes: N tokens of some rows, V vocabulary, D width, C tokens of a chunk, R rows of a head
+# Shapes: N tokens of some rows, or documents, K resamples, F figures, V vocabulary, D width, C tokens of a chunk,
+# R rows of a head
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -47,6 +50,10 @@ LOSS_ALLOWED = 2e-5
 FORWARD_ALLOWED = 1e-3
 """Relative difference of the loss that is allowed of another forward pass in fp32; five roundings of 16 bits."""
 
+OWN_DRAWS, DRAWS, SEED = 2_000, 8_000, 20
+"""Resamples that an interval of the evaluation is made of, from this seed, and those that it is held against."""
+SIGMAS = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
@@ -70,9 +77,17 @@ class _Row:
 
 @torch.inference_mode()
 def check_perplexity(
-    found: Perplexity, documents: Sequence[Document], model: Model, against: Model | None = None
+    found: Perplexity,
+    documents: Sequence[Document],
+    model: Model,
+    against: Model | None = None,
+    *,
+    length: int,
 ) -> Checked:
-    """Compute some of the figures anew. Raises `InternalError` for one that is another."""
+    """Compute some of the figures anew, of rows of this `length`. Raises `InternalError` for one that is another."""
+    positions = [one.decoder.config.max_position_embeddings for one in (model, against or model)]
+    why = "as asked, and at most the positions of the models"
+    _equal("tokens of a row", "all", min(length, *positions), found.length, why)
     _check_tokens(found, documents, model)
     rows = [_row(found, documents, model, one) for one in _chosen(found)]
     for row in rows:
@@ -87,10 +102,13 @@ def check_perplexity(
     )
 
 
-def fault_of_record(record: Mapping[str, Any], where: object) -> str:
-    """Say which mean of the JSON value is not that of the sums of its documents; empty when none."""
+def fault_of_record(record: Mapping[str, Any], where: object, *, own: bool = False) -> str:
+    """Say which mean or interval of the JSON value is not that of the sums of its documents; empty when none. `own`
+    says that the record was made in this process."""
     documents = record["documents"]
-    tokens = sum(one["tokens"] for one in documents)
+    tokens_N = [one["tokens"] for one in documents]
+    tokens = sum(tokens_N)
+    sums: dict[str, list[float]] = {}
     faults = [_fault("tokens", where, tokens, record["tokens"], "the sum over the documents")]
     for name, parts in (
         ("loss", ("nats",)),
@@ -101,13 +119,63 @@ def fault_of_record(record: Mapping[str, Any], where: object) -> str:
     ):
         mean = None
         if all(one[part] is not None for one in documents for part in parts):
-            first, *others = (math.fsum(one[part] for one in documents) for part in parts)
-            mean = (first - sum(others)) / tokens
+            first, *others = parts
+            sums[name] = [one[first] - sum(one[part] for part in others) for one in documents]
+            mean = math.fsum(sums[name]) / tokens
         figure = None if record[name] is None else record[name]["value"]
         faults.append(_fault(name, where, mean, figure, "the mean over its documents", 1e-9))
     wanted, why = math.exp(min(record["loss"]["value"], 700.0)), "the exponential of the loss"
     faults.append(_fault("perplexity", where, wanted, record["perplexity"], why, 1e-9))
+    if not any(faults):
+        intervals = {name: record[name]["interval"] for name in sums}
+        faults.append(_fault_of_intervals(intervals, where, sums, tokens_N, own=own))
     return next(filter(None, faults), "")
+
+
+def _fault_of_intervals(
+    intervals: Mapping[str, Sequence[float] | None],
+    where: object,
+    sums: Mapping[str, Sequence[float]],
+    tokens_N: Sequence[int],
+    *,
+    own: bool,
+) -> str:
+    """Say which end of an interval is not that of a bootstrap over documents; empty when none is.
+
+    Another generator draws other resamples, so that the ranks of a percentile p among the two differ, with the standard
+    deviation sqrt(p (1 - p) (1 / draws + 1 / others)): an end has to be between the percentiles SIGMAS of these on
+    either side, however the resamples are distributed. One of many documents that is never drawn moves the ends by
+    less. So in the process that made the interval the resamples of its own seed are drawn once more too, and give the
+    same ends; another version of numpy may draw others."""
+    for name, given in intervals.items():
+        if (given is None) != (len(tokens_N) < 2):
+            return f"interval of {name}: {where} — expected one for two documents or more, found {given}"
+    if len(tokens_N) < 2:
+        return ""
+    columns_NF = np.array([*sums.values(), tokens_N], dtype=np.float64).T
+    ways: list[tuple[np.random.BitGenerator, int, float]] = [(np.random.PCG64(SEED), DRAWS, SIGMAS)]
+    ways += [(np.random.Philox(SEED), OWN_DRAWS, 0.0)] if own else []
+    for bits, draws, sigmas in ways:
+        random, count = np.random.Generator(bits), len(tokens_N)
+        totals_KF = np.array(
+            [
+                np.bincount(random.integers(count, size=count), minlength=count) @ columns_NF
+                for _ in range(draws)
+            ]
+        )
+        ratios_KF = totals_KF[:, :-1] / totals_KF[:, -1:]
+        for place, (name, given) in enumerate(intervals.items()):
+            assert given is not None
+            for share, end in zip((0.025, 0.975), given, strict=True):
+                apart = sigmas * math.sqrt(share * (1 - share) * (1 / OWN_DRAWS + 1 / draws))
+                low, high = np.quantile(ratios_KF[:, place], (share - apart, share + apart))
+                rounding = 1e-9 * (1 + abs(low))
+                if not low - rounding <= end <= high + rounding:
+                    return (
+                        f"interval of {name}: {where} — expected its end at {share:.1%} between {low:.7g} and "
+                        f"{high:.7g} (its documents resampled once more), found {end:.7g}"
+                    )
+    return ""
 
 
 def _fault(
@@ -139,6 +207,7 @@ def _check_tokens(found: Perplexity, documents: Sequence[Document], model: Model
     known = {number: len(ids) for number, ids in enumerate(encoded) if len(ids)}
     _equal("documents", "all", len(known), len(found.documents), "those with a token")
     in_rows: Counter[int] = Counter()
+    rows = Counter(row.document for row in found.rows)
     for row in found.rows:
         in_rows[row.document] += row.tokens
     # All but the first, and the end of the text: as many as the text has.
@@ -147,6 +216,8 @@ def _check_tokens(found: Perplexity, documents: Sequence[Document], model: Model
         name = documents[number].name
         _equal("tokens predicted", name, count, one.tokens, why)
         _equal("tokens predicted", f"{name}, all rows", count, in_rows[number], why)
+        full = f"of {found.length:,} tokens, and the rest"
+        _equal("rows", name, math.ceil(count / found.length), rows[number], full)
 
 
 def _chosen(found: Perplexity) -> list[RowLoss]:

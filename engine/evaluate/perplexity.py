@@ -41,7 +41,8 @@ from engine.models.packed import head_of
 
 # Shapes: B rows, T tokens, N of them predicted, V vocabulary, D width
 
-_CHUNK = 1024
+CHUNK = 1024
+"""Tokens whose logits are computed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,10 +248,10 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
     """Add the losses of every model for each token of a row after the first."""
     hidden = [one.decoder.hidden(row_T[None, :-1].to(one.device)).flatten(0, 1) for one in models]
     heads = [head_of(one.decoder) for one in models]
-    for first in range(0, len(row_T) - 1, _CHUNK):
-        label_N = row_T[1 + first : 1 + first + _CHUNK]
+    for first in range(0, len(row_T) - 1, CHUNK):
+        label_N = row_T[1 + first : 1 + first + CHUNK]
         logs = [
-            log_probabilities(hidden_ND[first : first + _CHUNK], head, head.vocab_size)
+            log_probabilities(hidden_ND[first : first + CHUNK], head, head.vocab_size)
             for head, hidden_ND in zip(heads, hidden, strict=True)
         ]
         for index, log_NV in enumerate(logs):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.cli.main import main
 from engine.evaluate import perplexity as module
+from engine.evaluate.checked import fault_of_record
+from engine.evaluate.statistics import Interval, bootstrap
+from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.read_config import read_config
 from tests.support.kit import Kit, tiny_config
@@ -78,9 +83,29 @@ def _mean_of_means(real: Any) -> Any:
     )
 
 
+def _last_never_drawn(real: Any) -> Any:
+    return lambda sums, counts: real([*sums[:-1], sums[0]], [*counts[:-1], counts[0]])
+
+
+def _one_resample(real: Any) -> Any:
+    return lambda sums, counts: Interval(*[sum(sums) / sum(counts)] * 2)
+
+
+def _none_of_many(real: Any) -> Any:
+    return lambda sums, counts: None
+
+
+def _longer(real: Any) -> Any:
+    return lambda *given, **named: real(*given, **named | {"length": 60})
+
+
 @pytest.mark.parametrize(
     ("name", "fault", "words"),
     [
+        ("bootstrap", _last_never_drawn, "interval of loss: "),
+        ("bootstrap", _one_resample, "interval of loss: "),
+        ("bootstrap", _none_of_many, "interval of loss: "),
+        ("perplexity", _longer, "tokens of a row: all — expected 50 "),
         ("_same_width", _reversed, "KL(against || model): "),
         ("_row", _without_overlap, "tokens predicted: "),
         ("_row", _shifted, "loss: "),
@@ -103,6 +128,52 @@ def test_a_figure_that_is_not_that_of_other_code_is_named_and_not_printed(
     out, err = capsys.readouterr()
     assert "perplexity" not in out
     assert words in err and "expected " in err and ", found " in err
+
+
+def test_a_forward_pass_that_runs_twice_is_a_warning(
+    kit: Kit,
+    ignorant: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert evaluated(kit, ignorant) == 0
+    assert "warning" not in capsys.readouterr().err
+    hidden = Decoder.hidden
+
+    def twice(self: Decoder, *given: Any) -> Any:
+        hidden(self, *given)
+        return hidden(self, *given)
+
+    monkeypatch.setattr(Decoder, "hidden", twice)
+    assert evaluated(kit, ignorant) == 0
+    assert "warning: evaluating does " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 40])
+def test_no_interval_of_sound_documents_is_accused(count: int) -> None:
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        tokens = random.integers(1, 2000, count)
+        losses = random.lognormal(1.0, 1.0, count)
+        nats = tokens * (losses if seed % 2 else losses.round() + np.arange(count))
+        interval = bootstrap(nats.tolist(), tokens.tolist())
+        value = float(nats.sum() / tokens.sum())
+        record: dict[str, Any] = {
+            "tokens": int(tokens.sum()),
+            "loss": {"value": value, "interval": interval},
+            "perplexity": math.exp(min(value, 700.0)),
+            **dict.fromkeys(("against_loss", "difference", "kl", "top1_agreement")),
+            "documents": [
+                {"tokens": int(t), "nats": float(n)}
+                | dict.fromkeys(("against_nats", "kl", "agreed"))
+                for t, n in zip(tokens, nats, strict=True)
+            ],
+        }
+        assert fault_of_record(record, "here", own=True) == ""
+        record["loss"]["interval"] = (value, value)
+        assert "interval of loss: here — expected its end at 2.5% " in fault_of_record(
+            record, "here"
+        )
 
 
 def test_weights_that_are_not_those_of_the_files_are_named(
