@@ -9,6 +9,7 @@ no one may say something else.
     template        chat_template.jinja, tokenizer_config.json tokenizer.chat_template       chat_template
 
 `Said` has a value for each thing that a file can say; what only one of two files can say is not compared.
+`other_types` holds the types of a GGUF's tensors against the mixture that the file names.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ _IN_APR = {
     "width": "hidden_size",
     "positions": "max_position_embeddings",
 }
+
+_MATRICES = {0: "F32", 1: "F16", 7: "Q8_0", 15: "Q4_K", 18: "Q6_K", 32: "BF16"}
+"""The type of a file's matrices, by its general.file_type. 15 is llama.cpp's Q4_K_M, which has others too."""
+_Q4_K_M = 15
+_SHORTER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What llama.cpp takes where blocks of 256 numbers do not fill a row."""
 
 
 def said(path: str | Path) -> Said | None:
@@ -117,6 +124,50 @@ def difference(wanted: Said, found: Said) -> str:
             at = next(place for place in range(len(here)) if here[place] != there[place])
             return f"{name} {at}: {here[at]!r:.60}, expected {there[at]!r:.60}"
         return f"{name}: {here!r:.60}, expected {there!r:.60}"
+    return ""
+
+
+def other_types(path: Path) -> str:
+    """Name a tensor of a GGUF whose type is not that of llama.cpp in the mixture that the file names; empty when there
+    is none, for a mixture that is not known here, and where the `gguf` library is not installed."""
+    if not find_spec("gguf"):
+        return ""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    named = reader.fields.get("general.file_type")
+    mixture = None if named is None else named.contents()
+    if mixture not in _MATRICES:
+        return ""
+    family = reader.fields["general.architecture"].contents()
+    layers = reader.fields[f"{family}.block_count"].contents()
+    # Errors cost more in the first and last eighth of the layers, and every third between is spared too.
+    spared = {*range(layers // 8), *range(7 * layers // 8, layers)}
+    spared |= {*range(layers // 8 + 2, layers, 3)}
+    special = {f"blk.{layer}.attn_qkv.weight": "Q5_K" for layer in range(layers)}
+    if layers == 80:
+        # Of 70B, where eight heads share a v.
+        special |= {f"blk.{layer}.attn_v.weight": "Q5_K" for layer in range(layers)}
+    special |= {
+        f"blk.{layer}.{kind}.weight": "Q6_K" for layer in spared for kind in ("attn_v", "ffn_down")
+    }
+    tied = all(one.name != "output.weight" for one in reader.tensors)
+    special["token_embd.weight" if tied else "output.weight"] = "Q6_K"
+    for one in reader.tensors:
+        wanted = "F32"
+        if len(one.shape) == 2:
+            wanted = _MATRICES[mixture]
+            if mixture == _Q4_K_M:
+                wanted = special.get(one.name, wanted)
+            if "K" in wanted and one.shape[0] % 256:
+                wanted = _SHORTER[wanted]
+            if wanted.startswith("Q") and one.shape[0] % 32:
+                wanted = "F16"
+        if len(one.shape) < 3 and one.tensor_type.name != wanted:
+            return (
+                f"general.file_type {mixture}: {one.name} is {one.tensor_type.name}, expected {wanted}, as llama.cpp "
+                "has it"
+            )
     return ""
 
 

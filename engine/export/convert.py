@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from engine import limits
-from engine.errors import UsageError, WeightsError
+from engine.audit.metadata import other_types
+from engine.errors import InternalError, UsageError, WeightsError
 from engine.export.hf_folder import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, write_folder
 from engine.export.mixture import QUANTS, tensor_types
 from engine.files import read_text
@@ -152,7 +153,7 @@ def convert(
 
     `tokenizer=False` leaves the tokenizer out, for one that the new format cannot represent. `origin` adds
     metadata about the model to a GGUF or .apr file: `name`, `license`, ... Raises `WeightsError`,
-    `UsageError`, `TokenizerError`, `DiskFull`.
+    `UsageError`, `TokenizerError`, `DiskFull`, and `InternalError` for a GGUF whose types are not those of its mixture.
     """
     started_s = time.monotonic()
     device = torch.device(device)
@@ -182,6 +183,9 @@ def convert(
         tensors = joined(names, ours)
         _write(done, weights, config, tensors, tokenizer_json, origin or {})
         done.warnings = tuple(weights.warnings)
+    if format_ == "gguf" and (wrong := other_types(target)):
+        target.unlink()
+        raise InternalError(f"{target}: {wrong}")
     done.elapsed_s = time.monotonic() - started_s
     return done
 

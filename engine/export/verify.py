@@ -3,7 +3,8 @@ implementations.
 
     files          every file has the size and hash of MANIFEST.json
     metadata       generation_config.json, the .apr and the GGUF file say of shape, tokens, special tokens, chat
-                   template and ends of a text what the folder says (`engine.audit.metadata`)
+                   template and ends of a text what the folder says, and the tensors of the GGUF have the types
+                   of the mixture that it names (`engine.audit.metadata`); so does tokenizer_config.json
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
     apr            our reader finds exactly the values of the safetensors in the .apr file, bit for bit
     gguf           this engine on the GGUF: within its block type's noise of the reference
@@ -34,11 +35,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.audit.metadata import difference, said, said_in_apr
+from engine.audit.metadata import difference, other_types, said, said_in_apr
 from engine.errors import BadInput, TokenizerError, WeightsError
 from engine.export.compare import as_float, first_difference, same_values, within
 from engine.export.convert import FILE_TYPES, convert
-from engine.export.hf_folder import GENERATION_FILE
+from engine.export.hf_folder import GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from engine.export.manifest import MANIFEST, check_manifest
 from engine.export.outcome import Outcome, answered, unknown
 from engine.export.peers import Absent, Answered, Crashed, absent, ask
@@ -60,6 +61,7 @@ PROMPTS = (
 )
 TEXTS = (*PROMPTS, inspect.getsource(inspect)[:20_000])
 """Whose token ids are compared: a long text has merges, words and spaces that short ones lack."""
+LONGEST = "model_max_length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,7 @@ def _files(folder: Path) -> Outcome:
 
 def _metadata(folder: Path, native: bool) -> Outcome:
     """Hold what each file says beside its tensors against config.json, tokenizer.json and the chat template."""
-    if wrong := _ends_elsewhere(folder):
+    if wrong := _ends_elsewhere(folder) or _longest_elsewhere(folder):
         return answered("metadata", Level.FAIL, wrong)
     files = sorted([*folder.glob("*.apr"), *folder.glob("*.gguf")]) if native else []
     wanted = said(folder) if files else None
@@ -186,6 +188,8 @@ def _metadata(folder: Path, native: bool) -> Outcome:
             else:
                 of_gguf = said(path)
                 found = [] if of_gguf is None else [("its metadata", of_gguf)]
+                if wrong := other_types(path):
+                    return answered("metadata", Level.FAIL, f"{path.name}, {wrong}")
         except BadInput as error:
             return answered("metadata", Level.FAIL, error.message)
         for where, one in found:
@@ -216,6 +220,19 @@ def _ends_elsewhere(folder: Path) -> str:
     if known <= ends:
         return ""
     return f"{GENERATION_FILE} ends a text at {sorted(ends)}, {where} at {sorted(known)}"
+
+
+def _longest_elsewhere(folder: Path) -> str:
+    """Say that tokenizer_config.json gives another length than config.json; empty when it does not, and where the file
+    is of another maker, as that of a base is, who may have meant something else by it."""
+    path = folder / TOKENIZER_CONFIG_FILE
+    found = read_json_object(path, "tokenizer", MODEL_CONFIG) if path.is_file() else {}
+    ours = {"tokenizer_class", LONGEST, "clean_up_tokenization_spaces", "eos_token", "pad_token"}
+    config = read_json_object(folder / "config.json", "model", MODEL_CONFIG)
+    positions = config.get("max_position_embeddings")
+    if not found.keys() <= ours or found.get(LONGEST) in (None, positions):
+        return ""
+    return f"{path.name} has {LONGEST} {found[LONGEST]}, config.json has {positions} positions"
 
 
 def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:

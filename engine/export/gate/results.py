@@ -6,7 +6,8 @@
 
 The held-out losses are those that the run logged on the same rows: of the saved student, read back from its
 files, of the same student before its first step, and of the teacher. A run that did not complete, or saves no
-student, has no loss of the first kind; nor has one whose files have changed since. An evaluation counts if it is
+student, has no loss of the first kind; nor has one whose files have changed since. A loss that is not the receipt's
+fails. An evaluation counts if it is
 of the run's own weights and every program of it was judged.
 """
 
@@ -52,6 +53,12 @@ def heldout_target(subject: Subject) -> Outcome:
         return unknown(HELDOUT, f"no held-out loss of {whose} in the log", **numbers)
     if changed := changed_since(run):
         return unknown(HELDOUT, f"its held-out loss is of other files: {changed}", **numbers)
+    # The receipt's are of the evaluations themselves, not of the log.
+    reported = (run.read_receipt() or {}).get("heldout_loss_nats") or {}
+    for name, value in losses.items():
+        if name in reported and value != reported[name]:
+            text = f"the held-out loss of the {name} is {value!r} here, {reported[name]!r} in {run.receipt.name}"
+            return answered(HELDOUT, Level.FAIL, text, **numbers)
     said = [f"loss {loss:.4f}, untrained {before:.4f}"]
     levels = []
     if wanted.heldout_loss:

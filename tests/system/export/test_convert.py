@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.cli.main import main
-from engine.errors import UsageError, WeightsError
+from engine.errors import InternalError, UsageError, WeightsError
 from engine.export import hf_folder as folder_module
+from engine.export import mixture
 from engine.export.convert import Converted, Progress, convert, format_of
 from engine.export.mixture import tensor_types
 from engine.formats.gguf_write import write_gguf
@@ -395,6 +396,23 @@ QWEN_7B = replace(
 
 def types_of(config: ModelConfig, quant: str, format_: str) -> dict[str, str]:
     return {name: kind.name for name, kind in tensor_types(config, quant, format_).items()}
+
+
+@pytest.mark.parametrize("layers", [9, 80])
+def test_a_gguf_without_the_types_of_its_mixture_is_refused(
+    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 256}
+    config = replace(make_config(width=32), num_hidden_layers=layers, **small)
+    save_decoder(new_decoder(config, seed=0), tmp_path / "m", torch.float32)
+    for quant in ("q4_k_m", "bf16"):
+        convert(tmp_path / "m", tmp_path / f"{quant}.gguf", quant)
+    monkeypatch.setattr(mixture, "_more_bits", lambda layer, layers: layer < layers // 8)
+    with pytest.raises(
+        InternalError, match=r"file_type 15: blk\.\d+\.\w+\.weight is \w+, expected \w+"
+    ):
+        convert(tmp_path / "m", tmp_path / "other.gguf", "q4_k_m")
+    assert not (tmp_path / "other.gguf").exists()
 
 
 def test_q4_k_m_is_the_mixture_of_llama_cpp() -> None:

@@ -234,6 +234,13 @@ def test_the_held_out_gate_is_of_the_saved_student_as_its_files_are_now(
     assert gate.level == "unknown" and "no held-out loss of the saved student" in gate.reason
     run.events.write_text(lines)
     assert heldout_target(of_run(run)).level == "pass"
+    text = run.receipt.read_text()
+    receipt = json.loads(text)
+    receipt["heldout_loss_nats"]["student"] += 1e-9
+    run.receipt.write_text(json.dumps(receipt))
+    gate = heldout_target(of_run(run))
+    assert gate.level == "fail" and "the held-out loss of the student is " in gate.reason
+    run.receipt.write_text(text)
     with (run.student / "model.safetensors").open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"\x01")

@@ -28,6 +28,7 @@ from engine.export.compare import (
     within,
 )
 from engine.export.convert import convert
+from engine.export.hf_folder import complete_folder
 from engine.export.peers import PEERS, Absent, Answered, Crashed, ask
 from engine.export.verify import PROMPTS, _ends_elsewhere, _metadata, verify
 from engine.formats.open import open_weights
@@ -293,6 +294,21 @@ def test_a_text_that_ends_at_no_end_of_the_tokenizer_fails(kit: Kit, tmp_path: P
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": of_model}))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert words in _ends_elsewhere(folder) if words else _ends_elsewhere(folder) == ""
+
+
+def test_a_tokenizer_of_other_length_is_named_and_that_of_a_base_is_not(model: Path) -> None:
+    complete_folder(model, None)
+    assert _metadata(model, native=True).verdict.level == Level.UNKNOWN
+    path = model / "tokenizer_config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"model_max_length": 7}))
+    found = _metadata(model, native=True).verdict
+    assert (
+        found.level == Level.FAIL
+        and "tokenizer_config.json has model_max_length 7, " in found.reason
+    )
+    path.write_text(json.dumps(written | {"model_max_length": 7, "added_tokens_decoder": {}}))
+    assert _metadata(model, native=True).verdict.level == Level.UNKNOWN
 
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
