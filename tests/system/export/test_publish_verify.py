@@ -27,7 +27,7 @@ from engine.export.compare import (
     same_values,
     within,
 )
-from engine.export.convert import convert
+from engine.export.convert import FILE_TYPES, convert
 from engine.export.hf_folder import complete_folder
 from engine.export.peers import PEERS, Absent, Answered, Crashed, ask
 from engine.export.verify import PROMPTS, _ends_elsewhere, _metadata, verify
@@ -309,6 +309,17 @@ def test_a_tokenizer_of_other_length_is_named_and_that_of_a_base_is_not(model: P
     )
     path.write_text(json.dumps(written | {"model_max_length": 7, "added_tokens_decoder": {}}))
     assert _metadata(model, native=True).verdict.level == Level.UNKNOWN
+
+
+def test_a_gguf_that_names_another_mixture_than_it_holds_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.export.convert.other_types", lambda path: "")
+    monkeypatch.setitem(FILE_TYPES, "q8_0", FILE_TYPES["q4_k_m"])
+    convert(model, model / "m.gguf", "q8_0")
+    found = _metadata(model, native=True).verdict
+    assert found.level == Level.FAIL and "m.gguf, general.file_type 15: " in found.reason
+    assert ".weight is Q8_0, expected Q5_0" in found.reason
 
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
