@@ -46,7 +46,8 @@ SMALLEST_ENTROPY = 1.0
 """Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
 
 LARGEST_DEVIATION = 5.5
-LEAST_TAKEN = 0.8
+LEAST_TAKEN = 0.95
+"""Of the documents that data.max_bytes has room for, where some are left out: what takes their room may be larger."""
 WEIGHED = 1 << 24
 """Tokens of a split whose bytes are counted."""
 
@@ -261,8 +262,8 @@ def _split_otherwise(
     if names and data.max_bytes:
         wanted = taken(zip(names, sizes, strict=True), fraction, data.max_bytes)
         for one, those, split in zip(made, wanted, ("training", "held-out"), strict=True):
-            # Of copies, which take no room, nothing is known here.
-            if one.documents < LEAST_TAKEN * len(those) - context.left_out:
+            least = LEAST_TAKEN if context.left_out else 1.0
+            if one.documents < least * len(those) - context.left_out:
                 return (
                     f"{one.documents:,} {split} documents are taken, {len(those):,} fit into a data.max_bytes of "
                     f"{data.max_bytes:,}"

@@ -30,11 +30,13 @@ from engine.errors import BadInput, RunLogError, SpecError
 from engine.files import open_plain
 from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
 from engine.log.events import (
+    AnyEvent,
     CheckpointSaved,
     Event,
     LogOpened,
     ReceiptWritten,
     RunStarted,
+    StepDone,
     StudentSaved,
 )
 from engine.log.folder import RunFolder
@@ -502,7 +504,8 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
     models = {key: view.models[role].sha256 for role, key in hashes.items() if role in view.models}
     if view.student is not None:
         models["student"] = view.student.sha256
-    session = _session_of_receipt(run, receipt, facts["times"]["first"])
+    counts = _Counts()
+    session = _session_of_receipt(run, receipt, facts["times"]["first"], counts)
     started = session.started if session is not None else view.started
     found: dict[str, Any] = {
         "model_sha256": models,
@@ -512,6 +515,9 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         "tokens_trained": _tokens_trained(view),
         "best_step": next((c.step for c in reversed(view.checkpoints) if c.best), None),
     } | {name: facts[name] for name in _AGREEING}
+    if session is not None:
+        found["rows"] |= counts.rows
+        found["lineage"] = counts.lineage
     seed = facts["seeds"]["train.seed"]
     found["seeds"] |= {"torch.manual_seed": seed, "philox_key_of_the_order": [seed, "epoch"]}
     found["outcome"] = view.finished.state if view.finished is not None else "completed"
@@ -555,6 +561,35 @@ class _Span(NamedTuple):
     high: Any
 
 
+class _Counts:
+    """Counts from the lines of a log, one after another, what `rows_of` and `lineage_of` say: the rows and labels of
+    the steps that no resume took back, and each checkpoint with the one before it."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[int, int]] = {}
+        self._saved: dict[int, str] = {}
+        """The hash of the newest checkpoint of each step."""
+        self._before: str | None = None
+        self.lineage: list[dict[str, Any]] = []
+
+    def take(self, event: AnyEvent) -> None:
+        if isinstance(event, RunStarted):
+            begun = event.resumed_from or 0
+            self._steps = {step: one for step, one in self._steps.items() if step <= begun}
+            self._before = self._saved.get(begun)
+        elif isinstance(event, StepDone):
+            self._steps[event.step] = (event.rows or 0, event.labelled or 0)
+        elif isinstance(event, CheckpointSaved):
+            said = {"step": event.step, "manifest_sha256": event.manifest_sha256}
+            self.lineage.append(said | {"parent_manifest_sha256": self._before})
+            self._before = self._saved[event.step] = event.manifest_sha256
+
+    @property
+    def rows(self) -> dict[str, int]:
+        rows, labels = zip(*self._steps.values(), strict=True) if self._steps else ((), ())
+        return {"rows_seen": sum(rows), "labelled_tokens": sum(labels)}
+
+
 class _Session(NamedTuple):
     """The session that wrote a receipt."""
 
@@ -564,14 +599,16 @@ class _Session(NamedTuple):
 
 
 def _session_of_receipt(
-    run: RunFolder, receipt: dict[str, Any], first: str | None
+    run: RunFolder, receipt: dict[str, Any], first: str | None, counts: _Counts
 ) -> _Session | None:
-    """Return what the log has of the newest session that wrote a receipt; None when there is none."""
+    """Return what the log has of the newest session that wrote a receipt; None when there is none. `counts` takes each
+    line."""
     sessions: list[dict[str, Any]] = []
     started = saved = opened = found = None
     with contextlib.suppress(RunLogError):
         for line in lines_of(run.events):
             event = line.event
+            counts.take(event)
             if isinstance(event, LogOpened):
                 opened, started, saved = event, None, None
                 sessions.append(session_as_opened(event))

@@ -10,6 +10,7 @@ it, the next step is launched before the numbers of this one are read, so that t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, forward_work
 from engine.train.prescribed_rows import PrescribedRows
-from engine.train.process_state import ProcessState
+from engine.train.process_state import ProcessState, cpu_told_wrongly, peak_told_wrongly
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, StepTimes, broken_invariants
@@ -393,8 +394,8 @@ class TrainingLoop:
 
             # Check.
             with host.of(CHECKS):
-                self._answer(audit.after(step))
-                self._answer(rows.after(step))
+                # Other rows have other labels: they are the cause.
+                self._answer(itertools.chain(rows.after(step), audit.after(step)))
                 self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
                 # A resume does it where a stop came before.
@@ -411,6 +412,11 @@ class TrainingLoop:
                 stop_unless_finite(step)
             if due.measure_memory:
                 self.log(record.memory_peak(step.step, self.budget, trainer.device))
+            if due.last and trainer.ranks.first:
+                with host.of(CHECKS), contextlib.suppress(BrokenLog):
+                    log = self._logged()
+                    for text in filter(None, (peak_told_wrongly(log), cpu_told_wrongly(log))):
+                        self.log(Note(level="error", text=text))
 
             # Evaluate, save.
             if due.evaluate:

@@ -8,12 +8,15 @@ polls takes the core that the step waits for.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from engine.log.view import RunView
+from engine.units import format_bytes
 from engine.watch.stacks import compare, look_at
 
 Setting = tuple[Callable[[], object], object]
@@ -29,6 +32,49 @@ BUSY_PCT, BUSY_S = 20.0, 5.0
 """Of a CPU, what a thread may take, and the least time over which that is measured."""
 WORKING = ("hash of", "fresh weights", "import of", "teacher-outputs", "copy")
 """How the names of threads begin that compute something for the run."""
+LEAST_PEAK, MOST_PEAK = 0.8, 1.2
+"""Of the peak by another count, what may be said of it."""
+LEAST_CPU, START_S = 0.5, 5.0
+"""The least share of the CPU time that samples add up to, and how long a process may run before its log begins."""
+
+
+def peak_told_wrongly(log: RunView) -> str:
+    """Say that the log has another peak of this process's memory than the kernel's accounting of resources; empty when
+    it has that one, or none."""
+    said = None if log.memory_peak is None else log.memory_peak.host_peak_bytes
+    # In kibibytes; of what this process was before it ran this program, too.
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if said is None or LEAST_PEAK * peak <= said <= MOST_PEAK * peak:
+        return ""
+    return (
+        f"the process is said to have held {format_bytes(int(said))} of memory at its peak, by getrusage it was "
+        f"{format_bytes(peak)}"
+    )
+
+
+def cpu_told_wrongly(log: RunView) -> str:
+    """Say that the samples of this process's CPU use do not add up to the CPU time that it has taken; empty when they
+    do, or do not tell."""
+    if log.first_unix_s is None or (log.started and log.started.resumed_from is not None):
+        return ""
+    at_s, pcts = (log.hosts.values(name) for name in ("unix_s", "trainer_cpu_pct"))
+    # Each is since the look before it.
+    known = [
+        (pct / 100, now_s - before_s)
+        for pct, now_s, before_s in zip(pcts[1:], at_s[1:], at_s, strict=False)
+        if pct is not None and now_s is not None and before_s is not None
+    ]
+    said_s, covered_s = sum(share * s for share, s in known), sum(s for _, s in known)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = usage.ru_utime + usage.ru_stime
+    # What was used between the samples, at most.
+    beside_s = (time.time() - log.first_unix_s + START_S - covered_s) * (os.cpu_count() or 1)
+    if LEAST_CPU * (used_s - beside_s) <= said_s <= used_s / LEAST_CPU + START_S:
+        return ""
+    return (
+        f"the samples of this process's CPU use (trainer_cpu_pct) make {said_s:.1f} s in {covered_s:.0f}, by getrusage "
+        f"it has used {used_s:.1f} s"
+    )
 
 
 class ProcessState:

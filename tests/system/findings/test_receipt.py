@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -212,6 +213,19 @@ def test_a_receipt_is_held_against_the_log_when_it_is_written(
     run.receipt.write_text(json.dumps(receipt))
     found = contradictions(run, view_of(run))
     assert any(words in one for one in found)
+
+
+@pytest.mark.parametrize(("count", "said"), [("rows_of", "rows"), ("lineage_of", "lineage")])
+def test_what_is_counted_wrongly_for_a_receipt_and_for_its_check_is_found(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, count: str, said: str
+) -> None:
+    assert contradictions(run, view_of(run)) == []
+    receipt = receipt_of(run)
+    wrong = receipt[said][:-1] if said == "lineage" else receipt[said] | {"labelled_tokens": 1}
+    run.receipt.write_text(json.dumps(receipt | {said: wrong}))
+    monkeypatch.setattr(f"engine.receipts.receipt.{count}", lambda *_: copy.deepcopy(wrong))
+    (text,) = contradictions(run, view_of(run))
+    assert text.startswith(said), text
 
 
 def test_a_receipt_of_fewer_fields_is_not_the_one_that_the_log_names(run: RunFolder) -> None:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine.log.events import MemoryMeasured
 from engine.log.follow import Follower
+from engine.log.table import HOST_FIELDS, Table
+from engine.log.view import RunView
 from engine.train import process_state
-from engine.train.process_state import ProcessState
+from engine.train.process_state import ProcessState, cpu_told_wrongly, peak_told_wrongly
 from engine.watch.stacks import Looks, look_at
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
+from tests.support.run_events import started
 
 
 def test_what_torch_was_set_to_is_quiet_and_each_change_is_told_once() -> None:
@@ -89,3 +96,48 @@ def test_a_thread_that_takes_a_cpu_beside_the_steps_is_told_of_and_one_that_work
         while used < begun_s + 0.2:
             used = at_its_own_time(os.getpid()).at_s
         assert any(f"the thread {name} takes" in text for text in state.look()) == told
+
+
+def sampled(
+    cpu_pct: float | None, *, seconds: int = 20, resumed_from: int | None = None
+) -> RunView:
+    """A log with a sample of each second, the last of them now."""
+    now_s = time.time()
+    rows = [
+        {"unix_s": now_s - seconds + 1 + second, "trainer_cpu_pct": cpu_pct}
+        for second in range(seconds)
+    ]
+    return RunView(
+        hosts=Table(HOST_FIELDS).extended(rows),
+        first_unix_s=now_s - seconds,
+        started=started(resumed_from=resumed_from),
+    )
+
+
+@pytest.mark.parametrize(
+    ("cpu_pct", "told"), [(150.0, False), (110.0, False), (0.0, True), (5.0, True), (2000.0, True)]
+)
+def test_samples_that_do_not_add_up_to_the_cpu_time_are_told(
+    monkeypatch: pytest.MonkeyPatch, cpu_pct: float, told: bool
+) -> None:
+    used = SimpleNamespace(ru_utime=25.0, ru_stime=5.0, ru_maxrss=1000)
+    monkeypatch.setattr("resource.getrusage", lambda who: used)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert bool(cpu_told_wrongly(sampled(cpu_pct))) == told
+    # What may have been used before the log began, or by an earlier session, is nobody's to tell.
+    assert not cpu_told_wrongly(sampled(cpu_pct, resumed_from=3))
+    assert not cpu_told_wrongly(sampled(None))
+
+
+@pytest.mark.parametrize(("times", "told"), [(1.0, False), (0.5, True), (2.0, True)])
+def test_a_peak_of_memory_that_is_another_by_getrusage_is_told(times: float, told: bool) -> None:
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = MemoryMeasured(
+        step=1,
+        measured_bytes=None,
+        predicted_bytes=1.0,
+        source="",
+        host_peak_bytes=times * peak,
+    )
+    assert bool(peak_told_wrongly(RunView(memory_peak=said))) == told
+    assert not peak_told_wrongly(RunView())
