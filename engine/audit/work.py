@@ -26,7 +26,7 @@ UNNOTICED = 0.02
 """Of a step's arithmetic: less does not matter where it is done."""
 MORE_PIECES, FEW_PIECES = 1.5, 4
 """Times the matmuls that a part may take for it, and as many more."""
-WIDE_SHARE = 0.1
+WIDE_SHARE = 0.05
 """Of a part's numbers that may be made in float64: rotary frequencies, norms and sums are."""
 
 
@@ -113,7 +113,7 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def beyond(self, most: Mapping[str, Needed]) -> str:
-        """Say which part does more than it needs, or does it in more pieces; empty when none does."""
+        """Say which part does more than it needs, in more pieces, or in float64; empty when none does."""
         unnoticed = UNNOTICED * sum(need.flops for need in most.values())
         for part, need in most.items():
             flops, matmuls = self.flops[part], self.matmuls[part]
@@ -128,6 +128,12 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{part} takes {matmuls:,} matmuls, {need.matmuls:,.0f} are enough for its arithmetic: it is done "
                     "in smaller pieces than were decided, which takes longer for the same result"
                 )
+        for part, wide in self._wide.items():
+            if wide > WIDE_SHARE * self._made[part]:
+                return (
+                    f"{part} makes {wide / self._made[part]:.0%} of its numbers in float64, which takes many times as "
+                    "long on a GPU"
+                )
         return ""
 
     def judge(self, most: Mapping[str, Needed]) -> Answer:
@@ -141,12 +147,6 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return unknown("the step's matmuls are not torch's own: they cannot be counted")
         if text := self.beyond(most):
             return numbers.failed(f"of the step, {text}")
-        for part, wide in self._wide.items():
-            if wide > WIDE_SHARE * self._made[part]:
-                return numbers.failed(
-                    f"{part} of the step makes {wide / self._made[part]:.0%} of its numbers in float64, which takes "
-                    "many times as long on a GPU"
-                )
         done = ", ".join(
             f"{part} {self.flops[part] / need.flops:.2f}"
             for part, need in most.items()

@@ -102,11 +102,11 @@ def ranks_here() -> Ranks:
     )
 
 
-def use_own_gpu(ranks: Ranks) -> None:
-    """Make "cuda" mean this rank's GPU. Raises BadInput when this machine has too few GPUs; does nothing without
-    one."""
+def use_own_gpu(ranks: Ranks, wanted: str) -> None:
+    """Make "cuda" mean this rank's GPU, unless the device that is `wanted` is another. Raises BadInput when this
+    machine has too few GPUs; does nothing without one."""
     gpus = torch.cuda.device_count()
-    if not ranks.many or gpus == 0:
+    if not ranks.many or gpus == 0 or wanted == "cpu":
         return
     if ranks.local_rank >= gpus:
         raise BadInput(

@@ -221,7 +221,8 @@ class TrainingLoop:
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
         self._evaluations.append(made)
-        self._times.tell(EVALUATING, made.eval_s)
+        # Ranks also wait for one another.
+        self._times.tell(EVALUATING, None if trainer.ranks.many else made.eval_s)
         if subject == "teacher" and self.teacher_decoder is not None:
             dtype = self.teacher_decoder.dtype
             self._computed = Computed(
@@ -415,7 +416,9 @@ class TrainingLoop:
             if due.last and trainer.ranks.first:
                 with host.of(CHECKS), contextlib.suppress(BrokenLog):
                     log = self._logged()
-                    for text in filter(None, (peak_told_wrongly(log), cpu_told_wrongly(log))):
+                    # What is sampled of several ranks is the process that started them.
+                    cpu = "" if trainer.ranks.many else cpu_told_wrongly(log)
+                    for text in filter(None, (peak_told_wrongly(log), cpu)):
                         self.log(Note(level="error", text=text))
 
             # Evaluate, save.
@@ -558,7 +561,7 @@ class TrainingLoop:
             self._kept = [step_of(path) for path in published(self.keeper.folder.checkpoints)]
             step, loss = self._evaluated
             self.keeper.save(trainer, loss if step == self.step else None)
-            self._times.tell(SAVING, self.keeper.known_s)
+            self._times.tell(SAVING, None if trainer.ranks.many else self.keeper.known_s)
         self._look_at_saved(trainer, quick=quick)
 
     def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:

@@ -310,7 +310,7 @@ class _Job:
 
     def _join_ranks(self) -> ComputeDevice:
         """Return this rank's device, once all ranks have joined and agreed on the memory to plan with."""
-        use_own_gpu(self.ranks)
+        use_own_gpu(self.ranks, self.spec.compute.device)
         compute = set_up_device(self.spec, self.log)
         device = compute.device
         if self.ranks.many:

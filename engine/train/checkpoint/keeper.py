@@ -56,6 +56,8 @@ SLOW_SAVES, SLOW_SAVE_S = 4, 0.3
 USUAL_RATE = 100e6
 """Bytes a second that hashing and writing take on a slow machine."""
 PROBED_BYTES = 1 << 26
+LEAST_TOLD, UNTOLD_S = 0.8, 0.005
+"""Of the time of a save, the least share that is told of it, and what may be lost beside."""
 
 
 class Parts:
@@ -184,12 +186,16 @@ class Keeper:
         # A run resumes from a checkpoint, so the log must hold all steps that led to it.
         self.sync_log()
         self.sync_rows()
-        before_s = time.perf_counter() - begun_s
+        saving_s = time.perf_counter()
         try:
             saved = checkpoint.save(self.folder.checkpoints, trainer.step, files, parts=parts)
         finally:
             if parts is not None:
                 parts.give_up()
+        took_s = time.perf_counter() - saving_s
+        if not LEAST_TOLD * took_s - UNTOLD_S <= saved.seconds <= took_s + UNTOLD_S:
+            text = f"checkpoint: saving it took {took_s:.3g} s, and {saved.seconds:.3g} is told"
+            self.log(Note(level="error", text=text))
         self.ranks.wait_for_all()
         written_s = time.perf_counter()
         self.log(
@@ -206,7 +212,7 @@ class Keeper:
         self._look_at_rate(saved.bytes, saved.seconds)
         kept = {self.best_step} if self.best_step is not None else set()
         checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
-        self.known_s = before_s + saved.seconds + time.perf_counter() - written_s
+        self.known_s = saving_s - begun_s + took_s + time.perf_counter() - written_s
         return saved.path
 
     def _look_at_rate(self, size: int, seconds: float) -> None:

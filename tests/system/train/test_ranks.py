@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.errors import BadInput
 from engine.formats.open import open_weights
 from engine.log.beats import read_beats, read_lost_rank
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.receipts.receipt import differences
-from engine.runtime.ranks import ranks_here
+from engine.runtime.ranks import Ranks, ranks_here, use_own_gpu
 from engine.spec import spec_from_dict
 from engine.watch.replay import diagnose
 from tests.support.finished_runs import finish
@@ -99,6 +100,11 @@ def test_the_teacher_in_parts_is_the_teacher_of_one_process(alone: RunView, pair
     assert two.models["teacher"].sha256 == alone.models["teacher"].sha256
     known = [view.eval_of("teacher") for view in (alone, two)]
     assert known[0] is not None and known[1] is not None and known[0].loss == known[1].loss
+
+
+def test_no_note_of_a_healthy_run_of_two_ranks_is_an_error(pair: Path) -> None:
+    notes = Follower(RunFolder(pair)).read_all().notes
+    assert [one.text for one in notes if one.level == "error"] == []
 
 
 def test_nothing_of_a_run_of_two_ranks_is_called_otherwise_than_set(pair: Path) -> None:
@@ -224,6 +230,15 @@ def test_a_created_run_is_carried_out_by_torchrun_itself(
     view = Follower(RunFolder(tmp_path / "run")).read_all()
     assert view.finished is not None and view.finished.state == "completed"
     assert view.steps.values("loss") == pytest.approx(alone.steps.values("loss"), rel=2e-5)
+
+
+def test_only_ranks_that_compute_on_a_gpu_need_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    second = Ranks(rank=1, world=2, local_rank=1)
+    use_own_gpu(second, "cpu")
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(BadInput, match="a GPU of its own, found 1"):
+            use_own_gpu(second, wanted)
 
 
 def test_half_of_torchruns_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
