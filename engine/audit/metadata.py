@@ -7,6 +7,7 @@ no one may say something else.
     around          tokenizer.json, post_processor             add_bos_token, add_eos_token  tokenizer.json
     bos, ends       config.json                                tokenizer.ggml.*_token_id     tokenizer.*_token_id
     template        chat_template.jinja, tokenizer_config.json tokenizer.chat_template       chat_template
+    name, licence   -                                          general.name, general.license name, license
 
 `Said` has a value for each thing that a file can say; what only one of two files can say is not compared.
 `other_types` holds the types of a GGUF's tensors against the mixture that the file names.
@@ -101,6 +102,7 @@ def said_in_apr(metadata: Mapping[str, Any], path: Path) -> Iterator[tuple[str, 
         for role, key in (("bos", "bos"), ("end", "eos"))
     }
     own["architecture"] = _architecture(metadata.get("architecture"))
+    own |= {"name": metadata.get("name"), "licence": metadata.get("license")}
     if "tokenizer.vocabulary" in metadata:
         own |= _tables(
             metadata["tokenizer.vocabulary"],
@@ -212,6 +214,8 @@ def _of_gguf(path: Path) -> Said:
         "window": _window(files.shape, value(f"{family}.context_length")),
         "vocabulary": files.count("embed.weight"),
         "architecture": family,
+        "name": value("general.name"),
+        "licence": value("general.license"),
         "slowed": [float(one) for one in divisors[0]] if divisors else None,
         **_tables(
             value("tokenizer.ggml.tokens") or [],

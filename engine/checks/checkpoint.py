@@ -5,7 +5,7 @@
     step, row    where a resumed run continues
     generators   of random numbers, after a resume
     kept         the checkpoints that are there, and which is the best, by the log alone
-    on disk      whether the kernel has written every page of its files, and they are as large as the log says
+    on disk      whether the kernel has written every page of its files, and they are those of the log
     resumable    whether a resume would take it: its own reader is asked too, for everything but the numbers
 
 `checkpoint_reloads` looks at each one, at some numbers of every tensor or at all (`Checks.at_checkpoint`);
@@ -18,6 +18,7 @@ The first check exists because a run of 25 hours left a file of 200 bytes, which
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ from engine.checkpoint_folders import published, step_of
 from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.errors import EngineError
-from engine.files import read_json, unwritten_pages
+from engine.files import read_bytes, read_json, unwritten_pages
 from engine.formats.open import open_weights
 from engine.log.view import RunView
 from engine.runtime.parts import read_parts
@@ -39,7 +40,7 @@ from engine.runtime.ranks import own_part, part_like
 from engine.spec import RunSpec
 
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
-STUDENT_FILE = "student.safetensors"
+STUDENT_FILE, MANIFEST = "student.safetensors", "MANIFEST.json"
 SAMPLED = 1024
 """Numbers of a tensor, evenly spread."""
 
@@ -63,7 +64,7 @@ def checkpoint_reloads(
             if wrong := (
                 kept_wrongly(kept, on_disk, context.spec, best)
                 or not_on_disk(path)
-                or not_as_large(path, kept.log)
+                or not_as_logged(path, kept.log)
             ):
                 return numbers.failed(wrong)
             kept.check_resumable(path, digests=not sampled)
@@ -100,13 +101,19 @@ def not_on_disk(folder: Path) -> str:
     return ""
 
 
-def not_as_large(folder: Path, log: RunView) -> str:
-    """Say that the log has another size of a checkpoint than its files; empty when it has theirs, or none."""
+def not_as_logged(folder: Path, log: RunView) -> str:
+    """Say that the log has another size or manifest of a checkpoint than there is; empty when it has these, or none."""
     size = sum(one.stat().st_size for one in folder.iterdir())
-    said = [one.size_bytes for one in log.checkpoints if Path(one.path).name == folder.name]
-    if not said or said[-1] == size:
-        return ""
-    return f"{folder.name} has {size:,} bytes, the log says {said[-1]:,.0f}"
+    raw = read_bytes(folder / MANIFEST, "checkpoint", limits.MANIFEST)
+    sha256 = hashlib.sha256(raw).hexdigest()
+    for one in log.checkpoints[-1:]:
+        if Path(one.path).name != folder.name:
+            return ""
+        if one.size_bytes != size:
+            return f"{folder.name} has {size:,} bytes, the log says {one.size_bytes:,.0f}"
+        if one.manifest_sha256 != sha256:
+            return f"{folder.name}/{MANIFEST} has the hash {sha256}, the log says {one.manifest_sha256}"
+    return ""
 
 
 def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec, best_loss: float | None) -> str:

@@ -68,8 +68,8 @@ NAMED = 8
 """Documents that are dropped as copies, by name."""
 AGAIN, AGAIN_AMONG = 16, 4096
 """Documents of a split that a run reads again, among so many first ones of the source."""
-AGAIN_BYTES = 1 << 16
-"""The largest of them."""
+AGAIN_BYTES, LONG_BYTES = 1 << 16, 1 << 18
+"""The largest of them, and of one more, which is cut before it is tokenized."""
 MOST_BYTES = 64 << 30
 """Size of the cache beyond which the folders that were not used for longest are removed."""
 _READ_AT_ONCE = 1 << 22
@@ -521,11 +521,16 @@ class _Making:
 
 
 def _to_read_again(split: Split) -> list[int]:
-    """Return AGAIN documents, spread evenly over the small ones among the first of the files."""
-    small = np.sort(split.numbers[split.index.sizes[split.numbers] <= AGAIN_BYTES])
-    small = small[small < AGAIN_AMONG]
+    """Return AGAIN documents, spread evenly over the small ones among the first of the files, and the longest of these
+    that takes no second to read again."""
+    first = np.sort(split.numbers[split.numbers < AGAIN_AMONG])
+    sizes = split.index.sizes[first]
+    small = first[sizes <= AGAIN_BYTES]
     count = min(AGAIN, len(small))
     chosen: list[int] = small[np.arange(count) * len(small) // max(count, 1)].tolist()
+    long = sizes * (sizes <= LONG_BYTES)
+    if len(first) and long.max() > AGAIN_BYTES:
+        chosen.append(int(first[np.argmax(long)]))
     return chosen
 
 

@@ -34,6 +34,7 @@ from engine.evaluate.checked import fault_of_record
 from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
 from engine.files import open_regular, parse_json, read_bytes
+from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
@@ -42,10 +43,13 @@ from engine.receipts.context import view_of
 from engine.receipts.receipt import check_receipt
 from engine.runtime.device import torch_dtype
 from engine.spec.sections import ModelSection
+from engine.units import format_count
 from engine.verdict import Level, Verdict
 
 _LISTED = 5
 ARTEFACT = "artefact"
+LARGEST_TABLES = 64 << 20
+"""Bytes of a file of weights that are none."""
 """The check of the saved student."""
 
 
@@ -255,6 +259,31 @@ def contradicts_the_evidence(card: str, proof: Proof) -> str:
             if count not in labelled:
                 return f"{count:,} held-out tokens, where {max(labelled):,} were evaluated"
     return _wrong_index(card, figures, wrong) or _made_otherwise(card, proof.run)
+
+
+def contradicts_the_files(card: str, folder: Path, run: RunFolder) -> str:
+    """Say what a card has of the files beside it, and of its base models, that is not so; empty when nothing."""
+    with open_weights(folder) as weights:
+        parameters = sum(math.prod(one.shape) for one in weights.tensors.values())
+    found = re.search(r"model of (\S+) parameters", card)
+    if found is not None and found[1] != format_count(parameters):
+        return f"{found[1]} parameters, where its files have {parameters:,}"
+    for name, bits in re.findall(r"^\| (\S+) \| .*; (\S+) bits a weight", card, re.MULTILINE):
+        size, said = (folder / name).stat().st_size, float(bits) * parameters / 8
+        # The rest of a file is its tables of tokens.
+        if not size - LARGEST_TABLES - 0.05 * size <= said <= 1.02 * size:
+            return f"{bits} bits a weight in {name}, which has {size:,} bytes for {parameters:,}"
+    models = view_of(run).models
+    for role, sha256 in re.findall(r"^- `.*` \((.*?)\): .*tensors sha256 `(\w+)`", card, re.M):
+        model = models.get("teacher" if role == "teacher" else "student")
+        if model is not None and model.sha256 != sha256:
+            return f"the {role} has the hash {sha256[:12]}, where it is {model.sha256[:12]}"
+    if "none of the base models had it beside its weights" in card:
+        spec = run.read_effective().get("spec", {})
+        bases = [spec.get(role, {}).get("path") for role in ("teacher", "student")]
+        for text in (text for base in bases if base for text in Path(base).glob("LICEN[CS]E*")):
+            return f"no text of a licence, where {text} is one"
+    return ""
 
 
 def _made_otherwise(card: str, run: RunFolder) -> str:

@@ -37,6 +37,7 @@ from engine.export.mixture import QUANTS
 from engine.export.proof import (
     Proof,
     contradicts_the_evidence,
+    contradicts_the_files,
     examine,
     file_sha256,
     refuse_missing,
@@ -244,7 +245,9 @@ def _write(
         base_models=wanted.base_models,
     )
     text = card_text(card)
-    if wrong := contradicts_the_evidence(text, proof):
+    if wrong := (
+        contradicts_the_evidence(text, proof) or contradicts_the_files(text, partial, proof.run)
+    ):
         raise BadInput.expected("card", CARD, "the figures of its evidence", wrong)
     (partial / CARD).write_text(text, encoding="utf-8")
     write_manifest(partial)

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.audit.metadata import difference, other_types, said, said_in_apr
+from engine.audit.metadata import Said, difference, other_types, said, said_in_apr
 from engine.errors import BadInput, TokenizerError, WeightsError
 from engine.export.compare import as_float, first_difference, same_values, within
 from engine.export.convert import FILE_TYPES, convert
@@ -180,6 +180,8 @@ def _metadata(folder: Path, native: bool) -> Outcome:
         return unknown("metadata", "no .apr or GGUF file to hold against the folder")
     compared: list[str] = []
     absent: list[str] = []
+    # The folder says no name and no licence; what its first file says, the others are to say.
+    called: Said = {}
     for path in files:
         try:
             if path.suffix == ".apr":
@@ -193,7 +195,10 @@ def _metadata(folder: Path, native: bool) -> Outcome:
         except BadInput as error:
             return answered("metadata", Level.FAIL, error.message)
         for where, one in found:
-            if wrong := difference(wanted, one):
+            for key in ("name", "licence"):
+                if key in one:
+                    called.setdefault(key, one[key])
+            if wrong := difference(wanted | called, one):
                 return answered("metadata", Level.FAIL, f"{path.name}, {where}: {wrong}")
         (compared if found else absent).append(path.name)
     if absent:

@@ -214,9 +214,10 @@ class TrainingLoop:
             sample=tokenizer.decode(sample) if tokenizer and sample else "",
         )
         self.log(made)
-        known = [one.subject for one in self.evaluated_before] if self.keeper.resumed else []
+        known = [one.subject for one in self._evaluations]
+        known += [one.subject for one in self.evaluated_before] if self.keeper.resumed else []
         if subject != "student" and subject in known:
-            text = f"{subject}: it was evaluated again, though its held-out loss is known since an earlier session"
+            text = f"{subject}: it was evaluated again, though it is as it was, and its held-out loss is known"
             self.log(Note(level="warning", text=text))
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)

@@ -310,6 +310,25 @@ def only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def cut_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces(self: Tokenizer, texts: Any) -> Iterator[tuple[int, str]]:
+        for number, text in enumerate(texts):
+            for first in range(0, len(text), 50_003):
+                yield number, text[first : first + 50_003]
+
+    monkeypatch.setattr(Tokenizer, "_pieces", pieces)
+
+
+def test_a_long_document_that_is_cut_within_a_token_is_named(
+    world: World, long_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    cut_anywhere(monkeypatch)
+    found = documents_in_rows(looked_at(world, long_texts, tokenizer, tmp_path / "planted"))
+    assert found.verdict.level is Level.FAIL
+    assert "read and tokenized again, is whole in no rows" in found.verdict.reason
+
+
 @pytest.mark.parametrize("planted_in", [tails_lost, only_ascii])
 @pytest.mark.parametrize(
     ("packing", "composes"), [*((packing, False) for packing in PACKINGS), ("stream", True)]
@@ -323,6 +342,7 @@ def test_a_document_of_which_something_is_lost_is_named_though_it_is_not_read_ag
     planted_in: Callable[[pytest.MonkeyPatch], None],
     packing: str,
 ) -> None:
+    monkeypatch.setattr("engine.data.token_cache.LONG_BYTES", 0)
     tokenizer = make_tokenizer(tmp_path, nfc=composes)
     healthy = looked_at(world, long_texts, tokenizer, tmp_path / "healthy", packing=packing)
     assert documents_in_rows(healthy).verdict.level is Level.PASS

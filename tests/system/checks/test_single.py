@@ -4,6 +4,7 @@ not take for a defect."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from engine.checks.checkpoint import (
     Kept,
     checkpoint_reloads,
     kept_wrongly,
-    not_as_large,
+    not_as_logged,
     not_on_disk,
     random_states,
 )
@@ -647,19 +648,23 @@ def test_a_checkpoint_that_a_resume_would_refuse_is_found_when_it_is_saved(
         assert verdict.level is Level.FAIL and words in verdict.reason, verdict
 
 
-def test_a_checkpoint_that_is_not_as_large_as_the_log_says_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_as_the_log_says_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
     folder.mkdir()
-    (folder / "state.json").write_bytes(b"12345")
+    (folder / MANIFEST).write_bytes(b"12345")
     (folder / "rng.safetensors").write_bytes(b"123")
+    sha256 = hashlib.sha256(b"12345").hexdigest()
 
-    def logged(size: int, name: str = folder.name) -> RunView:
-        one = msgspec.structs.replace(saved(1), path=str(tmp_path / name), size_bytes=size)
+    def logged(size: int, sha256: str = sha256, name: str = folder.name) -> RunView:
+        one = msgspec.structs.replace(
+            saved(1), path=str(tmp_path / name), size_bytes=size, manifest_sha256=sha256
+        )
         return RunView(checkpoints=(one,))
 
-    assert not_as_large(folder, logged(8)) == not_as_large(folder, RunView()) == ""
-    assert not_as_large(folder, logged(5, "step-00000002")) == ""
-    assert not_as_large(folder, logged(5)) == f"{folder.name} has 8 bytes, the log says 5"
+    assert not_as_logged(folder, logged(8)) == not_as_logged(folder, RunView()) == ""
+    assert not_as_logged(folder, logged(5, name="step-00000002")) == ""
+    assert not_as_logged(folder, logged(5)) == f"{folder.name} has 8 bytes, the log says 5"
+    assert f"has the hash {sha256}, the log says 00" in not_as_logged(folder, logged(8, "00"))
 
 
 @pytest.fixture

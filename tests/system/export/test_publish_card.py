@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ import pytest
 from engine.cli.main import main
 from engine.evaluate.model import weights_sha256
 from engine.export.licence import Base, bases_of, inherited, licence_files
-from engine.export.proof import read_evaluation
+from engine.export.proof import contradicts_the_files, read_evaluation
 from engine.export.publish import Wanted, publish
+from engine.formats.open import open_weights
 from engine.log.folder import RunFolder
+from engine.receipts.context import view_of
+from engine.units import format_count
 from tests.support.finished_runs import finish, results_file
 from tests.support.kit import Kit
 
@@ -141,3 +146,36 @@ def test_a_share_of_programs_says_how_they_were_drawn(
         path.read_text().replace('{"samples": 1}', f'{{"samples": 1, "sampling": {sampling}}}')
     )
     assert words in read_evaluation(path, weights_sha256(whole.student)).detail
+
+
+def test_what_a_card_says_of_its_files_and_its_bases_is_held_against_them(
+    whole: RunFolder, tmp_path: Path
+) -> None:
+    run = RunFolder(Path(shutil.copytree(whole.path, tmp_path / "run")))
+    folder = Path(shutil.copytree(run.student, tmp_path / "student"))
+    with open_weights(folder) as weights:
+        parameters = sum(math.prod(one.shape) for one in weights.tensors.values())
+    size = parameters * 4 + 1000
+    (folder / "s.apr").write_bytes(bytes(size))
+    teacher = view_of(run).models["teacher"].sha256
+    right = (
+        f"A qwen2 model of {format_count(parameters)} parameters (2 layers).\n"
+        f"- `teacher` (teacher): licence mit (its README.md), tensors sha256 `{teacher}`\n"
+        "| s.apr | apr in f32: 38 F32; 32.00 bits a weight |\n"
+    )
+    assert contradicts_the_files(right, folder, run) == ""
+    for old, new, words in (
+        (f"{format_count(parameters)} parameters", "9.9M parameters", "9.9M parameters, where"),
+        ("32.00 bits", "64.00 bits", f"64.00 bits a weight in s.apr, which has {size:,} bytes"),
+        (teacher, "0" * 64, "the teacher has the hash 000000000000"),
+    ):
+        assert words in contradicts_the_files(right.replace(old, new), folder, run)
+    said = "Its text is not in this folder: none of the base models had it beside its weights.\n"
+    assert contradicts_the_files(right + said, folder, run) == ""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "LICENSE").write_text("a licence")
+    effective = run.read_effective()
+    effective["spec"]["teacher"]["path"] = str(base)
+    run.effective.write_text(json.dumps(effective))
+    assert "no text of a licence" in contradicts_the_files(right + said, folder, run)

@@ -214,3 +214,19 @@ def test_rows_that_are_evaluated_one_at_a_time_are_told_for_each_model_once(
     notes = [note.text for note in Follower(run).read_all().notes if "evaluating" in note.text]
     assert code == 0 and len(notes) == told, notes
     assert all("smaller pieces" in text for text in notes)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_teacher_that_is_evaluated_again_is_told(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    exact = trainer_module._Job._evaluate_teacher
+
+    def again(*given: Any) -> None:
+        for _ in range(times):
+            exact(*given)
+
+    monkeypatch.setattr(trainer_module._Job, "_evaluate_teacher", again)
+    run, code = carried_out(kit, tmp_path)
+    notes = [note.text for note in Follower(run).read_all().notes if "again" in note.text]
+    assert code == 0 and [text.partition(":")[0] for text in notes] == ["teacher"] * (times - 1)
