@@ -175,6 +175,8 @@ class Tokens:
     """Another folder of the cache that has the same, where these were made all the same."""
     is_remade: bool = False
     """Whether it was made of the same, too."""
+    times: float = 1.0
+    """How often each character of the texts was tokenized for them, at least."""
 
 
 def load_tokens(
@@ -204,14 +206,14 @@ def load_tokens(
             partial = entry.with_name(f".{entry.name}-{secrets.token_hex(4)}")
             with partial_output(partial):
                 partial.mkdir(mode=0o700)
-                _make(recipe, corpus, partial, content, stamp, progress)
+                times = _make(recipe, corpus, partial, content, stamp, progress)
                 if entry.exists():
                     shutil.rmtree(entry)
                 partial.rename(entry)
             _bound(entry)
             made = _open(entry, f"{found}, and kept in {entry}", progress, is_kept=True)
             twin, is_remade = _twin(entry)
-            return replace(made, twin=twin, is_remade=is_remade)
+            return replace(made, twin=twin, is_remade=is_remade, times=times)
     except OSError as error:
         why = f"the cache {root} cannot be used ({error.strerror or error})"
     try:
@@ -366,8 +368,8 @@ def _make(
     content: str,
     stamp: str,
     progress: Progress,
-) -> None:
-    """Write the tokens of a corpus into an empty folder."""
+) -> float:
+    """Write the tokens of a corpus into an empty folder, and return how often its texts were tokenized for that."""
     corpus = corpus or open_corpus(
         recipe.source,
         heldout_fraction=recipe.heldout_fraction,
@@ -378,7 +380,11 @@ def _make(
     )
     with (folder / "tokens").open("w+b") as tokens, (folder / "labelled").open("w+b") as labelled:
         made = _Making(recipe=recipe, corpus=corpus, tokens=tokens, labelled=labelled)
+        before = recipe.encoder.tokenizer.encoded
         made.encode(progress)
+        # A character has a byte or more.
+        encoded = recipe.encoder.tokenizer.encoded - before
+        size = corpus.train.size_bytes + corpus.heldout.size_bytes
         streams = {}
         for side in _SIDES:
             streams[side] = made.arrange(side, folder, progress)
@@ -397,6 +403,7 @@ def _make(
     }
     manifest["sha256"] = _digest(manifest)
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    return encoded / max(size, 1)
 
 
 class _Making:

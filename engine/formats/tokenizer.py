@@ -127,6 +127,8 @@ class Tokenizer:
         """SHA-256 of the bytes of the file."""
         self._end_of_text = end_of_text
         self._cuts = _cuts_of(inner)
+        self.encoded = 0
+        """Characters of the texts that became documents so far."""
         ids = inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         """The highest id + 1, added tokens included."""
@@ -167,6 +169,7 @@ class Tokenizer:
         import numpy as np
 
         # An array grows in place: a list of the pieces' ids, joined at the end, would hold them twice.
+        self.encoded += sum(map(len, texts))
         encoded = [array("I") for _ in texts]
         for batch in _batches(self._pieces(texts)):
             pieces = [piece for _, piece in batch]

@@ -25,8 +25,8 @@ from engine.train import record
 from engine.train.record import Log
 from engine.units import format_bytes
 
-MORE_ROWS = 1.05
-"""Times the rows that documents may take."""
+MORE_ROWS, MORE_ENCODED = 1.05, 1.1
+"""Times the rows that documents may take, and that texts may be tokenized."""
 SAID_EVERY_S = 10.0
 """How often the progress of what takes long is logged."""
 
@@ -99,6 +99,9 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
             f"tokens: made again, though the same are kept in {tokens.twin}: {why}the key of the cache "
             "is not the same at each start (engine.data.token_cache)"
         )
+        log(Note(level="warning", text=text))
+    if tokens.times > MORE_ENCODED:
+        text = f"tokens: the texts were tokenized {tokens.times:.1f} times, once is enough"
         log(Note(level="warning", text=text))
     log(Phase(name="taking the rows", detail=tokens.note))
     train, held = tokens.train, tokens.heldout

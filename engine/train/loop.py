@@ -67,7 +67,7 @@ from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, forward_work
 from engine.train.prescribed_rows import PrescribedRows
-from engine.train.process_state import ProcessState, cpu_told_wrongly, peak_told_wrongly
+from engine.train.process_state import ProcessState, peak_told_wrongly
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, StepTimes, broken_invariants
@@ -418,7 +418,7 @@ class TrainingLoop:
                 with host.of(CHECKS), contextlib.suppress(BrokenLog):
                     log = self._logged()
                     # What is sampled of several ranks is the process that started them.
-                    cpu = "" if trainer.ranks.many else cpu_told_wrongly(log)
+                    cpu = "" if trainer.ranks.many else self._process.cpu_told_wrongly(log)
                     for text in filter(None, (peak_told_wrongly(log), cpu)):
                         self.log(Note(level="error", text=text))
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 import torch
 
 from engine.log.view import RunView
@@ -34,8 +35,8 @@ WORKING = ("hash of", "fresh weights", "import of", "teacher-outputs", "copy")
 """How the names of threads begin that compute something for the run."""
 LEAST_PEAK, MOST_PEAK = 0.8, 1.2
 """Of the peak by another count, what may be said of it."""
-LEAST_CPU, START_S = 0.5, 5.0
-"""The least share of the CPU time that samples add up to, and how long a process may run before its log begins."""
+LEAST_CPU, CPU_S = 0.5, 2.0
+"""The least share of the CPU time that samples add up to, and what they may miss beside."""
 
 
 def peak_told_wrongly(log: RunView) -> str:
@@ -52,31 +53,6 @@ def peak_told_wrongly(log: RunView) -> str:
     )
 
 
-def cpu_told_wrongly(log: RunView) -> str:
-    """Say that the samples of this process's CPU use do not add up to the CPU time that it has taken; empty when they
-    do, or do not tell."""
-    if log.first_unix_s is None or (log.started and log.started.resumed_from is not None):
-        return ""
-    at_s, pcts = (log.hosts.values(name) for name in ("unix_s", "trainer_cpu_pct"))
-    # Each is since the look before it.
-    known = [
-        (pct / 100, now_s - before_s)
-        for pct, now_s, before_s in zip(pcts[1:], at_s[1:], at_s, strict=False)
-        if pct is not None and now_s is not None and before_s is not None
-    ]
-    said_s, covered_s = sum(share * s for share, s in known), sum(s for _, s in known)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    used_s = usage.ru_utime + usage.ru_stime
-    # What was used between the samples, at most.
-    beside_s = (time.time() - log.first_unix_s + START_S - covered_s) * (os.cpu_count() or 1)
-    if LEAST_CPU * (used_s - beside_s) <= said_s <= used_s / LEAST_CPU + START_S:
-        return ""
-    return (
-        f"the samples of this process's CPU use (trainer_cpu_pct) make {said_s:.1f} s in {covered_s:.0f}, by getrusage "
-        f"it has used {used_s:.1f} s"
-    )
-
-
 class ProcessState:
     def __init__(self, threads: int, *, deterministic: bool) -> None:
         """`threads` and `deterministic` are what torch was to compute with."""
@@ -86,6 +62,7 @@ class ProcessState:
             "compute.deterministic": (torch.are_deterministic_algorithms_enabled, deterministic),
         }
         self._before, self._told = look_at(os.getpid()), set[str]()
+        self._begun_unix_s, self._begun_cpu_s = time.time(), _cpu_s()
 
     def look(self) -> Iterator[str]:
         """Yield what is not as it was set up, each thing once."""
@@ -103,3 +80,28 @@ class ProcessState:
             if busy and name and name not in self._told and not name.startswith(WORKING):
                 self._told.add(name)
                 yield f"the thread {name} takes {thread.cpu_pct:.0f} % of a CPU beside the steps"
+
+    def cpu_told_wrongly(self, log: RunView) -> str:
+        """Say that the samples of this process's CPU use do not add up to the CPU time that it has taken since this was
+        made; empty when they do, or do not tell."""
+        at_s = np.asarray(log.hosts.column("unix_s"))
+        pcts = np.asarray(log.hosts.column("trainer_cpu_pct"))
+        # Each is since the look before it; NaN where there is none.
+        passed_s = np.diff(at_s)
+        known = np.isfinite(pcts[1:]) & (at_s[:-1] >= self._begun_unix_s)
+        covered_s = float(passed_s[known].sum())
+        said_s = float((pcts[1:] * passed_s)[known].sum()) / 100
+        used_s = _cpu_s() - self._begun_cpu_s
+        # What was used between the samples, at most.
+        beside_s = (time.time() - self._begun_unix_s - covered_s) * (os.cpu_count() or 1)
+        if LEAST_CPU * (used_s - beside_s) - CPU_S <= said_s <= used_s / LEAST_CPU + CPU_S:
+            return ""
+        return (
+            f"the samples of this process's CPU use (trainer_cpu_pct) make {said_s:.1f} s in {covered_s:.0f}, by "
+            f"getrusage it has used {used_s:.1f} s"
+        )
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

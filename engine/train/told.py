@@ -94,6 +94,8 @@ def _of_run(
 ) -> Told:
     if log.started is None:
         return
+    # Read after the session's first step, before another is launched.
+    yield "the step it is resumed from", log.started.resumed_from or 0, trainer.step - 1
     trained = sum(one.numel() for one in trainer.parameters)
     yield "trained parameters", log.started.trainable_parameters, trained
     student, teacher = configs

@@ -170,7 +170,10 @@ def test_what_a_card_says_of_its_files_and_its_bases_is_held_against_them(
         (teacher, "0" * 64, "the teacher has the hash 000000000000"),
     ):
         assert words in contradicts_the_files(right.replace(old, new), folder, run)
-    said = "Its text is not in this folder: none of the base models had it beside its weights.\n"
+    said = (
+        "Licence of this model: **mit** (inherited: mit of `teacher` (teacher)).\n"
+        "Its text is not in this folder: none of the base models had it beside its weights.\n"
+    )
     assert contradicts_the_files(right + said, folder, run) == ""
     base = tmp_path / "base"
     base.mkdir()
@@ -179,3 +182,5 @@ def test_what_a_card_says_of_its_files_and_its_bases_is_held_against_them(
     effective["spec"]["teacher"]["path"] = str(base)
     run.effective.write_text(json.dumps(effective))
     assert "no text of a licence" in contradicts_the_files(right + said, folder, run)
+    given = said.replace("(inherited: mit of `teacher` (teacher))", "(given)")
+    assert contradicts_the_files(right + given, folder, run) == ""

@@ -104,6 +104,7 @@ WRONGLY_TOLD = {
     ("teacher", "vocab_size"): "vocabulary of the teacher",
     ("student", "hidden_size"): "width of the student",
     ("run", "trainable_parameters"): "trained parameters",
+    ("run", "resumed_from"): "the step it is resumed from",
     ("run", "flops_per_token"): "operations for a token",
 }
 
@@ -112,28 +113,27 @@ WRONGLY_TOLD = {
 def test_each_number_of_the_log_that_is_another_is_named(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
-    seen: list[tuple[RunView, tuple[Any, ...]]] = []
+    told: dict[tuple[str, str], list[str]] = {}
     exact = loop.wrongly_told
 
     def looked(log: RunView, *others: Any) -> list[str]:
-        seen.append((log, others))
+        for what, field in WRONGLY_TOLD:
+            event = {"data": log.data, "run": log.started, **log.models}[what]
+            value = 0 if field == "resumed_from" else getattr(event, field)
+            if value is None:
+                assert (field, packing) == ("labelled_tokens", "stream")
+                continue
+            other = msgspec.structs.replace(event, **{field: value + 1})  # type: ignore[type-var]
+            changed: dict[str, Any] = {"data": {"data": other}, "run": {"started": other}}.get(
+                what, {"models": {**log.models, what: other}}
+            )
+            told[what, field] = exact(dataclasses.replace(log, **changed), *others)
         return exact(log, *others)
 
     monkeypatch.setattr(loop, "wrongly_told", looked)
     run, code = carried_out(kit, tmp_path, data__packing=packing)
     assert code == 0 and not [n for n in Follower(run).read_all().notes if n.level == "error"]
-    ((log, others),) = seen
-    assert log.data is not None and log.started is not None
-    for (what, field), words in WRONGLY_TOLD.items():
-        event = {"data": log.data, "run": log.started, **log.models}[what]
-        value = getattr(event, field)
-        if value is None:
-            assert (field, packing) == ("labelled_tokens", "stream")
-            continue
-        other = msgspec.structs.replace(event, **{field: value + 1})
-        changed = {
-            "data": {"data": other},
-            "run": {"started": other},
-        }.get(what, {"models": {**log.models, what: other}})
-        (text,) = exact(dataclasses.replace(log, **changed), *others)  # type: ignore[arg-type]
-        assert text.startswith(f"{words} is "), text
+    assert told.keys() | {("data", "labelled_tokens")} == WRONGLY_TOLD.keys()
+    for key, texts in told.items():
+        (text,) = texts
+        assert text.startswith(f"{WRONGLY_TOLD[key]} is "), text

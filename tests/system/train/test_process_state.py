@@ -6,7 +6,6 @@ import dataclasses
 import os
 import resource
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +19,10 @@ from engine.log.follow import Follower
 from engine.log.table import HOST_FIELDS, Table
 from engine.log.view import RunView
 from engine.train import process_state
-from engine.train.process_state import ProcessState, cpu_told_wrongly, peak_told_wrongly
+from engine.train.process_state import ProcessState, peak_told_wrongly
 from engine.watch.stacks import Looks, look_at
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
-from tests.support.run_events import started
 
 
 def test_what_torch_was_set_to_is_quiet_and_each_change_is_told_once() -> None:
@@ -98,35 +96,31 @@ def test_a_thread_that_takes_a_cpu_beside_the_steps_is_told_of_and_one_that_work
         assert any(f"the thread {name} takes" in text for text in state.look()) == told
 
 
-def sampled(
-    cpu_pct: float | None, *, seconds: int = 20, resumed_from: int | None = None
-) -> RunView:
-    """A log with a sample of each second, the last of them now."""
-    now_s = time.time()
+def sampled(cpu_pct: float | None, begun_s: float, seconds: int) -> RunView:
+    """A log with a sample of each second since then."""
     rows = [
-        {"unix_s": now_s - seconds + 1 + second, "trainer_cpu_pct": cpu_pct}
-        for second in range(seconds)
+        {"unix_s": begun_s + second, "trainer_cpu_pct": cpu_pct} for second in range(seconds + 1)
     ]
-    return RunView(
-        hosts=Table(HOST_FIELDS).extended(rows),
-        first_unix_s=now_s - seconds,
-        started=started(resumed_from=resumed_from),
-    )
+    return RunView(hosts=Table(HOST_FIELDS).extended(rows))
 
 
 @pytest.mark.parametrize(
-    ("cpu_pct", "told"), [(150.0, False), (110.0, False), (0.0, True), (5.0, True), (2000.0, True)]
+    ("cpu_pct", "told"),
+    [(150.0, False), (110.0, False), (None, False), (0.0, True), (5.0, True), (2000.0, True)],
 )
 def test_samples_that_do_not_add_up_to_the_cpu_time_are_told(
-    monkeypatch: pytest.MonkeyPatch, cpu_pct: float, told: bool
+    monkeypatch: pytest.MonkeyPatch, cpu_pct: float | None, told: bool
 ) -> None:
-    used = SimpleNamespace(ru_utime=25.0, ru_stime=5.0, ru_maxrss=1000)
+    used = SimpleNamespace(ru_utime=100.0, ru_stime=5.0)
+    now_s = 1000.0
     monkeypatch.setattr("resource.getrusage", lambda who: used)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert bool(cpu_told_wrongly(sampled(cpu_pct))) == told
-    # What may have been used before the log began, or by an earlier session, is nobody's to tell.
-    assert not cpu_told_wrongly(sampled(cpu_pct, resumed_from=3))
-    assert not cpu_told_wrongly(sampled(None))
+    monkeypatch.setattr("time.time", lambda: now_s)
+    # What was used before is nobody's to tell.
+    state = ProcessState(torch.get_num_threads(), deterministic=False)
+    used, now_s = SimpleNamespace(ru_utime=125.0, ru_stime=10.0), 1022.0
+    assert bool(state.cpu_told_wrongly(sampled(cpu_pct, 1000.5, 20))) == told
+    assert not state.cpu_told_wrongly(sampled(0.0, 900.0, 20))
 
 
 @pytest.mark.parametrize(("times", "told"), [(1.0, False), (0.5, True), (2.0, True)])

@@ -416,6 +416,24 @@ def test_no_more_than_a_batch_of_documents_is_alive(
     assert len(alive) > 50 and max(alive) < 15
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_how_often_texts_are_tokenized_is_known(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    recipe = recipe_of(write(tmp_path / "a.jsonl", CORPORA["texts"]), tokenizer)
+    exact = Encoder.encode
+
+    def again(self: Encoder, documents: Any) -> Any:
+        documents = list(documents)
+        for _ in range(times - 1):
+            list(exact(self, documents))
+        return exact(self, documents)
+
+    monkeypatch.setattr(Encoder, "encode", again)
+    found = load_tokens(recipe, root=tmp_path / "cache").times
+    assert 0.5 < found / times <= 1.0
+
+
 def test_tokens_that_are_made_again_under_another_key_know_their_twin(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
