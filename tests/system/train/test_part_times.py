@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,6 +107,8 @@ def test_a_part_is_accused_by_the_lower_of_two_rates(
     monkeypatch.setattr(part_times, "LEAST_S", 0.0)
     monkeypatch.setattr(part_times, "LEAST_SHARE", 0.0)
     monkeypatch.setattr(part_times, "LAUNCH_S", {"cpu": 0.0})
+    # Reading rows has no rates.
+    monkeypatch.setattr(part_times, "DATA_TIMES", math.inf)
     fast, slow = Rates(1e18, 1e18), Rates(1e3, 1e3)
     with rates_of([fast, fast]):
         assert looked(make_run(world, train__steps=FIRST)).slow
