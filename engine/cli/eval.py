@@ -162,19 +162,19 @@ def _perplexity(arguments: argparse.Namespace) -> int:
 
 def _more_work(found: Perplexity, models: Sequence[Model], work: CountedWork) -> str:
     """Say when more was done than the rows need; empty where it was not, or where that is not known."""
-    from engine.audit.work import Needed
+    from engine.audit.work import NOTHING
     from engine.evaluate.perplexity import CHUNK
     from engine.train.part_times import forward_work
 
-    flops, matmuls = 0.0, 0.0
+    most = NOTHING
     for length, rows in Counter(row.tokens for row in found.rows).items():
         for one in models:
             tokens = rows * length
             need = forward_work(one.decoder, tokens, length, rows, logits=tokens, chunk_rows=CHUNK)
             if need is None:
                 return ""
-            flops, matmuls = flops + need.flops, matmuls + need.matmuls
-    return work.beyond({"evaluating": Needed(flops=flops, matmuls=matmuls)})
+            most += need
+    return work.beyond({"evaluating": most})
 
 
 def _problems(arguments: argparse.Namespace) -> int:

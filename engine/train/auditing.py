@@ -54,7 +54,7 @@ from engine.spec import RunSpec
 from engine.teachers.build import DTYPES
 from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train.part_times import arithmetic, in_one_piece
+from engine.train.part_times import LAUNCHES, arithmetic, in_one_piece, in_pieces
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
 from engine.train.sampled_updates import SampledUpdates
@@ -76,6 +76,8 @@ memory is used again, an epoch has ended, moments have grown.
 """
 RARELY = 500
 """Steps between two audits at least, where checks.every chooses; later as many as were done so far."""
+OF_UPDATE = 8.0
+"""Calls for each tensor in the part of a step that updates it."""
 
 
 def is_due(spec: RunSpec, step: int, *, first: bool) -> bool:
@@ -435,18 +437,23 @@ class StepAudit(StepObserver):
             chunk_rows=self._chunk_rows,
         )
         most = {part: need.most for part, need in needs.items()}
+        # A norm and a few calls for each tensor; what the audit itself copies is among them.
+        tensors = len(list(self.trainer.parameters))
+        most["optimizer"] = replace(most["optimizer"], calls=float(LAUNCHES + OF_UPDATE * tensors))
+        # Divergences between two distributions that no kernel fuses.
+        most["loss"] = replace(most["loss"], numbers=1.5 * most["loss"].numbers)
         if not self._recomputes:
             # Of attention the scores are made again all the same: five matmuls where the forward pass has two.
-            flops = (2 * most["backward"].flops + needs["backward"].masked_flops) / 3
-            most["backward"] = Needed(flops=flops, matmuls=2 / 3 * most["backward"].matmuls)
+            backward = most["backward"]
+            flops = (2 * backward.flops + needs["backward"].masked_flops) / 3
+            most["backward"] = replace(backward, flops=flops, matmuls=2 / 3 * backward.matmuls)
         stored, loss = self.trainer.teacher, most["loss"]
         if isinstance(stored, CachedTeacher) and stored.gives_hidden and decoder is None:
             # Stored hidden states become logits in the loss.
             flops = loss.flops + 2.0 * student.vocab_size * stored.head().width * tokens
-            most["loss"] = Needed(flops=flops, matmuls=4 / 3 * loss.matmuls)
+            most["loss"] = replace(loss, flops=flops, matmuls=4 / 3 * loss.matmuls)
         if not in_one_piece(decoder):
-            for part in ("teacher", "loss"):
-                most[part] = replace(most[part], matmuls=math.inf)
+            most |= {part: in_pieces(most[part]) for part in ("teacher", "loss")}
         # A teacher may begin with the next batch while this one is trained on.
         return {**most, DATA: most.get("teacher", NOTHING)}
 

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.audit.work import Needed
 from engine.log.events import DATA, PartsMeasured, StepDone
@@ -52,6 +52,10 @@ LAUNCHES = 40
 """Operations of one layer's forward pass where none are fused, without its matmuls."""
 OF_ATTENTION = 2
 """Matmuls of it, of which a kernel makes one operation."""
+OF_MASK = 4
+"""Times that each number of a mask is read or written."""
+OF_SOFTMAX = 12
+"""Times that each logit is read or written for a softmax, a loss and its gradient where none are fused."""
 OF_ADAMW = 7
 """Numbers of 4 bytes that an update reads and writes for each parameter."""
 
@@ -66,10 +70,18 @@ class Arithmetic:
     masked_flops: float = 0.0
     """Of attention to tokens that are masked, which a kernel may skip."""
     matmuls: float = 0.0
+    mask_numbers: float = 0.0
+    """Of the masks of attention, where no kernel makes them."""
 
     @property
     def most(self) -> Needed:
-        return Needed(flops=self.flops + self.masked_flops, matmuls=self.matmuls)
+        return Needed(
+            flops=self.flops + self.masked_flops,
+            matmuls=self.matmuls,
+            # Chunks of the loss that are not known make as many calls.
+            calls=self.launches if math.isfinite(self.matmuls) else math.inf,
+            numbers=self.moved_bytes / 4 + self.mask_numbers,
+        )
 
 
 def arithmetic(
@@ -96,6 +108,7 @@ def arithmetic(
             moved_bytes=2 * layers.moved_bytes + 4 * parameters,
             launches=3 * layers.launches,
             masked_flops=3 * layers.masked_flops,
+            mask_numbers=3 * layers.mask_numbers,
             matmuls=3 * layers.matmuls,
         ),
         "optimizer": Arithmetic(moved_bytes=4.0 * OF_ADAMW * parameters, launches=LAUNCHES),
@@ -111,8 +124,8 @@ def arithmetic(
     chunks = passes * -(-tokens // passes // chunk_rows) if chunk_rows else math.inf
     found["loss"] = Arithmetic(
         flops=3 * head,
-        moved_bytes=12 * logits,
-        launches=LAUNCHES * passes * 4,
+        moved_bytes=OF_SOFTMAX * logits,
+        launches=LAUNCHES * (chunks if chunk_rows else 4 * passes),
         matmuls=chunks * (3 if teacher is None else 4),
     )
     return found
@@ -128,6 +141,7 @@ def forward_pass(config: ModelConfig, tokens: int, seq_len: int, passes: int) ->
         + 4.0 * LAUNCHES * tokens * config.hidden_size * config.num_hidden_layers,
         launches=LAUNCHES * config.num_hidden_layers * passes,
         masked_flops=tokens * attention,
+        mask_numbers=float(OF_MASK * tokens * seq_len),
         matmuls=(len(linear_sizes(config)) + OF_ATTENTION) * config.num_hidden_layers * passes,
     )
 
@@ -157,8 +171,18 @@ def forward_work(
     head = 2.0 * decoder.config.vocab_size * decoder.config.hidden_size * logits
     # Each batch may end with a chunk that is not full.
     chunks = -(-logits // chunk_rows) + passes * (logits > 0)
-    need = Needed(flops=layers.flops + head, matmuls=layers.matmuls + chunks)
-    return need if in_one_piece(decoder) else replace(need, matmuls=math.inf)
+    need = layers + Needed(
+        flops=head,
+        matmuls=chunks,
+        calls=LAUNCHES * chunks,
+        numbers=float(OF_SOFTMAX * logits * decoder.config.vocab_size),
+    )
+    return need if in_one_piece(decoder) else in_pieces(need)
+
+
+def in_pieces(need: Needed) -> Needed:
+    """Return the need of a part for whose weights nobody knows in how many pieces they are dequantised."""
+    return Needed(flops=need.flops, matmuls=math.inf)
 
 
 class PartTimes:

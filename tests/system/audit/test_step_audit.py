@@ -10,16 +10,20 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.audit import judge
 from engine.audit.stages import STAGES
+from engine.audit.work import CountedWork
 from engine.drills.defects_pace import loss_in_double, teacher_runs_twice
 from engine.drills.defects_training import BETWEEN_PARTS
 from engine.drills.planting import Defect, replaced
 from engine.models.activation_checkpointing import configure_layers
+from engine.models.decoder import RMSNorm
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.auditing import StepAudit, _weights_of
+from engine.train.part_times import forward_work
 from engine.train.step import PhaseTimer
 from engine.train.trainer import Trainer
 from engine.verdict import Level
@@ -39,6 +43,25 @@ def loss_measured_as_student() -> AbstractContextManager[None]:
         return lambda timer, phase: mark(timer, "student" if phase == "loss" else phase)
 
     return replaced(PhaseTimer, "mark", make)
+
+
+def in_each_norm(look: Callable[[torch.Tensor], object]) -> AbstractContextManager[None]:
+    def make(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def spoilt(self: RMSNorm, x_BTD: torch.Tensor) -> torch.Tensor:
+            look(x_BTD.detach())
+            return forward(self, x_BTD)
+
+        return spoilt
+
+    return replaced(RMSNorm, "forward", make)
+
+
+def medians_of_layers() -> AbstractContextManager[None]:
+    return in_each_norm(torch.median)
+
+
+def norms_token_by_token() -> AbstractContextManager[None]:
+    return in_each_norm(lambda x_BTD: [x_D.norm() for x_D in x_BTD.flatten(0, -2)])
 
 
 def judged(run: Run) -> dict[str, str]:
@@ -63,9 +86,11 @@ def test_a_defect_between_the_parts_is_named_by_its_stage(world: World, planted:
         (teacher_runs_twice, "2.00 times as many"),
         (loss_in_double, "of its numbers in float64"),
         (loss_measured_as_student, "student does"),
+        (medians_of_layers, "numbers, which takes many times as long as reading them"),
+        (norms_token_by_token, "for each row or token by itself"),
     ],
 )
-def test_arithmetic_that_the_models_do_not_need_is_named(
+def test_work_that_the_models_do_not_need_is_named(
     world: World, planted: Callable[[], AbstractContextManager[None]], words: str
 ) -> None:
     with planted():
@@ -73,6 +98,18 @@ def test_arithmetic_that_the_models_do_not_need_is_named(
         run.step(1)
     assert list(run.failures()) == ["step_work"], judged(run)
     assert words in run.failures()["step_work"]
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_attention_that_writes_its_scores_is_named(world: World, backend: SDPBackend) -> None:
+    decoder, length, work = load_decoder(world.teacher), 1024, CountedWork(lambda: "evaluating")
+    tokens_BT = torch.arange(length)[None] % decoder.config.vocab_size
+    with torch.no_grad(), sdpa_kernel(backend), work:
+        decoder.hidden(tokens_BT, torch.zeros_like(tokens_BT))
+    need = forward_work(decoder, length, length, 1)
+    assert need is not None
+    found = work.beyond({"evaluating": need})
+    assert ("attention writes its scores" in found) == (backend is SDPBackend.MATH), found
 
 
 @pytest.mark.parametrize(
