@@ -47,6 +47,7 @@ from engine.log.follow import Follower
 from engine.log.held import HeldWriter
 from engine.log.read import BrokenLog
 from engine.log.view import RunView
+from engine.machine.accounts import Accounts, between, look
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
@@ -75,6 +76,7 @@ from engine.train.stop_request import StopRequest
 from engine.train.told import wrongly_told
 from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
+from engine.train.waits import beyond
 
 MEMORY_SETTLED_AFTER = 3
 """After this many steps the allocator has seen every phase of a step."""
@@ -189,8 +191,9 @@ class TrainingLoop:
                 done = f"{of}, {number} of {len(self.data.heldout)} batches"
                 self.log(Phase(name="evaluating", detail=done))
 
-        decoder = self.teacher_decoder if subject == "teacher" else model
-        work = self._counted(of, None if isinstance(_owner(hidden), CachedTeacher) else decoder)
+        decoder, before = self.teacher_decoder if subject == "teacher" else model, look()
+        stored = isinstance(_owner(hidden), CachedTeacher)
+        work = self._counted(of, None if stored else decoder)
         with work or contextlib.nullcontext():
             loss, labelled = heldout_loss(
                 hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
@@ -214,6 +217,8 @@ class TrainingLoop:
             sample=tokenizer.decode(sample) if tokenizer and sample else "",
         )
         self.log(made)
+        if not stored:
+            self._look_at_files(of, before)
         known = [one.subject for one in self._evaluations]
         known += [one.subject for one in self.evaluated_before] if self.keeper.resumed else []
         if subject != "student" and subject in known:
@@ -561,9 +566,22 @@ class TrainingLoop:
         if self.keeper.saved_step != self.step:
             self._kept = [step_of(path) for path in published(self.keeper.folder.checkpoints)]
             step, loss = self._evaluated
+            before = look()
             self.keeper.save(trainer, loss if step == self.step else None)
+            size = self.keeper.saved_bytes
+            # Nothing older is deleted before the newest was read.
+            self._look_at_files(SAVING, before, read_bytes=size, written_bytes=size)
             self._times.tell(SAVING, None if trainer.ranks.many else self.keeper.known_s)
         self._look_at_saved(trainer, quick=quick)
+
+    def _look_at_files(self, part: str, before: Accounts | None, **enough: float) -> None:
+        """Say that a part of this rank's run, which began at `before`, reads or writes more than `enough`."""
+        after = look()
+        # Ranks that write parts of a checkpoint hash them too.
+        if before is None or after is None or self.keeper.sharded or not self.keeper.ranks.first:
+            return
+        for text in beyond(part, between(before, after), **enough):
+            self.log(Note(level="warning", text=text))
 
     def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:
         """Compare the newest checkpoint on disk with the run as it is after the last logged step."""
@@ -575,9 +593,13 @@ class TrainingLoop:
             with contextlib.suppress(BrokenLog):
                 resumable = partial(self.keeper.check_resumable, trainer=trainer)
                 kept = Kept(self._logged(), self._kept, resumable)
+        size = sum(one.stat().st_size for one in newest.iterdir()) if newest.exists() else 0
         looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
+        before = look()
         with trainer.host.of(CHECKS):
             self._answer(looked, trainer.ranks)
+        # For its numbers, and by what a resume reads.
+        self._look_at_files("the check of a checkpoint", before, read_bytes=2 * size)
 
     def _pause(self, trainer: Trainer) -> RunFinished:
         self.log(record.memory_peak(self.step, self.budget, trainer.device))

@@ -70,6 +70,7 @@ from engine.train.receipt import Outcome, save_student, write_receipt
 from engine.train.roofline import Bound, flops_per_token, peak_flops
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
+from engine.train.waits import Waits
 
 _OF_DEVICE = re.compile(r"CUDA error: |CUDNN_STATUS_|CUBLAS_STATUS_|CUSOLVER_STATUS_|NCCL error")
 LAST_LINE_S = 0.2
@@ -123,6 +124,8 @@ def run(
             one.give_up()
         if ranks.first:
             folder.free_reserve()
+        if text := job.waits.begin(""):
+            log.write(Note(level="warning", text=text))
         log.write(finished)
         try:
             log.sync()
@@ -167,7 +170,8 @@ class _Job:
         ranks: Ranks,
     ) -> None:
         self.spec, self.folder, self.stop = spec, folder, stop
-        self.log = partial(record.write, log)
+        self._write = partial(record.write, log)
+        self.waits = Waits(alone=not ranks.many)
         self.ranks = ranks
         self.before = before
         """The log of a resumed run's earlier sessions."""
@@ -180,6 +184,12 @@ class _Job:
         """Of the models, while threads compute them."""
         self.loop: TrainingLoop | None = None
         """None until there is something to train."""
+
+    def log(self, found: record.Loggable) -> None:
+        """Write one line, and after that of a phase one that says whether the phase before it waited."""
+        self._write(found)
+        if isinstance(found, Phase) and (text := self.waits.begin(found.name)):
+            self._write(Note(level="warning", text=text))
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
         # A resume that fails before it has restored anything leaves the run at its last step.
@@ -474,6 +484,7 @@ class _Job:
         self.log(saved)
         del student  # the full copy of a sharded one
         self._evaluate_saved(trainer, loop)
+        self.log(Phase(name="writing the receipt"))
         outcome = Outcome(
             spec=self.spec,
             data=data.ready,

@@ -46,6 +46,7 @@ ALLOWED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
+            "engine/machine/accounts.py",
             "engine/machine/family.py",
             "engine/machine/kernel_files.py",
             "engine/machine/surroundings.py",

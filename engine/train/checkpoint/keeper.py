@@ -146,6 +146,8 @@ class Keeper:
         self.sync_rows: Callable[[], None] = lambda: None
         """Returns when the rows of every step are on disk."""
         self.saved_step = -1
+        self.saved_bytes = 0
+        """Of the newest checkpoint that this session saved."""
         self.known_s: float | None = None
         """What the newest save is said to have taken, with what comes before and after it, where this rank wrote it."""
         self.best_loss: float | None = None
@@ -196,6 +198,7 @@ class Keeper:
         if not LEAST_TOLD * took_s - UNTOLD_S <= saved.seconds <= took_s + UNTOLD_S:
             text = f"checkpoint: saving it took {took_s:.3g} s, and {saved.seconds:.3g} is told"
             self.log(Note(level="error", text=text))
+        self.saved_bytes = saved.bytes
         self.ranks.wait_for_all()
         written_s = time.perf_counter()
         self.log(

@@ -1,0 +1,132 @@
+"""What the kernel accounts to the main thread of this process: what it read and wrote by system calls, and how long it
+waited while nobody of the process worked for it.
+
+    /proc/self/task/<tid>/schedstat   seconds on a CPU, and seconds in which it wanted one
+    /proc/self/task/<tid>/io          bytes and calls; pages of a mapped file are not among them
+    /proc/pressure/io                 seconds in which anybody on the machine waited for a disk
+
+    waited = passed - own seconds of both kinds - those of threads that compute for it - stalls of disks
+
+What is left is time that no computing explains: a sleep, a lock, a peer, a server that does not answer. Threads of
+Python may all have been waited for, one after the other. Of the threads of a parallel loop the slowest may have been.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+SELF = Path("/proc/self/task")
+PRESSURE = Path("/proc/pressure/io")
+_TOTAL = re.compile(r"^some .*total=(\d+)$", re.MULTILINE)
+_IO = re.compile(r"^(rchar|wchar|syscr|syscw|read_bytes): (\d+)$", re.MULTILINE)
+IN_LOOP = 0.3
+"""Of the seconds that a thread of a parallel loop computes, the share for which the main thread may have waited: the
+work is divided evenly."""
+DISK_RATE = 20e6
+"""Bytes per second that a slow disk reads, where the kernel does not say how long it was waited for."""
+
+
+class _Thread(NamedTuple):
+    name: str
+    """Empty for a thread that Python did not start."""
+    cpu_s: float
+    wanted_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounts:
+    """The counts of this process so far."""
+
+    at_s: float
+    cpu_s: float
+    """Of all threads, those that have ended too."""
+    threads: Mapping[int, _Thread]
+    io: Mapping[str, int]
+    stalled_s: float | None
+    """None where the kernel does not account for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What the main thread has done between two looks."""
+
+    passed_s: float
+    waited_s: float
+    """In which nobody of this process worked for it."""
+    read_bytes: int
+    reads: int
+    """Calls; as `writes`."""
+    written_bytes: int
+    writes: int
+
+
+def look() -> Accounts | None:
+    """Return the counts so far, asked by the main thread; None from another one, or without Linux's accounting."""
+    main = os.getpid()
+    if threading.get_native_id() != main:
+        return None
+    names = {one.native_id: one.name for one in threading.enumerate()}
+    found = {}
+    try:
+        for tid in map(int, os.listdir(SELF)):
+            if (thread := _thread(tid, names.get(tid, ""))) is not None:
+                found[tid] = thread
+        io = dict(_IO.findall((SELF / str(main) / "io").read_text()))
+        stalls = _TOTAL.search(PRESSURE.read_text()) if PRESSURE.exists() else None
+    except OSError:
+        return None
+    if main not in found:
+        return None
+    return Accounts(
+        at_s=time.perf_counter(),
+        cpu_s=time.process_time(),
+        threads=found,
+        io={name: int(count) for name, count in io.items()},
+        stalled_s=None if stalls is None else int(stalls[1]) / 1e6,
+    )
+
+
+def _thread(tid: int, name: str) -> _Thread | None:
+    try:
+        cpu, wanted, _ = (SELF / str(tid) / "schedstat").read_text().split()
+    except (OSError, ValueError):
+        # It may end at any moment.
+        return None
+    return _Thread(name, int(cpu) / 1e9, int(wanted) / 1e9)
+
+
+def between(before: Accounts, after: Accounts) -> Spent:
+    main, passed_s = os.getpid(), after.at_s - before.at_s
+    nothing = _Thread("", 0.0, 0.0)
+    spent = {
+        tid: (one.name, one.cpu_s - was.cpu_s, one.wanted_s - was.wanted_s)
+        for tid, one in after.threads.items()
+        for was in (before.threads.get(tid, nothing),)
+    }
+    _, own_s, wanted_s = spent.pop(main)
+    named_s = sum(cpu_s + wanted_s for name, cpu_s, wanted_s in spent.values() if name)
+    of_loop_s = max(
+        (IN_LOOP * cpu_s + wanted_s for name, cpu_s, wanted_s in spent.values() if not name),
+        default=0.0,
+    )
+    known_s = own_s + sum(cpu_s for _, cpu_s, _ in spent.values())
+    ended_s = max(0.0, after.cpu_s - before.cpu_s - known_s)
+    io = {name: count - before.io.get(name, 0) for name, count in after.io.items()}
+    stalled_s = io.get("read_bytes", 0) / DISK_RATE
+    if before.stalled_s is not None and after.stalled_s is not None:
+        stalled_s = after.stalled_s - before.stalled_s
+    return Spent(
+        passed_s=passed_s,
+        waited_s=max(0.0, passed_s - own_s - wanted_s - named_s - of_loop_s - ended_s - stalled_s),
+        read_bytes=io.get("rchar", 0),
+        reads=io.get("syscr", 0),
+        written_bytes=io.get("wchar", 0),
+        writes=io.get("syscw", 0),
+    )
