@@ -37,6 +37,9 @@ from engine.models.read_config import config_of
 from engine.runtime.ranks import own_part
 from engine.spec.sections import ModelSection
 
+USUAL = {"use_cache": True, "attention_dropout": 0.0, "use_sliding_window": False}
+"""Settings of a `config.json` that say how the model runs; what transformers takes where they are absent."""
+
 
 class Sample:
     """Some numbers of a tensor (of this rank's part of a sharded one), evenly spread, as they were."""
@@ -83,7 +86,7 @@ def samples_of(student: nn.Module) -> dict[str, Sample]:
 @torch.no_grad()
 def artefact(context: Context, saved: Artefact) -> Answer:
     student = context.student
-    if wrong := _other_files(saved):
+    if wrong := _other_files(saved, native=student.config.native):
         return Numbers().failed(wrong)
     live: dict[str, Tensor] = student.state_dict()
     numbers = Numbers(tensors=len(live))
@@ -153,7 +156,7 @@ def artefact(context: Context, saved: Artefact) -> Answer:
     )
 
 
-def _other_files(saved: Artefact) -> str:
+def _other_files(saved: Artefact, *, native: bool) -> str:
     """Say what of the files beside the tensors is not as it should be; empty when all is."""
     wanted = saved.save_as
     try:
@@ -161,6 +164,9 @@ def _other_files(saved: Artefact) -> str:
         named = config.get("dtype", config.get("torch_dtype", wanted))
         if named != wanted:
             return f"config.json says that its tensors are {named}, they are {wanted}"
+        for key, usual in USUAL.items() if native else ():
+            if config.get(key, usual) != usual:
+                return f"config.json has {key} {config[key]!r}, which the student does not have"
         if saved.tokenizer:
             path = saved.folder / "tokenizer.json"
             stored = read_json_object(path, "tokenizer", TOKENIZER_FILE)
@@ -184,6 +190,8 @@ def _other_template(folder: Path, template: ChatTemplate) -> str:
         return f"{path.name} is {found}, expected the chat template that was trained with, of {template.where}"
     path = folder / "tokenizer_config.json"
     named = read_json_object(path, "tokenizer", TOKENIZER_FILE) if path.is_file() else {}
+    if more := named.keys() - {"tokenizer_class"} - template.special_tokens.keys():
+        return f"{path.name} has {min(more)!r}, which nothing asked for"
     for name, text in template.special_tokens.items():
         if named.get(name) != text:
             return f"{path.name} has {name} {named.get(name)!r}, the chat template that was trained with {text!r}"

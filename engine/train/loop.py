@@ -66,9 +66,9 @@ from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
-from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, forward_work
+from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, evaluated_slowly, forward_work
 from engine.train.prescribed_rows import PrescribedRows
-from engine.train.process_state import ProcessState, peak_told_wrongly
+from engine.train.process_state import ProcessState, pace_told_wrongly, peak_told_wrongly
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, StepTimes, broken_invariants
@@ -132,6 +132,7 @@ class TrainingLoop:
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
+        self._newest: StepDone | None = None
         self.heldout_losses: dict[str, float] = {}
         """Nats per token: `teacher`, `untrained`, `student`."""
         self._evaluated: tuple[int, float | None] = -1, None
@@ -198,6 +199,8 @@ class TrainingLoop:
             loss, labelled = heldout_loss(
                 hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
             )
+        if not stored and not trainer.ranks.many:
+            self._warn(self._slow(subject, time.perf_counter() - begun_s))
         if work is not None and decoder is not None:
             self._look_at_work(of, work, decoder, labelled)
         self.heldout_losses[subject] = loss
@@ -223,7 +226,7 @@ class TrainingLoop:
         known += [one.subject for one in self.evaluated_before] if self.keeper.resumed else []
         if subject != "student" and subject in known:
             text = f"{subject}: it was evaluated again, though it is as it was, and its held-out loss is known"
-            self.log(Note(level="warning", text=text))
+            self._warn(text)
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
         self._evaluations.append(made)
@@ -259,6 +262,14 @@ class TrainingLoop:
         self._counted_before.add(of)
         return CountedWork(lambda: "evaluating")
 
+    def _slow(self, subject: str, seconds: float) -> str:
+        rows = sum(len(one.row_ids) for one in self.data.heldout)
+        return evaluated_slowly(self._newest, subject, seconds, rows * self.spec.data.seq_len)
+
+    def _warn(self, text: str) -> None:
+        if text:
+            self.log(Note(level="warning", text=text))
+
     def _look_at_work(self, of: str, work: CountedWork, decoder: Decoder, labelled: int) -> None:
         """Say when an evaluation did more than its rows need, or in smaller pieces."""
         rows, length = sum(len(one.row_ids) for one in self.data.heldout), self.spec.data.seq_len
@@ -266,8 +277,8 @@ class TrainingLoop:
         need = forward_work(
             decoder, rows * length, length, batches, logits=labelled, chunk_rows=EVAL_CHUNK_ROWS
         )
-        if need is not None and (text := work.beyond({"evaluating": need})):
-            self.log(Note(level="warning", text=f"{of}: {text}"))
+        text = work.beyond({"evaluating": need}) if need is not None else ""
+        self._warn(f"{of}: {text}" if text else "")
 
     def recall(self, made: Evaluated, trainer: Trainer) -> None:
         """Take an evaluation that was made before this run, which is judged like one of this session."""
@@ -388,7 +399,7 @@ class TrainingLoop:
             step = rows.record(trainer.finish(launched))
 
             # Log.
-            self.step = step.step
+            self.step, self._newest = step.step, step
             with host.of(LOGGING):
                 log_step(self.log, step, spec.loss.temperature)
                 for text in filter(None, (times.look(step), *self._process.look())):
@@ -424,7 +435,7 @@ class TrainingLoop:
                     log = self._logged()
                     # What is sampled of several ranks is the process that started them.
                     cpu = "" if trainer.ranks.many else self._process.cpu_told_wrongly(log)
-                    for text in filter(None, (peak_told_wrongly(log), cpu)):
+                    for text in filter(None, (peak_told_wrongly(log), pace_told_wrongly(log), cpu)):
                         self.log(Note(level="error", text=text))
 
             # Evaluate, save.
@@ -581,7 +592,7 @@ class TrainingLoop:
         if before is None or after is None or self.keeper.sharded or not self.keeper.ranks.first:
             return
         for text in beyond(part, between(before, after), **enough):
-            self.log(Note(level="warning", text=text))
+            self._warn(text)
 
     def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:
         """Compare the newest checkpoint on disk with the run as it is after the last logged step."""

@@ -39,6 +39,8 @@ LEAST_SHARE, LEAST_S = 0.1, 0.02
 """Of the step: a smaller part is not worth fixing."""
 DATA_TIMES, LEAST_DATA_SHARE = 5.0, 0.05
 """Rows should take almost nothing, and no others may delay them."""
+EVALUATED_TIMES, EVALUATED_S = 4.0, 0.5
+"""Times what a step takes for the same, and seconds more, that an evaluation may take: its batches are others."""
 WINDOW = 8
 """Steps whose median is taken."""
 SLOWER = 0.4
@@ -289,6 +291,21 @@ class PartTimes:
     def _needed(self, need: Arithmetic, rates: Rates) -> float:
         launching_s = need.launches * LAUNCH_S[self._trainer.device.type]
         return rates.seconds(need.flops, need.moved_bytes) + launching_s
+
+
+def evaluated_slowly(step: StepDone | None, subject: str, seconds: float, tokens: int) -> str:
+    """Say that evaluating `tokens` takes much longer than a step takes for model and loss of as many; empty
+    when it does not, when no step is known, or while others want the CPUs."""
+    model = "teacher" if subject == "teacher" else "student"
+    if step is None or not step.tokens or not step.phases.get(model):
+        return ""
+    each_s = (step.phases[model] + step.phases.get("loss", 0.0)) / step.tokens
+    if seconds < EVALUATED_TIMES * each_s * tokens + EVALUATED_S or others_want_the_cpus():
+        return ""
+    return (
+        f"{subject}: evaluating {tokens:,} tokens took {seconds:.2f} s, a step takes {each_s * tokens:.2f} s for the "
+        "forward pass and loss of as many: something else is done there"
+    )
 
 
 def _slow(needed: dict[str, float], seconds: dict[str, float], step_s: float) -> list[str]:

@@ -35,6 +35,8 @@ WORKING = ("hash of", "fresh weights", "import of", "teacher-outputs", "copy")
 """How the names of threads begin that compute something for the run."""
 LEAST_PEAK, MOST_PEAK = 0.8, 1.2
 """Of the peak by another count, what may be said of it."""
+PACES, SAME_PACE = 100, 1e-6
+"""Steps whose pace is computed again; relative."""
 LEAST_CPU, CPU_S = 0.5, 2.0
 """The least share of the CPU time that samples add up to, and what they may miss beside."""
 
@@ -51,6 +53,17 @@ def peak_told_wrongly(log: RunView) -> str:
         f"the process is said to have held {format_bytes(int(said))} of memory at its peak, by getrusage it was "
         f"{format_bytes(peak)}"
     )
+
+
+def pace_told_wrongly(log: RunView) -> str:
+    """Say that what is shown of a step's pace is not its tokens over its time; empty when it is."""
+    for tokens, step_s, pace in zip(
+        *(log.steps.values(name, -PACES) for name in ("tokens", "step_s", "tokens_per_s")),
+        strict=True,
+    ):
+        if tokens and step_s and pace and abs(pace * step_s - tokens) > SAME_PACE * tokens:
+            return f"{tokens:,} tokens in {step_s:.3g} s are shown as {pace:,.0f} tokens per second"
+    return ""
 
 
 class ProcessState:

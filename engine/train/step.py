@@ -98,7 +98,7 @@ class BeatObserver(StepObserver):
         self._beat.write(step)
 
 
-LEAST_SAID, UNSAID_S, UNSAID_SHARE = {EVALUATING: 0.5, SAVING: 0.5}, 0.02, 0.2
+LEAST_SAID, UNSAID_S, UNSAID_SHARE = {EVALUATING: 0.85, SAVING: 0.5}, 0.02, 0.2
 """Of the time in a part of the host's, the least share that is said of what is done there; what may be lost beside, and
 of the teacher's."""
 TIMED_TOGETHER = 32

@@ -63,6 +63,7 @@ def test_a_student_saved_in_either_type_is_the_trained_one(
     ("file", "key", "value", "words"),
     [
         ("config.json", "dtype", "float16", "config.json says that its tensors are float16"),
+        ("config.json", "use_cache", False, "config.json has use_cache False"),
         ("tokenizer.json", "truncation", {"max_length": 8}, "the 'truncation' of tokenizer.json"),
         ("tokenizer.json", "model", {}, "the 'model' of tokenizer.json"),
     ],
@@ -92,13 +93,14 @@ def test_the_chat_template_and_its_special_tokens_are_saved(trained: Run, tmp_pa
     for text, end, words in (
         ("plain", "<end>", ""),
         ("plain", "<other>", "has eos_token '<other>'"),
+        ("plain", '<end>", "clean_up": "x', "has 'clean_up', which nothing asked for"),
         ("plain", None, "has eos_token None"),
         ("tools", "<end>", "chat_template.jinja is another text"),
         (None, "<end>", "chat_template.jinja is missing"),
     ):
         for name, content in (
             ("chat_template.jinja", text),
-            ("tokenizer_config.json", end and json.dumps({"eos_token": end})),
+            ("tokenizer_config.json", end and f'{{"eos_token": "{end}"}}'),
         ):
             (saved.folder / name).unlink(missing_ok=True)
             if content is not None:

@@ -17,12 +17,20 @@ from engine.log.events import PartsMeasured
 from engine.models.config import ModelConfig
 from engine.train import part_times
 from engine.train.machine_rates import KEPT, LEAST_KEPT, KeptRates, Rates, measure
-from engine.train.part_times import ALL_PARTS, FIRST, OF_STUDENT, PartTimes, arithmetic
+from engine.train.part_times import (
+    ALL_PARTS,
+    FIRST,
+    OF_STUDENT,
+    PartTimes,
+    arithmetic,
+    evaluated_slowly,
+)
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.roofline import flops_per_token
 from engine.watch.active_alerts import RULES
 from engine.watch.rules import pace
 from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
+from tests.support.diagnosing import healthy_step
 from tests.support.kit import Kit, tiny_config
 
 CPU = torch.device("cpu")
@@ -228,3 +236,24 @@ def test_the_rules_say_the_limits_that_the_trainer_has() -> None:
 
 def test_a_run_has_them_in_its_log(whole: Path) -> None:
     assert b'"kind":"parts_measured"' in (whole / "events.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("subject", "seconds", "busy", "told"),
+    [
+        ("student", 3.9, False, False),
+        ("student", 5.0, False, True),
+        ("student", 5.0, True, False),
+        ("teacher", 5.0, False, False),
+        ("teacher", 13.0, False, True),
+        ("untrained", 5.0, False, True),
+    ],
+)
+def test_an_evaluation_that_takes_many_times_what_a_step_does_is_told(
+    monkeypatch: pytest.MonkeyPatch, subject: str, seconds: float, busy: bool, told: bool
+) -> None:
+    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda: busy)
+    phases = {"student": 0.5, "teacher": 2.5, "loss": 0.5, "backward": 9.0}
+    step = healthy_step(1, tokens=1000, phases=phases)
+    assert bool(evaluated_slowly(step, subject, seconds, 1000)) == told
+    assert not evaluated_slowly(None, subject, seconds, 1000)

@@ -16,10 +16,10 @@ import torch
 
 from engine.log.events import MemoryMeasured
 from engine.log.follow import Follower
-from engine.log.table import HOST_FIELDS, Table
+from engine.log.table import HOST_FIELDS, STEP_FIELDS, Table
 from engine.log.view import RunView
 from engine.train import process_state
-from engine.train.process_state import ProcessState, peak_told_wrongly
+from engine.train.process_state import ProcessState, pace_told_wrongly, peak_told_wrongly
 from engine.watch.stacks import Looks, look_at
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
@@ -135,3 +135,11 @@ def test_a_peak_of_memory_that_is_another_by_getrusage_is_told(times: float, tol
     )
     assert bool(peak_told_wrongly(RunView(memory_peak=said))) == told
     assert not peak_told_wrongly(RunView())
+
+
+@pytest.mark.parametrize(("pace", "told"), [(200.0, False), (None, False), (400.0, True)])
+def test_a_pace_that_is_not_tokens_over_time_is_told(pace: float | None, told: bool) -> None:
+    steps = Table(STEP_FIELDS).extended(
+        [{"step": 1.0, "tokens": 100.0, "step_s": 0.5, "tokens_per_s": pace}]
+    )
+    assert bool(pace_told_wrongly(RunView(steps=steps))) == told
