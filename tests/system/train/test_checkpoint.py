@@ -116,46 +116,55 @@ def test_every_operation_may_fail_and_the_earlier_checkpoint_still_loads(
     assert nth > 24
 
 
-CHILD = """
+CHILDREN = """
 import os, signal, sys
 from pathlib import Path
-from tests.support.trainers import build
 from tests.support.watched_calls import WatchedCalls, files
 from engine.train.checkpoint.write import save
 
-def before(count, name):
-    if count == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
+def write(folder, last):
+    def before(count, name):
+        if count == last:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-save(Path(sys.argv[1]), 2, files(2), calls=WatchedCalls(before))
-print("acknowledged", flush=True)
+    save(Path(folder), 2, files(2), calls=WatchedCalls(before))
+    os._exit(0)
+
+# One start of Python for all of them.
+for line in sys.stdin:
+    folder, last = line.split()
+    pid = os.fork() or write(folder, int(last))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
 def test_a_process_killed_at_any_operation_leaves_the_earlier_checkpoint_loadable(
     tmp_path: Path,
 ) -> None:
-    for nth in itertools.count(1):
-        folder = tmp_path / str(nth)
-        folder.mkdir()
-        save(folder, 1, files(1))
-        abandon(folder)
-        child = subprocess.run(
-            [sys.executable, "-c", CHILD, str(folder), str(nth)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-        )
-        found = newest(folder)
-        assert found is not None
-        if child.returncode == 0:
-            assert child.stdout == "acknowledged\n" and found.step == 2
-            break
-        assert child.returncode == -signal.SIGKILL and child.stdout == "", child.stderr
-        assert found.step in (1, 2)
-        save(folder, 3, files(3))
-        assert all("." not in name for name in names(folder))
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILDREN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as children:
+        assert children.stdin is not None and children.stdout is not None
+        for nth in itertools.count(1):
+            folder = tmp_path / str(nth)
+            folder.mkdir()
+            save(folder, 1, files(1))
+            abandon(folder)
+            print(folder, nth, file=children.stdin, flush=True)
+            code = int(children.stdout.readline())
+            found = newest(folder)
+            assert found is not None
+            if code == 0:
+                assert found.step == 2
+                break
+            assert code == -signal.SIGKILL
+            assert found.step in (1, 2)
+            save(folder, 3, files(3))
+            assert all("." not in name for name in names(folder))
     assert nth > 24
 
 

@@ -24,6 +24,8 @@ from engine.models.read_config import read_config
 from tests.support.kit import Kit, tiny_config
 from tests.support.other_models import save_other
 
+DOCUMENTS = 12
+
 
 @pytest.fixture
 def ignorant(kit: Kit, tmp_path: Path) -> Path:
@@ -33,21 +35,38 @@ def ignorant(kit: Kit, tmp_path: Path) -> Path:
     return folder
 
 
-def evaluated(kit: Kit, model: Path, *more: str) -> int:
-    """The exit code of the command; rows are short, so that documents have several."""
-    given = ["eval", "ppl", str(model), "--data", str(kit.corpus), "--against", str(kit.teacher)]
-    return main([*given, "--length", "50", *more])
+@pytest.fixture(scope="module")
+def few(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some documents of the corpus, of several rows each."""
+    folder = tmp_path_factory.mktemp("few")
+    for path in sorted(kit.corpus.iterdir())[:DOCUMENTS]:
+        shutil.copyfile(path, folder / path.name)
+    return folder
+
+
+@pytest.fixture
+def evaluated(kit: Kit, few: Path) -> Callable[..., int]:
+    """What returns the exit code of the command; rows are short, so that documents have several."""
+
+    def run(model: Path, *more: str) -> int:
+        given = ["eval", "ppl", str(model), "--data", str(few), "--against", str(kit.teacher)]
+        return main([*given, "--length", "50", *more])
+
+    return run
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_sound_evaluation_says_what_was_computed_anew(
-    precision: str, kit: Kit, ignorant: Path, capsys: pytest.CaptureFixture[str]
+    precision: str,
+    evaluated: Callable[..., int],
+    ignorant: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert evaluated(kit, ignorant, "--precision", precision, "--json") == 0
+    assert evaluated(ignorant, "--precision", precision, "--json") == 0
     checked = json.loads(capsys.readouterr().out)["checked"]
     assert checked["forward_pass"] == "plain" and checked["rows"] > 1
     assert 100 < checked["tokens"] <= 4096
-    assert evaluated(kit, ignorant, "--precision", precision) == 0
+    assert evaluated(ignorant, "--precision", precision) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == f"checked: {checked['tokens']:,} tokens computed anew; forward pass plain"
 
@@ -118,25 +137,25 @@ def test_a_figure_that_is_not_that_of_other_code_is_named_and_not_printed(
     name: str,
     fault: Callable[[Any], Any],
     words: str,
-    kit: Kit,
+    evaluated: Callable[..., int],
     ignorant: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, name, fault(getattr(module, name)))
-    assert evaluated(kit, ignorant) == 70
+    assert evaluated(ignorant) == 70
     out, err = capsys.readouterr()
     assert "perplexity" not in out
     assert words in err and "expected " in err and ", found " in err
 
 
 def test_a_forward_pass_that_runs_twice_is_a_warning(
-    kit: Kit,
+    evaluated: Callable[..., int],
     ignorant: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert evaluated(kit, ignorant) == 0
+    assert evaluated(ignorant) == 0
     assert "warning" not in capsys.readouterr().err
     hidden = Decoder.hidden
 
@@ -145,13 +164,13 @@ def test_a_forward_pass_that_runs_twice_is_a_warning(
         return hidden(self, *given)
 
     monkeypatch.setattr(Decoder, "hidden", twice)
-    assert evaluated(kit, ignorant) == 0
+    assert evaluated(ignorant) == 0
     assert "warning: evaluating does " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 40])
 def test_no_interval_of_sound_documents_is_accused(count: int) -> None:
-    for seed in range(20):
+    for seed in range(4):
         random = np.random.default_rng(seed)
         tokens = random.integers(1, 2000, count)
         losses = random.lognormal(1.0, 1.0, count)
@@ -177,7 +196,7 @@ def test_no_interval_of_sound_documents_is_accused(count: int) -> None:
 
 
 def test_weights_that_are_not_those_of_the_files_are_named(
-    kit: Kit,
+    evaluated: Callable[..., int],
     ignorant: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -189,24 +208,28 @@ def test_weights_that_are_not_those_of_the_files_are_named(
         return decoder
 
     monkeypatch.setattr("engine.evaluate.model.load_decoder", load)
-    assert evaluated(kit, ignorant) == 70
+    assert evaluated(ignorant) == 70
     assert "a plain forward pass of its weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "granite", "mamba"])
 def test_a_model_of_transformers_is_checked_from_its_hidden_states_alone(
-    family: str, kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    evaluated: Callable[..., int],
+    kit: Kit,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     size = read_config(kit.teacher).vocab_size
     save_other(tmp_path / "other", family, vocab_size=size)
     shutil.copyfile(kit.teacher / "tokenizer.json", tmp_path / "other" / "tokenizer.json")
-    assert evaluated(kit, tmp_path / "other", "--json") == 0
+    assert evaluated(tmp_path / "other", "--json") == 0
     checked = json.loads(capsys.readouterr().out)["checked"]
     assert checked["forward_pass"].startswith("unknown: no other forward pass")
 
 
 def test_weights_in_blocks_are_checked_against_their_file(
-    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kit: Kit, few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(hidden_size=64, intermediate_size=64, head_dim=16)
     shape, folder = tmp_path / "shape.json", tmp_path / "wide"
@@ -216,7 +239,7 @@ def test_weights_in_blocks_are_checked_against_their_file(
     file = tmp_path / "wide.gguf"
     assert main(["convert", str(folder), str(file), "--quant", "q8_0"]) == 0
     capsys.readouterr()
-    given = ["eval", "ppl", str(file), "--data", str(kit.corpus), "--tokenizer", str(tokenizer)]
+    given = ["eval", "ppl", str(file), "--data", str(few), "--tokenizer", str(tokenizer)]
     for weights in ("dense", "packed"):
         assert main([*given, "--weights", weights, "--json"]) == 0
         checked = json.loads(capsys.readouterr().out)["checked"]
