@@ -93,6 +93,8 @@ class Needed:
     """Of torch, without views."""
     numbers: float = math.inf
     """That are read and written outside matmuls."""
+    wide_share: float = WIDE_SHARE
+    """Of the numbers made, those that may be float64."""
 
     def __add__(self, other: Needed) -> Needed:
         return Needed(
@@ -100,6 +102,7 @@ class Needed:
             matmuls=self.matmuls + other.matmuls,
             calls=self.calls + other.calls,
             numbers=self.numbers + other.numbers,
+            wide_share=max(self.wide_share, other.wide_share),
         )
 
 
@@ -188,7 +191,7 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{part} sorts {done.sorted:,} numbers, which takes many times as long as reading them, and no "
                     "part needs an order"
                 )
-            if done.wide > WIDE_SHARE * done.made:
+            if done.wide > most.get(part, NOTHING).wide_share * done.made:
                 return (
                     f"{part} makes {done.wide / done.made:.0%} of its numbers in float64, which takes many times as "
                     "long on a GPU"

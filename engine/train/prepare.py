@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from engine.errors import BadInput, TrainingFailed
 from engine.formats.safetensors import tensors_sha256
 from engine.log.events import Note
 from engine.log.write import LogWriter
+from engine.machine.accounts import between, look
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder, Tensors
 from engine.models.head import LogitsHead
@@ -72,8 +74,10 @@ from engine.train.build import look_at
 from engine.train.compiles import Compiles
 from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
+from engine.train.machine_rates import others_want_the_cpus
 from engine.train.part_times import forward_work
 from engine.train.stop_request import StopRequest
+from engine.train.waits import Waits, beyond
 from engine.units import format_bytes
 from engine.version import VERSION
 
@@ -172,6 +176,10 @@ def _identity(spec: RunSpec, wanted: Wanted, inputs: Inputs, precision: str) -> 
 LOG = "prepare.jsonl"
 SAME_LOSS = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 1e-3, "fp8": 1e-2}
 """Relative, by precision: rows alone are rounded otherwise than rows of a batch."""
+DRAWN_SHARE = 0.4
+"""Of the numbers made while ids are drawn, those that are float64."""
+FILLING_TIMES, FILLING_S = 4.0, 1.0
+"""Times what the teacher's loss of as many rows takes, and seconds more, that rows may take to be stored."""
 WEIGHTS_SHARE = 0.8
 """Largest share of the available memory for the teacher's weights; the rest is for a forward pass."""
 
@@ -223,15 +231,26 @@ def _prepare(
             say(text)
             log.write(Note(level="warning", text=text))
 
+        waits = Waits(alone=True)
+
+        def begin(phase: str) -> None:
+            if text := waits.begin(phase):
+                note(text)
+
         compute = set_up_device(job.spec, write)
+        begin("loading the teacher")
         with compute.memory.use():
             built, identity = _load_teacher(job, compute, say, write)
+        each_s = None
+        begin("measuring the teacher")
         if (out / MANIFEST).exists():
             store = open_store(out)
             same_identity(store, identity)
         else:
             say("measuring the teacher on held-out rows")
+            measured_s = time.monotonic()
             manifest = _manifest(job, built, identity, compute.device)
+            each_s = (time.monotonic() - measured_s) / sum(len(one.row_ids) for one in job.heldout)
             _check_measured(job, built, compute.device, manifest.measured)
             write_manifest(out, manifest)
             store = open_store(out)
@@ -242,7 +261,11 @@ def _prepare(
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
         begun = time.monotonic()
         stop.steps_begin()
-        work = None if built.decoder.compiled else CountedWork(lambda: "the teacher")
+        begin("writing the rows")
+        work, before = (
+            None if built.decoder.compiled else CountedWork(lambda: "the teacher"),
+            look(),
+        )
         with work or contextlib.nullcontext():
             fill_store(
                 built.teacher,
@@ -252,6 +275,17 @@ def _prepare(
                 job.walk,
                 stopped=lambda: stop.reason is not None,
                 progress=progress,
+            )
+        after, filling_s = look(), time.monotonic() - begun
+        begin("")
+        if before is not None and after is not None:
+            for text in beyond("the store", between(before, after), written_bytes=writer.bytes):
+                note(text)
+        enough_s = FILLING_TIMES * writer.rows * (each_s or math.inf)
+        if filling_s > enough_s + FILLING_S and not others_want_the_cpus():
+            note(
+                f"{writer.rows:,} rows took {filling_s:.1f} s, the teacher's loss of as many takes "
+                f"{enough_s / FILLING_TIMES:.1f} s: something else than the teacher takes the time"
             )
         missing = job.plan.missing + dropped
         if work is not None and (text := _more_work(job, built.decoder, work, missing)):
@@ -313,7 +347,12 @@ def _more_work(job: Job, decoder: Decoder, work: CountedWork, missing: int) -> s
         logits=tokens if job.wanted.form != HIDDEN else 0,
         chunk_rows=rows_at_once(job.inputs.student.vocab_size),
     )
-    return "" if need is None else work.beyond({"the teacher": need})
+    if need is None:
+        return ""
+    if job.wanted.form == SAMPLED:
+        # Draws are the same on every device, so they are made of sums in float64.
+        need = dataclasses.replace(need, wide_share=DRAWN_SHARE)
+    return work.beyond({"the teacher": need})
 
 
 def _load_teacher(

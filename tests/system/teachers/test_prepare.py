@@ -19,6 +19,8 @@ from torch import Tensor
 
 from engine.cli.main import main
 from engine.errors import DiskFull
+from engine.log.events import Note
+from engine.log.read import LogReader
 from engine.spec import load_spec
 from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import Teacher
@@ -26,7 +28,7 @@ from engine.teachers.store.folder import ShardWriter, open_store, shard_path
 from engine.teachers.store.keys import CacheError
 from engine.teachers.store.write import StorePlan
 from engine.train import prepare
-from engine.train.prepare import Wanted, plan_job
+from engine.train.prepare import LOG, Wanted, plan_job
 from engine.train.stop_request import StopRequest
 from tests.support import faults
 from tests.support.kit import Kit
@@ -243,6 +245,23 @@ def test_a_teacher_that_runs_twice_for_each_row_is_told(
     said: list[str] = []
     make_store(spec, tmp_path / "s", form=form, count=8, say=said.append)
     assert any("times as many" in text for text in said) == (times == 2), said
+
+
+@pytest.mark.parametrize("form", ["hidden", "top_k", "sampled"])
+@pytest.mark.parametrize("slow", [False, True])
+def test_rows_that_take_longer_than_their_teacher_are_told(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, slow: bool
+) -> None:
+    monkeypatch.setattr(prepare, "others_want_the_cpus", lambda: False)
+    if slow:
+        monkeypatch.setattr(prepare, "FILLING_S", 0.0)
+        monkeypatch.setattr(prepare, "FILLING_TIMES", 1e-6)
+    make_store(spec, tmp_path / "s", form=form, count=8)
+    notes = [
+        note for note in LogReader(tmp_path / "s" / LOG).poll(1 << 20) if isinstance(note, Note)
+    ]
+    told = ["something else than the teacher takes the time" in note.text for note in notes]
+    assert told == [True] * slow, notes
 
 
 def test_how_threads_wait_is_set_before_torch_is_loaded(spec: Path, tmp_path: Path) -> None:
