@@ -80,6 +80,8 @@ from engine.train.waits import beyond
 
 MEMORY_SETTLED_AFTER = 3
 """After this many steps the allocator has seen every phase of a step."""
+KERNELS = 64 << 20
+"""Bytes of kernels that may be read, or compiled and kept, in an evaluation."""
 SAID_EVERY_S = 10.0
 """How often an evaluation logs its progress."""
 OF = {
@@ -221,7 +223,9 @@ class TrainingLoop:
         )
         self.log(made)
         if not stored:
-            self._look_at_files(of, before)
+            # On a GPU kernels are loaded as they are first used.
+            kernels = KERNELS if trainer.device.type == "cuda" else 0
+            self._look_at_files(of, before, read_bytes=kernels, written_bytes=kernels)
         known = [one.subject for one in self._evaluations]
         known += [one.subject for one in self.evaluated_before] if self.keeper.resumed else []
         if subject != "student" and subject in known:

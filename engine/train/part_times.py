@@ -3,9 +3,10 @@
     needed = FLOPs / this machine's matmul rate + bytes / its copy rate + launches x LAUNCH_S
 
 The rates are measured in the run's own dtype, once the run has warmed up (`engine.train.machine_rates`). A part of many
-small operations takes some times its arithmetic. One that takes TIMES as long does something else than its arithmetic:
-another kernel, another device, a loop over rows, a conversion of all weights. Fetching the rows of a step has no
-arithmetic: it is compared with how long other code takes to read the same rows.
+small operations takes some times its arithmetic. One that takes TIMES as long, or less but several times what the
+other parts take of theirs, does something else than its arithmetic: another kernel, another device, a loop over rows, a
+conversion of all weights. Fetching the rows of a step has no arithmetic: it is compared with how long other code takes
+to read the same rows.
 
 The machine is measured again before a part or the machine itself is accused, and where a part is, the lower rates
 count: where somebody else uses it, the matmul is as slow as the part.
@@ -35,6 +36,8 @@ from engine.train.machine_rates import ROUNDS, KeptRates, Rates, measure, others
 from engine.train.trainer import Trainer
 
 TIMES = 10.0
+TIMES_BESIDE, OTHERS_TIMES = 4.0, 3.0
+"""A part that takes less of its own is slow where it takes so many times what the others take of theirs."""
 LEAST_SHARE, LEAST_S = 0.1, 0.02
 """Of the step: a smaller part is not worth fixing."""
 DATA_TIMES, LEAST_DATA_SHARE = 5.0, 0.05
@@ -46,6 +49,7 @@ WINDOW = 8
 SLOWER = 0.4
 """Share of the usual rates below which the machine is slow."""
 OF_STUDENT = frozenset({"student", "loss", "backward", "optimizer"})
+OF_MATMULS = frozenset({"student", "loss", "backward", "teacher"})
 ALL_PARTS = OF_STUDENT | {"teacher"}
 FIRST = 12
 """The step of a session after which it is looked for the first time; then after ten times as many."""
@@ -309,12 +313,23 @@ def evaluated_slowly(step: StepDone | None, subject: str, seconds: float, tokens
 
 
 def _slow(needed: dict[str, float], seconds: dict[str, float], step_s: float) -> list[str]:
-    """Return the parts that take many times what they need, and a share of the step that is worth fixing."""
+    """Return the parts that take many times what they need, alone or beside the others, and a share of the step that is
+    worth fixing."""
     least_s = {DATA: LEAST_DATA_SHARE * step_s}
     usual_s = max(LEAST_S, LEAST_SHARE * step_s)
+    times = {part: seconds.get(part, 0.0) / max(need_s, 1e-9) for part, need_s in needed.items()}
+
+    def allowed(part: str) -> float:
+        if part == DATA:
+            return DATA_TIMES
+        # What slows the machine slows all parts.
+        others = [times[one] for one in times.keys() & OF_MATMULS - {part}]
+        if len(others) < 2:
+            return TIMES
+        return min(TIMES, max(TIMES_BESIDE, OTHERS_TIMES * statistics.median(others)))
+
     return [
         part
-        for part, need_s in needed.items()
-        if seconds.get(part, 0.0)
-        >= max(least_s.get(part, usual_s), (DATA_TIMES if part == DATA else TIMES) * need_s)
+        for part in needed
+        if seconds.get(part, 0.0) >= least_s.get(part, usual_s) and times[part] >= allowed(part)
     ]

@@ -65,8 +65,8 @@ def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
     asks="Does a part of the step take many times what its arithmetic needs on this machine?",
     reads=("parts_measured",),
     threshold="10 times what its FLOPs, bytes and launches need at the machine's own matmul and copy rates, measured "
-    "again before it is said, a tenth of the step or more; of data 5 times what other code takes to read the rows, and "
-    "a twentieth of the step",
+    "again before it is said, or 4 times and 3 times what the other parts take of theirs, a tenth of the step or more; "
+    "of data 5 times what other code takes to read the rows, and a twentieth of the step",
 )
 def slow_part(case: Case) -> Symptom | None:
     parts = case.view.parts

@@ -22,6 +22,7 @@ from engine.train.part_times import (
     FIRST,
     OF_STUDENT,
     PartTimes,
+    _slow,
     arithmetic,
     evaluated_slowly,
 )
@@ -257,3 +258,25 @@ def test_an_evaluation_that_takes_many_times_what_a_step_does_is_told(
     step = healthy_step(1, tokens=1000, phases=phases)
     assert bool(evaluated_slowly(step, subject, seconds, 1000)) == told
     assert not evaluated_slowly(None, subject, seconds, 1000)
+
+
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [
+        # As each other: the machine is slow.
+        ({"student": 5.0, "teacher": 5.0, "backward": 5.0, "loss": 6.0}, []),
+        ({"student": 1.2, "teacher": 1.2, "backward": 1.0, "loss": 5.0}, ["loss"]),
+        ({"student": 1.2, "teacher": 3.8, "backward": 1.0, "loss": 1.2}, []),
+        ({"student": 3.0, "teacher": 3.0, "backward": 3.0, "loss": 8.5}, []),
+        ({"student": 3.0, "teacher": 3.0, "backward": 3.0, "loss": 9.5}, ["loss"]),
+        # One other says nothing of the machine.
+        ({"student": 1.0, "loss": 9.0}, []),
+        ({"student": 1.0, "loss": 11.0}, ["loss"]),
+    ],
+)
+def test_a_part_is_slow_beside_the_others_or_by_itself(
+    times: dict[str, float], slow: list[str]
+) -> None:
+    needed = dict.fromkeys(times, 0.1)
+    seconds = {part: 0.1 * each for part, each in times.items()}
+    assert _slow(needed, seconds, sum(seconds.values())) == slow
