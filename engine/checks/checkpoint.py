@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ def checkpoint_reloads(
             ):
                 return numbers.failed(wrong)
             kept.check_resumable(path, digests=not sampled)
+            if wrong := _of_another(state, context.spec):
+                return numbers.failed(wrong)
     except EngineError as error:
         return numbers.failed(f"{path.name} cannot be read: {error}")
     return numbers.passed(
@@ -98,6 +100,14 @@ def not_on_disk(folder: Path) -> str:
                 f"{folder.name}/{path.name} is said to be saved, and {unwritten} pages of it are in memory alone: it "
                 "was not synced"
             )
+    return ""
+
+
+def _of_another(state: Mapping[str, Any], spec: RunSpec) -> str:
+    """Say that a state names another seed or other settings than the run has; empty when it does not."""
+    for name, wanted in (("seed", spec.train.seed), ("spec_sha256", spec.sha256)):
+        if state.get(name) != wanted:
+            return f"state.json has {name} {state.get(name)}, the run {wanted}"
     return ""
 
 

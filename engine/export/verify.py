@@ -35,10 +35,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.audit.metadata import Said, difference, other_types, said, said_in_apr
+from engine.audit.metadata import Said, difference, other_types, said
 from engine.errors import BadInput, TokenizerError, WeightsError
 from engine.export.compare import as_float, first_difference, same_values, within
-from engine.export.convert import FILE_TYPES, convert
+from engine.export.convert import FILE_TYPES, convert, said_by
 from engine.export.hf_folder import GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from engine.export.manifest import MANIFEST, check_manifest
 from engine.export.outcome import Outcome, answered, unknown
@@ -184,14 +184,9 @@ def _metadata(folder: Path, native: bool) -> Outcome:
     called: Said = {}
     for path in files:
         try:
-            if path.suffix == ".apr":
-                with open_weights(path) as apr:
-                    found = list(said_in_apr(apr.metadata, path))
-            else:
-                of_gguf = said(path)
-                found = [] if of_gguf is None else [("its metadata", of_gguf)]
-                if wrong := other_types(path):
-                    return answered("metadata", Level.FAIL, f"{path.name}, {wrong}")
+            found = said_by(path)
+            if path.suffix == ".gguf" and (wrong := other_types(path)):
+                return answered("metadata", Level.FAIL, f"{path.name}, {wrong}")
         except BadInput as error:
             return answered("metadata", Level.FAIL, error.message)
         for where, one in found:

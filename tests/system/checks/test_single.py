@@ -619,6 +619,7 @@ def test_a_checkpoint_whose_files_are_not_synced_is_found() -> None:
         (lambda said: said | {"schema": 2}, "expected schema 1"),
         (lambda said: said | {"more": 1}, "expected schema 1"),
         (lambda said: said | {"spec_sha256": "0" * 64}, "found 000000000000"),
+        (lambda said: said | {"seed": 1000}, "has seed 1000"),
         (lambda said: said | {"tied": {"head.weight": "norm.weight"}}, "tied names"),
         (lambda said: said | {"unmoved": ["norm.weight"]}, "not in this run"),
     ],

@@ -5,6 +5,7 @@ cannot, whole or absent, and readable by others.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from engine.cli.main import main
 from engine.errors import InternalError, UsageError, WeightsError
+from engine.export import convert as convert_module
 from engine.export import hf_folder as folder_module
 from engine.export import mixture
 from engine.export.convert import Converted, Progress, convert, format_of
@@ -413,6 +415,28 @@ def test_a_gguf_without_the_types_of_its_mixture_is_refused(
     ):
         convert(tmp_path / "m", tmp_path / "other.gguf", "q4_k_m")
     assert not (tmp_path / "other.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value", "words"),
+    [
+        ("m.gguf", "_chat_template", lambda weights: None, "template: ''"),
+        ("m.apr", "_chat_template", lambda weights: None, "template: ''"),
+        ("m.apr", "APR_HALVES", 5, "rope_type"),
+    ],
+)
+def test_a_file_that_says_something_else_than_its_source_is_refused(
+    file: str, name: str, value: object, words: str, kit: Kit, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(kit.teacher, source)
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    convert(source, tmp_path / f"sound-{file}", "bf16")
+    with pytest.MonkeyPatch.context() as planted:
+        planted.setattr(convert_module, name, value)
+        with pytest.raises(InternalError, match=words):
+            convert(source, tmp_path / file, "bf16")
+    assert not (tmp_path / file).exists()
 
 
 def test_q4_k_m_is_the_mixture_of_llama_cpp() -> None:
