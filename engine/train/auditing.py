@@ -454,8 +454,9 @@ class StepAudit(StepObserver):
             most["loss"] = replace(loss, flops=flops, matmuls=4 / 3 * loss.matmuls)
         if not in_one_piece(decoder):
             most |= {part: in_pieces(most[part]) for part in ("teacher", "loss")}
-        # A teacher may begin with the next batch while this one is trained on.
-        return {**most, DATA: most.get("teacher", NOTHING)}
+        # A teacher may begin with the next batch while this one is trained on, and stored outputs are brought.
+        begun = most.get("teacher", NOTHING)
+        return {**most, DATA: Needed(flops=begun.flops, matmuls=begun.matmuls)}
 
     def _student_runs(self, seen: _Seen) -> reference.Runs:
         student, device = self.trainer.student, self.trainer.device
