@@ -40,6 +40,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,8 @@ class Tokenizer:
         self._cuts = _cuts_of(inner)
         self.encoded = 0
         """Characters of the texts that became documents so far."""
+        self.encoded_s = self.encoded_cpu_s = 0.0
+        """What that took, and the seconds of all CPUs meanwhile."""
         ids = inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         """The highest id + 1, added tokens included."""
@@ -174,7 +177,10 @@ class Tokenizer:
         for batch in _batches(self._pieces(texts)):
             pieces = [piece for _, piece in batch]
             with _panic_is_bad_input(self.path):
+                begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
                 encodings = self._inner.encode_batch_fast(pieces, add_special_tokens=False)
+                self.encoded_s += time.perf_counter() - begun_s
+                self.encoded_cpu_s += time.process_time() - begun_cpu_s
             for (text, _), encoding in zip(batch, encodings, strict=True):
                 encoded[text].extend(encoding.ids)
         return [np.frombuffer(ids, dtype=np.uint32) for ids in encoded]

@@ -7,6 +7,7 @@ before and after are only comparable on the same text.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -17,16 +18,20 @@ from engine.data.packing import DOCUMENTS, WINDOW
 from engine.data.token_cache import Made
 from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
+from engine.formats.tokenizer import Tokenizer
 from engine.log.events import DataReady, Note, Phase
 from engine.plan.inputs import Inputs
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.spec import RunSpec
 from engine.train import record
+from engine.train.machine_rates import others_want_the_cpus
 from engine.train.record import Log
 from engine.units import format_bytes
 
 MORE_ROWS, MORE_ENCODED = 1.05, 1.1
 """Times the rows that documents may take, and that texts may be tokenized."""
+TOKENIZED_S, LEAST_CPUS = 3.0, 1.25
+"""Seconds of tokenizing from which on more than one CPU is expected, and how many are more than one."""
 SAID_EVERY_S = 10.0
 """How often the progress of what takes long is logged."""
 
@@ -83,6 +88,19 @@ class _Said:
         self._log(Phase(name=what, detail=detail))
 
 
+def one_cpu_of_many(tokenizer: Tokenizer) -> str:
+    """Say that texts were tokenized by one CPU alone where there are more; empty when they were not."""
+    cpus, took_s = len(os.sched_getaffinity(0)), tokenizer.encoded_s
+    if took_s < TOKENIZED_S or tokenizer.encoded_cpu_s > LEAST_CPUS * took_s:
+        return ""
+    if cpus == 1 or others_want_the_cpus():
+        return ""
+    return (
+        f"tokens: texts were tokenized by one CPU of {cpus}, in {took_s:.0f} s: TOKENIZERS_PARALLELISM=false does so, "
+        "and texts that are given one by one"
+    )
+
+
 def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log) -> Data:
     """Read, split and tokenize the corpus, or take its tokens from the cache.
 
@@ -102,6 +120,8 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
         log(Note(level="warning", text=text))
     if tokens.times > MORE_ENCODED:
         text = f"tokens: the texts were tokenized {tokens.times:.1f} times, once is enough"
+        log(Note(level="warning", text=text))
+    if text := one_cpu_of_many(inputs.tokenizer):
         log(Note(level="warning", text=text))
     log(Phase(name="taking the rows", detail=tokens.note))
     train, held = tokens.train, tokens.heldout

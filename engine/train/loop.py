@@ -370,6 +370,7 @@ class TrainingLoop:
             recomputes=self._recomputes,
             chunk_rows=self._chunk_rows,
         )
+        trainer.observers = (*trainer.observers, self._process)
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
         teacher = self.inputs.teacher if trainer.has_teacher else None

@@ -7,6 +7,7 @@ polls takes the core that the step waits for.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import threading
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from engine.log.view import RunView
+from engine.train.step import StepObserver
 from engine.units import format_bytes
 from engine.watch.stacks import compare, look_at
 
@@ -29,6 +31,12 @@ MODES: Mapping[str, Setting] = {
     "the default dtype": (torch.get_default_dtype, torch.float32),
     "the precision of float32 matmuls": (torch.get_float32_matmul_precision, "highest"),
 }
+KERNELS: Mapping[str, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "memory-efficient kernels": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "cuDNN": torch.backends.cuda.cudnn_sdp_enabled,
+}
+COLLECTED_STEPS = 16
 BUSY_PCT, BUSY_S = 20.0, 5.0
 """Of a CPU, what a thread may take, and the least time over which that is measured."""
 WORKING = ("hash of", "fresh weights", "import of", "teacher-outputs", "copy")
@@ -66,23 +74,42 @@ def pace_told_wrongly(log: RunView) -> str:
     return ""
 
 
-class ProcessState:
+class ProcessState(StepObserver):
     def __init__(self, threads: int, *, deterministic: bool) -> None:
         """`threads` and `deterministic` are what torch was to compute with."""
         self._settings: dict[str, Setting] = {
             **MODES,
+            **{f"attention by {name}": (read, read()) for name, read in KERNELS.items()},
             "compute.threads": (torch.get_num_threads, threads),
             "compute.deterministic": (torch.are_deterministic_algorithms_enabled, deterministic),
         }
+        self._within: dict[str, object] = {}
+        """What torch computed with inside a step, where it was something else."""
+        self._steps, self._collected = 0, 0
         self._before, self._told = look_at(os.getpid()), set[str]()
         self._begun_unix_s, self._begun_cpu_s = time.time(), _cpu_s()
 
+    def forwarded(self, *given: object) -> None:
+        self._within |= {
+            name: found
+            for name, (read, value) in self._settings.items()
+            if (found := read()) != value
+        }
+
     def look(self) -> Iterator[str]:
-        """Yield what is not as it was set up, each thing once."""
-        for name, (read, value) in list(self._settings.items()):
-            if (found := read()) != value:
-                del self._settings[name]
+        """Yield what is not as it was set up, each thing once; called after each step."""
+        self.forwarded()
+        for name, found in self._within.items():
+            if name in self._settings:
+                value = self._settings.pop(name)[1]
                 yield f"{name} is to be {value}, and torch computes with {found}: something else has set it"
+        self._within.clear()
+        if not self._steps:
+            self._collected = _collections()
+        self._steps += 1
+        times = _collections() - self._collected
+        if self._steps == COLLECTED_STEPS and times > COLLECTED_STEPS / 2:
+            yield f"all objects of Python are gone through {times} times in {COLLECTED_STEPS} steps (gc.collect)"
         if time.monotonic() - self._before.at_s < BUSY_S:
             return
         before, self._before = self._before, look_at(os.getpid())
@@ -113,6 +140,11 @@ class ProcessState:
             f"the samples of this process's CPU use (trainer_cpu_pct) make {said_s:.1f} s in {covered_s:.0f}, by "
             f"getrusage it has used {used_s:.1f} s"
         )
+
+
+def _collections() -> int:
+    """Return how often all objects were gone through, by whom ever."""
+    return int(gc.get_stats()[-1]["collections"])
 
 
 def _cpu_s() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import resource
 import threading
@@ -10,16 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.log.events import MemoryMeasured
 from engine.log.follow import Follower
 from engine.log.table import HOST_FIELDS, STEP_FIELDS, Table
 from engine.log.view import RunView
 from engine.train import process_state
-from engine.train.process_state import ProcessState, pace_told_wrongly, peak_told_wrongly
+from engine.train.beside import hashed_slowly
+from engine.train.process_state import (
+    COLLECTED_STEPS,
+    ProcessState,
+    pace_told_wrongly,
+    peak_told_wrongly,
+)
+from engine.train.trainer import Trainer
 from engine.watch.stacks import Looks, look_at
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
@@ -143,3 +153,36 @@ def test_a_pace_that_is_not_tokens_over_time_is_told(pace: float | None, told: b
         [{"step": 1.0, "tokens": 100.0, "step_s": 0.5, "tokens_per_s": pace}]
     )
     assert bool(pace_told_wrongly(RunView(steps=steps))) == told
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_what_is_set_within_steps_alone_is_told(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: bool
+) -> None:
+    exact = Trainer._forward_backward
+
+    def profiled(*given: Any) -> Any:
+        with torch.autograd.profiler.profile(), sdpa_kernel(SDPBackend.MATH):
+            found = exact(*given)
+        gc.collect()
+        return found
+
+    if spoilt:
+        monkeypatch.setattr(Trainer, "_forward_backward", profiled)
+    run, code = carried_out(kit, tmp_path, train__steps=COLLECTED_STEPS + 1, train__warmup_steps=2)
+    told = [note.text for note in Follower(run).read_all().notes if note.level == "error"]
+    words = (
+        "autograd's profiler",
+        "attention by flash",
+        "attention by memory",
+        "attention by cuDNN",
+    )
+    assert code == 0
+    for begin in (*words, "all objects of Python"):
+        assert [text.startswith(begin) for text in told].count(True) == spoilt, told
+
+
+def test_a_hash_that_takes_many_times_its_bytes_is_told() -> None:
+    assert not hashed_slowly(1 << 20, 0.01)
+    assert not hashed_slowly(1 << 40, 0.4)
+    assert "something else is done to its bytes" in hashed_slowly(1 << 20, 2.0)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from engine.formats.tokenizer import open_tokenizer
 from engine.log.follow import Follower
 from engine.machine.accounts import Spent
-from engine.train import loop
+from engine.train import data, loop
 from engine.train.checkpoint import keeper as keeping
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.waits import SMALL_WRITE, Waits, beyond
@@ -89,3 +90,31 @@ def test_phases_in_which_others_work_are_no_waits(monkeypatch: pytest.MonkeyPatc
     small = spent(0.0, 64 * SMALL_WRITE, 1000)
     assert ["1,000 calls" in text for text in beyond("save", small, written_bytes=1e9)] == [True]
     assert not [*beyond("save", spent(0.0, 64 * SMALL_WRITE, 64), written_bytes=1e6)]
+
+
+@pytest.mark.parametrize(
+    ("took_s", "cpu_s", "cpus", "busy", "told"),
+    [
+        (10.0, 10.0, 2, False, True),
+        (10.0, 18.0, 2, False, False),
+        (10.0, 10.0, 1, False, False),
+        (10.0, 10.0, 2, True, False),
+        (1.0, 1.0, 2, False, False),
+    ],
+)
+def test_texts_that_one_cpu_of_many_tokenizes_are_told(
+    kit: Kit,
+    monkeypatch: pytest.MonkeyPatch,
+    took_s: float,
+    cpu_s: float,
+    cpus: int,
+    busy: bool,
+    told: bool,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cpus)))
+    monkeypatch.setattr(data, "others_want_the_cpus", lambda: busy)
+    tokenizer = open_tokenizer(kit.teacher)
+    tokenizer.encode_documents(["def f(x):"])
+    assert 0 < tokenizer.encoded_s < 5
+    tokenizer.encoded_s, tokenizer.encoded_cpu_s = took_s, cpu_s
+    assert bool(data.one_cpu_of_many(tokenizer)) == told
