@@ -3,11 +3,12 @@ waited while nobody of the process worked for it.
 
     /proc/self/task/<tid>/schedstat   seconds on a CPU, and seconds in which it wanted one
     /proc/self/task/<tid>/io          bytes and calls; pages of a mapped file are not among them
-    /proc/pressure/io                 seconds in which anybody on the machine waited for a disk
+    /proc/pressure/{io,memory}        seconds in which anybody on the machine waited for a disk, or for memory
 
     waited = passed - own seconds of both kinds - those of threads that compute for it - stalls of disks
 
-What is left is time that no computing explains: a sleep, a lock, a peer, a server that does not answer. Threads of
+What is left is time that no computing explains: a sleep, a lock, a peer, a server that does not answer, that of a file
+system too. Threads of
 Python may all have been waited for, one after the other. Of the threads of a parallel loop the slowest may have been.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SELF = Path("/proc/self/task")
-PRESSURE = Path("/proc/pressure/io")
+PRESSURE = Path("/proc/pressure")
 _TOTAL = re.compile(r"^some .*total=(\d+)$", re.MULTILINE)
 _IO = re.compile(r"^(rchar|wchar|syscr|syscw|read_bytes): (\d+)$", re.MULTILINE)
 IN_LOOP = 0.3
@@ -79,7 +80,7 @@ def look() -> Accounts | None:
             if (thread := _thread(tid, names.get(tid, ""))) is not None:
                 found[tid] = thread
         io = dict(_IO.findall((SELF / str(main) / "io").read_text()))
-        stalls = _TOTAL.search(PRESSURE.read_text()) if PRESSURE.exists() else None
+        stalled_s = _stalled_s()
     except OSError:
         return None
     if main not in found:
@@ -89,8 +90,15 @@ def look() -> Accounts | None:
         cpu_s=time.process_time(),
         threads=found,
         io={name: int(count) for name, count in io.items()},
-        stalled_s=None if stalls is None else int(stalls[1]) / 1e6,
+        stalled_s=stalled_s,
     )
+
+
+def _stalled_s() -> float | None:
+    if not PRESSURE.is_dir():
+        return None
+    found = [_TOTAL.search((PRESSURE / one).read_text()) for one in ("io", "memory")]
+    return sum(int(one[1]) for one in found if one is not None) / 1e6
 
 
 def _thread(tid: int, name: str) -> _Thread | None:
