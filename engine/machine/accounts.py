@@ -8,8 +8,8 @@ waited while nobody of the process worked for it.
     waited = passed - own seconds of both kinds - those of threads that compute for it - stalls of disks
 
 What is left is time that no computing explains: a sleep, a lock, a peer, a server that does not answer, that of a file
-system too. Threads of
-Python may all have been waited for, one after the other. Of the threads of a parallel loop the slowest may have been.
+system too. Threads of Python may all have been waited for, one after the other; of the threads of a parallel loop, the
+slowest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SELF = Path("/proc/self/task")
 PRESSURE = Path("/proc/pressure")
 _TOTAL = re.compile(r"^some .*total=(\d+)$", re.MULTILINE)
 _IO = re.compile(r"^(rchar|wchar|syscr|syscw|read_bytes): (\d+)$", re.MULTILINE)
-IN_LOOP = 0.3
+IN_LOOP, BUSY = 0.3, 0.05
 """Of the seconds that a thread of a parallel loop computes, the share for which the main thread may have waited: the
-work is divided evenly."""
+work is divided evenly. Where the main thread itself wanted a CPU for such a share of its own, it may have been all."""
 DISK_RATE = 20e6
 """Bytes per second that a slow disk reads, where the kernel does not say how long it was waited for."""
 
@@ -119,9 +119,10 @@ def between(before: Accounts, after: Accounts) -> Spent:
         for was in (before.threads.get(tid, nothing),)
     }
     _, own_s, wanted_s = spent.pop(main)
+    share = IN_LOOP if wanted_s < BUSY * own_s else 1.0
     named_s = sum(cpu_s + wanted_s for name, cpu_s, wanted_s in spent.values() if name)
     of_loop_s = max(
-        (IN_LOOP * cpu_s + wanted_s for name, cpu_s, wanted_s in spent.values() if not name),
+        (share * cpu_s + wanted_s for name, cpu_s, wanted_s in spent.values() if not name),
         default=0.0,
     )
     known_s = own_s + sum(cpu_s for _, cpu_s, _ in spent.values())

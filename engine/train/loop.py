@@ -76,12 +76,10 @@ from engine.train.stop_request import StopRequest
 from engine.train.told import wrongly_told
 from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
-from engine.train.waits import beyond
+from engine.train.waits import KERNEL_BYTES, beyond
 
 MEMORY_SETTLED_AFTER = 3
 """After this many steps the allocator has seen every phase of a step."""
-KERNELS = 64 << 20
-"""Bytes of kernels that may be read, or compiled and kept, in an evaluation."""
 SAID_EVERY_S = 10.0
 """How often an evaluation logs its progress."""
 OF = {
@@ -223,8 +221,7 @@ class TrainingLoop:
         )
         self.log(made)
         if not stored:
-            # On a GPU kernels are loaded as they are first used.
-            kernels = KERNELS if trainer.device.type == "cuda" else 0
+            kernels = KERNEL_BYTES if trainer.device.type == "cuda" else 0
             self._look_at_files(of, before, read_bytes=kernels, written_bytes=kernels)
         known = [one.subject for one in self._evaluations]
         known += [one.subject for one in self.evaluated_before] if self.keeper.resumed else []
@@ -586,7 +583,8 @@ class TrainingLoop:
             self.keeper.save(trainer, loss if step == self.step else None)
             size = self.keeper.saved_bytes
             # Nothing older is deleted before the newest was read.
-            self._look_at_files(SAVING, before, read_bytes=size, written_bytes=size)
+            written = size + self.keeper.probed_bytes
+            self._look_at_files(SAVING, before, read_bytes=size, written_bytes=written)
             self._times.tell(SAVING, None if trainer.ranks.many else self.keeper.known_s)
         self._look_at_saved(trainer, quick=quick)
 

@@ -77,7 +77,7 @@ from engine.train.heldout import heldout_loss
 from engine.train.machine_rates import others_want_the_cpus
 from engine.train.part_times import forward_work
 from engine.train.stop_request import StopRequest
-from engine.train.waits import Waits, beyond
+from engine.train.waits import KERNEL_BYTES, Waits, beyond
 from engine.units import format_bytes
 from engine.version import VERSION
 
@@ -279,13 +279,17 @@ def _prepare(
         after, filling_s = look(), time.monotonic() - begun
         begin("")
         if before is not None and after is not None:
-            for text in beyond("the store", between(before, after), written_bytes=writer.bytes):
+            kernels = KERNEL_BYTES if compute.device.type == "cuda" else 0
+            spent = between(before, after)
+            for text in beyond(
+                "the store", spent, read_bytes=kernels, written_bytes=writer.bytes + kernels
+            ):
                 note(text)
-        enough_s = FILLING_TIMES * writer.rows * (each_s or math.inf)
-        if filling_s > enough_s + FILLING_S and not others_want_the_cpus():
+        enough_s = math.inf if each_s is None else each_s * writer.rows
+        if filling_s > FILLING_TIMES * enough_s + FILLING_S and not others_want_the_cpus():
             note(
-                f"{writer.rows:,} rows took {filling_s:.1f} s, the teacher's loss of as many takes "
-                f"{enough_s / FILLING_TIMES:.1f} s: something else than the teacher takes the time"
+                f"{writer.rows:,} rows took {filling_s:.1f} s, the teacher's loss of as many takes {enough_s:.1f} s: "
+                "something else than the teacher takes the time"
             )
         missing = job.plan.missing + dropped
         if work is not None and (text := _more_work(job, built.decoder, work, missing)):

@@ -27,6 +27,8 @@ SYNCS = ("saving", "writing")
 """How those begin in which files are made safe."""
 FEW_BYTES = 4 << 20
 """That any part may read or write: files of the kernel, lines of logs."""
+KERNEL_BYTES = 64 << 20
+"""Of kernels, that a part on a GPU may load, or compile and keep, as it first uses them."""
 SMALL_WRITE, FEW_WRITES = 16 << 10, 400
 """Bytes of a write that would be small for a large file, and the writes that any part may make."""
 

@@ -148,6 +148,8 @@ class Keeper:
         self.saved_step = -1
         self.saved_bytes = 0
         """Of the newest checkpoint that this session saved."""
+        self.probed_bytes = 0
+        """Written beside it, where saving was slow, to see whether the disk is."""
         self.known_s: float | None = None
         """What the newest save is said to have taken, with what comes before and after it, where this rank wrote it."""
         self.best_loss: float | None = None
@@ -212,6 +214,7 @@ class Keeper:
             )
         )
         self.sync_log()
+        self.probed_bytes = 0
         self._look_at_rate(saved.bytes, saved.seconds)
         kept = {self.best_step} if self.best_step is not None else set()
         checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
@@ -225,7 +228,7 @@ class Keeper:
         # A single one may have had the disk to share, as the first has a cold one.
         if self._slow != 2:
             return
-        probed = min(size, PROBED_BYTES)
+        self.probed_bytes = probed = min(size, PROBED_BYTES)
         begun_s = time.perf_counter()
         try:
             with tempfile.TemporaryFile(dir=self.folder.path) as file:

@@ -42,6 +42,8 @@ NOTHING = accounts(0.0, 0.0, main=(0.0, 0.0))
             accounts(10.0, 15.0, main=(5.0, 0.0), **{f"loop{n}": (5.0 / 3, 0.0) for n in range(6)}),
             4.5,
         ),
+        # A main thread that wanted a CPU itself may have waited for the loop's.
+        (accounts(10.0, 11.0, main=(5.0, 1.0), loop=(6.0, 0.0)), 0.0),
         (accounts(10.0, 4.0, 5.5, main=(4.0, 0.0)), 0.5),
     ],
 )
