@@ -59,7 +59,7 @@ class Waits:
             return ""
         return (
             f"{name}: for {spent.waited_s:.2g} s of {spent.passed_s:.2g} the run waited, and nothing of it computed, "
-            "wanted a CPU or read a disk: a sleep, a lock, or a server (of files, too) that does not answer"
+            "wanted a CPU or read a disk: a sleep, a lock, a child process, or a server (of files, too)"
         )
 
 
