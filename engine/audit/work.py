@@ -35,6 +35,8 @@ MORE_CALLS, FEW_CALLS = 3.0, 200
 """Times the calls of a few for each layer, and as many more."""
 MORE_NUMBERS, FEW_NUMBERS = 4.0, 1 << 20
 """Times the numbers that a part may read and write outside its matmuls, and as many more."""
+REST = "rest"
+"""Of a step: what is done beside its parts."""
 SORTS = frozenset({"sort", "kthvalue", "median", "nanmedian", "mode", "_unique2", "unique_dim"})
 SORTED_SHARE = 0.01
 """Of the numbers that a part reads and writes: experts and their tokens are sorted."""
@@ -200,11 +202,10 @@ class CountedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def judge(self, most: Mapping[str, Needed]) -> Answer:
         """Compare with what each part may need, of the parts of which that is known."""
-        numbers = Numbers({f"{part}_flops": done.flops for part, done in self.done.items()})
-        for part, need in most.items():
-            done = self.done[part]
-            numbers |= {f"{part}_needed": need.flops, f"{part}_matmuls": done.matmuls}
-            numbers |= {f"{part}_calls": done.calls, f"{part}_numbers": done.numbers}
+        numbers = Numbers({f"{part}_needed": need.flops for part, need in most.items()})
+        for part, done in self.done.items():
+            counts = ("flops", "matmuls", "calls", "numbers")
+            numbers |= {f"{part or REST}_{what}": getattr(done, what) for what in counts}
         if not most:
             return unknown("how much its models need is not known of their architecture")
         if not any(done.flops for done in self.done.values()):

@@ -249,6 +249,13 @@ def _write(
         contradicts_the_evidence(text, proof) or contradicts_the_files(text, partial, proof.run)
     ):
         raise BadInput.expected("card", CARD, "the figures of its evidence", wrong)
+    for judged, copy in zip(proof.evaluations, evaluations, strict=True):
+        if judged.file is None or copy is None:
+            continue
+        if file_sha256(partial / copy) != file_sha256(judged.file):
+            raise BadInput.expected(
+                "publish", judged.file, "a copy of it", f"{copy}, of other bytes"
+            )
     (partial / CARD).write_text(text, encoding="utf-8")
     write_manifest(partial)
     return verification

@@ -59,6 +59,8 @@ class Spent:
     """What the main thread has done between two looks."""
 
     passed_s: float
+    cpu_s: float
+    """In which it was on a CPU itself."""
     waited_s: float
     """In which nobody of this process worked for it."""
     read_bytes: int
@@ -133,6 +135,7 @@ def between(before: Accounts, after: Accounts) -> Spent:
         stalled_s = after.stalled_s - before.stalled_s
     return Spent(
         passed_s=passed_s,
+        cpu_s=own_s,
         waited_s=max(0.0, passed_s - own_s - wanted_s - named_s - of_loop_s - ended_s - stalled_s),
         read_bytes=io.get("rchar", 0),
         reads=io.get("syscr", 0),

@@ -23,12 +23,13 @@ from pathlib import Path
 import torch
 
 from engine.checks.artefact import Artefact, Sample, samples_of
+from engine.checks.check import Result
 from engine.checks.reported import Reported
 from engine.checks.runner import Checks
 from engine.crash import as_engine_error, is_memory_error, trace_of
 from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError
 from engine.log.beats import BeatWriter, log_of
-from engine.log.events import Evaluated, Note, Phase, RunFinished
+from engine.log.events import Evaluated, Note, PartsMeasured, Phase, RunFinished
 from engine.log.folder import RunFolder, open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -57,6 +58,7 @@ from engine.train.checkpoint.keeper import Keeper
 from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
+from engine.train.earlier_runs import EarlierRuns, same_work
 from engine.train.heldout import heldout_loss
 from engine.train.loop import TrainingLoop
 from engine.train.prescribed_rows import PrescribedRows
@@ -124,8 +126,10 @@ def run(
             one.give_up()
         if ranks.first:
             folder.free_reserve()
-        if text := job.waits.begin(""):
+        for text in filter(None, (job.waits.begin(""), *job.earlier.more())):
             log.write(Note(level="warning", text=text))
+        if finished.state != "failed":
+            job.earlier.keep()
         log.write(finished)
         try:
             log.sync()
@@ -171,7 +175,8 @@ class _Job:
     ) -> None:
         self.spec, self.folder, self.stop = spec, folder, stop
         self._write = partial(record.write, log)
-        self.waits = Waits(alone=not ranks.many)
+        self.earlier = EarlierRuns(folder.name)
+        self.waits = Waits(alone=not ranks.many, earlier=self.earlier)
         self.ranks = ranks
         self.before = before
         """The log of a resumed run's earlier sessions."""
@@ -186,9 +191,17 @@ class _Job:
         """None until there is something to train."""
 
     def log(self, found: record.Loggable) -> None:
-        """Write one line, and after that of a phase one that says whether the phase before it waited."""
+        """Write one line, and after it what it shows: that a phase waited, or took more than in earlier runs."""
         self._write(found)
-        if isinstance(found, Phase) and (text := self.waits.begin(found.name)):
+        match found:
+            case Phase():
+                texts = [self.waits.begin(found.name), *self.earlier.more()]
+            case PartsMeasured() | Result():
+                self.earlier.measured(found)
+                texts = [*self.earlier.more()]
+            case _:
+                return
+        for text in filter(None, texts):
             self._write(Note(level="warning", text=text))
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
@@ -231,6 +244,7 @@ class _Job:
         data = prepare_data(spec, inputs, seen, self.log)
         with compute.memory.use():
             plan = plan_run(spec, inputs, compute, data.stream, self.log)
+            self.earlier.compare_with(self._work(plan, data))
             if plan.execution.compiled or plan.execution.teacher_compiled:
                 self.compiles.import_compiler()
             builder = Builder(
@@ -302,6 +316,23 @@ class _Job:
             self._leave_results(trainer, loop, inputs, data, hashes, untrained)
         return RunFinished(
             state="completed", reason="every step done", exit_code=0, step=trainer.step
+        )
+
+    def _work(self, plan: Plan, data: Data) -> str:
+        """Return the key of the runs that do the same work as this one."""
+        facts, device = plan.facts, plan.facts.compute.device
+        return same_work(
+            self.spec,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            (facts.inputs.student, facts.inputs.teacher),
+            (
+                plan.execution,
+                plan.memory.backend,
+                plan.memory.checkpointing,
+                plan.memory.chunk_rows,
+            ),
+            (facts.teacher_precision, data.ready.train_tokens, data.ready.heldout_tokens),
+            self.before is not None,
         )
 
     def _put_to_run(self, trainer: Trainer, plan: Plan, *, compiled: bool) -> None:

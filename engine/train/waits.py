@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from engine.log.events import TRAINING
 from engine.machine.accounts import Spent, between, look
+from engine.train.earlier_runs import EarlierRuns
 from engine.units import format_bytes
 
 MOST_S, MOST_SHARE = 0.3, 0.1
@@ -36,9 +37,10 @@ SMALL_WRITE, FEW_WRITES = 16 << 10, 400
 class Waits:
     """Looks at each phase of a session as the next one begins."""
 
-    def __init__(self, *, alone: bool) -> None:
-        """A run of several ranks is not `alone`: they wait for one another."""
-        self._alone, self._phase = alone, ""
+    def __init__(self, *, alone: bool, earlier: EarlierRuns | None = None) -> None:
+        """A run of several ranks is not `alone`: they wait for one another. What its phases take is told to
+        `earlier`."""
+        self._alone, self._phase, self._earlier = alone, "", earlier
         self._before = look()
 
     def begin(self, phase: str) -> str:
@@ -52,6 +54,8 @@ class Waits:
         if name.startswith(OTHERS_WORK):
             return ""
         spent = between(before, self._before)
+        if self._earlier is not None:
+            self._earlier.phase(name, spent)
         most_s = max(MOST_S, MOST_SHARE * spent.passed_s)
         if name.startswith(SYNCS):
             most_s += SYNC_S + spent.written_bytes / SYNC_RATE

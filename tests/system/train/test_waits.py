@@ -74,6 +74,7 @@ def test_phases_in_which_others_work_are_no_waits(monkeypatch: pytest.MonkeyPatc
     def spent(waited_s: float, written: int = 0, writes: int = 0) -> Spent:
         return Spent(
             passed_s=10.0,
+            cpu_s=0.0,
             waited_s=waited_s,
             read_bytes=0,
             reads=0,

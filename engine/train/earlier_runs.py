@@ -1,0 +1,165 @@
+"""Whether a run takes more for its work than earlier runs of the same work took on this machine.
+
+    ~/.cache/apr-workbench/earlier-runs/<key>.json    the newest KEPT sessions, or below $XDG_CACHE_HOME
+
+Of the same work are runs of one machine and torch whose models have the same shape, whose texts have as many tokens,
+and whose settings differ at most in names, paths and the number of steps. Compared are
+
+    phases    seconds that the main thread was on a CPU, by the kernel's accounts
+    steps     the share of each part, and what its operations count (`step_work`), which no load changes
+
+each with the most that an earlier session took. So a part is named that nobody knows the need of: work that a new
+version of the engine, of a library or of a driver does, and an old one did not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import limits
+from engine.checks.check import Result
+from engine.errors import BadInput, EngineError
+from engine.files import read_json_object, user_cache
+from engine.log.events import PartsMeasured
+from engine.log.folder import write_whole
+from engine.machine.accounts import Spent
+from engine.spec import RunSpec
+from engine.train.machine_rates import others_want_the_cpus
+from engine.version import VERSION
+
+KEPT = 16
+SECONDS_TIMES, SECONDS_MORE = 1.6, 0.1
+"""Times the most that a phase took, and seconds more: caches and clocks are not the same in each run."""
+SHARE_TIMES, SHARE_MORE = 1.15, 0.02
+COUNT_TIMES = 1.02
+COUNTS = {
+    "flops": "operations in matmuls",
+    "matmuls": "matmuls",
+    "calls": "calls of torch",
+    "numbers": "numbers that are read and written outside matmuls",
+}
+"""By how the names of what `step_work` counts end."""
+OTHER_SETTINGS = {
+    "run": (),
+    "watch": (),
+    "gate": (),
+    "teacher": ("path", "cache"),
+    "student": ("path", "config"),
+    "data": ("corpus",),
+    "train": ("steps", "stop_after"),
+}
+"""Settings by section, all of it where none is named, that change no part of a step."""
+
+
+def same_work(spec: RunSpec, *facts: object) -> str:
+    """Return the key of the runs that do the same work; `facts` are what the settings do not say: shapes, tokens, the
+    device."""
+    settings = {
+        section: {name: value for name, value in found.items() if name not in left_out}
+        for section, found in spec.to_dict().items()
+        if (left_out := OTHER_SETTINGS.get(section, ("",))) != ()
+    }
+    machine = (platform.node(), torch.__version__, torch.get_num_threads())
+    text = json.dumps([settings, *map(repr, (*machine, *facts))], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+class EarlierRuns:
+    """What one session takes, beside what earlier ones took."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._path: Path | None = None
+        self._least: dict[str, float] = {}
+        self._most: dict[str, float] = {}
+        self._said: set[str] = set()
+        self._earlier: list[dict[str, Any]] = []
+
+    def compare_with(self, key: str) -> None:
+        """Compare from now on, and what is known so far, with the earlier sessions of a key of `same_work`."""
+        self._path = user_cache("earlier-runs") / f"{key}.json"
+        with contextlib.suppress(BadInput):
+            found = read_json_object(
+                self._path, "earlier runs", limits.RUN_FILE, having=("sessions",)
+            )
+            self._earlier = [
+                one
+                for one in (found["sessions"] if isinstance(found["sessions"], list) else ())
+                if isinstance(one, dict) and isinstance(one.get("most"), dict)
+            ]
+
+    def phase(self, name: str, spent: Spent) -> None:
+        self._add(f"s/{name}", spent.cpu_s)
+
+    def measured(self, found: PartsMeasured | Result) -> None:
+        """Take note of the shares of a step's parts, and of what the first audited step counts: others have other
+        rows."""
+        if isinstance(found, PartsMeasured):
+            whole_s = sum(filter(None, found.seconds.values()))
+            for part, seconds in found.seconds.items():
+                if seconds:
+                    self._add(f"share/{part}", seconds / whole_s)
+        elif found.id == "step_work" and not any(name.startswith("count/") for name in self._most):
+            for name, value in found.numbers.items():
+                if name.rpartition("_")[2] in COUNTS:
+                    self._add(f"count/{name}", value)
+
+    def _add(self, name: str, value: float) -> None:
+        self._least[name] = min(value, self._least.get(name, value))
+        self._most[name] = max(value, self._most.get(name, value))
+
+    def more(self) -> Iterator[str]:
+        """Say once of each part that it takes more than in any earlier session; of times, unless others want the
+        CPUs."""
+        busy = others_want_the_cpus()
+        for name, value in self._least.items():
+            known = [number for one in self._earlier if (number := _number(one["most"], name))]
+            kind, _, part = name.partition("/")
+            if name in self._said or not known or (busy and kind != "count"):
+                continue
+            most = max(known)
+            if text := _more(kind, part, value, most):
+                self._said.add(name)
+                newest = self._earlier[-1]
+                yield (
+                    f"{text} in {len(known)} earlier run{'s' * (len(known) > 1)} of the same work here, the newest "
+                    f"{newest.get('run', '')} by engine {newest.get('engine', '')}: something is done that was not "
+                    "done then"
+                )
+
+    def keep(self) -> None:
+        """Keep what this session took for later ones, unless others want the CPUs. What cannot be written is not kept:
+        a run does not end by it."""
+        if self._path is None or not self._most or others_want_the_cpus():
+            return
+        made = {"run": self._run, "engine": VERSION, "unix_s": time.time(), "most": self._most}
+        sessions = [*self._earlier, made][-KEPT:]
+        with contextlib.suppress(OSError, EngineError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps({"sessions": sessions}))
+
+
+def _number(numbers: Mapping[str, object], name: str) -> float | None:
+    found = numbers.get(name)
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _more(kind: str, part: str, value: float, most: float) -> str:
+    """Say that a value is more than the most so far; empty when it is not."""
+    if kind == "s" and value > SECONDS_TIMES * most + SECONDS_MORE:
+        return f"{part} took {value:.2g} s of a CPU, and at most {most:.2g} s"
+    if kind == "share" and value > SHARE_TIMES * most + SHARE_MORE:
+        return f"{part} takes {value:.0%} of a step, and took at most {most:.0%}"
+    if kind == "count" and value > COUNT_TIMES * most:
+        part, _, what = part.rpartition("_")
+        return f"{part}: {value:,.0f} {COUNTS[what]} in the first step, and at most {most:,.0f}"
+    return ""

@@ -1,0 +1,147 @@
+"""A run that takes more for its work than an earlier one of the same work on this machine says in which part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.files import user_cache
+from engine.log.events import PartsMeasured
+from engine.log.follow import Follower
+from engine.machine.accounts import Spent
+from engine.spec import RunSpec
+from engine.train import earlier_runs
+from engine.train import run as composed
+from engine.train.checkpoint import keeper as keeping
+from engine.train.earlier_runs import KEPT, EarlierRuns, same_work
+from engine.train.trainer import Trainer
+from tests.support.finished_runs import carried_out
+from tests.support.kit import Kit
+
+TOLD = "of the same work here"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # Other tests run beside this one.
+    monkeypatch.setattr(earlier_runs, "others_want_the_cpus", lambda: False)
+
+
+def told_by(kit: Kit, folder: Path) -> list[str]:
+    folder.mkdir()
+    run, code = carried_out(kit, folder)
+    assert code == 0
+    return [note.text for note in Follower(run).read_all().notes if TOLD in note.text]
+
+
+def computes_before(function: Callable[..., Any]) -> Callable[..., Any]:
+    def spoilt(*given: Any, **named: Any) -> Any:
+        begun_s = time.thread_time()
+        while time.thread_time() - begun_s < 0.5:
+            pass
+        return function(*given, **named)
+
+    return spoilt
+
+
+def makes_ones(function: Callable[..., Any]) -> Callable[..., Any]:
+    def spoilt(self: Trainer, *given: Any, **named: Any) -> Any:
+        for one in [*self.parameters] * 2:
+            torch.ones_like(one).sum()
+        return function(self, *given, **named)
+
+    return spoilt
+
+
+def test_a_part_that_does_more_than_in_an_earlier_run_is_told_and_the_same_work_is_not(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert told_by(kit, tmp_path / "first") == []
+    assert told_by(kit, tmp_path / "second") == []
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(composed, "write_receipt", computes_before(composed.write_receipt))
+        spoilt.setattr(keeping.checkpoint, "save", computes_before(keeping.checkpoint.save))
+        spoilt.setattr(Trainer, "_update", makes_ones(Trainer._update))
+        told = told_by(kit, tmp_path / "third")
+    for beginning in (
+        "writing the receipt took 0.5",
+        "saving a checkpoint took 0.",
+        "optimizer: ",
+    ):
+        assert any(text.startswith(beginning) for text in told), told
+    assert all("in 2 earlier runs" in text for text in told)
+
+
+def test_of_the_same_work_are_settings_that_differ_in_names_paths_and_length() -> None:
+    spec = RunSpec()
+
+    def changed(section: str, **values: Any) -> RunSpec:
+        return dataclasses.replace(
+            spec, **{section: dataclasses.replace(getattr(spec, section), **values)}
+        )
+
+    assert same_work(spec, 1) == same_work(changed("train", steps=spec.train.steps + 1), 1)
+    assert same_work(spec, 1) == same_work(changed("teacher", path="elsewhere"), 1)
+    assert same_work(spec, 1) != same_work(changed("train", rows=spec.train.rows + 1), 1)
+    assert same_work(spec, 1) != same_work(spec, 2)
+
+
+def spent(cpu_s: float) -> Spent:
+    return Spent(
+        passed_s=cpu_s,
+        cpu_s=cpu_s,
+        waited_s=0.0,
+        read_bytes=0,
+        reads=0,
+        written_bytes=0,
+        writes=0,
+    )
+
+
+def session(name: str, cpu_s: float = 1.0, loss_s: float = 1.0) -> list[str]:
+    one = EarlierRuns(name)
+    one.phase("planning", spent(cpu_s))
+    one.compare_with("key")
+    one.measured(
+        PartsMeasured(
+            step=12,
+            seconds={"teacher": 1.0, "loss": loss_s},
+            needed={},
+            matmul_flops_per_s=1.0,
+            copy_bytes_per_s=1.0,
+        )
+    )
+    told = [*one.more()]
+    assert [*one.more()] == []
+    one.keep()
+    return told
+
+
+def test_what_takes_more_is_said_once_and_the_newest_sessions_are_kept() -> None:
+    assert session("first", cpu_s=2.0, loss_s=1.1) == []
+    for number in range(KEPT):
+        assert session(f"run-{number}") == []
+    # The first, which took 2.0 s, is not among the newest any more.
+    slower, longer = session("last", cpu_s=1.8, loss_s=1.5)
+    assert slower.startswith("planning took 1.8 s of a CPU, and at most 1 s in 16 earlier runs")
+    assert longer.startswith("loss takes 60% of a step, and took at most 50% in 16 earlier runs")
+    assert "the newest run-15 by engine " in longer
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"sessions": 3}', '{"sessions": [3, {"most": {"s/planning": "x"}}]}']
+)
+def test_a_file_of_other_content_is_no_earlier_run(text: str) -> None:
+    path = user_cache("earlier-runs") / "key.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert session("run", cpu_s=9.0) == []
+    assert json.loads(path.read_text())["sessions"][-1]["run"] == "run"
