@@ -44,7 +44,7 @@ from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.sharded import ShardedLayers
-from engine.teachers.store.fidelity import Fidelity, compare, stored_rows
+from engine.teachers.store.fidelity import Fidelity, affordable_rows, compare, stored_rows
 from engine.teachers.store.keys import CacheError, contents_sha256
 from engine.teachers.store.teacher import CachedTeacher, load_head
 from engine.teachers.truncating import DroppedMass, TruncatingTeacher
@@ -59,9 +59,6 @@ from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 from engine.units import format_bytes
 
-LEAST_COMPARED, MOST_COMPARED = 4, 64
-COMPARED_FLOPS = {"cpu": 1e11, "cuda": 1e15}
-"""Stored rows of a run that its teacher is asked for again before they are used: as many as take seconds."""
 ROOM = 1.2
 """Free memory that loading the teacher for that takes, in sizes of its weights."""
 
@@ -314,10 +311,7 @@ class Builder:
         room = self.facts.compute.available.number
         if room is not None and room < ROOM * size:
             return f"the teacher takes {format_bytes(size)}, {format_bytes(int(room))} are free: not compared"
-        row_flops = 2 * count_parameters(config) * spec.data.seq_len
-        count = min(
-            MOST_COMPARED, max(LEAST_COMPARED, int(COMPARED_FLOPS[device.type] / row_flops))
-        )
+        count = affordable_rows(config, spec.data.seq_len, device)
         taken = spec.train.steps * spec.rows_per_step
         rows = stored_rows(batches_of(spec, self.data.stream), stored.store, count, taken)
         if not rows:

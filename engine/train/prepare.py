@@ -43,9 +43,11 @@ from engine.runtime.device import choose_device
 from engine.spec import RunSpec
 from engine.teachers.backend import choose_backend, choose_teacher_precision
 from engine.teachers.build import BuiltTeacher, build_teacher
+from engine.teachers.store.fidelity import affordable_rows, compare, stored_rows
 from engine.teachers.store.folder import (
     SHARD_BYTES,
     ShardWriter,
+    Store,
     only_writer,
     open_store,
     rows_per_shard,
@@ -60,6 +62,7 @@ from engine.teachers.store.manifest import (
     write_manifest,
 )
 from engine.teachers.store.outputs import rows_at_once
+from engine.teachers.store.teacher import CachedTeacher
 from engine.teachers.store.write import (
     StorePlan,
     Walk,
@@ -308,6 +311,10 @@ def _prepare(
                 f"teacher outputs: {out} — expected {job.plan.missing:,} rows more than before, as planned, found "
                 f"{added:,}"
             )
+        if job.spec.checks.enabled and stop.reason is None:
+            begin("comparing stored rows with the teacher")
+            _check_stored(job, built, filled, compute.device)
+            begin("")
     return Prepared(
         plan=job.plan,
         rows=writer.rows,
@@ -332,6 +339,30 @@ def _check_measured(
         raise CacheError(
             f"teacher outputs: the teacher's held-out loss was measured as {measured.loss:.6f} over "
             f"{measured.labelled:,} labels; row by row it is {mean:.6f} over {labelled:,}"
+        )
+
+
+def _check_stored(job: Job, built: BuiltTeacher, store: Store, device: torch.device) -> None:
+    """Ask the teacher again for some of the rows that are stored. Raises CacheError where it answers otherwise: a run
+    would refuse the store."""
+    sparse, config = store.identity.form != HIDDEN, built.decoder.config
+    stored = CachedTeacher(
+        store,
+        device=device,
+        vocab_size=job.inputs.student.vocab_size if sparse else config.vocab_size,
+        head=None if sparse else built.teacher.head(),
+        online=None,
+        say=lambda text: None,
+    )
+    count = affordable_rows(config, job.spec.data.seq_len, device)
+    rows = stored_rows(job.walk.batches, store, count, job.walk.rows)
+    if not rows:
+        return
+    found, limit = compare(stored, built.teacher, rows, device), job.spec.gate.cache_cosine
+    if not found.within(limit):
+        raise CacheError(
+            f"teacher outputs: {store.path} — expected what the teacher computes, found others: {found.text(limit)}",
+            hint="no run would train on them: remove the folder, and prepare it again",
         )
 
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from engine.data.batches import Batch, Batches
 from engine.loss.chunks import SparseTargets
+from engine.models.config import ModelConfig, count_parameters
 from engine.models.head import Head, logits_of
 from engine.teachers.protocol import Teacher
 from engine.teachers.store.folder import Store
@@ -32,6 +33,9 @@ from engine.teachers.store.keys import TOP_K, Identity, uniforms
 from engine.teachers.store.teacher import CachedTeacher
 
 AT_ONCE = 4
+LEAST_COMPARED, MOST_COMPARED = 4, 64
+COMPARED_FLOPS = {"cpu": 1e11, "cuda": 1e15}
+"""Stored rows of a run that its teacher is asked for again before they are used: as many as take seconds."""
 DEVIATIONS = 6.5
 DRAW_ROUNDING = 2e-3
 """How far outside the interval of its id a number may lie, in probability: two passes round differently."""
@@ -62,6 +66,12 @@ class Fidelity:
             f"least cosine {self.least_cosine:.6f}, mean {self.mean_cosine:.6f}, at least {cosine:g}; largest distance "
             f"{self.largest_distance:.2g} ({self.rows} rows, {self.tokens:,} tokens){self.alike and f'; {self.alike}'}"
         )
+
+
+def affordable_rows(teacher: ModelConfig, seq_len: int, device: torch.device) -> int:
+    """Return how many rows of a store may be compared with the teacher in little time."""
+    row_flops = 2 * count_parameters(teacher) * seq_len
+    return min(MOST_COMPARED, max(LEAST_COMPARED, int(COMPARED_FLOPS[device.type] / row_flops)))
 
 
 def stored_rows(batches: Batches, store: Store, count: int, taken: int) -> list[Batch]:

@@ -323,6 +323,24 @@ def test_a_held_out_loss_that_is_not_that_of_the_rows_ends_the_command(
     assert not (tmp_path / "s" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("form", ["hidden", "top_k"])
+def test_rows_that_are_stored_under_the_keys_of_others_end_the_command(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    exact, held = ShardWriter.add, []
+
+    def exchanged(self: ShardWriter, key: bytes, parts: Any) -> None:
+        held.append((key, [bytes(part) for part in parts]))
+        if len(held) % 2 == 0:
+            (one, of_one), (other, of_other) = held[-2:]
+            exact(self, one, of_other)
+            exact(self, other, of_one)
+
+    monkeypatch.setattr(ShardWriter, "add", exchanged)
+    with pytest.raises(CacheError, match="expected what the teacher computes, found others"):
+        make_store(spec, tmp_path / "s", "train.steps=2", form=form, count=8)
+
+
 def test_equal_rows_are_stored_once(kit: Kit, tmp_path: Path) -> None:
     # One line again and again: rows that begin at the same place of it are the same.
     (tmp_path / "corpus").mkdir()

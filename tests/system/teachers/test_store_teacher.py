@@ -31,7 +31,7 @@ from engine.spec import RunSpec, load_spec
 from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher
 from engine.teachers.store import outputs, write
-from engine.teachers.store.fidelity import alike
+from engine.teachers.store.fidelity import LEAST_COMPARED, alike
 from engine.teachers.store.folder import ShardWriter, open_store, shard_path
 from engine.teachers.store.keys import CacheError, Identity, uniforms
 from engine.teachers.store.outputs import as_targets, sparse_parts
@@ -482,7 +482,7 @@ def test_a_run_compares_its_stored_outputs_with_the_teacher_before_it_uses_them(
     checks = Follower(run).read_all().checks
     check = checks["stored_outputs"]
     assert code == 0 and check.level == "pass", check
-    assert check.numbers["rows"] > build.LEAST_COMPARED
+    assert check.numbers["rows"] > LEAST_COMPARED
     assert checks["step_teacher"].level == "pass", checks["step_teacher"]
     assert [one for one in checks.values() if one.level == "fail"] == []
 
@@ -511,7 +511,8 @@ def test_a_store_that_is_filled_by_other_code_than_set_is_named_before_it_is_use
 ) -> None:
     spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=2)
     monkeypatch.setattr(write, "sparse_parts", filled)
-    make_store(spec, tmp_path / "store", form=form, count=8)
+    with pytest.raises(CacheError, match="expected what the teacher computes"):
+        make_store(spec, tmp_path / "store", form=form, count=8)
     run, code = carry_out(spec, tmp_path / "run")
     assert code == 1
     assert Follower(run).read_all().checks["stored_outputs"].level == "fail"
