@@ -218,9 +218,19 @@ def unwritten_pages(path: Path) -> int:
 
 
 def user_cache(what: str) -> Path:
-    """Return a folder of the user's cache; a relative XDG_CACHE_HOME is invalid and ignored, as XDG specifies."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "apr-workbench" / what
+    """Return a folder of the user's cache: what can be made again."""
+    return _of_user("XDG_CACHE_HOME", ".cache") / what
+
+
+def user_state(what: str) -> Path:
+    """Return a folder or file of the user's state: what earlier runs have shown, and cannot be made again."""
+    return _of_user("XDG_STATE_HOME", ".local/state") / what
+
+
+def _of_user(variable: str, usual: str) -> Path:
+    base = Path(os.environ.get(variable, ""))
+    # A relative one is invalid and ignored, as XDG specifies.
+    return (base if base.is_absolute() else Path.home() / usual) / "apr-workbench"
 
 
 def _refuse_irregular(path: Path, opened: Path | int, found: os.stat_result) -> None:

@@ -22,9 +22,9 @@ from typing import Any
 
 from engine import limits
 from engine.errors import BadInput, write_error
-from engine.files import parse_json, read_bytes
+from engine.files import parse_json, read_bytes, user_state
 from engine.flips.plan import EXTERNAL, Plan
-from engine.flips.surroundings import Surroundings, state_folder
+from engine.flips.surroundings import Surroundings
 from engine.flips.verdict import EQUIVALENT, FASTER, count_of
 from engine.units import format_seconds
 from engine.verdict import Level, Verdict
@@ -130,7 +130,7 @@ def _without(spec: Mapping[str, Mapping[str, Any]], keys: frozenset[str]) -> dic
 
 
 def _file() -> Path:
-    return state_folder() / "controls.jsonl"
+    return user_state("controls.jsonl")
 
 
 def _read() -> list[Control]:

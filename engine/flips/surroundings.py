@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import BadInput, DiskFull, RunLogError
+from engine.files import user_state
 from engine.flips.arms import metrics_of
 from engine.flips.plan import Plan
 from engine.log.folder import RunFolder, is_run
@@ -74,21 +75,13 @@ def _machine() -> str:
     return hashlib.sha256(f"apr-workbench {text}".encode()).hexdigest()[:16] if text else ""
 
 
-def state_folder() -> Path:
-    """The folder of the user's state. A relative XDG_STATE_HOME is invalid and ignored, as XDG requires."""
-    base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not base.is_absolute():
-        base = Path.home() / ".local" / "state"
-    return base / "apr-workbench"
-
-
 @contextlib.contextmanager
 def device_lock(device: str, holder: str, *, share: bool = False) -> Iterator[None]:
     """Keep other experiments off `device`; raises BadInput when it is in use. With `share` no lock is taken."""
     if share:
         yield
         return
-    folder = state_folder() / "locks"
+    folder = user_state("locks")
     file = folder / f"{re.sub(r'[^A-Za-z0-9.-]', '_', device)}.lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Whether a run takes more for its work than earlier runs of the same work took on this machine.
 
-    ~/.cache/apr-workbench/earlier-runs/<key>.json    the newest KEPT sessions, or below $XDG_CACHE_HOME
+    ~/.local/state/apr-workbench/earlier-runs/<key>.json    the newest KEPT sessions, or below $XDG_STATE_HOME
 
 Of the same work are runs of one machine and torch whose models have the same shape, whose texts have as many tokens,
 and whose settings differ at most in names, paths and the number of steps. Compared are
@@ -28,7 +28,7 @@ import torch
 from engine import limits
 from engine.checks.check import Result
 from engine.errors import BadInput, EngineError
-from engine.files import read_json_object, user_cache
+from engine.files import read_json_object, user_state
 from engine.log.events import PartsMeasured
 from engine.log.folder import write_whole
 from engine.machine.accounts import Spent
@@ -86,7 +86,7 @@ class EarlierRuns:
 
     def compare_with(self, key: str) -> None:
         """Compare from now on, and what is known so far, with the earlier sessions of a key of `same_work`."""
-        self._path = user_cache("earlier-runs") / f"{key}.json"
+        self._path = user_state("earlier-runs") / f"{key}.json"
         with contextlib.suppress(BadInput):
             found = read_json_object(
                 self._path, "earlier runs", limits.RUN_FILE, having=("sessions",)

@@ -243,6 +243,7 @@ class _Job:
         seen = self.before.data if self.before else None
         data = prepare_data(spec, inputs, seen, self.log)
         with compute.memory.use():
+            log(Phase(name="planning"))
             plan = plan_run(spec, inputs, compute, data.stream, self.log)
             self.earlier.compare_with(self._work(plan, data))
             if plan.execution.compiled or plan.execution.teacher_compiled:

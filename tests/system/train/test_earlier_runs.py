@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.files import user_cache
+from engine.files import user_state
 from engine.log.events import PartsMeasured
 from engine.log.follow import Follower
 from engine.machine.accounts import Spent
@@ -29,8 +29,8 @@ TOLD = "of the same work here"
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     # Other tests run beside this one.
     monkeypatch.setattr(earlier_runs, "others_want_the_cpus", lambda: False)
 
@@ -140,7 +140,7 @@ def test_what_takes_more_is_said_once_and_the_newest_sessions_are_kept() -> None
     "text", ["", "{", '{"sessions": 3}', '{"sessions": [3, {"most": {"s/planning": "x"}}]}']
 )
 def test_a_file_of_other_content_is_no_earlier_run(text: str) -> None:
-    path = user_cache("earlier-runs") / "key.json"
+    path = user_state("earlier-runs") / "key.json"
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert session("run", cpu_s=9.0) == []
