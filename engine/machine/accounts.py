@@ -30,6 +30,9 @@ _IO = re.compile(r"^(rchar|wchar|syscr|syscw|read_bytes): (\d+)$", re.MULTILINE)
 IN_LOOP, BUSY = 0.3, 0.05
 """Of the seconds that a thread of a parallel loop computes, the share for which the main thread may have waited: the
 work is divided evenly. Where the main thread itself wanted a CPU for such a share of its own, it may have been all."""
+CROWDED = 0.25
+"""Of the seconds that threads of a run had a CPU, those for which others had theirs: at each end of a parallel loop the
+main thread may have waited for another of its threads, and times say nothing."""
 DISK_RATE = 20e6
 """Bytes per second that a slow disk reads, where the kernel does not say how long it was waited for."""
 
@@ -61,6 +64,8 @@ class Spent:
     passed_s: float
     cpu_s: float
     """In which it was on a CPU itself."""
+    wanted_share: float
+    """How long threads of this process wanted a CPU, of how long they had one."""
     waited_s: float
     """In which nobody of this process worked for it."""
     read_bytes: int
@@ -68,6 +73,11 @@ class Spent:
     """Calls; as `writes`."""
     written_bytes: int
     writes: int
+
+    @property
+    def crowded(self) -> bool:
+        """Whether others had the CPUs that threads of this process wanted."""
+        return self.wanted_share > CROWDED
 
 
 def look() -> Accounts | None:
@@ -127,8 +137,9 @@ def between(before: Accounts, after: Accounts) -> Spent:
         (share * cpu_s + wanted_s for name, cpu_s, wanted_s in spent.values() if not name),
         default=0.0,
     )
-    known_s = own_s + sum(cpu_s for _, cpu_s, _ in spent.values())
-    ended_s = max(0.0, after.cpu_s - before.cpu_s - known_s)
+    had_s = own_s + sum(cpu_s for _, cpu_s, _ in spent.values())
+    ended_s = max(0.0, after.cpu_s - before.cpu_s - had_s)
+    wanted_share = (wanted_s + sum(one for *_, one in spent.values())) / max(had_s, 1e-9)
     io = {name: count - before.io.get(name, 0) for name, count in after.io.items()}
     stalled_s = io.get("read_bytes", 0) / DISK_RATE
     if before.stalled_s is not None and after.stalled_s is not None:
@@ -136,6 +147,7 @@ def between(before: Accounts, after: Accounts) -> Spent:
     return Spent(
         passed_s=passed_s,
         cpu_s=own_s,
+        wanted_share=wanted_share,
         waited_s=max(0.0, passed_s - own_s - wanted_s - named_s - of_loop_s - ended_s - stalled_s),
         read_bytes=io.get("rchar", 0),
         reads=io.get("syscr", 0),

@@ -8,8 +8,9 @@ and whose settings differ at most in names, paths and the number of steps. Compa
     phases    seconds that the main thread was on a CPU, by the kernel's accounts
     steps     the share of each part, and what its operations count (`step_work`), which no load changes
 
-each with the most that an earlier session took. So a part is named that nobody knows the need of: work that a new
-version of the engine, of a library or of a driver does, and an old one did not.
+each with the most that an earlier session took; times only where nobody else wanted the CPUs. So a part is named that
+nobody knows the need of: work that a new version of the engine, of a library or of a driver does, and an old one did
+not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from engine.log.events import PartsMeasured
 from engine.log.folder import write_whole
 from engine.machine.accounts import Spent
 from engine.spec import RunSpec
-from engine.train.machine_rates import others_want_the_cpus
 from engine.version import VERSION
 
 KEPT = 16
@@ -98,18 +98,22 @@ class EarlierRuns:
             ]
 
     def phase(self, name: str, spent: Spent) -> None:
-        self._add(f"s/{name}", spent.cpu_s)
+        if not spent.crowded:
+            self._add(f"s/{name}", spent.cpu_s)
 
-    def measured(self, found: PartsMeasured | Result) -> None:
-        """Take note of the shares of a step's parts, and of what the first audited step counts: others have other
-        rows."""
-        if isinstance(found, PartsMeasured):
-            whole_s = sum(filter(None, found.seconds.values()))
-            for part, seconds in found.seconds.items():
-                if seconds:
-                    self._add(f"share/{part}", seconds / whole_s)
-        elif found.id == "step_work" and not any(name.startswith("count/") for name in self._most):
-            for name, value in found.numbers.items():
+    def parts(self, found: PartsMeasured, spent: Spent | None) -> None:
+        """Take note of the shares of a step's parts, where it is known what is `spent` on the steps so far."""
+        if spent is None or spent.crowded:
+            return
+        whole_s = sum(filter(None, found.seconds.values()))
+        for part, seconds in found.seconds.items():
+            if seconds:
+                self._add(f"share/{part}", seconds / whole_s)
+
+    def checked(self, result: Result) -> None:
+        """Take note of what the first audited step counts: others have other rows."""
+        if result.id == "step_work" and not any(name.startswith("count/") for name in self._most):
+            for name, value in result.numbers.items():
                 if name.rpartition("_")[2] in COUNTS:
                     self._add(f"count/{name}", value)
 
@@ -118,13 +122,11 @@ class EarlierRuns:
         self._most[name] = max(value, self._most.get(name, value))
 
     def more(self) -> Iterator[str]:
-        """Say once of each part that it takes more than in any earlier session; of times, unless others want the
-        CPUs."""
-        busy = others_want_the_cpus()
+        """Say once of each part that it takes more than in any earlier session."""
         for name, value in self._least.items():
             known = [number for one in self._earlier if (number := _number(one["most"], name))]
             kind, _, part = name.partition("/")
-            if name in self._said or not known or (busy and kind != "count"):
+            if name in self._said or not known:
                 continue
             most = max(known)
             if text := _more(kind, part, value, most):
@@ -137,9 +139,8 @@ class EarlierRuns:
                 )
 
     def keep(self) -> None:
-        """Keep what this session took for later ones, unless others want the CPUs. What cannot be written is not kept:
-        a run does not end by it."""
-        if self._path is None or not self._most or others_want_the_cpus():
+        """Keep what this session took for later ones. What cannot be written is not kept: a run does not end by it."""
+        if self._path is None or not self._most:
             return
         made = {"run": self._run, "engine": VERSION, "unix_s": time.time(), "most": self._most}
         sessions = [*self._earlier, made][-KEPT:]

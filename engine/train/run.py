@@ -195,13 +195,16 @@ class _Job:
         self._write(found)
         match found:
             case Phase():
-                texts = [self.waits.begin(found.name), *self.earlier.more()]
-            case PartsMeasured() | Result():
-                self.earlier.measured(found)
-                texts = [*self.earlier.more()]
+                waited = self.waits.begin(found.name)
+            case PartsMeasured():
+                waited = ""
+                self.earlier.parts(found, self.waits.so_far())
+            case Result():
+                waited = ""
+                self.earlier.checked(found)
             case _:
                 return
-        for text in filter(None, texts):
+        for text in filter(None, (waited, *self.earlier.more())):
             self._write(Note(level="warning", text=text))
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:

@@ -51,11 +51,11 @@ class Waits:
         name, self._phase = self._phase, phase
         if before is None or self._before is None or not name or not self._alone:
             return ""
-        if name.startswith(OTHERS_WORK):
-            return ""
         spent = between(before, self._before)
-        if self._earlier is not None:
+        if self._earlier is not None and name != TRAINING:
             self._earlier.phase(name, spent)
+        if name.startswith(OTHERS_WORK) or spent.crowded:
+            return ""
         most_s = max(MOST_S, MOST_SHARE * spent.passed_s)
         if name.startswith(SYNCS):
             most_s += SYNC_S + spent.written_bytes / SYNC_RATE
@@ -65,6 +65,11 @@ class Waits:
             f"{name}: for {spent.waited_s:.2g} s of {spent.passed_s:.2g} the run waited, and nothing of it computed, "
             "wanted a CPU or read a disk: a sleep, a lock, a child process, or a server (of files, too)"
         )
+
+    def so_far(self) -> Spent | None:
+        """Return what was spent on the phase that goes on; None where nobody accounts for it."""
+        now = look()
+        return None if self._before is None or now is None else between(self._before, now)
 
 
 def beyond(

@@ -15,9 +15,9 @@ import torch
 from engine.files import user_state
 from engine.log.events import PartsMeasured
 from engine.log.follow import Follower
+from engine.machine import accounts
 from engine.machine.accounts import Spent
 from engine.spec import RunSpec
-from engine.train import earlier_runs
 from engine.train import run as composed
 from engine.train.checkpoint import keeper as keeping
 from engine.train.earlier_runs import KEPT, EarlierRuns, same_work
@@ -32,7 +32,7 @@ TOLD = "of the same work here"
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     # Other tests run beside this one.
-    monkeypatch.setattr(earlier_runs, "others_want_the_cpus", lambda: False)
+    monkeypatch.setattr(accounts, "CROWDED", 100.0)
 
 
 def told_by(kit: Kit, folder: Path) -> list[str]:
@@ -94,10 +94,11 @@ def test_of_the_same_work_are_settings_that_differ_in_names_paths_and_length() -
     assert same_work(spec, 1) != same_work(spec, 2)
 
 
-def spent(cpu_s: float) -> Spent:
+def spent(cpu_s: float, wanted_share: float = 0.0) -> Spent:
     return Spent(
         passed_s=cpu_s,
         cpu_s=cpu_s,
+        wanted_share=wanted_share,
         waited_s=0.0,
         read_bytes=0,
         reads=0,
@@ -106,18 +107,21 @@ def spent(cpu_s: float) -> Spent:
     )
 
 
-def session(name: str, cpu_s: float = 1.0, loss_s: float = 1.0) -> list[str]:
+def session(
+    name: str, cpu_s: float = 1.0, loss_s: float = 1.0, wanted_share: float = 0.0
+) -> list[str]:
     one = EarlierRuns(name)
-    one.phase("planning", spent(cpu_s))
+    one.phase("planning", spent(cpu_s, wanted_share))
     one.compare_with("key")
-    one.measured(
+    one.parts(
         PartsMeasured(
             step=12,
             seconds={"teacher": 1.0, "loss": loss_s},
             needed={},
             matmul_flops_per_s=1.0,
             copy_bytes_per_s=1.0,
-        )
+        ),
+        spent(cpu_s, wanted_share),
     )
     told = [*one.more()]
     assert [*one.more()] == []

@@ -11,6 +11,7 @@ import pytest
 
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.follow import Follower
+from engine.machine import accounts
 from engine.machine.accounts import Spent
 from engine.train import data, loop
 from engine.train.checkpoint import keeper as keeping
@@ -39,6 +40,8 @@ def waits_before(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_phase_in_which_nothing_works_is_told(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, phase: str
 ) -> None:
+    # Other tests run beside this one.
+    monkeypatch.setattr(accounts, "CROWDED", 100.0)
     monkeypatch.setattr(where, name, waits_before(getattr(where, name)))
     run, code = carried_out(kit, tmp_path)
     told = [text for text in notes_of(run) if "the run waited" in text]
@@ -75,6 +78,7 @@ def test_phases_in_which_others_work_are_no_waits(monkeypatch: pytest.MonkeyPatc
         return Spent(
             passed_s=10.0,
             cpu_s=0.0,
+            wanted_share=0.0,
             waited_s=waited_s,
             read_bytes=0,
             reads=0,
