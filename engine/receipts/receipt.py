@@ -605,21 +605,24 @@ def _session_of_receipt(
     line."""
     sessions: list[dict[str, Any]] = []
     started = saved = opened = found = None
+    begun_s = 0.0
     with contextlib.suppress(RunLogError):
         for line in lines_of(run.events):
             event = line.event
             counts.take(event)
+            if not isinstance(event, LogOpened):
+                begun_s = min(begun_s, event.t_s)
             if isinstance(event, LogOpened):
-                opened, started, saved = event, None, None
+                opened, started, saved, begun_s = event, None, None, math.inf
                 sessions.append(session_as_opened(event))
             elif isinstance(event, RunStarted):
                 started = event
             elif isinstance(event, StudentSaved):
                 saved = event
             elif isinstance(event, ReceiptWritten) and opened and started and saved:
-                # The clock of a session begins after its log is opened, and before the run starts; it ends between the
-                # student and the receipt.
-                length = _Span(saved.t_s - started.t_s - CLOCK_S, event.t_s - opened.t_s + CLOCK_S)
+                # The clock of a session begins between the first two lines of its log, and ends between the student and
+                # the receipt.
+                length = _Span(saved.t_s - begun_s - CLOCK_S, event.t_s - opened.t_s + CLOCK_S)
                 found = started, opened, len(sessions), length, line.unix_s
     if found is None or not run.receipt.is_file():
         return None

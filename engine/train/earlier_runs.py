@@ -5,7 +5,7 @@
 Of the same work are runs of one machine and torch whose models have the same shape, whose texts have as many tokens,
 and whose settings differ at most in names, paths and the number of steps. Compared are
 
-    phases    seconds that the main thread was on a CPU, by the kernel's accounts
+    phases    seconds that the main thread was on a CPU, and what it read and wrote, by the kernel's accounts
     steps     the share of each part, and what its operations count (`step_work`), which no load changes
 
 each with the most that an earlier session took; times only where nobody else wanted the CPUs. So a part is named that
@@ -39,6 +39,14 @@ from engine.version import VERSION
 KEPT = 16
 SECONDS_TIMES, SECONDS_MORE = 1.6, 0.1
 """Times the most that a phase took, and seconds more: caches and clocks are not the same in each run."""
+FILES = {
+    "read_bytes": ("bytes were read", 1 << 18),
+    "reads": ("calls read from files", 40),
+    "written_bytes": ("bytes were written", 1 << 18),
+    "writes": ("calls wrote to files", 40),
+}
+"""Of a phase, in words, and how many are not worth a word."""
+FILES_TIMES = 1.25
 SHARE_TIMES, SHARE_MORE = 1.15, 0.02
 COUNT_TIMES = 1.02
 COUNTS = {
@@ -79,13 +87,16 @@ class EarlierRuns:
     def __init__(self, run: str) -> None:
         self._run = run
         self._path: Path | None = None
+        self._steps = 0
         self._least: dict[str, float] = {}
         self._most: dict[str, float] = {}
         self._said: set[str] = set()
         self._earlier: list[dict[str, Any]] = []
 
-    def compare_with(self, key: str) -> None:
-        """Compare from now on, and what is known so far, with the earlier sessions of a key of `same_work`."""
+    def compare_with(self, key: str, steps: int) -> None:
+        """Compare from now on, and what is known so far, with the earlier sessions of a key of `same_work` that had at
+        least as many steps: of more steps there is more to read back."""
+        self._steps = steps
         self._path = user_state("earlier-runs") / f"{key}.json"
         with contextlib.suppress(BadInput):
             found = read_json_object(
@@ -100,6 +111,8 @@ class EarlierRuns:
     def phase(self, name: str, spent: Spent) -> None:
         if not spent.crowded:
             self._add(f"s/{name}", spent.cpu_s)
+        for what in FILES:
+            self._add(f"{what}/{name}", getattr(spent, what))
 
     def parts(self, found: PartsMeasured, spent: Spent | None) -> None:
         """Take note of the shares of a step's parts, where it is known what is `spent` on the steps so far."""
@@ -124,7 +137,12 @@ class EarlierRuns:
     def more(self) -> Iterator[str]:
         """Say once of each part that it takes more than in any earlier session."""
         for name, value in self._least.items():
-            known = [number for one in self._earlier if (number := _number(one["most"], name))]
+            known = [
+                number
+                for one in self._earlier
+                if (number := _number(one["most"], name))
+                and (_number(one, "steps") or 0) >= self._steps
+            ]
             kind, _, part = name.partition("/")
             if name in self._said or not known:
                 continue
@@ -142,7 +160,13 @@ class EarlierRuns:
         """Keep what this session took for later ones. What cannot be written is not kept: a run does not end by it."""
         if self._path is None or not self._most:
             return
-        made = {"run": self._run, "engine": VERSION, "unix_s": time.time(), "most": self._most}
+        made = {
+            "run": self._run,
+            "engine": VERSION,
+            "unix_s": time.time(),
+            "steps": self._steps,
+            "most": self._most,
+        }
         sessions = [*self._earlier, made][-KEPT:]
         with contextlib.suppress(OSError, EngineError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,6 +182,8 @@ def _more(kind: str, part: str, value: float, most: float) -> str:
     """Say that a value is more than the most so far; empty when it is not."""
     if kind == "s" and value > SECONDS_TIMES * most + SECONDS_MORE:
         return f"{part} took {value:.2g} s of a CPU, and at most {most:.2g} s"
+    if kind in FILES and value > FILES_TIMES * most + FILES[kind][1]:
+        return f"{part}: {value:,.0f} {FILES[kind][0]}, and at most {most:,.0f}"
     if kind == "share" and value > SHARE_TIMES * most + SHARE_MORE:
         return f"{part} takes {value:.0%} of a step, and took at most {most:.0%}"
     if kind == "count" and value > COUNT_TIMES * most:

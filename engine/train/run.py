@@ -248,7 +248,7 @@ class _Job:
         with compute.memory.use():
             log(Phase(name="planning"))
             plan = plan_run(spec, inputs, compute, data.stream, self.log)
-            self.earlier.compare_with(self._work(plan, data))
+            self.earlier.compare_with(self._work(plan, data), spec.train.steps)
             if plan.execution.compiled or plan.execution.teacher_compiled:
                 self.compiles.import_compiler()
             builder = Builder(

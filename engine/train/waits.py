@@ -1,5 +1,5 @@
-"""In which phase of a session the run waited while nothing of it worked, and what a part of it read and wrote beyond
-what it is for: by the kernel's accounts of the main thread."""
+"""In which phase of a session the run waited while nothing of it worked, or told of its progress all the time, and what
+a part of it read and wrote beyond what it is for: by the kernel's accounts of the main thread."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ FEW_BYTES = 4 << 20
 """That any part may read or write: files of the kernel, lines of logs."""
 KERNEL_BYTES = 64 << 20
 """Of kernels, that a part on a GPU may load, or compile and keep, as it first uses them."""
+FEW_LINES = 20
+"""Of progress, that a phase may log, and one more for each second."""
 SMALL_WRITE, FEW_WRITES = 16 << 10, 400
 """Bytes of a write that would be small for a large file, and the writes that any part may make."""
 
@@ -41,12 +43,15 @@ class Waits:
         """A run of several ranks is not `alone`: they wait for one another. What its phases take is told to
         `earlier`."""
         self._alone, self._phase, self._earlier = alone, "", earlier
-        self._before = look()
+        self._before, self._lines = look(), 0
 
     def begin(self, phase: str) -> str:
-        """Say that the phase before this one waited for nothing that is known; empty when it did not."""
+        """Say that the phase before this one waited for nothing that is known, or logged its progress without end;
+        empty when it did not. A phase that goes on is begun again with each line of its progress."""
         if phase == self._phase:
+            self._lines += 1
             return ""
+        lines, self._lines = self._lines, 0
         before, self._before = self._before, look()
         name, self._phase = self._phase, phase
         if before is None or self._before is None or not name or not self._alone:
@@ -54,6 +59,8 @@ class Waits:
         spent = between(before, self._before)
         if self._earlier is not None and name != TRAINING:
             self._earlier.phase(name, spent)
+        if lines > FEW_LINES + spent.passed_s:
+            return f"{name}: its progress was logged {lines:,} times in {spent.passed_s:.2g} s"
         if name.startswith(OTHERS_WORK) or spent.crowded:
             return ""
         most_s = max(MOST_S, MOST_SHARE * spent.passed_s)

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from engine.data.batches import epoch_order
-from engine.log.events import Event
+from engine.log.events import Event, RunStarted
 from engine.log.folder import RunFolder
+from engine.log.observed import lines_of
 from engine.receipts.context import checkout_state, view_of
 from engine.receipts.receipt import (
     contradictions,
@@ -213,6 +214,18 @@ def test_a_receipt_is_held_against_the_log_when_it_is_written(
     run.receipt.write_text(json.dumps(receipt))
     found = contradictions(run, view_of(run))
     assert any(words in one for one in found)
+
+
+def test_a_session_that_is_said_to_begin_as_its_run_starts_is_found(run: RunFolder) -> None:
+    lines = [line.event for line in lines_of(run.events)]
+    (started,) = [event for event in lines if isinstance(event, RunStarted)]
+    receipt = receipt_of(run)
+    assert contradictions(run, view_of(run)) == []
+    receipt["last_session_s"] -= started.t_s - lines[1].t_s
+    run.receipt.write_text(json.dumps(receipt))
+    assert any(
+        one.startswith("last_session_s: it has") for one in contradictions(run, view_of(run))
+    )
 
 
 @pytest.mark.parametrize(("count", "said"), [("rows_of", "rows"), ("lineage_of", "lineage")])

@@ -94,25 +94,30 @@ def test_of_the_same_work_are_settings_that_differ_in_names_paths_and_length() -
     assert same_work(spec, 1) != same_work(spec, 2)
 
 
-def spent(cpu_s: float, wanted_share: float = 0.0) -> Spent:
+def spent(cpu_s: float, wanted_share: float = 0.0, reads: int = 0) -> Spent:
     return Spent(
         passed_s=cpu_s,
         cpu_s=cpu_s,
         wanted_share=wanted_share,
         waited_s=0.0,
         read_bytes=0,
-        reads=0,
+        reads=reads,
         written_bytes=0,
         writes=0,
     )
 
 
 def session(
-    name: str, cpu_s: float = 1.0, loss_s: float = 1.0, wanted_share: float = 0.0
+    name: str,
+    cpu_s: float = 1.0,
+    loss_s: float = 1.0,
+    wanted_share: float = 0.0,
+    reads: int = 0,
+    steps: int = 10,
 ) -> list[str]:
     one = EarlierRuns(name)
-    one.phase("planning", spent(cpu_s, wanted_share))
-    one.compare_with("key")
+    one.phase("planning", spent(cpu_s, wanted_share, reads))
+    one.compare_with("key", steps)
     one.parts(
         PartsMeasured(
             step=12,

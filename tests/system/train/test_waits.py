@@ -123,3 +123,9 @@ def test_texts_that_one_cpu_of_many_tokenizes_are_told(
     assert 0 < tokenizer.encoded_s < 5
     tokenizer.encoded_s, tokenizer.encoded_cpu_s = took_s, cpu_s
     assert bool(data.one_cpu_of_many(tokenizer)) == told
+
+
+def test_a_phase_that_logs_its_progress_without_end_is_told() -> None:
+    waits = Waits(alone=True)
+    told = [waits.begin(phase) for phase in ("reading", *["tokenizing"] * 100, "planning")]
+    assert told[:-1] == [""] * 101 and "tokenizing: its progress was logged 99 times" in told[-1]
