@@ -60,6 +60,7 @@ from engine.watch.start_and_stop import launch
 from engine.watch.supervisor import _Supervisor
 from tests.support.finished_runs import resumed_here
 from tests.support.flip_pairs import outcome, plan
+from tests.support.forked_commands import engine_forked
 from tests.support.host_trees import MACHINE, write_tree
 from tests.support.kit import Kit, tiny_config
 from tests.support.lacks import skip_for
@@ -67,7 +68,6 @@ from tests.support.packed_models import lively, make_config, write
 from tests.support.run_folders import Scene, started
 from tests.support.running import (
     DEADLINE_S,
-    engine,
     engine_here,
     environment,
     start,
@@ -408,7 +408,7 @@ def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_vers
     step = Follower(RunFolder(run)).read_all().last_step
     changed = ["--set", f"train.steps={step + 4}", "--allow-change", "train.steps"]
     changed += ["--set", "train.lr=0.0001", "--allow-change", "train.lr"]
-    done = engine("distill", "--resume", run, *changed)
+    done = engine_forked("distill", "--resume", run, *changed)
     assert done.returncode == 0, done.stderr
     follower = Follower(RunFolder(run))
     view = follower.read_all()
@@ -430,7 +430,7 @@ def test_a_change_that_was_written_down_but_not_made_is_refused(run: Path) -> No
     effective = json.loads((run / "effective.json").read_text())
     made = {"key": "train.lr", "was": 0.0003, "is": 0.0001, "spec_sha256": effective["spec_sha256"]}
     (run / "effective.json").write_text(json.dumps(effective | {"changes": [made]}))
-    done = engine("distill", "--resume", run)
+    done = engine_forked("distill", "--resume", run)
     assert done.returncode == 65 and "train.lr = 0.0001, as it was changed to" in done.stderr
 
 
