@@ -200,7 +200,7 @@ class TrainingLoop:
                 hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
             )
         if not stored and not trainer.ranks.many:
-            self._warn(self._slow(subject, time.perf_counter() - begun_s))
+            self._warn(self._slow(subject, time.perf_counter() - begun_s, before))
         if work is not None and decoder is not None:
             self._look_at_work(of, work, decoder, labelled)
         self.heldout_losses[subject] = loss
@@ -263,9 +263,9 @@ class TrainingLoop:
         self._counted_before.add(of)
         return CountedWork(lambda: "evaluating")
 
-    def _slow(self, subject: str, seconds: float) -> str:
-        rows = sum(len(one.row_ids) for one in self.data.heldout)
-        return evaluated_slowly(self._newest, subject, seconds, rows * self.spec.data.seq_len)
+    def _slow(self, subject: str, seconds: float, since: Accounts | None) -> str:
+        tokens = sum(len(one.row_ids) for one in self.data.heldout) * self.spec.data.seq_len
+        return evaluated_slowly(self._newest, subject, seconds, tokens, since)
 
     def _warn(self, text: str) -> None:
         if text:

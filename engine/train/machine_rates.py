@@ -23,6 +23,7 @@ import torch
 from engine import limits
 from engine.errors import BadInput
 from engine.files import read_json_object, user_cache
+from engine.machine.accounts import Accounts, between, look
 
 SIDE = {"cuda": 4096, "cpu": 768}
 """Of the square matrices that are multiplied: 12 ms on a slow GPU, 20 on two slow cores."""
@@ -108,7 +109,11 @@ class KeptRates:
             return []
 
 
-def others_want_the_cpus() -> bool:
-    """Say whether more wants to run than the CPUs and the trainer's own threads: rates of such a time say nothing."""
+def others_want_the_cpus(since: Accounts | None = None) -> bool:
+    """Say whether more wants to run than the CPUs and the trainer's own threads, or others have had since then what the
+    threads of this process wanted: rates of such a time say nothing. The load of a minute comes late."""
+    now = look() if since is not None else None
+    if since is not None and now is not None and between(since, now).crowded:
+        return True
     load = os.getloadavg()[0]
     return load > torch.get_num_threads() + 1 or load > (os.cpu_count() or 1) + 1

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from engine.audit.work import Needed
 from engine.log.events import DATA, PartsMeasured, StepDone
+from engine.machine.accounts import Accounts, look
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import PackedHead
@@ -211,6 +212,8 @@ class PartTimes:
         self._models, self._seq_len = (student, teacher), seq_len
         self._next = FIRST
         self._steps: deque[StepDone] = deque(maxlen=WINDOW)
+        self._since = look()
+        """What was spent before the steps that are looked at."""
 
     def due(self, step: int) -> bool:
         return step - self._begun_at == self._next
@@ -218,6 +221,8 @@ class PartTimes:
     def look(self, step: StepDone) -> PartsMeasured | None:
         """Take note of a step, and after one that is due say what its parts take; None otherwise."""
         self._steps.append(step)
+        if self.due(step.step + WINDOW):
+            self._since = look()
         if not self.due(step.step):
             return None
         self._next *= 10
@@ -268,7 +273,7 @@ class PartTimes:
         usual: None where others want the CPUs, and then nothing is kept."""
         device, dtype = self._trainer.device, self._trainer.dtype
         rates = measure(device, dtype)
-        if device.type == "cpu" and others_want_the_cpus():
+        if device.type == "cpu" and others_want_the_cpus(self._since):
             return rates, None
         kept = KeptRates(device, dtype)
         usual = kept.usual
@@ -297,14 +302,16 @@ class PartTimes:
         return rates.seconds(need.flops, need.moved_bytes) + launching_s
 
 
-def evaluated_slowly(step: StepDone | None, subject: str, seconds: float, tokens: int) -> str:
+def evaluated_slowly(
+    step: StepDone | None, subject: str, seconds: float, tokens: int, since: Accounts | None = None
+) -> str:
     """Say that evaluating `tokens` takes much longer than a step takes for model and loss of as many; empty
-    when it does not, when no step is known, or while others want the CPUs."""
+    when it does not, when no step is known, or while others want the CPUs, as `since` the evaluation began."""
     model = "teacher" if subject == "teacher" else "student"
     if step is None or not step.tokens or not step.phases.get(model):
         return ""
     each_s = (step.phases[model] + step.phases.get("loss", 0.0)) / step.tokens
-    if seconds < EVALUATED_TIMES * each_s * tokens + EVALUATED_S or others_want_the_cpus():
+    if seconds < EVALUATED_TIMES * each_s * tokens + EVALUATED_S or others_want_the_cpus(since):
         return ""
     return (
         f"{subject}: evaluating {tokens:,} tokens took {seconds:.2f} s, a step takes {each_s * tokens:.2f} s for the "

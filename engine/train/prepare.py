@@ -289,7 +289,7 @@ def _prepare(
             ):
                 note(text)
         enough_s = math.inf if each_s is None else each_s * writer.rows
-        if filling_s > FILLING_TIMES * enough_s + FILLING_S and not others_want_the_cpus():
+        if filling_s > FILLING_TIMES * enough_s + FILLING_S and not others_want_the_cpus(before):
             note(
                 f"{writer.rows:,} rows took {filling_s:.1f} s, the teacher's loss of as many takes {enough_s:.1f} s: "
                 "something else than the teacher takes the time"

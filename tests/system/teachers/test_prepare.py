@@ -252,7 +252,7 @@ def test_a_teacher_that_runs_twice_for_each_row_is_told(
 def test_rows_that_take_longer_than_their_teacher_are_told(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, slow: bool
 ) -> None:
-    monkeypatch.setattr(prepare, "others_want_the_cpus", lambda: False)
+    monkeypatch.setattr(prepare, "others_want_the_cpus", lambda *since: False)
     if slow:
         monkeypatch.setattr(prepare, "FILLING_S", 0.0)
         monkeypatch.setattr(prepare, "FILLING_TIMES", 1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +15,9 @@ import torch
 
 from engine.data.batches import Batch, epoch_order
 from engine.log.events import PartsMeasured
+from engine.machine.accounts import look
 from engine.models.config import ModelConfig
-from engine.train import part_times
+from engine.train import machine_rates, part_times
 from engine.train.machine_rates import KEPT, LEAST_KEPT, KeptRates, Rates, measure
 from engine.train.part_times import (
     ALL_PARTS,
@@ -130,7 +132,7 @@ def test_a_part_is_accused_by_the_lower_of_two_rates(
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptRates:
     """A cache of its own, on a machine that nobody else uses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda: False)
+    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda *since: False)
     return KeptRates(CPU, torch.float32)
 
 
@@ -155,10 +157,26 @@ def test_rates_of_a_time_in_which_others_want_the_cpus_are_neither_kept_nor_judg
 ) -> None:
     for _ in range(LEAST_KEPT):
         alone.add(Rates(1e12, 1e10))
-    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda: True)
+    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda *since: True)
     with rates_of([Rates(1e11, 1e9)]):
         assert looked(make_run(world, train__steps=FIRST)).usual_flops_per_s is None
     assert len(alone._read()) == LEAST_KEPT
+
+
+@pytest.mark.parametrize(("wanted_s", "said"), [(0.1, False), (0.5, True)])
+def test_others_want_the_cpus_that_threads_of_a_run_waited_for(
+    monkeypatch: pytest.MonkeyPatch, wanted_s: float, said: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    before = look()
+    assert before is not None
+    (main,) = (tid for tid in before.threads if tid == os.getpid())
+    one = before.threads[main]
+    later = one._replace(cpu_s=one.cpu_s + 1.0, wanted_s=one.wanted_s + wanted_s)
+    after = replace(before, threads={main: later})
+    monkeypatch.setattr(machine_rates, "look", lambda: after)
+    assert machine_rates.others_want_the_cpus(before) == said
+    assert not machine_rates.others_want_the_cpus()
 
 
 def test_what_was_usual_at_an_earlier_look_is_not_held_against_a_busy_machine(
@@ -172,7 +190,7 @@ def test_what_was_usual_at_an_earlier_look_is_not_held_against_a_busy_machine(
     parts._begun_at = 0
     with rates_of([Rates(1e12, 1e10), Rates(1e11, 1e9)]):
         first = parts.look(last)
-        monkeypatch.setattr(part_times, "others_want_the_cpus", lambda: True)
+        monkeypatch.setattr(part_times, "others_want_the_cpus", lambda *since: True)
         later = parts.look(msgspec.structs.replace(last, step=10 * FIRST))
     assert first is not None and first.usual_flops_per_s == 1e12
     assert later is not None and later.usual_flops_per_s is later.usual_bytes_per_s is None
@@ -253,7 +271,7 @@ def test_a_run_has_them_in_its_log(whole: Path) -> None:
 def test_an_evaluation_that_takes_many_times_what_a_step_does_is_told(
     monkeypatch: pytest.MonkeyPatch, subject: str, seconds: float, busy: bool, told: bool
 ) -> None:
-    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda: busy)
+    monkeypatch.setattr(part_times, "others_want_the_cpus", lambda *since: busy)
     phases = {"student": 0.5, "teacher": 2.5, "loss": 0.5, "backward": 9.0}
     step = healthy_step(1, tokens=1000, phases=phases)
     assert bool(evaluated_slowly(step, subject, seconds, 1000)) == told
