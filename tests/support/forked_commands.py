@@ -38,7 +38,9 @@ _OWN = ("engine", "workbench", "tests")
 class Forked:
     """A command that was started, with what tests use of a `Popen`. It is a child of the process that forks."""
 
-    def __init__(self, words: list[str], cwd: Path | None = None) -> None:
+    def __init__(
+        self, words: list[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         self.args = words
         self.returncode: int | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="forked-")
@@ -47,7 +49,7 @@ class Forked:
             "words": words,
             "cwd": str(cwd or Path.cwd()),
             # Threads are not forked, and a command that has some starts its own as always.
-            "environment": {**environment(), "TOKENIZERS_PARALLELISM": "false"},
+            "environment": {**(env or environment()), "TOKENIZERS_PARALLELISM": "false"},
             "outputs": [str(path) for path in self._outputs],
         }
         self.pid = _ask(request)

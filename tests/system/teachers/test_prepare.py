@@ -229,8 +229,11 @@ def test_a_command_without_a_store_or_with_no_rows_is_a_usage_error(
     assert "--out DIR" in said and "--rows: expected 1 or more" in said
 
 
-@pytest.mark.parametrize("form", ["hidden", "top_k"])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("times", "form"),
+    [(1, "hidden"), (2, "top_k")]
+    + [pytest.param(*one, marks=pytest.mark.soak) for one in ((1, "top_k"), (2, "hidden"))],
+)
 def test_a_teacher_that_runs_twice_for_each_row_is_told(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, times: int
 ) -> None:
@@ -247,8 +250,19 @@ def test_a_teacher_that_runs_twice_for_each_row_is_told(
     assert any("times as many" in text for text in said) == (times == 2), said
 
 
-@pytest.mark.parametrize("form", ["hidden", "top_k", "sampled"])
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize(
+    ("slow", "form"),
+    [
+        (False, "hidden"),
+        (False, "sampled"),
+        (True, "top_k"),
+        # The other forms are filled in the same loop.
+        *(
+            pytest.param(slow, form, marks=pytest.mark.soak)
+            for slow, form in ((False, "top_k"), (True, "hidden"), (True, "sampled"))
+        ),
+    ],
+)
 def test_rows_that_take_longer_than_their_teacher_are_told(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, slow: bool
 ) -> None:

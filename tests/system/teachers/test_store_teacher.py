@@ -527,7 +527,9 @@ def test_numbers_that_depend_on_one_another_are_named() -> None:
     assert "evenly" in alike(numbers**2)
 
 
-@pytest.mark.parametrize("form", ["hidden", "top_k", "sampled"])
+@pytest.mark.parametrize(
+    "form", ["hidden", pytest.param("top_k", marks=pytest.mark.soak), "sampled"]
+)
 def test_stored_outputs_of_other_rows_are_named_by_the_audit_of_a_step(
     form: str, kit: Kit, tmp_path: Path
 ) -> None:

@@ -60,7 +60,7 @@ from engine.watch.start_and_stop import launch
 from engine.watch.supervisor import _Supervisor
 from tests.support.finished_runs import resumed_here
 from tests.support.flip_pairs import outcome, plan
-from tests.support.forked_commands import engine_forked
+from tests.support.forked_commands import engine_forked, start_forked
 from tests.support.host_trees import MACHINE, write_tree
 from tests.support.kit import Kit, tiny_config
 from tests.support.lacks import skip_for
@@ -70,7 +70,6 @@ from tests.support.running import (
     DEADLINE_S,
     engine_here,
     environment,
-    start,
     wait_for,
     wait_until_ended,
 )
@@ -222,7 +221,7 @@ class Going:
         spec = kit.spec(
             folder, teacher__path=str(self.teacher), train__steps=10**6, checkpoint__every=0
         )
-        launched = start("distill", spec, "--out", self.path)
+        launched = start_forked("distill", spec, "--out", self.path)
         pid = wait_for(self.path, lambda view: view.last_step >= 2).view.trainer_pid
         assert pid is not None
         self.pid = pid
@@ -356,7 +355,7 @@ def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     teacher = shutil.copytree(kit.teacher, folder / "teacher")
     corpus = shutil.copytree(kit.corpus, folder / "corpus")
     own = {"teacher__path": str(teacher), "data__corpus": str(corpus)}
-    launched = start(
+    launched = start_forked(
         "distill", kit.spec(folder, train__steps=100000, **own), "--out", folder / "run"
     )
     wait_for(folder / "run", lambda view: bool(view.checkpoints))

@@ -374,9 +374,9 @@ def test_memory_does_not_grow_with_the_corpus(
         return found
 
     peak(10)  # what is imported and compiled at first use
-    small, large = peak(500), peak(2500)
-    # 2,000 documents more, of 1.3 kB and more: some 80 bytes of each are kept.
-    assert large - small < 2000 * 160
+    small, large = peak(200), peak(1000)
+    # 800 documents more, of 1.3 kB and more: some 80 bytes of each are kept.
+    assert large - small < 800 * 160
 
 
 def mapped_resident(root: Path) -> int:
