@@ -50,12 +50,12 @@ FILES_TIMES = 1.25
 SHARE_TIMES, SHARE_MORE = 1.15, 0.02
 COUNT_TIMES = 1.02
 COUNTS = {
-    "flops": "operations in matmuls",
-    "matmuls": "matmuls",
-    "calls": "calls of torch",
-    "numbers": "numbers that are read and written outside matmuls",
+    "flops": ("operations in matmuls", 1 << 20),
+    "matmuls": ("matmuls", 0),
+    "calls": ("calls of torch", 2),
+    "numbers": ("numbers that are read and written outside matmuls", 1 << 14),
 }
-"""By how the names of what `step_work` counts end."""
+"""By how the names of what `step_work` counts end: in words, and how many are not worth a word."""
 OTHER_SETTINGS = {
     "run": (),
     "watch": (),
@@ -94,8 +94,8 @@ class EarlierRuns:
         self._earlier: list[dict[str, Any]] = []
 
     def compare_with(self, key: str, steps: int) -> None:
-        """Compare from now on, and what is known so far, with the earlier sessions of a key of `same_work` that had at
-        least as many steps: of more steps there is more to read back."""
+        """Compare from now on, and what is known so far, with the earlier sessions of a key of `same_work` that came as
+        far as this one is to, step `steps`: later there is more to read back, and more checkpoints are there."""
         self._steps = steps
         self._path = user_state("earlier-runs") / f"{key}.json"
         with contextlib.suppress(BadInput):
@@ -156,15 +156,16 @@ class EarlierRuns:
                     "done then"
                 )
 
-    def keep(self) -> None:
-        """Keep what this session took for later ones. What cannot be written is not kept: a run does not end by it."""
+    def keep(self, step: int) -> None:
+        """Keep what this session, which came to `step`, took for later ones. What cannot be written is not kept: a run
+        does not end by it."""
         if self._path is None or not self._most:
             return
         made = {
             "run": self._run,
             "engine": VERSION,
             "unix_s": time.time(),
-            "steps": self._steps,
+            "steps": step,
             "most": self._most,
         }
         sessions = [*self._earlier, made][-KEPT:]
@@ -186,7 +187,9 @@ def _more(kind: str, part: str, value: float, most: float) -> str:
         return f"{part}: {value:,.0f} {FILES[kind][0]}, and at most {most:,.0f}"
     if kind == "share" and value > SHARE_TIMES * most + SHARE_MORE:
         return f"{part} takes {value:.0%} of a step, and took at most {most:.0%}"
-    if kind == "count" and value > COUNT_TIMES * most:
+    if kind == "count":
         part, _, what = part.rpartition("_")
-        return f"{part}: {value:,.0f} {COUNTS[what]} in the first step, and at most {most:,.0f}"
+        words, few = COUNTS[what]
+        if value > COUNT_TIMES * most + few:
+            return f"{part}: {value:,.0f} {words} in the first step, and at most {most:,.0f}"
     return ""

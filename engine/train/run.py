@@ -129,7 +129,7 @@ def run(
         for text in filter(None, (job.waits.begin(""), *job.earlier.more())):
             log.write(Note(level="warning", text=text))
         if finished.state != "failed":
-            job.earlier.keep()
+            job.earlier.keep(finished.step)
         log.write(finished)
         try:
             log.sync()
@@ -248,7 +248,10 @@ class _Job:
         with compute.memory.use():
             log(Phase(name="planning"))
             plan = plan_run(spec, inputs, compute, data.stream, self.log)
-            self.earlier.compare_with(self._work(plan, data), spec.train.steps)
+            end, last = self._first_step + spec.train.stop_after, spec.train.steps
+            self.earlier.compare_with(
+                self._work(plan, data), min(end, last) if spec.train.stop_after else last
+            )
             if plan.execution.compiled or plan.execution.teacher_compiled:
                 self.compiles.import_compiler()
             builder = Builder(
@@ -336,8 +339,13 @@ class _Job:
                 plan.memory.chunk_rows,
             ),
             (facts.teacher_precision, data.ready.train_tokens, data.ready.heldout_tokens),
-            self.before is not None,
+            self._first_step,
         )
+
+    @property
+    def _first_step(self) -> int:
+        """The step that this session goes on from, unless its newest checkpoint is of an earlier one."""
+        return 0 if self.before is None else self.before.last_step
 
     def _put_to_run(self, trainer: Trainer, plan: Plan, *, compiled: bool) -> None:
         def given_up(why: str) -> None:

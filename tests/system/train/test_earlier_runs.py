@@ -22,7 +22,7 @@ from engine.train import run as composed
 from engine.train.checkpoint import keeper as keeping
 from engine.train.earlier_runs import KEPT, EarlierRuns, same_work
 from engine.train.trainer import Trainer
-from tests.support.finished_runs import carried_out
+from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit
 
 TOLD = "of the same work here"
@@ -130,8 +130,24 @@ def session(
     )
     told = [*one.more()]
     assert [*one.more()] == []
-    one.keep()
+    one.keep(steps)
     return told
+
+
+def test_sessions_that_stop_and_go_on_are_compared_with_those_of_the_same_steps(
+    kit: Kit, tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        run, code = carried_out(kit, tmp_path / name, train__stop_after=2, checkpoint__keep_last=3)
+        assert code == 0
+        while (view := Follower(run).read_all()).last_step < view.total_steps:
+            assert resumed_here(run.path).returncode == 0
+        assert [one.text for one in view.notes if TOLD in one.text] == []
+    sessions = [
+        json.loads(path.read_text())["sessions"] for path in user_state("earlier-runs").iterdir()
+    ]
+    assert {len(each) for each in sessions} == {2} and len(sessions) > 1
 
 
 def test_what_takes_more_is_said_once_and_the_newest_sessions_are_kept() -> None:
