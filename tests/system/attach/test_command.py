@@ -78,7 +78,10 @@ def test_the_exit_code_is_the_commands_own(tmp_path: Path, code: int) -> None:
     assert (exit_.returncode, exit_.state) == (code, "FAILED" if code else "COMPLETED")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.soak), signal.SIGTERM],
+)
 def test_it_dies_of_the_signal_that_the_command_died_of(tmp_path: Path, number: int) -> None:
     done, run = watched(tmp_path, "sh", "-c", f"kill -{int(number)} $$")
     assert done.returncode == -number

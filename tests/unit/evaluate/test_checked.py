@@ -168,7 +168,9 @@ def test_a_forward_pass_that_runs_twice_is_a_warning(
     assert "warning: evaluating does " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("count", [2, 3, 7, 40])
+@pytest.mark.parametrize(
+    "count", [2, 40, *(pytest.param(count, marks=pytest.mark.soak) for count in (3, 7))]
+)
 def test_no_interval_of_sound_documents_is_accused(count: int) -> None:
     for seed in range(4):
         random = np.random.default_rng(seed)
