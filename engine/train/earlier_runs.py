@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import platform
 import time
 from collections.abc import Iterator, Mapping
@@ -136,24 +137,18 @@ class EarlierRuns:
 
     def more(self) -> Iterator[str]:
         """Say once of each part that it takes more than in any earlier session."""
+        earlier = [one for one in self._earlier if (_number(one, "steps") or 0) >= self._steps]
         for name, value in self._least.items():
-            known = [
-                number
-                for one in self._earlier
-                if (number := _number(one["most"], name))
-                and (_number(one, "steps") or 0) >= self._steps
-            ]
-            kind, _, part = name.partition("/")
-            if name in self._said or not known:
+            if name in self._said:
                 continue
-            most = max(known)
-            if text := _more(kind, part, value, most):
+            known = [one for one in earlier if _number(one["most"], name) is not None]
+            most = max((one["most"][name] for one in known), default=math.inf)
+            if text := _more(name, value, most):
                 self._said.add(name)
-                newest = self._earlier[-1]
                 yield (
                     f"{text} in {len(known)} earlier run{'s' * (len(known) > 1)} of the same work here, the newest "
-                    f"{newest.get('run', '')} by engine {newest.get('engine', '')}: something is done that was not "
-                    "done then"
+                    f"{known[-1].get('run', '')} by engine {known[-1].get('engine', '')}: something is done that was "
+                    "not done then"
                 )
 
     def keep(self, step: int) -> None:
@@ -179,8 +174,9 @@ def _number(numbers: Mapping[str, object], name: str) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
-def _more(kind: str, part: str, value: float, most: float) -> str:
+def _more(name: str, value: float, most: float) -> str:
     """Say that a value is more than the most so far; empty when it is not."""
+    kind, _, part = name.partition("/")
     if kind == "s" and value > SECONDS_TIMES * most + SECONDS_MORE:
         return f"{part} took {value:.2g} s of a CPU, and at most {most:.2g} s"
     if kind in FILES and value > FILES_TIMES * most + FILES[kind][1]:

@@ -339,7 +339,7 @@ class _Job:
                 plan.memory.chunk_rows,
             ),
             (facts.teacher_precision, data.ready.train_tokens, data.ready.heldout_tokens),
-            self._first_step,
+            (self._first_step, self.ranks.rank),
         )
 
     @property
