@@ -91,6 +91,8 @@ class EarlierRuns:
         self._steps = 0
         self._least: dict[str, float] = {}
         self._most: dict[str, float] = {}
+        self._new: set[str] = set()
+        """What is not yet compared."""
         self._said: set[str] = set()
         self._earlier: list[dict[str, Any]] = []
 
@@ -134,16 +136,18 @@ class EarlierRuns:
     def _add(self, name: str, value: float) -> None:
         self._least[name] = min(value, self._least.get(name, value))
         self._most[name] = max(value, self._most.get(name, value))
+        self._new.add(name)
 
     def more(self) -> Iterator[str]:
         """Say once of each part that it takes more than in any earlier session."""
+        if self._path is None:
+            return
+        new, self._new = self._new - self._said, set()
         earlier = [one for one in self._earlier if (_number(one, "steps") or 0) >= self._steps]
-        for name, value in self._least.items():
-            if name in self._said:
-                continue
+        for name in sorted(new):
             known = [one for one in earlier if _number(one["most"], name) is not None]
             most = max((one["most"][name] for one in known), default=math.inf)
-            if text := _more(name, value, most):
+            if text := _more(name, self._least[name], most):
                 self._said.add(name)
                 yield (
                     f"{text} in {len(known)} earlier run{'s' * (len(known) > 1)} of the same work here, the newest "
