@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from engine.plan.data_size import SAMPLED_BYTES
-from tests.support.forked_commands import engine_forked
 from tests.support.kit import Kit
 from tests.support.running import DEADLINE_S, engine_here, environment
 
@@ -45,7 +44,7 @@ def test_time_and_memory_are_those_of_the_second_step(
     large = tmp_path / "large.jsonl"
     large.write_text("".join(records))
     spec = kit.spec(tmp_path, data__corpus=str(large), train__steps=500)
-    done = engine_forked("distill", spec, "--check", "--json")
+    done = engine_here("distill", spec, "--check", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["first_steps"]
     assert (found["device"], found["failed"], found["exit_code"]) == ("cpu", "", 0)
@@ -76,7 +75,7 @@ def test_a_spec_whose_first_steps_fail_is_not_sound(
 ) -> None:
     flags = [word for one in sets for word in ("--set", one)]
     spec = kit.spec(tmp_path)
-    done = engine_forked("distill", spec, "--check", *flags, "--json")
+    done = engine_here("distill", spec, "--check", *flags, "--json")
     assert done.returncode == code, done.stderr
     last = [line for line in done.stderr.splitlines() if not line.startswith("hint: ")][-1]
     assert last.startswith(f"{spec}: its first steps fail: ") and says in last
@@ -90,7 +89,7 @@ def test_without_the_device_time_and_memory_are_unknown(
     kit: Kit, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = engine_forked("distill", kit.spec(tmp_path, compute__device="cuda"), "--check")
+    done = engine_here("distill", kit.spec(tmp_path, compute__device="cuda"), "--check")
     assert done.returncode == 2, done.stderr
     assert "the spec and its inputs are sound" in done.stderr
     last = done.stderr.splitlines()[-1]

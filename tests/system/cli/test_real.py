@@ -16,7 +16,6 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder, save_decoder
-from tests.support.forked_commands import script_forked
 from tests.support.hub_caches import COMMIT, cached, files_of
 from tests.support.kit import Kit, tiny_config
 from tests.support.paths import ROOT
@@ -66,7 +65,13 @@ def command(kit: Kit, out: Path, *more: str) -> list[str]:
 
 
 def real(kit: Kit, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return script_forked(*command(kit, out, *more)[1:])
+    return subprocess.run(
+        command(kit, out, *more),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=DEADLINE_S,
+    )
 
 
 def report_of(out: Path) -> Any:

@@ -26,9 +26,8 @@ from engine.train import run as trainer_module
 from engine.verdict import Level
 from tests.support.checked_runs import World, make_run, make_world
 from tests.support.finished_runs import carried_out
-from tests.support.forked_commands import engine_forked
 from tests.support.kit import Kit
-from tests.support.running import engine_here
+from tests.support.running import engine, engine_here
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +164,7 @@ def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stop
     moved_in_the_data(run, 4)
     (run.checkpoints / "step-00000006").with_suffix(".mine").mkdir()
     kept = steps_saved(run)
-    stopped = engine_forked("distill", "--resume", run.path)
+    stopped = engine("distill", "--resume", run.path)
     assert "a checkpoint of step 6 was safe" in stopped.stderr
     view = Follower(run).read_all()
     notes = [note.text for note in view.notes if "step 6 was safe" in note.text]
@@ -181,7 +180,7 @@ def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stop
     assert words[0] == "engine"
     assert " ".join(words) in ended.reason
     assert steps_saved(run) == kept
-    again = engine_forked(*words[1:])
+    again = engine(*words[1:])
     assert again.returncode == 0, again.stderr
     view = Follower(run).read_all()
     assert view.checks["resume_continues"].level == "fail"

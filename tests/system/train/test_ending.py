@@ -16,7 +16,6 @@ from engine.cli.progress import exit_code
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from tests.support.finished_runs import resumed_here
-from tests.support.forked_commands import Forked
 from tests.support.kit import Kit
 from tests.support.perf import within
 from tests.support.run_folders import killed
@@ -34,11 +33,17 @@ class Held:
     ) -> None:
         self.reached = folder / "held"
         env = environment() | {"HOLD": where, "HOLD_IN": how, "HELD": str(self.reached)}
-        command = ["-m", "tests.support.holding", "engine.cli.main"]
+        command = [sys.executable, "-m", "tests.support.holding", "engine.cli.main"]
         if trainer:
             env["APR_WORKBENCH_TRAINER"] = "tests.support.holding engine.train.__main__"
-            command = ["-m", "engine"]
-        self.process = Forked([*command, *map(str, arguments)], env=env)
+            command = [sys.executable, "-m", "engine"]
+        self.process = subprocess.Popen(
+            [*command, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
         deadline = time.monotonic() + DEADLINE_S
         while not self.reached.exists():
             assert self.process.poll() is None, self.process.communicate()

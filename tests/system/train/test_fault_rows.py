@@ -60,7 +60,6 @@ from engine.watch.start_and_stop import launch
 from engine.watch.supervisor import _Supervisor
 from tests.support.finished_runs import resumed_here
 from tests.support.flip_pairs import outcome, plan
-from tests.support.forked_commands import engine_forked, start_forked
 from tests.support.host_trees import MACHINE, write_tree
 from tests.support.kit import Kit, tiny_config
 from tests.support.lacks import skip_for
@@ -68,8 +67,10 @@ from tests.support.packed_models import lively, make_config, write
 from tests.support.run_folders import Scene, started
 from tests.support.running import (
     DEADLINE_S,
+    engine,
     engine_here,
     environment,
+    start,
     wait_for,
     wait_until_ended,
 )
@@ -221,7 +222,7 @@ class Going:
         spec = kit.spec(
             folder, teacher__path=str(self.teacher), train__steps=10**6, checkpoint__every=0
         )
-        launched = start_forked("distill", spec, "--out", self.path)
+        launched = start("distill", spec, "--out", self.path)
         pid = wait_for(self.path, lambda view: view.last_step >= 2).view.trainer_pid
         assert pid is not None
         self.pid = pid
@@ -355,7 +356,7 @@ def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     teacher = shutil.copytree(kit.teacher, folder / "teacher")
     corpus = shutil.copytree(kit.corpus, folder / "corpus")
     own = {"teacher__path": str(teacher), "data__corpus": str(corpus)}
-    launched = start_forked(
+    launched = start(
         "distill", kit.spec(folder, train__steps=100000, **own), "--out", folder / "run"
     )
     wait_for(folder / "run", lambda view: bool(view.checkpoints))
@@ -407,7 +408,7 @@ def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_vers
     step = Follower(RunFolder(run)).read_all().last_step
     changed = ["--set", f"train.steps={step + 4}", "--allow-change", "train.steps"]
     changed += ["--set", "train.lr=0.0001", "--allow-change", "train.lr"]
-    done = engine_forked("distill", "--resume", run, *changed)
+    done = engine("distill", "--resume", run, *changed)
     assert done.returncode == 0, done.stderr
     follower = Follower(RunFolder(run))
     view = follower.read_all()
@@ -429,7 +430,7 @@ def test_a_change_that_was_written_down_but_not_made_is_refused(run: Path) -> No
     effective = json.loads((run / "effective.json").read_text())
     made = {"key": "train.lr", "was": 0.0003, "is": 0.0001, "spec_sha256": effective["spec_sha256"]}
     (run / "effective.json").write_text(json.dumps(effective | {"changes": [made]}))
-    done = engine_forked("distill", "--resume", run)
+    done = engine("distill", "--resume", run)
     assert done.returncode == 65 and "train.lr = 0.0001, as it was changed to" in done.stderr
 
 

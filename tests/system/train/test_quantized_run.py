@@ -13,9 +13,9 @@ import torch
 
 from engine.models.load import load_decoder, save_decoder
 from tests.support.finished_runs import finish
-from tests.support.forked_commands import engine_forked
 from tests.support.kit import Kit, tiny_config
 from tests.support.packed_models import lively, make_config, write
+from tests.support.running import engine
 
 TEACHER_IDS, STUDENT_IDS = 320, 304
 
@@ -91,7 +91,7 @@ def test_a_student_out_of_its_teachers_file_is_refused_unless_that_is_asked_for(
         folder.mkdir()
         allowing = settings(kit, folder, teacher, teacher__allow_identical=allowed, **changes)
         spec = kit.spec(folder, **allowing)
-        ran = engine_forked("distill", spec, "--out", folder / "run", "--json")
+        ran = engine("distill", spec, "--out", folder / "run", "--json")
         if allowed:
             assert ran.returncode == 0, ran.stderr
             notes = [note["text"] for note in events(folder / "run", "note")]

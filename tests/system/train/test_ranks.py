@@ -25,7 +25,6 @@ from engine.runtime.ranks import Ranks, ranks_here, use_own_gpu
 from engine.spec import spec_from_dict
 from engine.watch.replay import diagnose
 from tests.support.finished_runs import finish
-from tests.support.forked_commands import engine_forked
 from tests.support.kit import Kit
 from tests.support.running import (
     engine,
@@ -44,7 +43,7 @@ def _run(kit: Kit, folder: Path, **changes: object) -> RunView:
     """Two ranks, with two rows each."""
     folder.mkdir()
     spec = kit.spec(folder, **(COMMON | {"train__rows": 2} | changes))
-    done = engine_forked("distill", spec, "--gpus", 2, "--out", folder / "run", "--json")
+    done = engine("distill", spec, "--gpus", 2, "--out", folder / "run", "--json")
     assert done.returncode == 0, done.stderr
     return Follower(RunFolder(folder / "run")).read_all()
 

@@ -28,13 +28,13 @@ from engine.train.loop import TrainingLoop
 from engine.train.trainer import Trainer
 from engine.watch.start_and_stop import stop
 from tests.support.finished_runs import carried_out, finish, resumed_here
-from tests.support.forked_commands import start_forked
 from tests.support.kit import Kit
 from tests.support.running import (
     DEADLINE_S,
     engine,
     engine_here,
     files_of,
+    start,
     wait_for,
     wait_until_ended,
 )
@@ -69,7 +69,7 @@ def kill_at(kit: Kit, folder: Path, seen: int) -> Path:
     """A run whose trainer is killed when step `seen` is in its log, and what was said of it."""
     run = folder / "run"
     with held_after(seen, "stop", folder):
-        launched = start_forked("distill", kit.spec(folder, **ACTIVE), "--out", run)
+        launched = start("distill", kit.spec(folder, **ACTIVE), "--out", run)
     follower = wait_for(run, lambda view: view.last_step >= seen)
     assert follower.view.trainer_pid is not None
     os.kill(follower.view.trainer_pid, signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
     run = tmp_path / "run"
     spec = kit.spec(tmp_path, checkpoint__every=0, **ACTIVE)
     with held_after(2, "signal", tmp_path):
-        launched = start_forked("distill", spec, "--out", run)
+        launched = start("distill", spec, "--out", run)
     wait_for(run, lambda view: view.last_step >= 2 and (tmp_path / "held").exists())
     launched.terminate()
     launched.communicate(timeout=DEADLINE_S)
@@ -203,7 +203,7 @@ def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
     kit: Kit, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    launched = start_forked("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
+    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
     follower = wait_for(run, lambda view: view.last_step >= 2)
     os.kill(follower.view.clocks["watch"].pid, signal.SIGKILL)
     launched.communicate(timeout=DEADLINE_S)
@@ -220,7 +220,7 @@ def test_a_killed_launcher_leaves_the_run_going_and_the_log_says_so(
     kit: Kit, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    launched = start_forked("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
+    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
     wait_for(run, lambda view: view.last_step >= 2)
     launched.kill()
     launched.communicate(timeout=DEADLINE_S)

@@ -16,10 +16,9 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.spec import RunSpec
 from engine.watch.projection import project, projection_lines
-from tests.support.forked_commands import engine_forked
 from tests.support.kit import Kit
 from tests.support.run_folders import Scene
-from tests.support.running import engine_here
+from tests.support.running import engine, engine_here
 
 
 def _spec(**train: int) -> RunSpec:
@@ -70,7 +69,7 @@ def test_every_point_where_a_run_pauses_is_counted_once(steps: int, evals: int, 
 def smoke(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     folder = tmp_path_factory.mktemp("smoke")
     spec = kit.spec(folder, train__steps=30, eval__every=10, checkpoint__every=10)
-    done = engine_forked("distill", spec, "--smoke", 6, "--out", folder / "run", "--json")
+    done = engine("distill", spec, "--smoke", 6, "--out", folder / "run", "--json")
     # A CPU has no peak of an allocator to compare with the plan: that check stays unknown.
     assert done.returncode in (0, 2), done.stderr
     return folder / "run", json.loads(done.stdout)
@@ -101,9 +100,7 @@ def test_the_schedule_of_smoke_is_that_of_the_whole_run(
 @pytest.mark.soak  # as any run whose steps are changed, which is a test of test_fault_rows
 def test_a_smoke_run_can_be_continued_to_its_end(smoke: tuple[Path, dict[str, object]]) -> None:
     key = "train.stop_after"
-    done = engine_forked(
-        "distill", "--resume", smoke[0], "--set", f"{key}=0", "--allow-change", key
-    )
+    done = engine("distill", "--resume", smoke[0], "--set", f"{key}=0", "--allow-change", key)
     assert done.returncode == 0, done.stderr
     assert Follower(RunFolder(smoke[0])).read_all().last_step == 30
 

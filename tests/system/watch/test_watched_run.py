@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,8 @@ import pytest
 from engine.log.events import StopForwarded
 from engine.log.follow import Follower
 from engine.log.view import RunView
-from tests.support.forked_commands import Forked, start_forked
 from tests.support.kit import Kit
-from tests.support.running import DEADLINE_S, engine_here, wait_for, wait_until_ended
+from tests.support.running import DEADLINE_S, engine_here, start, wait_for, wait_until_ended
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Stopped:
 class Paused:
     path: Path
     trainer: int
-    launched: Forked
+    launched: subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def paused(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Paused:
     """A run without readings of the machine, whose trainer is stopped by a signal."""
     folder = tmp_path_factory.mktemp("stopped")
     spec = kit.spec(folder, train__steps=100_000, watch__stall_seconds=1, watch__sample_seconds=0)
-    launched = start_forked("distill", spec, "--out", folder / "run")
+    launched = start("distill", spec, "--out", folder / "run")
     pid = wait_for(folder / "run", lambda view: view.last_step >= 2).view.trainer_pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -54,7 +54,7 @@ def paused(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Paused:
 @dataclass
 class Endless:
     path: Path
-    launched: Forked
+    launched: subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def endless(
     """A run in one optimizer step of a million forward passes, begun while the other is waited for."""
     folder = tmp_path_factory.mktemp("endless")
     spec = kit.spec(folder, train__accumulation=1_000_000, watch__stall_seconds=1)
-    one = Endless(folder / "run", start_forked("distill", spec, "--out", folder / "run"))
+    one = Endless(folder / "run", start("distill", spec, "--out", folder / "run"))
     yield one
     if one.launched.poll() is None:
         # Left alone it would keep a core for ever.
@@ -163,7 +163,7 @@ def test_a_trainer_that_crashes_otherwise_is_told_the_same_way(
     kit: Kit, tmp_path: Path, number: signal.Signals
 ) -> None:
     run = tmp_path / "run"
-    launched = start_forked("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
+    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
     view = wait_for(run, lambda view: "events" in view.clocks).view
     os.kill(view.clocks["events"].pid, number)
     _, stderr = launched.communicate(timeout=DEADLINE_S)

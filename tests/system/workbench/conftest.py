@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_commands import engine_forked
 from tests.support.kit import Kit
 from tests.support.made_once import made_once
+from tests.support.running import engine
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def ended_run(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(folder: Path) -> None:
         spec = kit.spec(folder, train__steps=2, eval__every=0, checkpoint__every=0)
-        done = engine_forked("distill", spec, "--out", folder / "runs" / "first")
+        done = engine("distill", spec, "--out", folder / "runs" / "first")
         assert done.returncode == 0, done.stderr
 
     return made_once(tmp_path_factory, "ended", make) / "runs" / "first"
