@@ -358,7 +358,8 @@ def _check_stored(job: Job, built: BuiltTeacher, store: Store, device: torch.dev
     rows = stored_rows(job.walk.batches, store, count, job.walk.rows)
     if not rows:
         return
-    found, limit = compare(stored, built.teacher, rows, device), job.spec.gate.cache_cosine
+    with contextlib.closing(stored):
+        found, limit = compare(stored, built.teacher, rows, device), job.spec.gate.cache_cosine
     if not found.within(limit):
         raise CacheError(
             f"teacher outputs: {store.path} — expected what the teacher computes, found others: {found.text(limit)}",
