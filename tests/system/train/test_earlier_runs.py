@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -33,6 +34,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     # Other tests run beside this one.
     monkeypatch.setattr(accounts, "CROWDED", 100.0)
+    # A process of its own, as a run has, does not look for garbage among all that the tests before have left.
+    gc.collect()
+    gc.freeze()
 
 
 def told_by(kit: Kit, folder: Path) -> list[str]:
