@@ -180,6 +180,7 @@ def of_config(raw: Mapping[str, Any]) -> Said:
         **{name: raw.get(key) for name, (key, _) in _SIZES.items()},
         "vocabulary": raw.get("vocab_size"),
         "architecture": _architecture(raw.get("model_type")),
+        "classes": raw.get("architectures") or [],
         "window": _window(shape, raw.get("max_position_embeddings")),
         "slowed": _slowed(shape),
         "bos": _ids(raw.get("bos_token_id")),

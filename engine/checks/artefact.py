@@ -1,7 +1,8 @@
 """The check that the saved student is the trained one: its files are read back by code other than the writer's.
 
     configuration    config.json reads as the student's, says what the one says that the student was made of, and names
-                     the type of the tensors; tokenizer.json and chat template are those that were trained with
+                     the type of the tensors and the model's class; files of tensors name their format; tokenizer.json
+                     and chat template are those that were trained with
     tensors          none missing, none left over, each in the type that was asked for and bit for bit the
                      student's, rounded to that type
     hash             the one that log and receipt have
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.audit.metadata import difference, said
@@ -164,6 +166,15 @@ def _other_files(saved: Artefact, *, native: bool) -> str:
         named = config.get("dtype", config.get("torch_dtype", wanted))
         if named != wanted:
             return f"config.json says that its tensors are {named}, they are {wanted}"
+        classes, family = config.get("architectures"), str(config.get("model_type"))
+        if native and [str(one).lower() for one in classes or ()] != [_class_of(family)]:
+            return f"config.json has architectures {classes}, by which others choose the class of a {family}"
+        for file in sorted(saved.folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                if (form := (opened.metadata() or {}).get("format")) != "pt":
+                    return (
+                        f"{file.name} has format {form!r}, readers of torch's tensors ask for 'pt'"
+                    )
         for key, usual in USUAL.items() if native else ():
             if config.get(key, usual) != usual:
                 return f"config.json has {key} {config[key]!r}, which the student does not have"
@@ -177,6 +188,11 @@ def _other_files(saved: Artefact, *, native: bool) -> str:
         return _other_template(saved.folder, saved.template) if saved.template else ""
     except EngineError as error:
         return f"{saved.folder.name} cannot be read: {error}"
+
+
+def _class_of(family: str) -> str:
+    """Return transformers' class of a family's language model, in small letters."""
+    return family.removesuffix("_text").replace("_", "") + "forcausallm"
 
 
 def _other_template(folder: Path, template: ChatTemplate) -> str:

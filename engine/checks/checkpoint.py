@@ -56,6 +56,8 @@ def checkpoint_reloads(
     try:
         wrong = differences(context, path, numbers, step=step, row=row, sampled=sampled)
         if wrong:
+            # No resume goes on from it.
+            numbers["differs"] = 1
             return numbers.failed(f"{path.name} does not hold what the run has: {wrong}")
         if kept is not None:
             on_disk = [step_of(one) for one in published(path.parent)]

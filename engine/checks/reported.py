@@ -5,7 +5,8 @@
     model    the evaluated weights are those that it is said to be of
     again    evaluated at one step twice, as the last student and the saved one, a model has one loss
 
-Of the receipt, all that log and settings say of the same: rows, tokens, steps, order, losses, hashes, the best step.
+Of the receipt, all that log, files and settings say of the same: rows, tokens, steps, order, losses, hashes, the best
+step.
 
 Of the saved student at the end, by the audit's references:
 
@@ -110,7 +111,7 @@ class Evaluations:
 @dataclass(frozen=True, slots=True)
 class Receipt:
     wrong: Sequence[str]
-    """What it says and the log does not."""
+    """What it says and log, files or settings do not."""
 
 
 @torch.no_grad()
@@ -120,8 +121,8 @@ def reported_loss(context: Context, given: Reported | Evaluations | Receipt) -> 
         more = f", and {len(given.wrong) - 1} more" if given.wrong[1:] else ""
         numbers = Numbers(wrong=len(given.wrong))
         if given.wrong:
-            return numbers.failed(f"the receipt contradicts the log: {given.wrong[0]}{more}")
-        return numbers.passed("the receipt says what the log says")
+            return numbers.failed(f"the receipt contradicts the run: {given.wrong[0]}{more}")
+        return numbers.passed("the receipt says what log, files and settings say")
     if isinstance(given, Reported):
         return _of_files(context, given)
     numbers = Numbers(evaluations=len(given.made), rows=len(given.row_ids))

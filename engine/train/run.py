@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from engine.audit.receipt import contradicted
 from engine.checks.artefact import Artefact, Sample, samples_of
 from engine.checks.check import Result
 from engine.checks.reported import Reported
@@ -541,7 +542,7 @@ class _Job:
         )
         self.log(write_receipt(self.folder, outcome))
         view = view_of(self.folder)
-        wrong = contradictions(self.folder, view)
+        wrong = [*contradictions(self.folder, view), *contradicted(self.folder.path)]
         said = ((self.folder.read_receipt() or {}).get("data") or {}).get("order_sha256")
         train = self.spec.train
         prescribed = PrescribedRows(data.stream, self.spec.data.seq_len, train.seed)

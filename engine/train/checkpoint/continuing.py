@@ -11,6 +11,8 @@ What may change between two sessions of a run:
     versions    They may change. The log then says that the curve is not bit for bit the one an
                 unchanged environment would have given.
     teacher     Different weights are refused: the student would learn from another model from then on.
+
+A checkpoint that a check found to be another than the run was is refused like a damaged one.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any
 
 from engine.checkpoint_folders import published, step_of
 from engine.errors import CheckpointError
-from engine.log.events import RunStarted
+from engine.log.events import Checked, CheckpointSaved, RunStarted
 from engine.log.folder import RunFolder
+from engine.log.read import events_of
 from engine.log.view import RunView
 from engine.spec import RunSpec, settings_sha256
 
@@ -143,6 +146,18 @@ def check_promised(folder: RunFolder, view: RunView, allow_restart: bool) -> Non
         hint=f"put the folder {folder.checkpoints} back, or `{command}` begins again from step 0, "
         "and every step so far is made again",
     )
+
+
+def found_wrong(folder: RunFolder) -> dict[int, str]:
+    """Return why the newest checkpoint of a step does not hold what the run had, by the check that read it back, for
+    each of which the log says so."""
+    wrong: dict[int, str] = {}
+    for event in events_of(folder.events):
+        if isinstance(event, CheckpointSaved):
+            wrong.pop(event.step, None)
+        elif isinstance(event, Checked) and event.numbers.get("differs"):
+            wrong[int(event.numbers["step"])] = f"check {event.id}: {event.reason}"
+    return wrong
 
 
 def missing_newest(folder: RunFolder, view: RunView) -> str:

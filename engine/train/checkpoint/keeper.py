@@ -41,6 +41,7 @@ from engine.train.checkpoint.continuing import (
     changes_since,
     check_changes,
     check_promised,
+    found_wrong,
     missing_newest,
     promised_step,
     written_sha256,
@@ -255,13 +256,14 @@ class Keeper:
         """Resume from the newest checkpoint; without one the trainer stays at step 0.
 
         `before` is the log of the earlier sessions. Returns the held-out losses that it holds up to the
-        restored step. Raises CheckpointError when the newest checkpoint is damaged, unless
-        `allow_fallback`, and when the log reports a checkpoint and there is none at all, unless
-        `allow_restart`.
+        restored step. Raises CheckpointError when the newest checkpoint is damaged, or was found to be
+        another than the run was (unless `checks.on_fail` is "report"), unless `allow_fallback`; and when the
+        log reports a checkpoint and there is none at all, unless `allow_restart`.
         """
         check_promised(self.folder, before, allow_restart)
+        wrong = {} if self.spec.checks.on_fail == "report" else found_wrong(self.folder)
         last = (
-            newest(self.folder.checkpoints, allow_fallback)
+            newest(self.folder.checkpoints, allow_fallback, wrong)
             if self.folder.checkpoints.is_dir()
             else None
         )

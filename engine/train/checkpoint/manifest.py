@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import limits
-from engine.checkpoint_folders import PUBLISHED, published, refusal
+from engine.checkpoint_folders import PUBLISHED, published, refusal, step_of
 from engine.errors import CheckpointError
 from engine.files import open_regular, read_bytes
 
@@ -66,9 +66,12 @@ def verify(path: Path, *, digests: bool = True) -> VerifiedCheckpoint:
         raise refusal(path, "a readable checkpoint", str(error)) from error
 
 
-def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | None:
+def newest(
+    folder: Path, allow_fallback: bool = False, wrong: Mapping[int, str] = {}
+) -> VerifiedCheckpoint | None:
     """Return the newest published checkpoint, verified; None when the folder holds none.
 
+    `wrong` has the steps of those that are known not to hold what the run had, and why: these do not verify.
     When the newest does not verify, raises CheckpointError; with `allow_fallback`, returns the newest one
     that does verify and lists the others in `refused`. When none verifies, raises either way: a run with
     damaged checkpoints is not a new run.
@@ -76,6 +79,8 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
     refused: list[tuple[Path, str]] = []
     for path in published(folder):
         try:
+            if (step := step_of(path)) in wrong:
+                raise CheckpointError(f"checkpoint: {path}: {wrong[step]}")
             found = verify(path)
         except CheckpointError as error:
             if not allow_fallback:

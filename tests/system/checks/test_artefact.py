@@ -64,6 +64,13 @@ def test_a_student_saved_in_either_type_is_the_trained_one(
     [
         ("config.json", "dtype", "float16", "config.json says that its tensors are float16"),
         ("config.json", "use_cache", False, "config.json has use_cache False"),
+        ("config.json", "architectures", None, "config.json has architectures None"),
+        (
+            "config.json",
+            "architectures",
+            ["LlamaModel"],
+            "config.json has architectures ['LlamaModel']",
+        ),
         ("tokenizer.json", "truncation", {"max_length": 8}, "the 'truncation' of tokenizer.json"),
         ("tokenizer.json", "model", {}, "the 'model' of tokenizer.json"),
     ],
@@ -81,6 +88,16 @@ def test_files_beside_the_tensors_are_those_that_were_trained_with(
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     trained.read_back(saved)
     assert words in trained.failures().get("artefact", "")
+
+
+def test_files_that_do_not_say_that_their_tensors_are_torchs_are_named(
+    trained: Run, tmp_path: Path
+) -> None:
+    saved = trained.end(tmp_path / "student")
+    file = saved.folder / "model.safetensors"
+    save_file(load_file(file), file)
+    trained.read_back(saved)
+    assert "model.safetensors has format None" in trained.failures().get("artefact", "")
 
 
 def test_the_chat_template_and_its_special_tokens_are_saved(trained: Run, tmp_path: Path) -> None:
@@ -119,6 +136,8 @@ def test_the_saved_configuration_says_what_its_source_says(trained: Run, tmp_pat
         ({}, ""),
         ({"eos_token_id": [0, 3]}, "ends: "),
         ({"max_position_embeddings": 77}, "positions: "),
+        ({"architectures": None}, ""),
+        ({"architectures": ["LlamaModel"]}, "classes: "),
         ({"rope_parameters": {"rope_theta": 123.0}}, "theta: 10000.0, expected 123.0"),
     ):
         source.write_text(json.dumps(raw | changed))

@@ -49,7 +49,7 @@ def told_by(kit: Kit, folder: Path) -> list[str]:
 def computes_before(function: Callable[..., Any]) -> Callable[..., Any]:
     def spoilt(*given: Any, **named: Any) -> Any:
         begun_s = time.thread_time()
-        while time.thread_time() - begun_s < 0.5:
+        while time.thread_time() - begun_s < 1.0:
             pass
         return function(*given, **named)
 
@@ -76,8 +76,8 @@ def test_a_part_that_does_more_than_in_an_earlier_run_is_told_and_the_same_work_
         spoilt.setattr(Trainer, "_update", makes_ones(Trainer._update))
         told = told_by(kit, tmp_path / "third")
     for beginning in (
-        "writing the receipt took 0.5",
-        "saving a checkpoint took 0.",
+        "writing the receipt took ",
+        "saving a checkpoint took ",
         "optimizer: ",
     ):
         assert any(text.startswith(beginning) for text in told), told
@@ -155,12 +155,12 @@ def test_sessions_that_stop_and_go_on_are_compared_with_those_of_the_same_steps(
 
 
 def test_what_takes_more_is_said_once_and_the_newest_sessions_are_kept() -> None:
-    assert session("first", cpu_s=2.0, loss_s=1.1) == []
+    assert session("first", cpu_s=3.0, loss_s=1.1) == []
     for number in range(KEPT):
         assert session(f"run-{number}") == []
-    # The first, which took 2.0 s, is not among the newest any more.
-    slower, longer = session("last", cpu_s=1.8, loss_s=1.5)
-    assert slower.startswith("planning took 1.8 s of a CPU, and at most 1 s in 16 earlier runs")
+    # The first, which took 3.0 s, is not among the newest any more.
+    slower, longer = session("last", cpu_s=2.4, loss_s=1.5)
+    assert slower.startswith("planning took 2.4 s of a CPU, and at most 1 s in 16 earlier runs")
     assert longer.startswith("loss takes 60% of a step, and took at most 50% in 16 earlier runs")
     assert "the newest run-15 by engine " in longer
 
