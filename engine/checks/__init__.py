@@ -48,6 +48,7 @@ the data are bit for bit what they would be without it.
       artefact                   files that hold other tensors than the trained ones: of the start, of another
                                  type, with another head, fewer or more
       reported_loss              an evaluation of other rows, of part of them, or with another mean
+      receipt_agrees             a receipt that says something else than log, files and settings do
 
 What they are, what a failure means and what to do is in `catalogue.py`, which needs no torch.
 

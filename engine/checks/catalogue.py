@@ -171,6 +171,15 @@ CATALOGUE: tuple[About, ...] = (
         "measures it anew.",
         when=When.AT_END,
     ),
+    About(
+        id="receipt_agrees",
+        question="Does the receipt say what log, files and settings say: rows, tokens, steps, losses, times, hashes, "
+        "what was asked for and what was done?",
+        means="Who reads the receipt takes the run for another, and its hashes do not prove the files.",
+        remedy="Look at what writes the receipt. The saved student stays as it is; `engine evidence receipt RUN` "
+        "compares receipt and run again.",
+        when=When.AT_END,
+    ),
 )
 
 ABOUT = {about.id: about for about in CATALOGUE}

@@ -1,12 +1,9 @@
-"""The check of the held-out losses that a run reports. Of each of them, when it is known:
+"""The checks of what a run reports: its receipt, and its held-out losses. Of each of these, when it is known:
 
     rows     what was evaluated is the held-out text, token by token and label by label: `eval.rows` of its rows, evenly
              spread; every label is counted, of student, start and teacher alike
     model    the evaluated weights are those that it is said to be of
     again    evaluated at one step twice, as the last student and the saved one, a model has one loss
-
-Of the receipt, all that log, files and settings say of the same: rows, tokens, steps, order, losses, hashes, the best
-step.
 
 Of the saved student at the end, by the audit's references:
 
@@ -108,21 +105,18 @@ class Evaluations:
     """Largest relative error of one rounding, of the evaluation and of saved weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    wrong: Sequence[str]
-    """What it says and log, files or settings do not."""
+def receipt_agrees(context: Context, wrong: Sequence[str]) -> Answer:
+    """Judge the receipt by what it says and log, files or settings do not."""
+    numbers = Numbers(wrong=len(wrong))
+    if not wrong:
+        return numbers.passed("the receipt says what log, files and settings say")
+    more = f", and {len(wrong) - 1} more" if wrong[1:] else ""
+    return numbers.failed(f"the receipt contradicts the run: {wrong[0]}{more}")
 
 
 @torch.no_grad()
-def reported_loss(context: Context, given: Reported | Evaluations | Receipt) -> Answer:
-    """Judge what is reported of the saved student, the evaluations before, or the receipt after it."""
-    if isinstance(given, Receipt):
-        more = f", and {len(given.wrong) - 1} more" if given.wrong[1:] else ""
-        numbers = Numbers(wrong=len(given.wrong))
-        if given.wrong:
-            return numbers.failed(f"the receipt contradicts the run: {given.wrong[0]}{more}")
-        return numbers.passed("the receipt says what log, files and settings say")
+def reported_loss(context: Context, given: Reported | Evaluations) -> Answer:
+    """Judge what is reported of the saved student, or the evaluations before."""
     if isinstance(given, Reported):
         return _of_files(context, given)
     numbers = Numbers(evaluations=len(given.made), rows=len(given.row_ids))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ from engine.checks.data import (
 )
 from engine.checks.forward import forward_is_the_model
 from engine.checks.objective import nan_not_masked
-from engine.checks.reported import Evaluations, Receipt, Reported, reported_loss
+from engine.checks.reported import Evaluations, Reported, receipt_agrees, reported_loss
 from engine.checks.resources import memory_as_planned, no_late_compile
 from engine.checks.teacher import (
     eval_baseline,
@@ -81,6 +81,7 @@ _ASKED: tuple[Callable[..., Answer | None], ...] = (
     checkpoint_reloads,
     artefact,
     reported_loss,
+    receipt_agrees,
 )
 """Each is asked of the context; after a step also of the step, of a checkpoint of its folder and step, at the end of
 what was saved or reported. None is not yet an answer.
@@ -153,15 +154,19 @@ class Checks:
             yield from (one for one in found if not sampled or one.verdict.level is not Level.PASS)
 
     def at_end(
-        self, id: str, given: Artefact | Reported, step: int, student: Decoder | None = None
+        self,
+        id: str,
+        given: Artefact | Reported | Sequence[str],
+        step: int,
+        student: Decoder | None = None,
     ) -> Iterator[Result]:
-        """Ask a check of the end: `artefact` of the saved student, where `student` is the trained one, whole, and
-        `reported_loss` of what is reported of it."""
+        """Ask a check of the end: `artefact` of the saved student, where `student` is the trained one, whole,
+        `reported_loss` of what is reported of it, and `receipt_agrees` of what the receipt says wrongly."""
         for about in [one for one in self._open if one.id == id]:
             yield from self._ask(about, step, given, student=student)
 
-    def reported(self, given: Evaluations | Receipt, step: int) -> Iterator[Result]:
-        """Ask `reported_loss` of the evaluations so far, or of the receipt; a pass is not yielded."""
+    def reported(self, given: Evaluations, step: int) -> Iterator[Result]:
+        """Ask `reported_loss` of the evaluations so far; a pass is not yielded."""
         for about in [one for one in self._open if one.id == "reported_loss"]:
             found = self._ask(about, step, given)
             yield from (one for one in found if one.verdict.level is not Level.PASS)

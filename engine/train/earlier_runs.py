@@ -7,6 +7,7 @@ and whose settings differ at most in names, paths and the number of steps. Compa
 
     phases    seconds that the main thread was on a CPU, and what it read and wrote, by the kernel's accounts
     steps     the share of each part, and what its operations count (`step_work`), which no load changes
+    models    what the operations of the first evaluation of each count
 
 each with the most that an earlier session took; times only where nobody else wanted the CPUs. So a part is named that
 nobody knows the need of: work that a new version of the engine, of a library or of a driver does, and an old one did
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from engine import limits
+from engine.audit.work import CountedWork
 from engine.checks.check import Result
 from engine.errors import BadInput, EngineError
 from engine.files import read_json_object, user_state
@@ -94,6 +96,7 @@ class EarlierRuns:
         self._new: set[str] = set()
         """What is not yet compared."""
         self._said: set[str] = set()
+        self._step_counted = False
         self._earlier: list[dict[str, Any]] = []
 
     def compare_with(self, key: str, steps: int) -> None:
@@ -128,10 +131,18 @@ class EarlierRuns:
 
     def checked(self, result: Result) -> None:
         """Take note of what the first audited step counts: others have other rows."""
-        if result.id == "step_work" and not any(name.startswith("count/") for name in self._most):
+        if result.id == "step_work" and not self._step_counted:
+            self._step_counted = True
             for name, value in result.numbers.items():
-                if name.rpartition("_")[2] in COUNTS:
-                    self._add(f"count/{name}", value)
+                part, _, what = name.rpartition("_")
+                if what in COUNTS:
+                    self._add(f"count/{part} in the first step/{what}", value)
+
+    def evaluated(self, of: str, work: CountedWork) -> None:
+        """Take note of what the first evaluation of a model counts."""
+        for done in work.done.values():
+            for what in COUNTS:
+                self._add(f"count/evaluating {of}/{what}", getattr(done, what))
 
     def _add(self, name: str, value: float) -> None:
         self._least[name] = min(value, self._least.get(name, value))
@@ -188,8 +199,8 @@ def _more(name: str, value: float, most: float) -> str:
     if kind == "share" and value > SHARE_TIMES * most + SHARE_MORE:
         return f"{part} takes {value:.0%} of a step, and took at most {most:.0%}"
     if kind == "count":
-        part, _, what = part.rpartition("_")
+        part, _, what = part.rpartition("/")
         words, few = COUNTS[what]
         if value > COUNT_TIMES * most + few:
-            return f"{part}: {value:,.0f} {words} in the first step, and at most {most:,.0f}"
+            return f"{part}: {value:,.0f} {words}, and at most {most:,.0f}"
     return ""

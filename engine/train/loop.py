@@ -26,7 +26,7 @@ from engine.checks.artefact import Artefact, Sample
 from engine.checks.check import Result
 from engine.checks.checkpoint import Kept, same_part
 from engine.checks.context import Context, Memory
-from engine.checks.reported import Computed, Evaluations, Receipt, Reported
+from engine.checks.reported import Computed, Evaluations, Reported
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
 from engine.formats.tokenizer import Tokenizer
@@ -64,6 +64,7 @@ from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.compiles import Compiles
 from engine.train.data import Data
+from engine.train.earlier_runs import EarlierRuns
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, evaluated_slowly, forward_work
@@ -120,6 +121,7 @@ class TrainingLoop:
         checks: Checks,
         compiles: Compiles,
         stop: StopRequest,
+        earlier: EarlierRuns,
     ) -> None:
         self.log, self.data, self.teacher_decoder = log, data, teacher_decoder
         self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
@@ -130,6 +132,7 @@ class TrainingLoop:
             plan.facts.compute.threads, deterministic=self.spec.compute.deterministic
         )
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
+        self._earlier = earlier
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
         self._newest: StepDone | None = None
@@ -278,6 +281,7 @@ class TrainingLoop:
         need = forward_work(
             decoder, rows * length, length, batches, logits=labelled, chunk_rows=EVAL_CHUNK_ROWS
         )
+        self._earlier.evaluated(of, work)
         text = work.beyond({"evaluating": need}) if need is not None else ""
         self._warn(f"{of}: {text}" if text else "")
 
@@ -347,7 +351,7 @@ class TrainingLoop:
 
     def check_receipt(self, wrong: Sequence[str]) -> None:
         """Raise TrainingFailed where the receipt says `wrong`."""
-        self._answer(self.checks.reported(Receipt(wrong), self.step))
+        self._answer(self.checks.at_end("receipt_agrees", wrong, self.step))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, else how the session ended before that."""

@@ -269,6 +269,7 @@ class _Job:
             taught = builder.teacher(self.before)
             student, student_sha256 = builder.student(fresh, taught.decoder)
             untrained = samples_of(student)  # before a resume replaces the weights
+            log(Phase(name="setting up the trainer"))
             update = builder.warm_up()
             trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
         self.loop = loop = TrainingLoop(
@@ -280,6 +281,7 @@ class _Job:
             checks=self.checks,
             compiles=self.compiles,
             stop=self.stop,
+            earlier=self.earlier,
         )
         loop.start = untrained
         if self.before is not None:
@@ -384,6 +386,7 @@ class _Job:
         """Resume from the newest checkpoint and return its step; None for a run that is not resumed."""
         if self.before is None:
             return None
+        self.log(Phase(name="restoring the checkpoint"))
         # The first rank decides what is damaged and sets it aside before the others read anything.
         if not self.ranks.first:
             self.ranks.wait_for_all()

@@ -207,6 +207,7 @@ class Run:
 
     def report(self, reported: Reported) -> None:
         self.answer(self.checks.at_end("reported_loss", reported, self.trainer.step))
+        self.answer(self.checks.at_end("receipt_agrees", [], self.trainer.step))
 
     def failures(self) -> dict[str, str]:
         return {n: str(r.verdict) for n, r in self.results.items() if r.failed}

@@ -57,6 +57,7 @@ PHASE_S = {
     "loading the teacher": 600.0,
     "loading the student": 600.0,
     "making the student": 300.0,
+    "restoring": 600.0,
     "compiling": 600.0,
     "saving": 600.0,
     "evaluating": FIRST_STEP_S,

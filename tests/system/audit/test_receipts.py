@@ -93,5 +93,5 @@ def test_a_run_whose_receipt_has_hashes_of_parts_of_files_fails(
     monkeypatch.setattr(receipts, "_sha256", of_the_beginning)
     run, code = carried_out(kit, tmp_path)
     assert code == 1
-    reason = Follower(run).read_all().checks["reported_loss"].reason
+    reason = Follower(run).read_all().checks["receipt_agrees"].reason
     assert "the receipt contradicts the run: the sha256 of " in reason

@@ -19,6 +19,7 @@ from engine.log.follow import Follower
 from engine.machine import accounts
 from engine.machine.accounts import Spent
 from engine.spec import RunSpec
+from engine.train import heldout
 from engine.train import run as composed
 from engine.train.checkpoint import keeper as keeping
 from engine.train.earlier_runs import KEPT, EarlierRuns, same_work
@@ -65,6 +66,14 @@ def makes_ones(function: Callable[..., Any]) -> Callable[..., Any]:
     return spoilt
 
 
+def looks_at_all(function: Callable[..., Any]) -> Callable[..., Any]:
+    def spoilt(logits_NV: torch.Tensor, *given: Any) -> Any:
+        logits_NV.exp()
+        return function(logits_NV, *given)
+
+    return spoilt
+
+
 def test_a_part_that_does_more_than_in_an_earlier_run_is_told_and_the_same_work_is_not(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,11 +83,13 @@ def test_a_part_that_does_more_than_in_an_earlier_run_is_told_and_the_same_work_
         spoilt.setattr(composed, "write_receipt", computes_before(composed.write_receipt))
         spoilt.setattr(keeping.checkpoint, "save", computes_before(keeping.checkpoint.save))
         spoilt.setattr(Trainer, "_update", makes_ones(Trainer._update))
+        spoilt.setattr(heldout, "project", looks_at_all(heldout.project))
         told = told_by(kit, tmp_path / "third")
     for beginning in (
         "writing the receipt took ",
         "saving a checkpoint took ",
-        "optimizer: ",
+        "optimizer in the first step: ",
+        "evaluating the teacher: ",
     ):
         assert any(text.startswith(beginning) for text in told), told
     assert all("in 2 earlier runs" in text for text in told)

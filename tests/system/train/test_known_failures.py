@@ -256,7 +256,7 @@ GAPS = (
     Failure(
         "G11",
         "a saved student that is not the trained one, and a loss that is not of its files",
-        checks=("artefact", "reported_loss"),
+        checks=("artefact", "reported_loss", "receipt_agrees"),
         gates=("heldout",),
         drills=(
             *("saved_untrained", "saved_one_of_start", "saved_through_fp8", "saved_head_untied"),
