@@ -175,8 +175,8 @@ class Tokens:
     """Another folder of the cache that has the same, where these were made all the same."""
     is_remade: bool = False
     """Whether it was made of the same, too."""
-    times: float = 1.0
-    """How often each character of the texts was tokenized for them, at least."""
+    times: float = 0.0
+    """How often each character of the texts was tokenized for them, at least; 0 where they were kept."""
 
 
 def load_tokens(
@@ -218,10 +218,10 @@ def load_tokens(
         why = f"the cache {root} cannot be used ({error.strerror or error})"
     try:
         with scratch_folder("apr-workbench-tokens-") as folder:
-            _make(recipe, corpus, folder, content, stamp, progress)
+            times = _make(recipe, corpus, folder, content, stamp, progress)
             # The files stay mapped when their names are gone.
             note = f"{why}: they are made for this process alone"
-            return _open(folder, note, progress, is_kept=False)
+            return replace(_open(folder, note, progress, is_kept=False), times=times)
     except OSError as error:
         raise write_error(
             "tokens of the corpus",

@@ -44,6 +44,8 @@ class Data:
     made: tuple[Made, Made]
     """What was made of the documents of both splits."""
     ready: DataReady
+    tokenized: bool
+    """Now; False where the tokens were kept."""
 
 
 def rows_needed(stream: TokenStream, seq_len: int) -> tuple[int, int]:
@@ -153,4 +155,5 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
         heldout=list(rows.split(EVAL_ROWS_AT_ONCE)),
         made=tokens.made,
         ready=ready,
+        tokenized=tokens.times > 0,
     )

@@ -7,7 +7,7 @@ and whose settings differ at most in names, paths and the number of steps. Compa
 
     phases    seconds that the main thread was on a CPU, and what it read and wrote, by the kernel's accounts
     steps     the share of each part, and what its operations count (`step_work`), which no load changes
-    models    what the operations of the first evaluation of each count
+    models    what the operations of the first evaluation of each count, and of the filling of a store
 
 each with the most that an earlier session took; times only where nobody else wanted the CPUs. So a part is named that
 nobody knows the need of: work that a new version of the engine, of a library or of a driver does, and an old one did
@@ -51,6 +51,8 @@ FILES = {
 """Of a phase, in words, and how many are not worth a word."""
 FILES_TIMES = 1.25
 SHARE_TIMES, SHARE_MORE = 1.15, 0.02
+SMALL_TIMES, SMALL_MORE = 3.0, 0.005
+"""The same of a part that has a small share, as reading rows has."""
 COUNT_TIMES = 1.02
 COUNTS = {
     "flops": ("operations in matmuls", 1 << 20),
@@ -138,11 +140,11 @@ class EarlierRuns:
                 if what in COUNTS:
                     self._add(f"count/{part} in the first step/{what}", value)
 
-    def evaluated(self, of: str, work: CountedWork) -> None:
-        """Take note of what the first evaluation of a model counts."""
+    def counted(self, part: str, work: CountedWork) -> None:
+        """Take note of what the operations of a part beside the steps count."""
         for done in work.done.values():
             for what in COUNTS:
-                self._add(f"count/evaluating {of}/{what}", getattr(done, what))
+                self._add(f"count/{part}/{what}", getattr(done, what))
 
     def _add(self, name: str, value: float) -> None:
         self._least[name] = min(value, self._least.get(name, value))
@@ -196,8 +198,9 @@ def _more(name: str, value: float, most: float) -> str:
         return f"{part} took {value:.2g} s of a CPU, and at most {most:.2g} s"
     if kind in FILES and value > FILES_TIMES * most + FILES[kind][1]:
         return f"{part}: {value:,.0f} {FILES[kind][0]}, and at most {most:,.0f}"
-    if kind == "share" and value > SHARE_TIMES * most + SHARE_MORE:
-        return f"{part} takes {value:.0%} of a step, and took at most {most:.0%}"
+    least = min(SHARE_TIMES * most + SHARE_MORE, SMALL_TIMES * most + SMALL_MORE)
+    if kind == "share" and value > least:
+        return f"{part} takes {value:.1%} of a step, and took at most {most:.1%}"
     if kind == "count":
         part, _, what = part.rpartition("/")
         words, few = COUNTS[what]

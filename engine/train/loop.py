@@ -281,7 +281,7 @@ class TrainingLoop:
         need = forward_work(
             decoder, rows * length, length, batches, logits=labelled, chunk_rows=EVAL_CHUNK_ROWS
         )
-        self._earlier.evaluated(of, work)
+        self._earlier.counted(f"evaluating {of}", work)
         text = work.beyond({"evaluating": need}) if need is not None else ""
         self._warn(f"{of}: {text}" if text else "")
 

@@ -76,6 +76,7 @@ from engine.train import record
 from engine.train.build import look_at
 from engine.train.compiles import Compiles
 from engine.train.data import prepare_data
+from engine.train.earlier_runs import EarlierRuns, same_work
 from engine.train.heldout import heldout_loss
 from engine.train.machine_rates import others_want_the_cpus
 from engine.train.part_times import forward_work
@@ -234,13 +235,15 @@ def _prepare(
             say(text)
             log.write(Note(level="warning", text=text))
 
-        waits = Waits(alone=True)
+        earlier = EarlierRuns(out.name)
+        waits = Waits(alone=True, earlier=earlier)
 
         def begin(phase: str) -> None:
-            if text := waits.begin(phase):
+            for text in filter(None, (waits.begin(phase), *earlier.more())):
                 note(text)
 
         compute = set_up_device(job.spec, write)
+        earlier.compare_with(_work(job, compute.device), job.plan.missing)
         begin("loading the teacher")
         with compute.memory.use():
             built, identity = _load_teacher(job, compute, say, write)
@@ -295,8 +298,10 @@ def _prepare(
                 "something else than the teacher takes the time"
             )
         missing = job.plan.missing + dropped
-        if work is not None and (text := _more_work(job, built.decoder, work, missing)):
-            note(text)
+        if work is not None:
+            earlier.counted("the teacher", work)
+            if text := _more_work(job, built.decoder, work, missing):
+                note(text)
         filled = open_store(out)
         added, shards = len(filled) - len(store), len(filled.shards) - len(store.shards)
         if shards > (enough := -(-added // job.plan.rows_per_shard)):
@@ -314,13 +319,28 @@ def _prepare(
         if job.spec.checks.enabled and stop.reason is None:
             begin("comparing stored rows with the teacher")
             _check_stored(job, built, filled, compute.device)
-            begin("")
+        begin("")
+        if stop.reason is None:
+            earlier.keep(job.plan.missing)
     return Prepared(
         plan=job.plan,
         rows=writer.rows,
         bytes=writer.bytes,
         seconds=time.monotonic() - begun,
         stopped=stop.reason,
+    )
+
+
+def _work(job: Job, device: torch.device) -> str:
+    """Return the key of the stores that take the same work as this one."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    plan, wanted = job.plan, job.wanted
+    return same_work(
+        job.spec,
+        "prepare",
+        (kind, job.precision.choice, job.inputs.teacher),
+        (wanted.form, wanted.count),
+        (plan.missing, plan.stored, plan.rows_per_shard),
     )
 
 

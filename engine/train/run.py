@@ -342,7 +342,7 @@ class _Job:
                 plan.memory.chunk_rows,
             ),
             (facts.teacher_precision, data.ready.train_tokens, data.ready.heldout_tokens),
-            (self._first_step, self.ranks.rank),
+            (self._first_step, self.ranks.rank, data.tokenized),
         )
 
     @property

@@ -19,6 +19,7 @@ from engine.log.follow import Follower
 from engine.machine import accounts
 from engine.machine.accounts import Spent
 from engine.spec import RunSpec
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train import heldout
 from engine.train import run as composed
 from engine.train.checkpoint import keeper as keeping
@@ -26,6 +27,7 @@ from engine.train.earlier_runs import KEPT, EarlierRuns, same_work
 from engine.train.trainer import Trainer
 from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit
+from tests.support.preparing import make_store
 
 TOLD = "of the same work here"
 
@@ -33,6 +35,8 @@ TOLD = "of the same work here"
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    # The first run of each test tokenizes, and the others do not.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Other tests run beside this one.
     monkeypatch.setattr(accounts, "CROWDED", 100.0)
     # A process of its own, as a run has, does not look for garbage among all that the tests before have left.
@@ -77,8 +81,8 @@ def looks_at_all(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_part_that_does_more_than_in_an_earlier_run_is_told_and_the_same_work_is_not(
     kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert told_by(kit, tmp_path / "first") == []
-    assert told_by(kit, tmp_path / "second") == []
+    for name in ("tokenizes", "first", "second"):
+        assert told_by(kit, tmp_path / name) == []
     with monkeypatch.context() as spoilt:
         spoilt.setattr(composed, "write_receipt", computes_before(composed.write_receipt))
         spoilt.setattr(keeping.checkpoint, "save", computes_before(keeping.checkpoint.save))
@@ -93,6 +97,34 @@ def test_a_part_that_does_more_than_in_an_earlier_run_is_told_and_the_same_work_
     ):
         assert any(text.startswith(beginning) for text in told), told
     assert all("in 2 earlier runs" in text for text in told)
+
+
+def test_a_store_that_takes_more_than_an_earlier_one_of_the_same_rows_is_told(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, said = kit.spec(tmp_path, train__steps=4), list[str]()
+    for name in ("first", "second"):
+        make_store(spec, tmp_path / name, say=said.append)
+        assert [text for text in said if TOLD in text] == []
+    exact = DequantizedTeacher.hidden
+
+    def runs_often(self: DequantizedTeacher, *rows: torch.Tensor) -> torch.Tensor:
+        for _ in range(9):
+            exact(self, *rows).sum()
+        return exact(self, *rows)
+
+    monkeypatch.setattr(DequantizedTeacher, "hidden", runs_often)
+    make_store(spec, tmp_path / "third", say=said.append)
+    told = [text for text in said if TOLD in text]
+    assert any(text.startswith("the teacher: ") for text in told), told
+
+
+def test_a_run_that_tokenizes_is_not_compared_with_those_whose_tokens_were_kept(
+    kit: Kit, tmp_path: Path
+) -> None:
+    for name, works in (("tokenizes", 1), ("has-them", 2), ("has-them-too", 2)):
+        assert told_by(kit, tmp_path / name) == []
+        assert len([*user_state("earlier-runs").iterdir()]) == works
 
 
 def test_of_the_same_work_are_settings_that_differ_in_names_paths_and_length() -> None:
@@ -120,6 +152,11 @@ def spent(cpu_s: float, wanted_share: float = 0.0, reads: int = 0) -> Spent:
         written_bytes=0,
         writes=0,
     )
+
+
+def test_a_small_part_is_told_when_it_takes_three_times_its_share() -> None:
+    for name, loss_s, told in (("first", 0.004, 0), ("second", 0.015, 0), ("third", 0.06, 1)):
+        assert len(session(name, loss_s=loss_s)) == told
 
 
 def session(
@@ -152,7 +189,7 @@ def session(
 def test_sessions_that_stop_and_go_on_are_compared_with_those_of_the_same_steps(
     kit: Kit, tmp_path: Path
 ) -> None:
-    for name in ("first", "second"):
+    for name in ("tokenizes", "first", "second"):
         (tmp_path / name).mkdir()
         run, code = carried_out(kit, tmp_path / name, train__stop_after=2, checkpoint__keep_last=3)
         assert code == 0
@@ -162,7 +199,7 @@ def test_sessions_that_stop_and_go_on_are_compared_with_those_of_the_same_steps(
     sessions = [
         json.loads(path.read_text())["sessions"] for path in user_state("earlier-runs").iterdir()
     ]
-    assert {len(each) for each in sessions} == {2} and len(sessions) > 1
+    assert {len(each) for each in sessions} == {1, 2, 3}
 
 
 def test_what_takes_more_is_said_once_and_the_newest_sessions_are_kept() -> None:
@@ -172,7 +209,9 @@ def test_what_takes_more_is_said_once_and_the_newest_sessions_are_kept() -> None
     # The first, which took 3.0 s, is not among the newest any more.
     slower, longer = session("last", cpu_s=2.4, loss_s=1.5)
     assert slower.startswith("planning took 2.4 s of a CPU, and at most 1 s in 16 earlier runs")
-    assert longer.startswith("loss takes 60% of a step, and took at most 50% in 16 earlier runs")
+    assert longer.startswith(
+        "loss takes 60.0% of a step, and took at most 50.0% in 16 earlier runs"
+    )
     assert "the newest run-15 by engine " in longer
 
 
