@@ -59,6 +59,11 @@ def test_the_hash_of_each_file_is_computed_once_more(name: str, run: Path) -> No
     assert any(text.startswith(f"the sha256 of {name} is not ") for text in contradicted(run))
 
 
+def test_a_file_that_is_gone_is_named(run: Path) -> None:
+    (run / "student/config.json").unlink()
+    assert [*contradicted(run)] == ["student/config.json cannot be read: No such file or directory"]
+
+
 def test_what_the_command_line_asked_for_wins_over_the_spec(run: Path) -> None:
     asked_for(run, "train.steps=77", "train.lr=1.0", "train.steps=78")
     steps, lr = (

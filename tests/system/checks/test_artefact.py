@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.checkpoint_folders import published
-from engine.checks.artefact import half_spacing, same_bits, samples_of
+from engine.checks.artefact import _class_of, half_spacing, same_bits, samples_of
 from engine.data.batches import heldout_rows
 from engine.data.chat_template import ChatTemplate
 from engine.drills.catalogue import planted
@@ -22,6 +22,7 @@ from engine.export.proof import examine
 from engine.export.publish import Wanted, publish
 from engine.formats.safetensors import tensors_sha256
 from engine.log.follow import Follower
+from engine.model_families import FAMILIES
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.packed import head_of
 from engine.plan.inputs import check_inputs
@@ -98,6 +99,12 @@ def test_files_that_do_not_say_that_their_tensors_are_torchs_are_named(
     save_file(load_file(file), file)
     trained.read_back(saved)
     assert "model.safetensors has format None" in trained.failures().get("artefact", "")
+
+
+def test_the_class_of_each_family_is_known_by_its_name() -> None:
+    assert {name: _class_of(name) for name in FAMILIES} == {
+        name: family.hf_class.lower() for name, family in FAMILIES.items()
+    }
 
 
 def test_the_chat_template_and_its_special_tokens_are_saved(trained: Run, tmp_path: Path) -> None:
