@@ -66,6 +66,8 @@ class Spent:
     """In which it was on a CPU itself."""
     wanted_share: float
     """How long threads of this process wanted a CPU, of how long they had one."""
+    wanted_s: float
+    """How long they did, all together."""
     waited_s: float
     """In which nobody of this process worked for it."""
     read_bytes: int
@@ -139,7 +141,7 @@ def between(before: Accounts, after: Accounts) -> Spent:
     )
     had_s = own_s + sum(cpu_s for _, cpu_s, _ in spent.values())
     ended_s = max(0.0, after.cpu_s - before.cpu_s - had_s)
-    wanted_share = (wanted_s + sum(one for *_, one in spent.values())) / max(had_s, 1e-9)
+    all_wanted_s = wanted_s + sum(one for *_, one in spent.values())
     io = {name: count - before.io.get(name, 0) for name, count in after.io.items()}
     stalled_s = io.get("read_bytes", 0) / DISK_RATE
     if before.stalled_s is not None and after.stalled_s is not None:
@@ -147,10 +149,18 @@ def between(before: Accounts, after: Accounts) -> Spent:
     return Spent(
         passed_s=passed_s,
         cpu_s=own_s,
-        wanted_share=wanted_share,
+        wanted_share=all_wanted_s / max(had_s, 1e-9),
+        wanted_s=all_wanted_s,
         waited_s=max(0.0, passed_s - own_s - wanted_s - named_s - of_loop_s - ended_s - stalled_s),
         read_bytes=io.get("rchar", 0),
         reads=io.get("syscr", 0),
         written_bytes=io.get("wchar", 0),
         writes=io.get("syscw", 0),
     )
+
+
+def wanted_since(before: Accounts | None) -> float:
+    """Return the seconds in which threads of this process have wanted a CPU since then; 0 where nobody accounts for
+    it. What lies between two readings of a clock may have taken so much longer."""
+    after = look() if before is not None else None
+    return 0.0 if before is None or after is None else between(before, after).wanted_s

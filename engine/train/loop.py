@@ -47,7 +47,7 @@ from engine.log.follow import Follower
 from engine.log.held import HeldWriter
 from engine.log.read import BrokenLog
 from engine.log.view import RunView
-from engine.machine.accounts import Accounts, between, look
+from engine.machine.accounts import Accounts, between, look, wanted_since
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
@@ -234,8 +234,6 @@ class TrainingLoop:
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
         self._evaluations.append(made)
-        # Ranks also wait for one another.
-        self._times.tell(EVALUATING, None if trainer.ranks.many else made.eval_s)
         if subject == "teacher" and self.teacher_decoder is not None:
             dtype = self.teacher_decoder.dtype
             self._computed = Computed(
@@ -253,6 +251,9 @@ class TrainingLoop:
             )
         if model is not None and not saved:
             self._other_model = self._other_model or self._another(subject, model, trainer)
+        # Ranks also wait for one another.
+        eval_s = None if trainer.ranks.many else made.eval_s
+        self._times.tell(EVALUATING, eval_s, wanted_since(before))
         with trainer.host.of(CHECKS):
             self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
         if self.checks.begun:
@@ -589,7 +590,8 @@ class TrainingLoop:
             # Nothing older is deleted before the newest was read.
             written = size + self.keeper.probed_bytes
             self._look_at_files(SAVING, before, read_bytes=size, written_bytes=written)
-            self._times.tell(SAVING, None if trainer.ranks.many else self.keeper.known_s)
+            known_s = None if trainer.ranks.many else self.keeper.known_s
+            self._times.tell(SAVING, known_s, wanted_since(before))
         self._look_at_saved(trainer, quick=quick)
 
     def _look_at_files(self, part: str, before: Accounts | None, **enough: float) -> None:

@@ -146,6 +146,7 @@ def spent(cpu_s: float, wanted_share: float = 0.0, reads: int = 0) -> Spent:
         passed_s=cpu_s,
         cpu_s=cpu_s,
         wanted_share=wanted_share,
+        wanted_s=0.0,
         waited_s=0.0,
         read_bytes=0,
         reads=reads,

@@ -79,6 +79,7 @@ def test_phases_in_which_others_work_are_no_waits(monkeypatch: pytest.MonkeyPatc
             passed_s=10.0,
             cpu_s=0.0,
             wanted_share=0.0,
+            wanted_s=0.0,
             waited_s=waited_s,
             read_bytes=0,
             reads=0,

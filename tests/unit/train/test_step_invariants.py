@@ -136,6 +136,15 @@ def test_the_time_of_a_save_that_is_not_the_hosts_is_told(said_s: float | None, 
     assert not times.look(timed(1.0, 1.0))
 
 
+@pytest.mark.parametrize(("wanted_s", "told"), [(0.0, True), (4.0, False)])
+def test_where_others_had_the_cpus_the_time_of_a_save_may_be_longer_than_is_said(
+    wanted_s: float, told: bool
+) -> None:
+    times = StepTimes(ahead=False)
+    times.tell("save", 0.2, wanted_s)
+    assert bool(times.look(timed(1.0, 1.0, beside_s=5.0))) == told
+
+
 @pytest.mark.parametrize(
     ("said_s", "ahead", "told"), [(0.5, False, False), (0.1, False, True), (0.1, True, False)]
 )
