@@ -51,7 +51,7 @@ FILES = {
 """Of a phase, in words, and how many are not worth a word."""
 FILES_TIMES = 1.25
 SHARE_TIMES, SHARE_MORE = 1.15, 0.02
-SMALL_TIMES, SMALL_MORE = 3.0, 0.005
+SMALL_TIMES, SMALL_MORE = 3.0, 0.003
 """The same of a part that has a small share, as reading rows has."""
 COUNT_TIMES = 1.02
 COUNTS = {
