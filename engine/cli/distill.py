@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser,
         "--allow-fallback",
-        "with --resume: when the newest checkpoint is damaged, continue from an older one",
+        "with --resume: when the newest checkpoint is damaged, or is not what the run was, continue from an older one",
     )
     add_flag(
         parser,

@@ -73,15 +73,16 @@ OTHER_SETTINGS = {
 """Settings by section, all of it where none is named, that change no part of a step."""
 
 
-def same_work(spec: RunSpec, *facts: object) -> str:
-    """Return the key of the runs that do the same work; `facts` are what the settings do not say: shapes, tokens, the
-    device."""
+def same_work(spec: RunSpec, device: torch.device, *facts: object) -> str:
+    """Return the key of the runs that do the same work on a device like this one; `facts` are what else the settings do
+    not say: shapes, tokens."""
     settings = {
         section: {name: value for name, value in found.items() if name not in left_out}
         for section, found in spec.to_dict().items()
         if (left_out := OTHER_SETTINGS.get(section, ("",))) != ()
     }
-    machine = (platform.node(), torch.__version__, torch.get_num_threads())
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    machine = (platform.node(), torch.__version__, torch.get_num_threads(), kind)
     text = json.dumps([settings, *map(repr, (*machine, *facts))], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 

@@ -333,12 +333,11 @@ def _prepare(
 
 def _work(job: Job, device: torch.device) -> str:
     """Return the key of the stores that take the same work as this one."""
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     plan, wanted = job.plan, job.wanted
     return same_work(
         job.spec,
-        "prepare",
-        (kind, job.precision.choice, job.inputs.teacher),
+        device,
+        ("prepare", job.precision.choice, job.inputs.teacher),
         (wanted.form, wanted.count),
         (plan.missing, plan.stored, plan.rows_per_shard),
     )

@@ -330,10 +330,10 @@ class _Job:
 
     def _work(self, plan: Plan, data: Data) -> str:
         """Return the key of the runs that do the same work as this one."""
-        facts, device = plan.facts, plan.facts.compute.device
+        facts = plan.facts
         return same_work(
             self.spec,
-            torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            facts.compute.device,
             (facts.inputs.student, facts.inputs.teacher),
             (
                 plan.execution,

@@ -149,8 +149,8 @@ def check_promised(folder: RunFolder, view: RunView, allow_restart: bool) -> Non
 
 
 def found_wrong(folder: RunFolder) -> dict[int, str]:
-    """Return why the newest checkpoint of a step does not hold what the run had, by the check that read it back, for
-    each of which the log says so."""
+    """Return the steps whose checkpoint does not hold what the run had, with what the check that read it back said; a
+    step that was saved again since is not among them."""
     wrong: dict[int, str] = {}
     for event in events_of(folder.events):
         if isinstance(event, CheckpointSaved):

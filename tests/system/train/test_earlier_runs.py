@@ -29,7 +29,7 @@ from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit
 from tests.support.preparing import make_store
 
-TOLD = "of the same work here"
+TOLD, CPU = "of the same work here", torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -135,10 +135,12 @@ def test_of_the_same_work_are_settings_that_differ_in_names_paths_and_length() -
             spec, **{section: dataclasses.replace(getattr(spec, section), **values)}
         )
 
-    assert same_work(spec, 1) == same_work(changed("train", steps=spec.train.steps + 1), 1)
-    assert same_work(spec, 1) == same_work(changed("teacher", path="elsewhere"), 1)
-    assert same_work(spec, 1) != same_work(changed("train", rows=spec.train.rows + 1), 1)
-    assert same_work(spec, 1) != same_work(spec, 2)
+    assert same_work(spec, CPU, 1) == same_work(
+        changed("train", steps=spec.train.steps + 1), CPU, 1
+    )
+    assert same_work(spec, CPU, 1) == same_work(changed("teacher", path="elsewhere"), CPU, 1)
+    assert same_work(spec, CPU, 1) != same_work(changed("train", rows=spec.train.rows + 1), CPU, 1)
+    assert same_work(spec, CPU, 1) != same_work(spec, CPU, 2)
 
 
 def spent(cpu_s: float, wanted_share: float = 0.0, reads: int = 0) -> Spent:

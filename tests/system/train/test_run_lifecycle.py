@@ -296,7 +296,7 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_
 
 
 def test_a_checkpoint_that_is_another_than_the_run_was_is_passed_over_only_on_request(
-    kit: Kit, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_halved_moments(trainer: Trainer, spec: RunSpec, best: float | None) -> TrainingState:
         found = capture_trainer(trainer, spec, best)
