@@ -23,7 +23,7 @@ from engine.log.in_order import InOrder, blocks
 from engine.log.read import BrokenLog, Liveness, LogReader
 from engine.log.table import Table, batches_of
 from engine.log.text import status_text
-from engine.log.view import SOURCES, RunView, Source
+from engine.log.view import RunView, Source
 from workbench.feed import Snapshot, command_of
 from workbench.log import LogBook
 
@@ -54,7 +54,7 @@ class ReplayFeed:
         self.run = run
         self._stretches = InOrder(run)
         self._view = RunView()
-        self._taken: dict[Source, int] = dict.fromkeys(SOURCES, 0)
+        self._taken: dict[Source, int] = dict.fromkeys(self._stretches.sources, 0)
         self._kept = [_Kept(float("-inf"), self._view, dict(self._taken))]
         self._book = LogBook(self._stretches.reader("events"))
         self.is_read = False
@@ -97,7 +97,7 @@ class ReplayFeed:
         view = kept.view
         if index + 1 < len(self._kept):
             later = self._kept[index + 1]
-            counts = {s: later.taken[s] - kept.taken[s] for s in SOURCES}
+            counts = {s: later.taken[s] - kept.taken[s] for s in kept.taken}
             between = {s: self._between(s, kept.taken[s], n, unix_s) for s, n in counts.items()}
             view = _folded(view, later.view, between)
         whole = self._book.log(self._view.asides)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, RunLogError, Usage
 from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
+    from engine.checks.check import About
     from engine.log.events import Checked
-    from engine.log.view import RunView
+    from engine.log.view import ErrorNote, RunView
     from engine.verdict import Verdict
 
 WIDTH = 100
@@ -40,9 +42,10 @@ def checks(arguments: argparse.Namespace) -> int:
     engine checks RUN          the results of a run's newest session, with their cost
     ... --json                 the same as one JSON value
 
-    A check that was skipped, broke or has no result yet is unknown, never passed. Exit code of a run: the
-    lowest answer, 0 pass, 1 fail, 2 unknown. Of a script that is watched: 1 with a contradiction, 0 without one,
-    2 where no identity could be judged.
+    A check that fails on any rank has failed, and the rank is named; what the run or a rank noted as an error is shown
+    below. A check that was skipped, broke or has no result yet is unknown, never passed. Exit code of a run: the
+    lowest answer, 0 pass, 1 fail or an error, 2 unknown. Of a script that is watched: 1 with a contradiction or an
+    error, 0 without one, 2 where no identity could be judged.
     """
     if arguments.list == (arguments.run is not None):
         raise UsageError("checks: expected either a run folder or --list")
@@ -69,9 +72,9 @@ def _answers(path: Path, as_json: bool) -> int:
     from engine.checks.catalogue import ABOUT, CATALOGUE, RETIRED
     from engine.log.folder import open_run, read_command
     from engine.log.follow import Follower
-    from engine.log.text import audit_text
+    from engine.log.text import audit_text, error_lines, errors_text, one_line
     from engine.units import format_seconds
-    from engine.verdict import lowest
+    from engine.verdict import Level, Verdict, lowest
 
     run = open_run(path)
     follower = Follower(run)
@@ -80,13 +83,18 @@ def _answers(path: Path, as_json: bool) -> int:
     with contextlib.suppress(RunLogError):
         if read_command(run) is not None:
             return _identities(path, follower.view, as_json)
-    found = follower.view.checks
+    view = follower.view
+    found = view.own_checks
     named = [(about.id, about) for about in CATALOGUE]
     # What an earlier version asked, its answers still count.
     named += [(id, ABOUT[stage]) for id, stage in RETIRED.items() if id in found]
-    answers = [(id, about, found.get(id), _verdict(found.get(id))) for id, about in named]
+    answers: list[tuple[str, About, int, Checked | None, Verdict]] = []
+    for id, about in named:
+        seen: list[tuple[int, Checked | None]] = [*view.failures(id)] or [(0, found.get(id))]
+        answers += [(id, about, rank, check, _verdict(check)) for rank, check in seen]
     verdicts = [verdict for *_, verdict in answers]
-    overall = lowest(verdicts)
+    wrong = view.errors or view.failed_rank is not None
+    overall = Verdict(Level.FAIL, "") if wrong else lowest(verdicts)
     if as_json:
         rows = [
             {
@@ -96,40 +104,55 @@ def _answers(path: Path, as_json: bool) -> int:
                 "numbers": {} if check is None else plain(check.numbers),
                 "cost_s": None if check is None else check.cost_s,
                 "step": None if check is None else check.step,
+                "rank": rank,
             }
-            for id, about, check, verdict in answers
+            for id, about, rank, check, verdict in answers
         ]
-        level = overall.level.name.lower()
-        steps = list(follower.view.audited_steps)
-        put_json({"run": str(path), "level": level, "audited_steps": steps, "checks": rows})
+        put_json(
+            {
+                "run": str(path),
+                "level": overall.level.name.lower(),
+                "audited_steps": list(view.audited_steps),
+                "checks": rows,
+                "errors": _errors_json(view.errors),
+                "rank_failed": None if view.failed_rank is None else view.failed_rank.reason,
+            }
+        )
         return overall.exit_code
     width = max(len(id) for id, *_ in answers)
-    for id, about, check, verdict in answers:
+    for id, about, _, check, verdict in answers:
         cost = format_seconds(check.cost_s) if check is not None else ""
         now = "" if id == about.id else f" (now {about.id})"
         put(f"{verdict.level.name:7}  {id:{width}}  {cost:>8}  {verdict.reason}{now}")
         if check is not None and check.level == "fail":
             for text in (about.means, f"do: {about.remedy}"):
                 put(textwrap.fill(text, WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 11))
+    for line in error_lines(view.errors, path):
+        put(textwrap.fill(line, WIDTH, subsequent_indent=" " * 4))
+    if view.failed_rank is not None:
+        put(textwrap.fill(f"ended: {one_line(view.failed_rank.reason)}", WIDTH))
     total = sum(check.cost_s or 0.0 for check in found.values())
     counts = {level: sum(v.level.name == level for v in verdicts) for level in ("PASS", "FAIL")}
+    errors = errors_text(len(view.errors))
     put(
         f"{counts['PASS']} passed, {counts['FAIL']} failed, "
         f"{len(verdicts) - sum(counts.values())} unknown, in {format_seconds(total)}"
+        f"{errors and ', '}{errors}"
     )
-    if audited := audit_text(follower.view):
+    if audited := audit_text(view):
         put(audited)
     return overall.exit_code
 
 
 def _identities(path: Path, view: RunView, as_json: bool) -> int:
     from engine.attach.identities import CONTRADICTION, PASS, SUSPICION, identity_lines, outcomes
+    from engine.log.text import error_lines
     from engine.verdict import Level, Verdict
 
     found = outcomes(view)
     degrees = {one.degree for one in view.identities}
     level = Level.PASS if degrees & {PASS, SUSPICION} else Level.UNKNOWN
-    if CONTRADICTION in degrees:
+    if CONTRADICTION in degrees or view.errors:
         level = Level.FAIL
     if as_json:
         rows = [
@@ -144,12 +167,20 @@ def _identities(path: Path, view: RunView, as_json: bool) -> int:
             }
             for one in found
         ]
-        put_json({"run": str(path), "level": level.name.lower(), "identities": rows})
+        errors = _errors_json(view.errors)
+        level_name = level.name.lower()
+        put_json({"run": str(path), "level": level_name, "identities": rows, "errors": errors})
     else:
         for line in identity_lines(view):
             indent = " " * (len(line) - len(line.lstrip()) + 2)
             put(textwrap.fill(line, WIDTH, subsequent_indent=indent))
+        for line in error_lines(view.errors, path):
+            put(textwrap.fill(line, WIDTH, subsequent_indent=" " * 4))
     return Verdict(level, "").exit_code
+
+
+def _errors_json(errors: Sequence[ErrorNote]) -> list[dict[str, Any]]:
+    return [{"rank": rank, "unix_s": unix_s, "text": note.text} for rank, unix_s, note in errors]
 
 
 def _verdict(check: Checked | None) -> Verdict:
@@ -171,14 +202,14 @@ def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
 
 def diagnose(arguments: argparse.Namespace) -> int:
     """Diagnose a run from its logs: the alerts that the supervisor would have raised while it went on, those that it
-    did raise, the checks that failed, and how the run ended.
+    did raise, the checks that failed on any rank, the errors that were noted, and how the run ended.
 
-    engine diagnose RUN           alerts, each with its numbers and the flip that would test it; failed checks
+    engine diagnose RUN           alerts, each with its numbers and the flip that would test it; failed checks; errors
     engine diagnose RUN --all     also the rules that saw nothing, and those that could not judge, with reasons
     engine diagnose RUN --json    one JSON value
     engine diagnose --list        every rule: its question, what it reads, when it raises an alert
 
-    Exit codes: 0 nothing found, 1 alerts or failed checks, 2 no rule could judge.
+    Exit codes: 0 nothing found, 1 alerts, failed checks, errors or a rank that failed, 2 no rule could judge.
     """
     if arguments.list == (arguments.run is not None):
         raise UsageError("expected either RUN or --list", hint="engine diagnose --help")
@@ -208,7 +239,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
             put(line)
     if found.fault is not None:
         raise RunLogError(found.fault)
-    if found.raised or found.failed:
+    if found.raised or found.failed or found.errors or found.view.failed_rank is not None:
         return EXIT_FAIL
     return EXIT_PASS if found.judged else EXIT_UNKNOWN
 
@@ -228,7 +259,7 @@ def _list_rules(*, as_json: bool) -> None:
 
 def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
     from engine.checks.catalogue import ABOUT
-    from engine.log.text import alert_lines, clock_text, one_line
+    from engine.log.text import alert_lines, clock_text, error_lines, errors_text, one_line
     from engine.units import format_seconds
 
     count, judged = len(found.raised), len(found.judged)
@@ -238,11 +269,15 @@ def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
     )
     if found.failed:
         head += f"; {len(found.failed)} check{'' if len(found.failed) == 1 else 's'} failed"
+    if found.errors:
+        head += f"; {errors_text(len(found.errors))}"
     lines = [head]
-    for check in found.failed:
+    for _, check in found.failed:
         lines += ["", f"check {check.id}: {one_line(check.reason)}", f"  at step {check.step}"]
         if check.id in ABOUT:
             lines += [f"  {ABOUT[check.id].means}", f"  do: {ABOUT[check.id].remedy}"]
+    if found.errors:
+        lines += ["", *error_lines(found.errors, name)]
     for entry in found.raised:
         end = "active at the end of the log"
         if entry.cleared_unix_s is not None:
@@ -275,8 +310,9 @@ def as_json(path: str, found: Any) -> dict[str, Any]:
     return {
         "run": path,
         "alerts": [alert(entry) for entry in found.raised],
-        "checks": [event(check) for check in found.failed],
-        "finished": event(found.view.finished),
+        "checks": [{**(event(check) or {}), "rank": rank} for rank, check in found.failed],
+        "errors": _errors_json(found.errors),
+        "finished": event(found.view.finished or found.view.failed_rank),
         "exit": event(found.view.exit),
         "judged": list(found.judged),
         "unjudged": found.unjudged,

@@ -138,10 +138,9 @@ def forget(run: RunFolder) -> None:
 
 def log_of(run: RunFolder, rank: int) -> Path:
     """Return the path of a rank's log: the run's log for rank 0, a file under `ranks/` for the others."""
-    if rank == 0:
-        return run.events
-    _folder(run).mkdir(exist_ok=True)
-    return _folder(run) / f"{rank}.jsonl"
+    if rank:
+        _folder(run).mkdir(exist_ok=True)
+    return run.rank_log(rank)
 
 
 def _folder(run: RunFolder) -> Path:

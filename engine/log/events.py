@@ -651,6 +651,8 @@ class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
     cause: str
     certainty: str
     sentence: str
+    rank: Count | None = None
+    """Of several ranks, the one that ended the run, where its launcher knows it."""
 
 
 class ProcessFound(Event, frozen=True, kw_only=True, tag="process"):

@@ -1,7 +1,7 @@
 """Fold the logs of a run into its view: `fold(view, source, batches) -> view`.
 
 The fold is pure. The same lines give the same view: live or a year later, in one batch or in many, whichever
-of the three logs is read first, and from its lines or from segment files.
+of the logs is read first, and from its lines or from segment files.
 
 A resumed run repeats the steps after its last checkpoint. The view keeps the repetition and drops what it
 replaces, so that a step is never counted twice.
@@ -63,7 +63,7 @@ from engine.log.events import (
 )
 from engine.log.read import LINES_KEPT
 from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
-from engine.log.view import Clock, LineKey, LogLine, RunView, Source, said
+from engine.log.view import Clock, LineKey, LogLine, RankSaid, RunView, Source, rank_of, said
 
 if TYPE_CHECKING:
     from engine.log.table import Numbers
@@ -82,7 +82,7 @@ _NEWEST: dict[type, str] = {
     ScriptEnded: "script_ended",
     ProcessFound: "process",
     Imported: "imported",
-    RunFinished: "finished",
+    RunFinished: "own_finished",
 }
 """View fields that hold the newest event of a kind."""
 _ALL: dict[type, str] = {
@@ -94,6 +94,9 @@ _ALL: dict[type, str] = {
     CheckpointSaved: "checkpoints",
 }
 """View fields that hold all events of a kind."""
+
+OF_RANKS = (LogOpened, Checked, Note, RunFinished)
+"""Events of the log of a rank other than the first that the view needs."""
 
 START_PHASES_KEPT = 500
 """Tokenizing a large corpus says how far it is in phases of its own."""
@@ -112,7 +115,10 @@ def fold(view: RunView, source: Source, batches: Sequence[Batch]) -> RunView:
         return view
     changes = _Changes(view, source)
     for batch in batches:
-        changes.take(batch)
+        if rank_of(source):
+            changes.take_rank(batch)
+        else:
+            changes.take(batch)
     return changes.finish()
 
 
@@ -160,6 +166,10 @@ class _Changes:
         times = [event.t_s for event in others]
         opened_s = self.clock.unix_s if self.clock else 0.0
         self.span(opened_s + min(starts + times), opened_s + max(heard + times))
+        if self.source == "events":
+            until = self.get("said_until_s")
+            newest = opened_s + max(heard + times)
+            self.changes["said_until_s"] = newest if until is None else max(until, newest)
         # A note is no sign of progress: a thread that only watches may write one.
         heard += [event.t_s for event in others if type(event) is not Note]
         if heard and self.source == "events":
@@ -186,6 +196,35 @@ class _Changes:
                 newest = self.newest(self.get("gpus").get(index), rows, f"{name}.")
                 self.changes["gpus"] = {**self.get("gpus"), index: newest}
         self.drop_outdated()
+
+    def take_rank(self, batch: Batch) -> None:
+        """Keep what a rank other than the first has said wrong; everything else the first rank says too."""
+        rank = rank_of(self.source)
+        ranks = dict(self.get("ranks"))
+        for event in batch.others:
+            if isinstance(event, LogOpened):
+                clock = Clock(unix_s=event.unix_s, pid=event.pid, boot_id=event.boot_id)
+                ranks[rank] = RankSaid(clock=clock)
+                continue
+            # Without an opening the log is broken from its beginning.
+            said = ranks.get(rank) or RankSaid(clock=Clock(unix_s=0.0, pid=0))
+            if isinstance(event, Checked):
+                failed = {id: check for id, check in said.failed.items() if id != event.id}
+                said = ranks[rank] = replace(said, failed=failed)
+            if (told := of_rank(rank, event)) is None:
+                continue
+            unix_s = said.clock.unix_s + event.t_s
+            if isinstance(told, Checked):
+                said = replace(said, failed={**said.failed, told.id: told})
+            elif isinstance(told, RunFinished):
+                said = replace(said, ended=told, ended_unix_s=unix_s)
+            else:
+                self.notes.append(((unix_s, self.source, event.seq), told))
+            ranks[rank] = said
+            line = LogLine(unix_s=unix_s, source=self.source, event=told)
+            self.asides.append(line)
+            self.lines.append(line)
+        self.changes["ranks"] = ranks
 
     def extend(self, name: str, columns: dict[str, Numbers], opened_s: float) -> None:
         """Add rows to a table, together with the columns computed from them."""
@@ -225,13 +264,14 @@ class _Changes:
         self.changes["clocks"] = {**self.get("clocks"), self.source: self.clock}
         if self.source == "events":
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
+            self.changes["before_unix_s"] = self.get("said_until_s")
             models = self.dict_of("models")
             self.changes["before"] = said(self.get("started"), self.get("data"), models)
             self.lists["decisions"] = []
             self.lists["compiles"] = []
             self.lists["start_phases"] = []
             self.lists["audited_steps"] = []
-            self.changes |= {"checks": {}, "checked_again": (0, 0.0)}
+            self.changes |= {"own_checks": {}, "checked_again": (0, 0.0)}
             self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
             self.forget_session()
         elif self.source == "device":
@@ -246,7 +286,8 @@ class _Changes:
     def forget_session(self) -> None:
         """Drop the trainer's state from its last session."""
         self.changes |= {
-            "finished": None,
+            "own_finished": None,
+            "own_finished_unix_s": 0.0,
             "stop_requested": None,
             "phase": None,
             "phase_unix_s": None,
@@ -296,10 +337,10 @@ class _Changes:
             case ModelReady():
                 self.dict_of("models")[event.role] = event
             case Checked():
-                if event.id in self.get("checks"):
+                if event.id in self.get("own_checks"):
                     count, seconds = self.get("checked_again")
                     self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
-                self.dict_of("checks")[event.id] = event
+                self.dict_of("own_checks")[event.id] = event
                 # The record of a step that was not audited can only fail.
                 if event.id.startswith(STAGE) and event.level != "fail":
                     audited = self.list_of("audited_steps")
@@ -310,6 +351,8 @@ class _Changes:
                 self.dict_of("logged").update(newest)
             case Note():
                 self.notes.append(((unix_s, self.source, event.seq), event))
+            case RunFinished():
+                self.changes["own_finished_unix_s"] = unix_s
             case StopRequested():
                 self.changes["stop_requested"] = event.reason
             case FactsRead():
@@ -408,6 +451,18 @@ class _Changes:
             and trainer.unix_s > ended_unix_s
         ):
             self.forget_exit()
+
+
+def of_rank(rank: int, event: AnyEvent) -> Checked | Note | RunFinished | None:
+    """Return what is wrong by a line of another rank's log, in words that name the rank; None for any other line."""
+    match event:
+        case Checked(level="fail"):
+            return msgspec.structs.replace(event, reason=f"rank {rank}: {event.reason}")
+        case Note(level="error"):
+            return msgspec.structs.replace(event, text=f"rank {rank}: {event.text}")
+        case RunFinished(state="failed"):
+            return msgspec.structs.replace(event, reason=f"rank {rank}: {event.reason}")
+    return None
 
 
 def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:

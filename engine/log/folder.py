@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from engine.log.read import Liveness, writer_is_alive
 from engine.log.write import read_boot_id, sync_folder
 
 RESERVE_BYTES = 64 << 10
+_RANK_LOG = re.compile(r"([1-9][0-9]{0,5})\.jsonl")
 COMMAND = "command"
 """The key of effective.json that tells a run of somebody's own script: the command, its folder and its commit in the
 place of settings."""
@@ -63,6 +65,20 @@ class RunFolder:
     @property
     def watch(self) -> Path:
         return self.path / "watch.jsonl"
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the log of a rank of several: the run's own of the first one."""
+        return self.path / "ranks" / f"{rank}.jsonl" if rank else self.events
+
+    def logs(self) -> dict[str, Path]:
+        """Return the logs of the run by source: the three that every run has, and `rank 1`, `rank 2`, ... as far as
+        these ranks have written one."""
+        found = {"events": self.events, "device": self.device, "watch": self.watch}
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = os.listdir(self.path / "ranks")
+        ranks = [int(match[1]) for match in map(_RANK_LOG.fullmatch, names) if match is not None]
+        return found | {f"rank {rank}": self.rank_log(rank) for rank in sorted(ranks)}
 
     @property
     def stderr(self) -> Path:

@@ -1,4 +1,4 @@
-"""Follow a whole run: its three logs folded into one view, as far as they have been written."""
+"""Follow a whole run: its logs folded into one view, as far as they have been written."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 from engine.log.columns import BatchReader
-from engine.log.fold import fold
+from engine.log.fold import OF_RANKS, fold
 from engine.log.folder import RunFolder
-from engine.log.read import READ_BYTES, BrokenLog, Liveness, LogReader
+from engine.log.read import READ_BYTES, BrokenLog, Liveness, LogReader, RankReader
 from engine.log.table import batches_of
-from engine.log.view import SOURCES, LogLine, RunView, Source
+from engine.log.view import SOURCES, LogLine, RunView, Source, rank_of
 
 
 class Follower:
@@ -22,10 +22,13 @@ class Follower:
         """`files` uses valid segments beside a long log (`engine.log.columns`); `keep` also saves those that had
         to be built."""
         self.run = run
+        logs = run.logs()
         self._readers: dict[Source, BatchReader] = {
-            source: BatchReader(LogReader(getattr(run, source)), files=files, keep=keep)
+            source: BatchReader(LogReader(logs[source]), files=files, keep=keep)
             for source in SOURCES
         }
+        self._ranks: dict[Source, RankReader] = {}
+        """Of the logs of the other ranks, as they appear."""
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
         self.is_behind = False
@@ -76,9 +79,24 @@ class Follower:
             except BrokenLog as broken:
                 batches, fault = batches_of(broken.before), fault or broken
             self.view = fold(self.view, source, batches)
+        self._poll_ranks(max_bytes)
         if fault is not None:
             raise fault
         return self.view is not before
+
+    def _poll_ranks(self, max_bytes: int) -> None:
+        """Read what the other ranks have said wrong, which is little of their logs. One that cannot be read further is
+        an error in the view: it keeps nobody from the log of the run."""
+        for source, path in self.run.logs().items():
+            if not rank_of(source):
+                continue
+            reader = self._ranks.setdefault(source, RankReader(path))
+            events = [event for event in reader.poll(max_bytes) if type(event) in OF_RANKS]
+            self.view = fold(self.view, source, batches_of(events))
+
+    def _bytes_read(self) -> int:
+        lines = [*(one.lines for one in self._readers.values()), *self._ranks.values()]
+        return sum(one.read_bytes for one in lines)
 
     def read_all(self, until_s: float = math.inf) -> RunView:
         """Read until nothing new is left, or until a time of the monotonic clock; `is_behind` tells which.
@@ -89,12 +107,12 @@ class Follower:
         fault: BrokenLog | None = None
         self.is_behind = True
         while True:
-            before = self.view
+            before = self._bytes_read()
             try:
                 self.poll()
             except BrokenLog as broken:
                 fault = broken
-            if self.view is before:
+            if self._bytes_read() == before:
                 break
             if time.monotonic() >= until_s:
                 return self.view

@@ -1,7 +1,7 @@
-"""Read the three logs of a run as one, in order of time, with bounded memory.
+"""Read the logs of a run as one, in order of time, with bounded memory.
 
 Lines of one log keep their order; of two logs the earlier time comes first, and at the same time the log that is
-first in SOURCES. A clock that was set back between two sessions does not reorder a log: its lines count as no
+first in `RunFolder.logs`. A clock that was set back between two sessions does not reorder a log: its lines count as no
 earlier than those before them.
 """
 
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from engine.log.events import AnyEvent, LogOpened
 from engine.log.folder import RunFolder
-from engine.log.read import BrokenLog, LogReader
-from engine.log.view import SOURCES, Source
+from engine.log.read import BrokenLog, LogReader, RankReader
+from engine.log.view import Source, rank_of
 
 STRIDE = 2048
 """Most lines of one log in a stretch."""
@@ -93,7 +93,14 @@ class InOrder:
     """An iterator over the stretches of a run, as far as its logs can be read."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._logs = {s: _Ahead(s, LogReader(getattr(run, s))) for s in SOURCES}
+        self._logs = {
+            source: _Ahead(source, (RankReader if rank_of(source) else LogReader)(path))
+            for source, path in run.logs().items()
+        }
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(self._logs)
 
     def reader(self, source: Source) -> LogReader:
         return self._logs[source].reader

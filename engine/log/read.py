@@ -33,6 +33,7 @@ from engine.log.events import (
     FactsRead,
     Known,
     LogOpened,
+    Note,
     Number,
     StepDone,
     Unrecognised,
@@ -342,6 +343,27 @@ class LogReader:
         self._offset += len(lines)
         self._next_seq = number + len(events)
         self.points.append(Point(self._next_seq, self._offset, opened_s, latest_s))
+
+
+class RankReader(LogReader):
+    """Reads the log of a rank other than the first. A fault is an event behind the sound lines, a note at level error:
+    it does not keep anybody from reading the log of the run."""
+
+    def __init__(self, path: Path, *, at: Point | None = None) -> None:
+        super().__init__(path, at=at)
+        self._told = False
+
+    def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
+        try:
+            return super().poll(max_bytes)
+        except BrokenLog as broken:
+            events = list(broken.before)
+            if not self._told:
+                point = self.points[-1]
+                t_s = max(0.0, point.unix_s - point.opened_unix_s)
+                events.append(Note(level="error", text=broken.message, seq=point.number, t_s=t_s))
+            self._told = True
+            return events
 
 
 def end_of_lines(block: bytes) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from engine.decision import Decision
@@ -60,7 +60,7 @@ from engine.log.events import (
 from engine.log.folder import WatchedCommand
 from engine.log.read import Liveness
 from engine.log.table import Table
-from engine.log.view import GOING_ON, LogLine, RunView
+from engine.log.view import GOING_ON, ErrorNote, LogLine, RunView
 from engine.terminal import clipped
 from engine.units import NOT_MEASURED, format_bytes, format_count, format_seconds, format_value
 
@@ -569,6 +569,25 @@ def checks_failed_text(view: RunView) -> str:
     return f"{len(names)} check{'s' if len(names) > 1 else ''} failed: {', '.join(names)}"
 
 
+ERRORS_SHOWN = 20
+"""So many notes of errors are shown at once."""
+
+
+def errors_text(count: int) -> str:
+    """Say how many notes of errors there are: `2 errors`; empty when there are none."""
+    return f"{count} error{'s' if count > 1 else ''}" if count else ""
+
+
+def error_lines(errors: Sequence[ErrorNote], path: object = "RUN") -> list[str]:
+    """Render notes of errors, the first of many of them."""
+    lines = [one_line(f"{clock_text(one.unix_s)} error: {one.note.text}") for one in errors]
+    more = len(lines) - ERRORS_SHOWN
+    return [
+        *lines[:ERRORS_SHOWN],
+        *([f"{more} more errors: engine tail {path}"] if more > 0 else []),
+    ]
+
+
 def line_text(line: LogLine) -> str:
     """Render a log line with its local wall time."""
     return f"{clock_text(line.unix_s)} {event_text(line.event)}"
@@ -588,6 +607,8 @@ def status_text(view: RunView, alive: Liveness) -> str:
         parts.append(event_text(view.phase))
     if failed := checks_failed_text(view):
         parts.append(failed)
+    if errors := errors_text(len(view.errors)):
+        parts.append(errors)
     if view.alerts:
         parts.append(alerts_text(view))
     if len(view.steps):
@@ -629,6 +650,8 @@ def ending_text(view: RunView, state: str) -> str:
     """Say in one sentence how a run ended; empty where nothing is known of it."""
     if view.finished is not None:
         return view.finished.reason
+    if view.failed_rank is not None and view.exit is None:
+        return view.failed_rank.reason
     if view.exit is not None:
         return view.exit.sentence
     if state == "host_lost":
@@ -644,13 +667,14 @@ def _ending(view: RunView, state: str) -> list[str]:
 
 def reason_text(view: RunView, state: str) -> str:
     """Say in one sentence why a run failed, or what is wrong with it: how it ended, else its first failed check,
-    else its first active alert; behind that, of a script that is not ours, each contradiction and suspicion. Empty
-    when nothing is wrong."""
+    else its first note of an error, else its first active alert; behind that, of a script that is not ours, each
+    contradiction and suspicion. Empty when nothing is wrong."""
     seen = {
         degree: [seen_text(one) for one in view.identities if one.degree == degree]
         for degree in ("contradiction", "suspicion")
     }
     failed = [f"{x.id}: {x.reason}" for x in view.checks.values() if x.level == "fail"]
+    failed += [one.note.text for one in view.errors]
     alerts = sorted(view.alerts.values(), key=lambda alert: alert.severity != "error")
     is_failure = state != "completed" and has_ended(state)
     first = (is_failure and _ending(view, state)) or failed
@@ -804,10 +828,10 @@ CHECK_SIGNS = {"fail": "x FAIL", "unknown": "? unknown", "pass": "+ pass"}
 
 
 def check_lines(view: RunView) -> list[str]:
-    """Render the first-minute checks: failed, then unknown, then passed."""
-    checks = view.checks
+    """Render the first-minute checks: failed, then unknown, then passed; and the notes of errors."""
+    checks, errors = view.checks, error_lines(view.errors)
     if not checks:
-        return ["no check has run yet"]
+        return ["no check has run yet", *errors]
     order = list(CHECK_SIGNS)
     levels = {
         check.id: check.level if check.level in order else "unknown" for check in checks.values()
@@ -826,6 +850,7 @@ def check_lines(view: RunView) -> list[str]:
             one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.reason}")
             for check in found
         ),
+        *errors,
     ]
 
 

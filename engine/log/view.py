@@ -8,10 +8,10 @@ of its entries belong to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -52,8 +52,9 @@ from engine.log.read import Liveness
 from engine.log.table import HOST_FIELDS, STEP_FIELDS
 from engine.log.table import Table as Table
 
-Source = Literal["events", "device", "watch"]
-SOURCES: tuple[Source, ...] = get_args(Source)
+Source: TypeAlias = str
+"""Which log: one of SOURCES, or `rank 1`, `rank 2`, ... for the log of a rank other than the first."""
+SOURCES: tuple[Source, ...] = ("events", "device", "watch")
 
 GOING_ON = ("not started", "starting", "running", "stopping")
 """States that a run leaves by itself."""
@@ -76,6 +77,33 @@ class Clock:
     session: int = 1
     """1 for the first opening of the log, and one more for each resume."""
     boot_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSaid:
+    """What a rank other than the first has said wrong in its newest session. Its words begin with `rank N: `."""
+
+    clock: Clock
+    failed: Mapping[str, Checked] = field(default_factory=dict)
+    """Checks whose newest result on this rank is a failure, by id."""
+    ended: RunFinished | None = None
+    """How it failed; None where it has not."""
+    ended_unix_s: float = 0.0
+
+
+class Failed(NamedTuple):
+    """A check that failed on a rank."""
+
+    rank: int
+    check: Checked
+
+
+class ErrorNote(NamedTuple):
+    """A note at level error, of a rank."""
+
+    rank: int
+    unix_s: float
+    note: Note
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +139,12 @@ class RunView:
     logged: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
     """What the script says by `apr_watch.log`: of each name the newest value, and its step."""
     session_unix_s: float | None = None
+    said_until_s: float | None = None
+    """The time of the newest line of the first rank's log."""
+    before_unix_s: float | None = None
+    """The same as of the end of the session before this one; None in the first."""
+    ranks: Mapping[int, RankSaid] = field(default_factory=dict)
+    """Each rank other than the first that has opened its log."""
     before: Mapping[str, AnyEvent] = field(default_factory=dict)
     """What the session before this one said of itself, as `said_of_itself`."""
     phase: Phase | None = None
@@ -148,8 +182,8 @@ class RunView:
     """What this session had to compile, in order."""
     kernel_counts: KernelCounts | None = None
     vocabulary_cut: VocabularyCut | None = None
-    checks: dict[str, Checked] = field(default_factory=dict)
-    """The newest result of each first-minute check of this session, by its id."""
+    own_checks: dict[str, Checked] = field(default_factory=dict)
+    """The newest result of each first-minute check of this session on the first rank, by its id."""
     checked_again: tuple[int, float] = (0, 0.0)
     """How many checks were repeated in this session, and the seconds that repeating them took."""
     audited_steps: tuple[int, ...] = ()
@@ -158,8 +192,9 @@ class RunView:
     receipt: ReceiptWritten | None = None
     parts: PartsMeasured | None = None
     stop_requested: str | None = None
-    finished: RunFinished | None = None
-    """How this session ended, as the run recorded it; None again as soon as the run is resumed."""
+    own_finished: RunFinished | None = None
+    """How this session ended on the first rank; None again as soon as the run is resumed."""
+    own_finished_unix_s: float = 0.0
     facts: dict[str, Any] | None = None
     host: HostSample | None = None
     """The newest readings. A reading that is not taken at every tick keeps its value until a sample reports it
@@ -189,6 +224,78 @@ class RunView:
     stack_dump_unix_s: float | None = None
     lines: tuple[LogLine, ...] = ()
     """The newest LINES_KEPT events of all logs without readings, ordered by time."""
+
+    @property
+    def ranks_now(self) -> dict[int, RankSaid]:
+        """The ranks of this session: those that opened their log after the end of the session before it."""
+        before = -math.inf if self.before_unix_s is None else self.before_unix_s
+        return {n: said for n, said in self.ranks.items() if said.clock.unix_s > before}
+
+    def failures(self, id: str) -> list[Failed]:
+        """Return the ranks on which a check has failed in this session."""
+        own = self.own_checks.get(id)
+        found = [] if own is None or own.level != "fail" else [Failed(0, own)]
+        for rank, said in sorted(self.ranks_now.items()):
+            if (check := said.failed.get(id)) is not None:
+                # The first rank may have logged it for that rank.
+                found = [one for one in found if one.check.reason != check.reason]
+                found.append(Failed(rank, check))
+        return found
+
+    @property
+    def checks(self) -> dict[str, Checked]:
+        """The newest result of each first-minute check of this session, by its id; one that failed on any rank has
+        failed."""
+        found = dict(self.own_checks)
+        for id in {id: None for said in self.ranks_now.values() for id in said.failed}:
+            first, *others = self.failures(id)
+            reason = "; ".join([first.check.reason, *(one.check.reason for one in others)])
+            found[id] = msgspec.structs.replace(first.check, reason=reason)
+        return found
+
+    @property
+    def errors(self) -> tuple[ErrorNote, ...]:
+        """The notes of this session at level error, ordered by time; what several ranks say alike, once."""
+        begins = {f"rank {n}": said.clock.unix_s for n, said in self.ranks_now.items()}
+        begins |= {source: clock.unix_s for source, clock in self.clocks.items()}
+        found = [
+            ErrorNote(rank_of(source), unix_s, note)
+            for (unix_s, source, _), note in zip(self.note_keys, self.notes, strict=True)
+            if note.level == "error" and unix_s >= begins.get(source, math.inf)
+        ]
+        return tuple(told_once(found))
+
+    @property
+    def failed_rank(self) -> RunFinished | None:
+        """How the rank failed that failed first; None where only the first rank did, or none."""
+        failed = [one for one in self.ranks_now.values() if one.ended is not None]
+        first = min(failed, key=lambda said: said.ended_unix_s, default=None)
+        own = self.own_finished
+        if first is None or (
+            own is not None
+            and own.state == "failed"
+            and self.own_finished_unix_s <= first.ended_unix_s
+        ):
+            return None
+        return first.ended
+
+    @property
+    def finished(self) -> RunFinished | None:
+        """How this session ended, as the run recorded it. Where a rank failed, the others only lost it: then it is in
+        the words of the one that failed first, or of the launcher that saw it end."""
+        own, exit_, rank = self.own_finished, self.exit, self.failed_rank
+        if own is not None and own.state == "completed":
+            return own
+        if own is None:
+            # While its processes exist, the first rank may still record an end.
+            return rank if exit_ is not None else None
+        if rank is not None:
+            return msgspec.structs.replace(rank, step=own.step)
+        lost = exit_ is not None and exit_.rank is not None and self.ranks_now.get(exit_.rank)
+        if lost and lost.ended is None and exit_ is not None and exit_.returncode:
+            code = exit_.returncode if exit_.returncode > 0 else 128 - exit_.returncode
+            return msgspec.structs.replace(own, reason=exit_.sentence, exit_code=code)
+        return own
 
     @property
     def said_of_itself(self) -> dict[str, AnyEvent]:
@@ -233,6 +340,8 @@ class RunView:
         if not alive.trainer and not alive.supervisor:
             if not self.clocks:
                 return "not started"
+            if self.failed_rank is not None:
+                return "failed"
             if self._began_in_another_boot(alive):
                 return "host_lost"
             return "vanished" if self.process is None else "unwatched"
@@ -300,6 +409,23 @@ class RunView:
         step, unix_s = self.steps.value("step", row), self.steps.value("unix_s", row)
         assert step is not None and unix_s is not None, "every step has a number and a time"
         return step, unix_s
+
+
+def rank_of(source: Source) -> int:
+    """Return the rank whose log it is; 0, the first, for the logs of the run."""
+    return int(source.removeprefix("rank ")) if source.startswith("rank ") else 0
+
+
+def told_once(notes: Iterable[ErrorNote]) -> list[ErrorNote]:
+    """Leave out a note that an earlier rank wrote in the same words."""
+    notes = list(notes)
+    lowest: dict[str, int] = {}
+    for rank, _, note in notes:
+        text = note.text.removeprefix(f"rank {rank}: ")
+        lowest[text] = min(rank, lowest.get(text, rank))
+    return [
+        one for one in notes if lowest[one.note.text.removeprefix(f"rank {one.rank}: ")] == one.rank
+    ]
 
 
 def said(

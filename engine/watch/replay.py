@@ -3,7 +3,8 @@
 A view of the end of a run cannot show that the GPU was idle for an hour in the middle. So the log is folded
 again from its start, the rules are evaluated as the supervisor would have, and the result is what was raised
 and cleared. This also works for a run that was never watched, or was watched with an older set of rules. What the
-run's own watcher raised and the replay does not find again is in the result too, and so are the checks that failed:
+run's own watcher raised and the replay does not find again is in the result too, and so are the checks that failed
+and the notes of errors, of every rank:
 nothing that was said of a run while it lived is left out once it is dead.
 
 Evaluations are one second apart, more for runs of hours (at most MOST_LOOKS in total), and never more than
@@ -19,13 +20,21 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
 
-from engine.log.events import AlertCleared, AlertRaised, Checked, LogOpened, StepDone
-from engine.log.fold import fold
+from engine.log.events import (
+    AlertCleared,
+    AlertRaised,
+    AnyEvent,
+    Checked,
+    LogOpened,
+    Note,
+    StepDone,
+)
+from engine.log.fold import OF_RANKS, fold, of_rank
 from engine.log.folder import RunFolder
 from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
 from engine.log.read import BrokenLog, LogReader
 from engine.log.table import batches_of
-from engine.log.view import SOURCES, RunView
+from engine.log.view import SOURCES, ErrorNote, Failed, RunView, rank_of, told_once
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.rule import Alert, Case, Unknown, earlier_settings
@@ -51,8 +60,10 @@ class Diagnosis:
     view: RunView
     raised: tuple[Raised, ...]
     """Ordered by time."""
-    failed: tuple[Checked, ...]
-    """The first failure of each check, ordered by time."""
+    failed: tuple[Failed, ...]
+    """The first failure of each check on each rank, ordered by time."""
+    errors: tuple[ErrorNote, ...]
+    """The notes at level error, ordered by time."""
     unjudged: dict[str, str]
     """Rules that could not judge at any moment, each with its last reason."""
     judged: tuple[str, ...]
@@ -99,11 +110,18 @@ class _Replay:
         """Raised by the watcher of the run."""
         self.session_s = 0.0
         """When the session began that is being replayed."""
-        self.failed: dict[str, Checked] = {}
+        self.failed: dict[tuple[str, int], Failed] = {}
+        self.errors: list[ErrorNote] = []
         self.judged: set[str] = set()
 
     def take(self, line: Line) -> None:
         event, unix_s = line.event, line.unix_s
+        if rank_of(line.source):
+            # Its steps are those of the first rank.
+            if isinstance(event, OF_RANKS):
+                self.hear(rank_of(line.source), of_rank(rank_of(line.source), event), unix_s)
+                self.waiting.append(line)
+            return
         # Alerts that were logged at the time are not evidence: the rules are evaluated again.
         if isinstance(event, AlertRaised):
             said = Raised(alert=event, unix_s=unix_s, cleared_unix_s=None, replayed=False)
@@ -122,13 +140,25 @@ class _Replay:
             self.next_look_s = unix_s + self.interval_s
         if isinstance(event, LogOpened) and line.source == "events":
             self.end_session(unix_s)
-        elif isinstance(event, Checked) and event.level == "fail":
-            self.failed.setdefault(event.id, event)
+        self.hear(0, event, unix_s)
         self.now_s = unix_s
         self.waiting.append(line)
         self.steps += isinstance(event, StepDone)
         if self.steps >= STEPS_PER_LOOK:
             self.look(unix_s)
+
+    def hear(self, rank: int, event: AnyEvent | None, unix_s: float) -> None:
+        """Keep a check that failed on a rank, or its note of an error."""
+        match event:
+            case Checked(level="fail"):
+                # The first rank may log what another has said.
+                told = (
+                    one.check.reason for one in self.failed.values() if one.check.id == event.id
+                )
+                if event.reason not in told:
+                    self.failed.setdefault((event.id, rank), Failed(rank, event))
+            case Note(level="error"):
+                self.errors.append(ErrorNote(rank, unix_s, event))
 
     def look(self, now_s: float) -> None:
         self.fold_waiting()
@@ -166,6 +196,7 @@ class _Replay:
             view=self.view,
             raised=tuple(self.raised),
             failed=tuple(self.failed.values()),
+            errors=tuple(told_once(self.errors)),
             unjudged=unjudged,
             judged=tuple(rule.id for rule in self.alerts.rules if rule.id in self.judged),
             fault=None if fault is None else str(fault),

@@ -17,6 +17,7 @@ A checkpoint that a check found to be another than the run was is refused like a
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -124,7 +125,8 @@ def was_stopped_by_checks(view: RunView) -> bool:
     if view.finished is None or view.finished.state != "failed":
         return False
     failed = [check for check in view.checks.values() if check.level == "fail"]
-    return any(view.finished.reason.startswith(f"check {check.id}: ") for check in failed)
+    reason = re.sub(r"^rank \d+: ", "", view.finished.reason)
+    return any(reason.startswith(f"check {check.id}: ") for check in failed)
 
 
 def promised_step(view: RunView) -> int | None:
