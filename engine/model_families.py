@@ -31,8 +31,9 @@ This table holds only numbers and names, and imports nothing: `engine.formats` a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -98,6 +99,10 @@ class Family:
     """config.json gives `no_rope_layers`, in which the layers with 0 have no RoPE."""
     tied: bool = False
     """Whether the head is the embedding if config.json does not say."""
+    absent: Mapping[str, float | None] = field(default_factory=dict)
+    """Values of keys that older config.json files lack, as transformers has them; None is that of
+    num_attention_heads. A file of another family without such a key is refused.
+    """
     hf_flags: Mapping[str, object]
     """Keys written to config.json about variants that this decoder does not implement."""
     padding: int = 0
@@ -157,6 +162,7 @@ class Family:
         return "llama3" in self.rope_types
 
 
+_OLDER = {"num_key_value_heads": None, "rope_theta": 10_000.0}
 _ROWS = (
     Family(
         name="qwen2",
@@ -181,6 +187,7 @@ _ROWS = (
         hf_class="LlamaForCausalLM",
         rope_types=("default", "llama3"),
         whole_heads=True,
+        absent={**_OLDER, "max_position_embeddings": 2048},
         hf_flags={"attention_bias": False, "mlp_bias": False},
         turns_neighbours=True,
         gguf_rope_dimension=True,
@@ -221,6 +228,7 @@ _ROWS = (
         norms_in_front=False,
         norms_behind=True,
         whole_heads=True,
+        absent=_OLDER,
         hf_flags={"attention_bias": False},
         apr=False,
     ),
@@ -233,6 +241,7 @@ _ROWS = (
         partial_rotary=True,
         rope_types=("default", "longrope"),
         padding=32000,
+        absent=_OLDER,
         hf_flags={"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         apr=False,
         gguf_rope_dimension=True,
@@ -384,6 +393,22 @@ LAYER = (
         "norms_behind",
     ),
 )
+ROPE_BUFFER = re.compile(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+"""Tensors of older checkpoints that hold what follows from the RoPE settings of config.json."""
+_TEXT_MODEL = re.compile(
+    r"(?:model\.language_model|language_model\.model)\.(?P<inner>.+)|language_model\.(?P<head>lm_head\..+)"
+)
+
+
+def in_text_model(name: str) -> str | None:
+    """Return the name that a tensor has in its language model alone, from its name in a checkpoint that has a vision
+    model beside it; None for any other name."""
+    found = _TEXT_MODEL.fullmatch(name)
+    if found is None:
+        return None
+    return found["head"] or f"model.{found['inner']}"
+
+
 ROPE_DIVISORS = "rope_freqs.weight"
 """The tensor with Llama 3.1's RoPE scaling in a GGUF or .apr file."""
 

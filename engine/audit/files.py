@@ -165,7 +165,8 @@ def shape_in(raw: dict[str, Any]) -> Shape:
         "kv_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
         "eps": raw["rms_norm_eps"],
-        "theta": rope.get("rope_theta", raw.get("rope_theta")),
+        # Configurations of the first Llamas lack it.
+        "theta": rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
         "tied": raw.get("tie_word_embeddings", raw["model_type"] in ("smollm3", "gemma3_text")),
         "window": _window(raw),
         "unturned": tuple(

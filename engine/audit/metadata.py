@@ -35,11 +35,8 @@ _KINDS = {NORMAL: "normal", CONTROL: "special", USER_DEFINED: "added, not specia
 _ENDS = 3
 """GGUF has keys for three tokens that end a text."""
 _ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
-_SIZES = {
-    "width": ("hidden_size", "embedding_length"),
-    "positions": ("max_position_embeddings", "context_length"),
-}
-"""Of the configuration, beside its shape: key of config.json, and of a GGUF."""
+_SIZES = {"width": "embedding_length", "positions": "context_length"}
+"""Of the configuration, beside its shape, by the key of a GGUF."""
 _IN_APR = {
     "layers": "num_layers",
     "heads": "num_heads",
@@ -177,11 +174,13 @@ def of_config(raw: Mapping[str, Any]) -> Said:
     shape = shape_in(dict(raw))
     return {
         **shape,
-        **{name: raw.get(key) for name, (key, _) in _SIZES.items()},
+        "width": raw["hidden_size"],
+        # Configurations of the first Llamas lack it.
+        "positions": (positions := raw.get("max_position_embeddings", 2048)),
         "vocabulary": raw.get("vocab_size"),
         "architecture": _architecture(raw.get("model_type")),
         "classes": raw.get("architectures") or [],
-        "window": _window(shape, raw.get("max_position_embeddings")),
+        "window": _window(shape, positions),
         "slowed": _slowed(shape),
         "bos": _ids(raw.get("bos_token_id")),
         "ends": (ends := _ids(raw.get("eos_token_id")))[:_ENDS],
@@ -211,7 +210,7 @@ def _of_gguf(path: Path) -> Said:
     return {
         "position_factor": value(f"{family}.rope.scaling.factor") if linear else 1.0,
         **files.shape,
-        **{name: value(f"{family}.{key}") for name, (_, key) in _SIZES.items()},
+        **{name: value(f"{family}.{key}") for name, key in _SIZES.items()},
         "window": _window(files.shape, value(f"{family}.context_length")),
         "vocabulary": files.count("embed.weight"),
         "architecture": family,

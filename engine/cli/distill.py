@@ -170,9 +170,17 @@ def _check(arguments: argparse.Namespace) -> int:
     spec = asked.spec
     size = measure_data(spec, asked.inputs)
     say(f"{arguments.spec}: the spec and its inputs are sound")
-    for line in (*asked.inputs.models, *size.lines(spec.train.steps)):
+    engines = _engines(asked.inputs)
+    for line in (
+        *asked.inputs.models,
+        *(f"{whose}: run by {words}" for whose, words in engines.items()),
+        *(f"warning: {note}" for note in asked.inputs.notes),
+        *size.lines(spec.train.steps),
+    ):
         say(line)
     found = {
+        "engines": engines,
+        "notes": list(asked.inputs.notes),
         "spec_sha256": spec.sha256,
         "spec": spec.to_dict(),
         "data": dataclasses.asdict(size),
@@ -193,6 +201,19 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         put_json(found)
     return code
+
+
+def _engines(inputs: Inputs) -> dict[str, str]:
+    """Return what runs each model, by its owner."""
+    from engine.models.transformers_config import TransformersConfig
+
+    found = {}
+    for whose, config in (("teacher", inputs.teacher), ("student", inputs.student)):
+        if isinstance(config, TransformersConfig):
+            found[whose] = f"transformers, as a {config.title}: {config.why}"
+        elif config is not None:
+            found[whose] = "the native decoder"
+    return found
 
 
 def _start(arguments: argparse.Namespace) -> RunFolder:

@@ -57,6 +57,7 @@ from engine.formats.weights import (
     read_json_object,
 )
 from engine.formats.writing import fsync_folder, tensor_bytes, tensor_parts, unwritable
+from engine.model_families import ROPE_BUFFER, in_text_model
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ class SafetensorsFolder(WeightFile):
     format = "safetensors"
     convention = "hf"
 
-    def __init__(self, path: Path, headers: list[Header]) -> None:
+    def __init__(self, path: Path, headers: list[Header], warnings: Sequence[str] = ()) -> None:
         self.path = path
         tensors: dict[str, TensorInfo] = {}
         metadata: dict[str, str] = {}
@@ -114,7 +115,7 @@ class SafetensorsFolder(WeightFile):
             for header in headers
             if header.path.suffix.lower() == ".apr"
         ]
-        self.warnings = (*named_apr, *(w for h in headers for w in h.warnings))
+        self.warnings = (*named_apr, *warnings, *(w for h in headers for w in h.warnings))
         for header in headers:
             metadata |= header.metadata  # for duplicate keys the last shard's value is used
             for name, info in header.tensors.items():
@@ -126,7 +127,8 @@ class SafetensorsFolder(WeightFile):
                         code="ST13",
                     )
                 tensors[name] = info
-        self.tensors, self.metadata = tensors, metadata
+        self.tensors, self.metadata = _of_text_model(tensors), metadata
+        self.warnings = (*self.warnings, *_left_out(path, self.tensors))
         scratch = Scratch()
         self._files = {
             one.path: OpenFile(one.path, "weights", "", one.identity, scratch) for one in headers
@@ -161,7 +163,47 @@ class SafetensorsFolder(WeightFile):
 
 def open_index(path: Path) -> SafetensorsFolder:
     """Open the shards that an index file lists, whatever its name. Raises `WeightsError`."""
-    return SafetensorsFolder(path, _read_shards(path))
+    headers, total = _read_shards(path)
+    held = sum(info.bytes for header in headers for info in header.tensors.values())
+    warnings = []
+    if total is not None and (isinstance(total, bool) or total != held):
+        warnings.append(
+            f"{path}: metadata.total_size is {total!r:.80}, its shards hold {held:,} bytes of tensors; "
+            "nothing here reads it"
+        )
+    return SafetensorsFolder(path, headers, warnings)
+
+
+def _of_text_model(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors by the names that they have in a language model alone, in a checkpoint that has a vision model
+    beside it. Tensors of other parts keep their names, and `TensorInfo.name` is always that in the file."""
+    renamed = {in_text_model(name) or name: info for name, info in tensors.items()}
+    return renamed if len(renamed) == len(tensors) else tensors
+
+
+def other_parts(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the tensors beside the language model of a checkpoint that has a vision model too."""
+    if all(name == info.name for name, info in tensors.items()):
+        return []
+    return [
+        name
+        for name in tensors
+        if not name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."))
+    ]
+
+
+def _left_out(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield what the native decoder does not read of a file."""
+    buffers = [name for name in tensors if ROPE_BUFFER.fullmatch(name)]
+    if buffers:
+        yield f"{path}: {_listed(buffers, 'buffer')} of RoPE not read: config.json says the same"
+    if others := other_parts(tensors):
+        yield f"{path}: {_listed(others, 'tensor')} beside the language model, which the native decoder does not read"
+
+
+def _listed(names: Sequence[str], what: str) -> str:
+    more = "" if len(names) == 1 else "s"
+    return f"{len(names):,} {what}{more} ({min(names)}{', ...' * bool(more)})"
 
 
 def write_safetensors(
@@ -269,13 +311,12 @@ def _stays_inside(folder: Path, shard: str) -> bool:
     return real.is_relative_to(os.path.realpath(folder)) or real.parent == blobs
 
 
-def _read_shards(index: Path) -> list[Header]:
+def _read_shards(index: Path) -> tuple[list[Header], object]:
     """Return the headers of all shards of an index, after checking that each tensor is in its
-    listed shard.
+    listed shard, and the total size that it says.
     """
-    weight_map = read_json_object(index, "safetensors index", limits.WEIGHTS_HEADER).get(
-        "weight_map"
-    )
+    raw = read_json_object(index, "safetensors index", limits.WEIGHTS_HEADER)
+    weight_map, about = raw.get("weight_map"), raw.get("metadata")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         found = f"{weight_map!r:.80}"
         refuse(index, "a weight_map of tensor names to file names", found, code="ST13")
@@ -310,7 +351,7 @@ def _read_shards(index: Path) -> list[Header]:
             others = [other for other in shards if name in holds[other]]
             found = f"it in {others[0]}" if others else "it in no shard"
             refuse(index, f"tensor {json.dumps(name)} in {shard}", found, code="ST13")
-    return headers
+    return headers, about.get("total_size") if isinstance(about, dict) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -299,6 +299,8 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
     values: dict[str, object] = {} if family is None else {"family": family.name}
     if raw.get("num_key_value_heads", 0) is None:
         raw = {**raw, "num_key_value_heads": raw.get("num_attention_heads")}
+    if family is not None:
+        raw = _completed(raw, family)
     for key in SIZES:
         wanted = key != "head_dim" or (family is not None and family.own_head_dim)
         if wanted or raw.get(key) is not None:
@@ -324,6 +326,12 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
         _take(raw, "query_pre_attn_scalar", int, values, problems)
     if family is not None and family.rope_by_layer:
         values["layers_without_rope"] = _layers_without_rope(raw, problems)
+    types, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
+    by_layer = family is not None and family.window_by_layer
+    if isinstance(types, list) and not by_layer and len(types) != layers:
+        problems.append(
+            f"layer_types: expected one for each of {layers} layers, found {len(types)}"
+        )
     if raw.get("tie_word_embeddings") is not None:
         _take(raw, "tie_word_embeddings", bool, values, problems)
     elif family is not None:
@@ -332,6 +340,17 @@ def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str
         _take(raw, "bos_token_id", int, values, problems)
     values["eos_token_ids"] = _token_ids(raw, "eos_token_id", problems)
     return values, problems
+
+
+def _completed(raw: Mapping[str, object], family: Family) -> Mapping[str, object]:
+    """Return `raw` with the keys that older files of the family lack."""
+    nested = raw.get("rope_parameters")
+    present = {*raw, *(nested if isinstance(nested, Mapping) else ())}
+    lacking = {key: value for key, value in family.absent.items() if key not in present}
+    for key in lacking:
+        if lacking[key] is None:
+            lacking[key] = raw.get("num_attention_heads")  # type: ignore[assignment]  # checked as it is taken
+    return {**raw, **lacking}
 
 
 def _take(

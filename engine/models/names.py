@@ -24,11 +24,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from engine.errors import WeightsError
+from engine.formats.safetensors import other_parts
 from engine.model_families import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
     LAYERS,
+    ROPE_BUFFER,
     ROPE_DIVISORS,
     TensorRow,
     layer_tensors,
@@ -115,7 +117,7 @@ def check_fits(
     one that lists every missing, unexpected and misshapen tensor and every
     tensor of an unreadable dtype. A tied model may have a head of the embedding's shape (or an
     empty one in an .apr, as one exporter of tied models writes it), and a Llama outside safetensors
-    may have `ROPE_DIVISORS`.
+    may have `ROPE_DIVISORS`. Buffers of RoPE and the parts beside a language model are not read.
     """
     if importlib.util.find_spec(PACKAGE) is None:
         present = {info.dtype for info in weights.tensors.values()}
@@ -123,7 +125,10 @@ def check_fits(
         if rare:
             raise package_needed(where, rare)
     if isinstance(config, TransformersConfig):
-        why = config.misfit({name: facts.shape for name, facts in weights.tensors.items()})
+        # The text model of a checkpoint may be run alone, or with the parts beside it.
+        whole = {facts.name: facts.shape for facts in weights.tensors.values()}
+        text = {name: facts.shape for name, facts in weights.tensors.items()}
+        why = config.misfit(whole) and config.misfit(text)
         if why is not None:
             raise WeightsError.expected(
                 "weights do not fit the configuration", where, f"those of a {config.title}", why
@@ -135,10 +140,13 @@ def check_fits(
     if config.kind.stretches and convention != "hf":
         allowed[ROPE_DIVISORS] = (config.head_dim // 2,)
     dtypes = readable_dtypes(convention)
+    unread = {name for name in weights.tensors if ROPE_BUFFER.fullmatch(name)}
+    unread |= {*other_parts(weights.tensors)}
     found = {
         name: facts
         for name, facts in weights.tensors.items()
-        if not (name == head and head not in expected and convention == "apr" and 0 in facts.shape)
+        if name not in unread
+        and not (name == head and head not in expected and convention == "apr" and 0 in facts.shape)
     }
     missing = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
     unexpected, misshapen, other_dtype = [], [], []

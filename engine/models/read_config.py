@@ -5,12 +5,16 @@
     transformers  the model's class in transformers, whatever its family
 
 GGUF and .apr files are read by our own decoder alone.
+
+A config.json of several models has that of its language model in `text_config`. transformers runs the whole where it
+has a causal language model for it; else the language model is run alone, by whichever of the two has it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +23,7 @@ from engine import limits
 from engine.errors import WeightsError
 from engine.formats.weights import open_regular, read_json_object
 from engine.model_families import FAMILIES, ROPE_DIVISORS
-from engine.models.config import CONFIG_FILE, ModelConfig, unsupported
+from engine.models.config import CONFIG_FILE, SIZES, ModelConfig, unsupported
 from engine.models.rope import divisors, same_divisors, scaling_of_divisors
 from engine.models.transformers_config import read_transformers_config
 from engine.spec.sections import ModelSection
@@ -43,10 +47,48 @@ def read_config(folder_or_file: str | Path, how: ModelSection = AUTO) -> ModelCo
 
 def _config_in(raw: Mapping[str, object], where: Path, how: ModelSection) -> ModelConfig:
     """Return the configuration in a parsed `config.json` for the engine that runs the model."""
+    text = _text_part(raw)
+    if text is None:
+        return _config_alone(raw, where, how)
+    if raw.get("model_type") not in FAMILIES and (why := why_not_native(raw, how)):
+        with suppress(WeightsError):
+            return read_transformers_config(raw, where, how, why)
+    return _config_alone(text, where, how)
+
+
+def _config_alone(raw: Mapping[str, object], where: Path, how: ModelSection) -> ModelConfig:
     why = why_not_native(raw, how)
-    if why is None:
+    if why is not None:
+        return read_transformers_config(raw, where, how, why)
+    try:
         return ModelConfig.from_dict(raw, where)
-    return read_transformers_config(raw, where, how, why)
+    except WeightsError as error:
+        if _runs_in_transformers(raw, where, how):
+            error.hint = "transformers runs it: `--set model.engine=transformers`, in a run"
+        raise
+
+
+def _text_part(raw: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the configuration of the language model of several; None where there is one model."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return None
+    of_the_whole = ("text_config", "vision_config", "architectures", "auto_map")
+    return {**{key: raw[key] for key in raw if key not in of_the_whole}, **text}
+
+
+def _runs_in_transformers(raw: Mapping[str, object], where: Path, how: ModelSection) -> bool:
+    """Whether transformers makes a model of a configuration that the native decoder refuses."""
+    sizes = {key: raw.get(key) for key in SIZES}
+    if any(isinstance(size, int) and size > SIZES[key].most for key, size in sizes.items()):
+        return False
+    if not isinstance(raw.get("model_type"), str) or raw.get("quantization_config"):
+        return False
+    try:
+        read_transformers_config(raw, where, replace(how, engine="transformers"), "")
+    except WeightsError:
+        return False
+    return True
 
 
 def why_not_native(raw: Mapping[str, object], how: ModelSection) -> str | None:
@@ -64,7 +106,7 @@ def why_not_native(raw: Mapping[str, object], how: ModelSection) -> str | None:
 def config_of(weights: WeightFile, how: ModelSection = AUTO) -> ModelConfig:
     """Return the configuration of an open weight file of any format. Raises `WeightsError`."""
     if weights.convention == "hf":
-        return _config_in(weights.config_dict(), weights.path, how)
+        return _config_in(weights.config_dict(), weights.folder / CONFIG_FILE, how)
     config = ModelConfig.from_dict(weights.config_dict(), weights.path)
     if not config.kind.stretches or ROPE_DIVISORS not in weights.tensors:
         return config

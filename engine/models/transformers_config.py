@@ -18,6 +18,7 @@ import importlib
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -104,7 +105,7 @@ def read_transformers_config(
     config = _hf_config(raw, folder, how, where)
     own = config.__class__.__module__.startswith("transformers_modules")
     with quiet():
-        model = made_empty(config, remote=own, where=where)
+        model = made_empty(config, remote=own, where=where, raw=raw)
     text = config.get_text_config(decoder=True)
 
     def size(*names: str, default: int = 0) -> int:
@@ -167,7 +168,7 @@ def _hf_config(raw: Mapping[str, object], folder: Path, how: ModelSection, where
             with quiet():
                 return transformers.CONFIG_MAPPING[family].from_dict(dict(raw))
         except Exception as error:
-            raise refused(where, f"a {family} that transformers reads", error) from error
+            raise refused(where, f"a {family} that transformers reads", error, raw) from error
     if "auto_map" not in raw:
         raise WeightsError.expected(
             "model_type",
@@ -188,10 +189,10 @@ def _hf_config(raw: Mapping[str, object], folder: Path, how: ModelSection, where
         with quiet():
             return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     except Exception as error:
-        raise refused(where, "code of its own that runs", error) from error
+        raise refused(where, "code of its own that runs", error, raw) from error
 
 
-def made_empty(config: Any, *, remote: bool, where: object) -> Any:
+def made_empty(config: Any, *, remote: bool, where: object, raw: Mapping[str, object]) -> Any:
     """Return the model without memory for its weights, on the meta device. Raises `WeightsError`."""
     import torch
 
@@ -199,14 +200,41 @@ def made_empty(config: Any, *, remote: bool, where: object) -> Any:
         with torch.device("meta"):
             return library().AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
     except Exception as error:
-        raise refused(where, "a causal language model", error) from error
+        raise refused(where, "a causal language model", error, raw) from error
 
 
-def refused(where: object, expected: str, error: Exception) -> WeightsError:
-    """Return the refusal of a model for an error of transformers, in one line."""
-    text = str(error).strip().splitlines()
-    found = f"{type(error).__name__}: {text[0] if text else ''}"
-    return WeightsError.expected("model", where, expected, f"{found:.300}")
+def refused(
+    where: object, expected: str, error: Exception, raw: Mapping[str, object]
+) -> WeightsError:
+    """Return the refusal of a model for an error of transformers, in one line. `raw` is the content of its
+    config.json."""
+    return WeightsError.expected("model", where, expected, f"{_sentence(error, raw):.300}")
+
+
+def _sentence(error: Exception, raw: Mapping[str, object]) -> str:
+    if isinstance(error, KeyError) and error.args:
+        text = str(error.args[0])
+        if " " in text:
+            return text
+        # A table of transformers has no row for a value of config.json.
+        named = next(_holding(raw, error.args[0]), "a value")
+        return f"{named} {text!r}, which transformers {version()} does not have"
+    text = " ".join(str(error).split())
+    if text.startswith("Unrecognized configuration class"):
+        family = raw.get("model_type")
+        return f"{family!r:.80}, of which transformers {version()} has no causal language model"
+    if isinstance(error, ValueError | TypeError) or "Validation" in type(error).__name__:
+        return re.sub(r"\b[A-Z]\w*Error: ", "", text)
+    return f"{type(error).__name__}: {text}"
+
+
+def _holding(raw: Mapping[str, object], value: object, path: str = "") -> Iterator[str]:
+    """Yield the keys of a configuration with a value, those of a nested one behind a dot."""
+    for key, found in raw.items():
+        if found == value:
+            yield f"{path}{key}"
+        elif isinstance(found, Mapping):
+            yield from _holding(found, value, f"{path}{key}.")
 
 
 def _transformers(where: object, raw: Mapping[str, object]) -> Any:

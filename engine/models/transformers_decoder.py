@@ -36,6 +36,7 @@ from engine.decision import Decision
 from engine.errors import WeightsError
 from engine.files import read_json_object
 from engine.limits import MODEL_CONFIG
+from engine.model_families import ROPE_BUFFER
 from engine.models.attention import starts_on_host
 from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder, RunLayer, product_dtype, run_layer
@@ -54,6 +55,11 @@ from engine.models.transformers_config import (
 HEAD_TOKENS = 24
 LARGE_LOGIT = 1024.0
 """Hidden states are also multiplied so that the largest logit is about this: there a cap of 30 shows."""
+TEXT_MODEL_NAMES = {
+    r"^(model\.language_model|language_model\.model)\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""Names of a language model's tensors in a checkpoint of several models, and alone."""
 MOST_ROUNDING = 0.1
 """Beyond this share rounding hides what a wrong position or mask would do."""
 EXACT = 1e-4
@@ -417,11 +423,16 @@ def load_transformers_decoder(
 
     Raises `WeightsError` where a tensor is missing, left over, of another shape or not finite.
     """
+    raw = read_json_object(folder / CONFIG_FILE, "model", MODEL_CONFIG)
+    # The language model of several, which its files name as a part of the whole.
+    alone = "text_config" in raw and "text_config" not in config.to_hf_dict()
+    renamed = {"key_mapping": TEXT_MODEL_NAMES} if alone else {}
     try:
         with quiet():
             model, found = library().AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=hf_config(config),
+                **renamed,
                 dtype=dtype,
                 local_files_only=True,
                 use_safetensors=True,
@@ -430,11 +441,19 @@ def load_transformers_decoder(
             )
     except Exception as error:
         raise refused(
-            folder, f"a {config.title} that transformers {version()} loads", error
+            folder,
+            f"a {config.title} that transformers {version()} loads",
+            error,
+            config.to_hf_dict(),
         ) from error
+    left_over = [name for name in found["unexpected_keys"] if not ROPE_BUFFER.fullmatch(name)]
+    if alone:
+        own = model.state_dict()
+        first = {name.partition(".")[0] for name in own}
+        left_over = [name for name in left_over if name.partition(".")[0] in first]
     problems = [
         *(f"missing {name}" for name in sorted(found["missing_keys"])),
-        *(f"unexpected {name}" for name in sorted(found["unexpected_keys"])),
+        *(f"unexpected {name}" for name in sorted(left_over)),
         *(f"misshapen {one}" for one in sorted(map(str, found["mismatched_keys"]))),
     ]
     tensors = model.state_dict()

@@ -351,7 +351,10 @@ def test_both_spellings_of_the_rotary_base_are_read(spelling: dict[str, object])
         ({"mlp_bias": True}, "mlp_bias: expected False"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' (all that is supported), found"),
         ({"use_sliding_window": True}, "use_sliding_window: expected False"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "found 'sliding_attention'"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 12},
+            "found 'sliding_attention'",
+        ),
         ({"attention_dropout": 0.1}, "attention_dropout: expected 0.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected None"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "found 'yarn'"),
@@ -399,7 +402,11 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
         (SMOLLM3_3B, {"no_rope_layers": ...}, "no_rope_layers: expected 0 or 1 for each of 36"),
         (SMOLLM3_3B, {"no_rope_layers": [1] * 35}, "no_rope_layers: expected 0 or 1 for each of"),
         (SMOLLM3_3B, {"no_rope_layers": [2] * 36}, "no_rope_layers: expected 0 or 1 for each of"),
-        (SMOLLM3_3B, {"layer_types": ["sliding_attention"]}, "layer_types: expected 'full_att"),
+        (
+            SMOLLM3_3B,
+            {"layer_types": ["sliding_attention"] * 36},
+            "layer_types: expected 'full_att",
+        ),
         (
             LLAMA32_1B,
             {"model_type": "olmo2", "rope_scaling": None, "mlp_bias": True},

@@ -51,12 +51,13 @@ def make_config(tied: bool = False, layers: int = 3, family: str = "qwen2") -> M
 class Facts:
     dtype: str
     shape: tuple[int, ...]
+    name: str = ""
 
 
 class Weights:
     def __init__(self, config: ModelConfig, dtype: str = "BF16", convention: str = "hf") -> None:
         expected = expected_tensors(config, convention)
-        self.tensors = {name: Facts(dtype, shape) for name, shape in expected.items()}
+        self.tensors = {name: Facts(dtype, shape, name) for name, shape in expected.items()}
 
 
 def refusal(config: ModelConfig, weights: Weights, convention: str = "hf") -> str:
@@ -145,15 +146,15 @@ def test_a_gguf_does_not_fit_by_the_names_of_another_convention() -> None:
 def test_a_tied_gguf_may_bring_its_head_and_a_llama_its_rope_divisors() -> None:
     config = make_config(tied=True, family="llama")
     weights = Weights(config, "F32", "gguf")
-    weights.tensors["output.weight"] = Facts("Q6_K", (50, 32))
-    weights.tensors["rope_freqs.weight"] = Facts("F32", (4,))
+    weights.tensors["output.weight"] = Facts("Q6_K", (50, 32), "output.weight")
+    weights.tensors["rope_freqs.weight"] = Facts("F32", (4,), "rope_freqs.weight")
     check_fits(config, weights, "x", "gguf")
-    weights.tensors["rope_freqs.weight"] = Facts("F32", (8,))
+    weights.tensors["rope_freqs.weight"] = Facts("F32", (8,), "rope_freqs.weight")
     assert "misshapen rope_freqs.weight: expected [4], found [8]" in refusal(
         config, weights, "gguf"
     )
     qwen = Weights(make_config(tied=True), "F32", "gguf")
-    qwen.tensors["rope_freqs.weight"] = Facts("F32", (4,))
+    qwen.tensors["rope_freqs.weight"] = Facts("F32", (4,), "rope_freqs.weight")
     assert "unexpected rope_freqs.weight" in refusal(make_config(tied=True), qwen, "gguf")
 
 
@@ -161,13 +162,13 @@ def test_a_head_without_values_is_no_head_in_a_tied_apr_and_nowhere_else() -> No
     tied = make_config(tied=True)
     for shape in ((0,), (0, 32)):
         weights = Weights(tied, "F32", "apr")
-        weights.tensors["lm_head.weight"] = Facts("F32", shape)
+        weights.tensors["lm_head.weight"] = Facts("F32", shape, "lm_head.weight")
         check_fits(tied, weights, "x", "apr")
         assert "misshapen lm_head.weight" in refusal(tied, weights)
-        weights.tensors["model.norm.weight"] = Facts("F32", (0,))
+        weights.tensors["model.norm.weight"] = Facts("F32", (0,), "model.norm.weight")
         assert "misshapen model.norm.weight" in refusal(tied, weights, "apr")
     untied = Weights(make_config(), "F32", "apr")
-    untied.tensors["lm_head.weight"] = Facts("F32", (0, 32))
+    untied.tensors["lm_head.weight"] = Facts("F32", (0, 32), "lm_head.weight")
     assert "missing lm_head.weight [50, 32]" not in refusal(make_config(), untied, "apr")
 
 
@@ -252,18 +253,22 @@ def test_only_llama_is_stored_for_turning_neighbours() -> None:
 
 def test_a_tied_model_may_bring_its_head() -> None:
     config, weights = make_config(tied=True), Weights(make_config(tied=True))
-    weights.tensors["lm_head.weight"] = Facts("BF16", (50, 32))
+    weights.tensors["lm_head.weight"] = Facts("BF16", (50, 32), "lm_head.weight")
     check_fits(config, weights, "x")
-    weights.tensors["lm_head.weight"] = Facts("BF16", (0, 32))
+    weights.tensors["lm_head.weight"] = Facts("BF16", (0, 32), "lm_head.weight")
     assert "misshapen lm_head.weight: expected [50, 32], found [0, 32]" in refusal(config, weights)
 
 
 def test_every_kind_of_misfit_is_in_one_error() -> None:
     weights = Weights(make_config())
     del weights.tensors["model.norm.weight"]
-    weights.tensors["model.layers.0.self_attn.o_proj.bias"] = Facts("BF16", (32,))
-    weights.tensors["model.layers.1.self_attn.k_proj.weight"] = Facts("BF16", (32, 16))
-    weights.tensors["lm_head.weight"] = Facts("I8", (50, 32))
+    weights.tensors["model.layers.0.self_attn.o_proj.bias"] = Facts(
+        "BF16", (32,), "model.layers.0.self_attn.o_proj.bias"
+    )
+    weights.tensors["model.layers.1.self_attn.k_proj.weight"] = Facts(
+        "BF16", (32, 16), "model.layers.1.self_attn.k_proj.weight"
+    )
+    weights.tensors["lm_head.weight"] = Facts("I8", (50, 32), "lm_head.weight")
     text = refusal(make_config(), weights)
     assert "1 missing, 1 unexpected, 1 misshapen, 1 of another dtype:" in text
     assert "missing model.norm.weight [32]" in text
