@@ -2,6 +2,6 @@
 
 import sys
 
-from engine.cli.main import main
+from apr_workbench import engine
 
-sys.exit(main())
+sys.exit(engine())

@@ -2,6 +2,6 @@
 
 import sys
 
-from workbench.cli import main
+from apr_workbench import workbench
 
-sys.exit(main())
+sys.exit(workbench())

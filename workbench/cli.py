@@ -15,6 +15,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from engine import child
 from engine.bytecode import keep_bytecode
 from engine.crash import run_command
 from engine.errors import EXIT_TERMINATED, InternalError, UsageError
@@ -203,7 +204,8 @@ def _demo(options: argparse.Namespace) -> int:
     if not _has_terminal():
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execv(ENGINE[0], [*ENGINE, *distill_arguments(spec, options.sets, out)])
+        words = [*ENGINE, *distill_arguments(spec, options.sets, out)]
+        os.execve(ENGINE[0], words, child.environment())
     options.theme = load_screen(options.theme)
     say(f"starting {out}")
     run = start_run(spec, options.sets, out)

@@ -11,18 +11,18 @@ from __future__ import annotations
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from engine import child
 from engine.errors import BadInput, EngineError, InternalError, UsageError
 from engine.log.folder import RunFolder, open_run
 
-ENGINE = (sys.executable, "-m", "engine")
-"""The engine of the interpreter that runs the workbench."""
+ENGINE = tuple(child.command("engine"))
+"""The engine of the interpreter that runs the workbench, to be started in `child.environment()`."""
 T = TypeVar("T")
 
 
@@ -143,6 +143,7 @@ def spawn(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
+        env=child.environment(),
         start_new_session=True,
     )
 
@@ -153,7 +154,11 @@ def ask_json(
     """Return the JSON value that an engine command prints. Raises InternalError when there is none, with the
     text `refusal` formatted with the exit `code` and with the output as `said`."""
     done = subprocess.run(
-        [*engine, *arguments], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        [*engine, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=child.environment(),
+        check=False,
     )
     try:
         return msgspec.json.decode(done.stdout, type=type_)
@@ -180,6 +185,7 @@ def _run(arguments: Sequence[str], engine: Sequence[str]) -> subprocess.Complete
         capture_output=True,
         encoding="utf-8",
         errors="replace",
+        env=child.environment(),
         start_new_session=True,
         check=False,
     )

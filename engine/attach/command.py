@@ -32,6 +32,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import IO, Any
 
+from engine import child
 from engine.errors import BadInput, EngineError, RunLogError
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.redact import Redactor
@@ -192,11 +193,12 @@ def _start_supervisor(
     try:
         with run.stderr.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "engine.attach.supervisor", str(run.path)],
+                child.command("engine.attach.supervisor", str(run.path)),
                 stdin=stdin,
                 stdout=output,
                 stderr=output,
                 text=True,
+                env=child.environment(),
                 start_new_session=True,
             )
     except OSError as error:

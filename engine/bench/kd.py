@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine import child
 from engine.bench.random_weights import RandomWeights
 from engine.bench.teacher import config_named
 from engine.data.batches import Batches
@@ -309,9 +310,11 @@ def run_arm(
 
     `flop_per_s` is the rate of the largest matmul, for the bound.
     """
-    command = [sys.executable, "-m", module, arm, device, shape.dumps()]
+    command = child.command(module, arm, device, shape.dumps())
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env=child.environment()
+        )
     except subprocess.TimeoutExpired:
         return KdRow(arm=arm, state="failed", why=f"no answer in {timeout_s:g} s")
     if done.returncode:

@@ -9,14 +9,13 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine import demo
+from engine import child, demo
 from engine.errors import InternalError, RunLogError
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
@@ -69,8 +68,8 @@ def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
 
 def store_outputs(spec: Path) -> None:
     """Run `engine prepare` for the steps of `spec`, without a defect. Raises InternalError when it fails."""
-    command = [sys.executable, "-m", "engine", "prepare", str(spec)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = child.command("engine", "prepare", str(spec))
+    done = subprocess.run(command, capture_output=True, text=True, env=child.environment())
     if done.returncode:
         raise InternalError(
             f"drill: {spec} — expected teacher outputs that can be stored, found {done.stderr.strip()[-800:]}"
@@ -82,10 +81,10 @@ def start(
 ) -> None:
     """Run `engine distill ARGUMENTS --detach`, with the defect `plant` and inside the control group `group`.
     Raises InternalError when the command refuses."""
-    environment = {name: value for name, value in os.environ.items() if name != TRAINER}
+    environment = {name: value for name, value in child.environment().items() if name != TRAINER}
     if plant:
         environment[TRAINER] = f"engine.drills.plant {plant} --"
-    command = [sys.executable, "-m", "engine", "distill", *arguments, "--detach"]
+    command = child.command("engine", "distill", *arguments, "--detach")
     if group is not None:
         # The shell moves itself, so that whatever it starts is created inside the group.
         enter = 'echo $$ > "$0" && exec "$@"'

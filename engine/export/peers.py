@@ -38,7 +38,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-import engine
+from engine import child
 
 # Shapes: T tokens of a row, V vocabulary
 
@@ -115,16 +115,14 @@ def ask(
         "rows": None if rows is None else [list(row) for row in rows],
         "logits": str(logits),
     }
-    root = str(Path(engine.__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "engine.export.peers", kind],
+            child.command("engine.export.peers", kind),
             input=json.dumps(question).encode(),
             capture_output=True,
             timeout=limit_s,
             check=False,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=child.environment(),
         )
     except subprocess.TimeoutExpired:
         return Absent(f"no answer in {limit_s:g} s")

@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from engine import child
 from engine.flips.script_settings import SCRIPT_SETTINGS
 from engine.log.folder import RunFolder
 from engine.watch.start_and_stop import Launched
@@ -136,10 +136,11 @@ def start(
     options += [f"--set={name}={text}" for name, text in arm.changed.items()]
     begun_unix_s = time.time()
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine", "watch", *options, "--", *arm.words],
+        child.command("engine", "watch", *options, "--", *arm.words),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        env=child.environment(),
         cwd=where,
         start_new_session=True,
     )

@@ -56,6 +56,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import msgspec
 
+from engine import child
 from engine.errors import BadInput, RunLogError
 from engine.files import open_plain, read_bytes
 from engine.limits import COLUMNS_FILE, LOG_ELAPSED, LOG_FILE, LOG_GPU, LOG_LINE, LOG_NUMBER
@@ -550,8 +551,8 @@ class BatchReader:
             return
         count = min(3, len(os.sched_getaffinity(0)) - 1)
         # -S: everything that `site` would add is in PYTHONPATH already.
-        command = [sys.executable, "-S", "-m", "engine.log.columns", str(self.lines.path)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = child.command("engine.log.columns", str(self.lines.path), options=["-S"])
+        environment = child.environment() | {child.PYTHONPATH: os.pathsep.join(child.path())}
         quiet = subprocess.DEVNULL
         for helper in range(count):
             share = map(str, (missing[0], missing[-1] - helper, -count))

@@ -26,12 +26,12 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from engine import child
 from engine.errors import InternalError
 from engine.machine.cuda_facts import NO, YES, CudaDevice, CudaFacts, CudaState, from_json, to_json
 from engine.machine.reading import Reading, absent, measured
@@ -218,35 +218,35 @@ def ask_in_child(
 ) -> CudaFacts:
     """Query the driver in a child process, which is ended after `limit_s` seconds; the timeout is then the reason."""
     visible = environ.get(VISIBLE)
-    command = [sys.executable, "-m", "engine.machine.cuda_driver"]
+    command = child.command("engine.machine.cuda_driver")
 
     def broken(reason: str) -> CudaFacts:
         none = absent(reason, "a process that asks the CUDA driver")
         return CudaFacts(state=CudaState.BROKEN, count=none, driver=none, visible=visible)
 
-    child = subprocess.Popen(
+    process = subprocess.Popen(
         command,
-        env=dict(environ),
+        env=child.environment(environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     try:
-        out, err = child.communicate(timeout=limit_s)
+        out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        child.kill()
+        process.kill()
         # A process inside a hanging driver cannot be ended; it is left behind and not waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.communicate(timeout=_KILL_LIMIT_S)
+            process.communicate(timeout=_KILL_LIMIT_S)
         return broken(f"the driver did not answer within {limit_s:g} s")
-    if child.returncode < 0:
-        return broken(f"it was ended by {signal.Signals(-child.returncode).name}")
+    if process.returncode < 0:
+        return broken(f"it was ended by {signal.Signals(-process.returncode).name}")
     try:
         return from_json(out.decode("utf-8", "replace").splitlines()[-1])
     except (ValueError, KeyError, IndexError, TypeError, InternalError):
         said = err.decode("utf-8", "replace").strip().splitlines()
         last = f": {said[-1]}" if said else ""
-        return broken(f"it printed no facts and exited with {child.returncode}{last}")
+        return broken(f"it printed no facts and exited with {process.returncode}{last}")
 
 
 if __name__ == "__main__":

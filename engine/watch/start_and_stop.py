@@ -7,11 +7,11 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import BinaryIO
 
+from engine import child
 from engine.bytecode import with_bytecode
 from engine.errors import BadInput, InternalError, RunLogError, write_error
 from engine.log.folder import RunFolder, read_command
@@ -62,7 +62,7 @@ def launch(
             f"run folder: {run.path} — expected a run that is not going on, found one that is",
             hint=f"follow it with `engine tail -f {run.path}`",
         )
-    command = [sys.executable, "-m", "engine.watch", str(run.path)]
+    command = child.command("engine.watch", str(run.path))
     command += ["--resume"] if resume else []
     command += ["--allow-fallback"] if allow_fallback else []
     command += ["--allow-restart"] if allow_restart else []
@@ -74,7 +74,7 @@ def launch(
             stdout=output,
             stderr=output,
             start_new_session=True,
-            env=with_bytecode(os.environ),
+            env=with_bytecode(child.environment()),
         )
     try:
         _wait_for_supervisor(run, process)

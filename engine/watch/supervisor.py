@@ -32,6 +32,7 @@ import sys
 import time
 from pathlib import Path
 
+from engine import child
 from engine.files import open_plain
 from engine.log.beats import read_lost_rank
 from engine.log.events import (
@@ -249,11 +250,11 @@ def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[b
     module = shlex.split(os.environ.get(TRAINER, ""))
     if not module:
         module = ["engine.train"] if ranks == 1 else ["engine.train.ranks.torchrun"]
-    command = [sys.executable, "-X", "faulthandler", "-u", "-m", *module, str(run.path)]
-    command += ["--keep-alive-fd", str(read_end), *flags]
+    arguments = [*module[1:], str(run.path), "--keep-alive-fd", str(read_end), *flags]
+    command = child.command(module[0], *arguments, options=child.TRACEBACKS)
     command += [] if ranks == 1 else ["--gpus", str(ranks)]
     wait = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
-    environment = {**os.environ, VARIABLE: wait}
+    environment = child.environment() | {VARIABLE: wait}
     if ranks > 1:
         environment |= flight_recorder.variables(run.path, environment)
     trainer = subprocess.Popen(

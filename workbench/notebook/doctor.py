@@ -11,6 +11,7 @@ import threading
 import uuid
 from typing import Any
 
+from engine import child
 from engine.errors import InternalError
 from workbench.engine_commands import ENGINE
 from workbench.notebook.outputs import replace, show
@@ -35,6 +36,7 @@ class Doctor:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            env=child.environment(),
             check=False,
         )
         with self._lock:

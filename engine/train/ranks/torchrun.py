@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from engine import child
 from engine.log.beats import (
     Beat,
     LostRank,
@@ -130,9 +131,13 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         # SIGTERM and SIGINT, which ask a run to stop, are handled in this module.
         signals_to_handle="SIGQUIT",
     )
-    command = ["-X", "faulthandler", "-u", "-m", "engine.train", str(run.path), *flags]
+    python, *words = child.command("engine.train", str(run.path), *flags, options=child.TRACEBACKS)
+    # The ranks get the environment of this process, which starts nothing else.
+    moved = child.environment()
+    os.environ.pop(child.PYTHONPATH, None)
+    os.environ.update(moved)
     try:
-        elastic_launch(config, sys.executable)(*command)
+        elastic_launch(config, python)(*words)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if _asked:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import child
 from engine.log.folder import RunFolder
 from engine.spec import load_spec
 from engine.version import VERSION
@@ -128,12 +129,12 @@ def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The command lines that this process has become."""
     lines: list[list[str]] = []
 
-    def execv(path: str, arguments: list[str]) -> None:
-        assert path == arguments[0] == sys.executable
+    def execve(path: str, arguments: list[str], environment: dict[str, str]) -> None:
+        assert path == arguments[0] == sys.executable and child.ASIDE in environment
         lines.append(arguments)
         raise Became
 
-    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(os, "execve", execve)
     return lines
 
 
@@ -146,7 +147,7 @@ def test_a_demo_without_a_terminal_becomes_the_engine(
         cli.main(["demo", *arguments, "--set", "train.steps=3", "--out", str(tmp_path / "run")])
     assert became == [
         [
-            *(sys.executable, "-m", "engine", "distill", str(cli.demo_spec(chat=chat))),
+            *child.command("engine", "distill", str(cli.demo_spec(chat=chat))),
             *("--set", "train.steps=3", "--out", str(tmp_path / "run")),
         ]
     ]

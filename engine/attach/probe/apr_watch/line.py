@@ -46,12 +46,13 @@ def begin(out: str) -> Begun | None:
     if rank_and_world(sys.modules.get("torch"))[0]:
         return None
     ours, theirs = socket.socketpair()
-    # The interpreter's own folder of imports: the script's may have an engine.py.
+    # Neither the folder of `-m` nor PYTHONPATH may come first there: the script's may have an engine.py.
     command = [sys.executable, "-P", "-m", "engine.attach.command", f"{os.getpid()}", out]
     try:
         ours.sendall(f"{os.getpid()}\n".encode())
         done = subprocess.run(
             [*command, sys.executable, *sys.orig_argv[1:]],
+            env=_environment(),
             stdin=theirs.fileno(),
             capture_output=True,
             text=True,
@@ -71,6 +72,17 @@ def begin(out: str) -> Begun | None:
     # What this process starts belongs to it, as below `engine watch`.
     os.environ[RUN] = begun.run
     return begun
+
+
+def _environment() -> dict[str, str]:
+    """As `engine.child.environment`, which cannot be imported here: the engine never gets into this process."""
+    made = dict(os.environ)
+    users = made.pop("PYTHONPATH", None)
+    made["APR_WORKBENCH_PYTHONPATH"] = "" if users is None else f"={users}"
+    entries = (users or "").split(os.pathsep)
+    child = os.path.join("engine", "child.py")
+    engines = [entry for entry in entries if os.path.isfile(os.path.join(entry, child))]
+    return {**made, "PYTHONPATH": engines[0]} if engines else made
 
 
 def _made_here(out: str) -> str:

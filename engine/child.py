@@ -1,0 +1,111 @@
+"""The processes that the engine starts of itself, and what Python imports in them.
+
+Python puts the folder of `python -m`, and the entries of PYTHONPATH, in front of everything: an `engine.py` there
+hides this package, and a `token.py` runs in place of the standard library's. Our own processes therefore start with
+`-P`, and with PYTHONPATH put aside:
+
+    command("engine.watch", RUN)    python -P -m engine.watch RUN
+    environment()                   the environment for it: PYTHONPATH is put aside
+    begin()                         in the child, before any other import: PYTHONPATH is back in the environment, for
+                                    the scripts of users that are started there, and its entries are the last of
+                                    `sys.path`: Python did not read them, so no `sitecustomize` in them has run
+    ours_first()                    the same order in a process that a user starts, as `engine` in a shell
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+
+TYPE_CHECKING = False  # Python has imported the modules above before it reads any path, and none of `collections`.
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+PYTHONPATH = "PYTHONPATH"
+ASIDE = "APR_WORKBENCH_PYTHONPATH"
+"""Variable with the PYTHONPATH of the user in the environment of a child: `=` and its value; empty for none."""
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+"""The folder that this package is imported from."""
+TRACEBACKS = ("-X", "faulthandler", "-u")
+"""Options of Python for a process whose last words must not be lost: unbuffered, with the stacks of a crash."""
+_STDLIB = os.path.dirname(os.__file__)
+_STDLIB_NAMES = (f"python{sys.version_info[0]}{sys.version_info[1]}.zip", "lib-dynload")
+
+
+def command(module: str, *arguments: str, options: Iterable[str] = ()) -> list[str]:
+    """Return the command `python -m MODULE ARGUMENTS` of a child, to be started in `environment()`; `options` are
+    Python's own. `-I` would lose the packages of `pip install --user`, and a script's path puts its folder first."""
+    return [sys.executable, "-P", *options, "-m", module, *arguments]
+
+
+def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return `base`, or the environment of this process, for a child that is started by `command`."""
+    made = dict(os.environ if base is None else base)
+    users = made.pop(PYTHONPATH, None)
+    made[ASIDE] = "" if users is None else f"={users}"
+    if not _is_in(_site_folders()):
+        # A checkout, or a folder of `pip install --target`: Python finds the package in no other way.
+        made[PYTHONPATH] = ROOT
+    return made
+
+
+def begin() -> None:
+    """Order what a process that was started in `environment()` imports; nothing happens in any other."""
+    users = os.environ.pop(ASIDE, None)
+    if users is None:
+        return
+    os.environ.pop(PYTHONPATH, None)
+    if users:
+        os.environ[PYTHONPATH] = users[1:]
+    _order(users[1:].split(os.pathsep) if users[1:] else ())
+
+
+def ours_first() -> None:
+    """Order what a process imports that a user has started: `python -m engine`, or a script of the package."""
+    if not sys.flags.safe_path and sys.path[:1] in ([""], [_folder()]):
+        # The folder of `python -m`, which the installed scripts do not have either.
+        del sys.path[0]
+    _order(())
+
+
+def path() -> list[str]:
+    """Return `sys.path` of this process, which may be a user's, with our folders first."""
+    return _ordered(())
+
+
+def _order(last: Iterable[str]) -> None:
+    sys.path[:] = _ordered(last)
+
+
+def _ordered(last: Iterable[str]) -> list[str]:
+    """Return the standard library, this package, what `site` has added, the entries that Python or a user has put in
+    front of the standard library, and the entries `last` of a PYTHONPATH."""
+    is_stdlib = [entry == _STDLIB or os.path.basename(entry) in _STDLIB_NAMES for entry in sys.path]
+    begin = is_stdlib.index(True) if any(is_stdlib) else 0
+    stdlib = [entry for entry, is_one in zip(sys.path, is_stdlib, strict=True) if is_one]
+    rest = [e for e, is_one in zip(sys.path[begin:], is_stdlib[begin:], strict=True) if not is_one]
+    ours = [] if _is_in(rest) else [ROOT]
+    behind = map(_absolute, [*sys.path[:begin], *last])
+    return list(dict.fromkeys([*stdlib, *ours, *rest, *behind]))
+
+
+def _site_folders() -> list[str]:
+    return [*site.getsitepackages(), site.getusersitepackages()]
+
+
+def _is_in(folders: Iterable[str]) -> bool:
+    return os.path.realpath(ROOT) in map(os.path.realpath, folders)
+
+
+def _absolute(entry: str) -> str:
+    """Return an entry of PYTHONPATH as Python makes it absolute: an empty one is the current folder."""
+    folder = _folder()
+    return entry if folder is None else os.path.normpath(os.path.join(folder, entry))
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None  # removed
