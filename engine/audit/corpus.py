@@ -28,7 +28,8 @@ MOST_OF_TEXT = 1 << 20
 STDLIB = "python-stdlib"
 INSTALLED, TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_test"}
 TEXTS = (".py", ".txt", ".md")
-SPEAKERS, ASKING = ("assistant", "gpt"), ("system", "user", "human")
+SPEAKERS = ("assistant", "gpt", "chatgpt", "bot", "model")
+ASKING = ("system", "user", "human")
 BEHIND_REASONING = "</think>"
 COMPOSED = {"type": "NFC"}
 Spelling: TypeAlias = Callable[[str], str]
@@ -283,13 +284,27 @@ def _records(
         asked=list(map(_asked, found)),
         of_one_file=of_one_file,
         names=names if len(known) == len(texts) else (),
-        alike=[*Counter(json.dumps(one, sort_keys=True, default=repr) for one in found).values()],
+        alike=[*Counter(map(_alike, found)).values()],
     )
+
+
+def _alike(record: Any) -> str:
+    """Return what is equal for records that may have one name: what is said in them, without ids and the like."""
+    said: Any = record
+    if isinstance(record, Mapping):
+        said = record.get("messages") or record.get("conversations") or record
+    if isinstance(said, list):
+        keys = ("role", "from", "content", "value")
+        said = [[m.get(k) for k in keys] if isinstance(m, Mapping) else m for m in said]
+    return json.dumps(said, sort_keys=True, default=repr)
 
 
 def _text(record: Any, columns: Sequence[str]) -> str | None:
     """Return the text of a record that is nothing else."""
     if not isinstance(record, Mapping) or len(columns) > 1:
+        return None
+    pair = record.get("prompt") is not None and record.get("completion") is not None
+    if not columns and (record.get("messages") or record.get("conversations") or pair):
         return None
     text = record.get(columns[0] if columns else "text")
     return text if isinstance(text, str) else None
@@ -355,7 +370,8 @@ def _said(message: Any) -> tuple[str, str] | None:
         ]
         content = "".join(parts) if all(isinstance(one, str) for one in parts) else None
     speaker = message.get("role", message.get("from"))
-    return (speaker, content) if isinstance(speaker, str) and isinstance(content, str) else None
+    known = speaker in (*SPEAKERS, *ASKING)
+    return (str(speaker), content) if known and isinstance(content, str) else None
 
 
 def plain(text: str, special: Sequence[str], *, reasoning: bool = False) -> str:

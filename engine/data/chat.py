@@ -54,9 +54,9 @@ from engine.data.chat_template import (
     Unrenderable,
 )
 from engine.data.conversations import ASSISTANT, Conversation
-from engine.data.sources import Skipped
+from engine.data.left_out import Skipped
 from engine.errors import CorpusError
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokenizer import TextTooLong, Tokenizer
 
 Turns = Literal["all", "last"]
 Proof = Literal["prefix", "marks", "text"]
@@ -109,15 +109,30 @@ def encode_chats(
     """
     proofs = [_prove(one, tokenizer, template, turns) for one in conversations]
     texts = [proof.text for proof in proofs if isinstance(proof, _Proved)]
-    encoded = iter(tokenizer.encode_with_starts(texts))
+    encoded = iter(_encode(tokenizer, texts))
     chats: list[Chat | Skipped] = []
     for conversation, proof in zip(conversations, proofs, strict=True):
         if isinstance(proof, _Proved):
-            ids, starts = next(encoded)
-            chats.append(_labelled(conversation, proof, ids, starts, tokenizer, template))
+            found = next(encoded)
+            if isinstance(found, str):
+                chats.append(Skipped(name=conversation.name, reason=found))
+            else:
+                chats.append(_labelled(conversation, proof, *found, tokenizer, template))
         else:
             chats.append(proof)
     return chats
+
+
+def _encode(
+    tokenizer: Tokenizer, texts: Sequence[str]
+) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]] | str]:
+    """Return the tokens of each text and where they begin, or why it has none."""
+    try:
+        return [*tokenizer.encode_with_starts(texts)]
+    except TextTooLong as error:
+        if len(texts) == 1:
+            return [error.reason]
+    return [found for text in texts for found in _encode(tokenizer, [text])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,32 +7,68 @@ A record of JSON is a conversation in one of these forms:
     {"prompt": [messages], "completion": [messages]}      only the completion is labelled
     {"prompt": "text", "completion": "text"}              plain text, without a template
 
-Messages keep every other key they have (`tool_calls`, `name`, `reasoning_content`, ...), which templates
-read. A content in parts of text is joined, `tools` may be a text of JSON, and a "system" beside ShareGPT's
-conversations becomes the first message. Anything else is a CorpusError of one line.
+Messages keep every other key they have (`tool_calls`, `name`, `reasoning_content`, ...), which templates read.
+What users of these formats write in other ways is read as they mean it:
+
+    "role": "human", "gpt", "model", "function"           user, assistant, assistant, tool
+    "from": "function_call", "observation"                a call of the assistant, its result
+    "function_call": {...}, as OpenAI wrote it            one of "tool_calls"
+    a content of null beside a "refusal"                  the refusal is the content
+    a content in parts of text                            the parts, joined
+    "tools" or "tool_calls" as JSON text, or a list of such texts    what the text holds
+    "arguments" as a list of pairs, as Arrow stores maps  an object
+    a "system" beside ShareGPT's conversations            the first message
+
+Everything else is a BadRecord: the record is left out and counted by its reason.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from engine.data.chat_template import Message
+from engine.data.chat_template import REASONING, Message
 from engine.errors import CorpusError
 from engine.files import parse_json
 
 ASSISTANT = "assistant"
-_ROLES = {
+_ALIASES = {
     "human": "user",
-    "user": "user",
     "gpt": ASSISTANT,
-    "assistant": ASSISTANT,
-    "system": "system",
-    "tool": "tool",
+    "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    "model": ASSISTANT,
+    "function": "tool",
+}
+ROLES = (
+    *("system", "developer", "user", ASSISTANT, "tool", *_ALIASES),
+    # Roles that chat templates of public models read under their own names.
+    *("ipython", "observation", "environment", "context", "documents", "available_tools"),
+    *("tool_call", "tool_response", "assistant_tool_call"),
+)
+"""Roles that a message may have; beside them those that begin with "document", which Granite numbers."""
+_SHAREGPT_CALL = "function_call"
+_SHAREGPT = {
+    "human": "user",
+    **{name: name for name in ("user", ASSISTANT, "system", "tool")},
+    **_ALIASES,
+    _SHAREGPT_CALL: ASSISTANT,
+    "observation": "tool",
 }
 _FORMS = '"messages", "conversations", or "prompt" and "completion"'
+LONE_SURROGATE = "a lone surrogate, which is no Unicode text"
+_NAMED = ("role", "content", "tool_calls", "name", *REASONING)
+"""Keys of a message that name a conversation: two that differ in others alone, as in an id, are in one split."""
+
+
+class BadRecord(CorpusError):
+    """A record that cannot be used. `reason` is equal for records with the same fault: it names no place."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +76,7 @@ class Conversation:
     """One conversation, read but not rendered. Either `messages` or `pair` is there."""
 
     name: str
-    """`chat-<16 hex digits>` of the SHA-256 of the content: equal for equal conversations."""
+    """`chat-<16 hex digits>` of the SHA-256 of what is read: equal for equal conversations."""
     messages: tuple[Message, ...] = ()
     tools: tuple[Any, ...] | None = None
     labels_from: int = 0
@@ -49,10 +85,17 @@ class Conversation:
     """A prompt and a completion that are text."""
 
 
+def is_conversation(record: Mapping[str, Any]) -> bool:
+    """Whether a record is a conversation: text beside one is a copy of it, as some template wrote it."""
+    return bool(record.get("messages") or record.get("conversations")) or (
+        record.get("prompt") is not None and record.get("completion") is not None
+    )
+
+
 def read_conversation(record: object, where: str) -> Conversation:
-    """Read a record of JSON. `where` names it in messages. Raises CorpusError for any other form."""
+    """Read a record of JSON. `where` names it in messages. Raises BadRecord for any other form."""
     if not isinstance(record, dict):
-        _refuse(where, f"an object with {_FORMS}", f"JSON of type {_kind(record)}")
+        bad_record(where, f"an object with {_FORMS}", f"JSON of type {_kind(record)}")
     tools = _tools(record.get("tools"), where)
     labels_from = 0
     if "messages" in record:
@@ -65,98 +108,244 @@ def read_conversation(record: object, where: str) -> Conversation:
     elif "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            for key, text in (("prompt", prompt), ("completion", completion)):
-                _check_text(text, f'{where}, "{key}"')
             if not completion:
-                _refuse(f'{where}, "completion"', "a text that is not empty", "an empty one")
-            return Conversation(name=_name([prompt, completion]), pair=(prompt, completion))
+                bad_record(f'{where}, "completion"', "a text that is not empty", "an empty one")
+            written = _written([prompt, completion], where)
+            return Conversation(name=_name(written), pair=(prompt, completion))
         if isinstance(prompt, str) or isinstance(completion, str):
             found = f"{_kind(prompt)} and {_kind(completion)}"
-            _refuse(where, '"prompt" and "completion" both texts or both lists', found)
+            bad_record(where, '"prompt" and "completion" both texts or both lists', found)
         first = _messages(prompt, f'{where}, "prompt"')
         messages = first + _messages(completion, f'{where}, "completion"')
         labels_from = len(first)
     else:
         keys = ", ".join(ascii(key) for key in list(record)[:5]) or "no keys"
-        _refuse(where, f"an object with {_FORMS}", f"one with {keys}")
-    name = _name([messages, tools, labels_from])
-    return Conversation(name=name, messages=messages, tools=tools, labels_from=labels_from)
+        bad_record(where, f"an object with {_FORMS}", f"one with {keys}")
+    written = _written([messages, tools, labels_from], where)
+    if any(len(one) > 2 for one in messages):
+        named = [_named(one) for one in messages]
+        written = _dumps([named, tools, labels_from])
+    return Conversation(
+        name=_name(written), messages=messages, tools=tools, labels_from=labels_from
+    )
+
+
+def bad_record(
+    where: str,
+    expected: str,
+    found: str,
+    *,
+    hint: str | None = None,
+    reason: str = "",
+    what: str = "conversation",
+) -> NoReturn:
+    """Raise the BadRecord of what was found at a place; `reason` is what is counted, where `found` names a place."""
+    error = BadRecord.expected(what, where, expected, found, hint=hint)
+    error.reason = reason or f"expected {expected}, found {found}"
+    raise error
 
 
 def _messages(found: object, where: str) -> tuple[Message, ...]:
+    if isinstance(found, str) and found.lstrip().startswith("["):
+        found = _parsed(found, where)
     if not isinstance(found, list) or not found:
-        _refuse(where, "a list of messages", "an empty list" if found == [] else _kind(found))
-    return tuple(_message(one, f"{where}[{number}]") for number, one in enumerate(found))
+        bad_record(where, "a list of messages", "an empty list" if found == [] else _kind(found))
+    messages: list[Message] = []
+    for number, one in enumerate(found):
+        if type(one) is dict and len(one) == 2:
+            # Most messages have nothing to be decided.
+            role, content = one.get("role"), one.get("content")
+            if role in ("user", ASSISTANT, "system") and type(content) is str:
+                messages.append({"role": role, "content": content})
+                continue
+        messages.append(_message(one, f"{where}[{number}]"))
+    return tuple(messages)
 
 
 def _message(found: object, where: str) -> Message:
     if not isinstance(found, dict):
-        _refuse(where, 'an object with "role" and "content"', _kind(found))
+        bad_record(where, 'an object with "role" and "content"', _kind(found))
     if "role" in found:
-        role, content = found["role"], found.get("content")
+        role = found["role"]
         if not isinstance(role, str) or not role:
-            _refuse(f'{where}, "role"', "a text", _kind(role))
-        rest = {key: value for key, value in found.items() if key not in ("role", "content")}
+            bad_record(f'{where}, "role"', "a text", _kind(role))
+        role = _ALIASES.get(role, role)
+        if role not in ROLES and not role.startswith("document"):
+            found_role = f"{role!a:.40}"
+            reason = f"a role that chat templates do not know, {found_role}"
+            bad_record(f'{where}, "role"', f"one of {', '.join(ROLES)}", found_role, reason=reason)
+        content = found.get("content")
+        message: dict[str, Any] = {"role": role}
+        message |= {key: one for key, one in found.items() if key not in ("role", "content")}
     elif "from" in found:
-        role = _ROLES.get(found["from"]) if isinstance(found["from"], str) else None
+        speaker, content = found["from"], found.get("value")
+        role = _SHAREGPT.get(speaker) if isinstance(speaker, str) else None
         if role is None:
-            _refuse(f'{where}, "from"', f"one of {', '.join(_ROLES)}", f"{found['from']!r:.40}")
-        content, rest = found.get("value"), {}
+            bad_record(f'{where}, "from"', f"one of {', '.join(_SHAREGPT)}", f"{speaker!a:.40}")
+        message = {"role": role}
+        if speaker == _SHAREGPT_CALL:
+            message["tool_calls"], content = _calls(content, f'{where}, "value"'), None
     else:
         keys = ", ".join(ascii(key) for key in list(found)[:5]) or "no keys"
-        _refuse(where, '"role" and "content", or "from" and "value"', keys)
+        bad_record(where, '"role" and "content", or "from" and "value"', keys)
+    if len(message) > 1:
+        content = _as_meant(message, content, where)
     if isinstance(content, list):
         content = _joined(content, where)
-    if isinstance(content, str):
-        _check_text(content, where)
-    elif content is not None or not (rest.get("tool_calls") or rest.get("reasoning_content")):
-        _refuse(where, "a content that is text", _kind(content))
-    return (
-        {"role": role, "content": content, **rest}
-        if content is not None
-        else {"role": role, **rest}
-    )
+    if content is None:
+        if not (message.get("tool_calls") or message.get("reasoning_content")):
+            bad_record(where, "a content that is text", "null")
+        return message
+    if not isinstance(content, str):
+        bad_record(where, "a content that is text", _kind(content))
+    return {"role": role, "content": content, **message}
+
+
+def _as_meant(message: dict[str, Any], content: Any, where: str) -> Any:
+    """Bring what OpenAI's and Arrow's users write into the form that templates read; return the content."""
+    call = message.pop("function_call", None)
+    if call is not None and not message.get("tool_calls"):
+        message["tool_calls"] = _calls(call, f'{where}, "function_call"')
+    if isinstance(message.get("tool_calls"), str):
+        message["tool_calls"] = _parsed(message["tool_calls"], f'{where}, "tool_calls"')
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(one) if isinstance(one, dict) else one for one in calls]
+    if content is None and isinstance(message.get("refusal"), str):
+        content = message.pop("refusal")
+    return content
+
+
+def _calls(found: object, where: str) -> list[dict[str, Any]]:
+    """Return the calls of functions that are written as JSON, or one as an object."""
+    if isinstance(found, str):
+        found = _parsed(found, where)
+    calls: list[Any] = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(one, dict) and "name" in one for one in calls):
+        bad_record(where, 'a call with "name" and "arguments"', _kind(found))
+    return [{"type": "function", "function": dict(one)} for one in calls]
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, where Arrow's pairs of a map stand for one."""
+    function = call.get("function")
+    holder = function if isinstance(function, dict) else call
+    arguments = holder.get("arguments")
+    if not isinstance(arguments, list) or (pairs := _pairs(arguments)) is None:
+        return call
+    holder = {**holder, "arguments": pairs}
+    return {**call, "function": holder} if isinstance(function, dict) else holder
+
+
+def _pairs(found: list[Any]) -> dict[str, Any] | None:
+    """Return what a list of pairs says; None for another list."""
+    pairs: dict[str, Any] = {}
+    for one in found:
+        if isinstance(one, dict) and one.keys() == {"key", "value"}:
+            one = one["key"], one["value"]
+        if not isinstance(one, list | tuple) or len(one) != 2 or not isinstance(one[0], str):
+            return None
+        pairs[one[0]] = one[1]
+    return pairs
 
 
 def _joined(parts: list[Any], where: str) -> str:
     """Return the text of a content in parts, as templates for text alone expect it."""
     texts = []
     for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = repr(part.get("type")) if isinstance(part, dict) else _kind(part)
-            _refuse(where, 'parts of the type "text"', f"one of {kind:.40}")
-        texts.append(part["text"])
+        text = part
+        if isinstance(part, dict):
+            text = part.get("refusal") if part.get("type") == "refusal" else part.get("text")
+        if not isinstance(text, str):
+            kind = ascii(part.get("type")) if isinstance(part, dict) else _kind(part)
+            bad_record(where, 'parts of the type "text"', f"one of {kind:.40}")
+        texts.append(text)
     return "".join(texts)
 
 
 def _tools(found: object, where: str) -> tuple[Any, ...] | None:
-    """Return the tools, which tables of columns store as a text of JSON."""
+    """Return the tools, which tables of columns store as a text of JSON, or as a list of such texts."""
+    place = f'{where}, "tools"'
     if isinstance(found, str) and found:
-        found = parse_json(found, f'{where}, "tools"', "conversation", error=CorpusError)
+        found = _parsed(found, place)
     if found in (None, "", []):
         return None
     if not isinstance(found, list):
-        _refuse(f'{where}, "tools"', "a list, or one as JSON", _kind(found))
-    return tuple(found)
+        bad_record(place, "a list, or one as JSON", _kind(found))
+    return tuple(_parsed(one, place) if isinstance(one, str) else one for one in found)
 
 
-def _check_text(text: str, where: str) -> None:
+def _parsed(text: str, where: str) -> Any:
     try:
-        # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        found = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start:,}"
-        _refuse(where, "Unicode text", found)
+        return parse_json(text, where, "conversation", error=BadRecord)
+    except BadRecord as error:
+        error.reason = f"expected JSON in the text of {where.rpartition(', ')[2]}"
+        raise
 
 
-def _name(content: object) -> str:
-    written = json.dumps(content, sort_keys=True, separators=(",", ":"))
+def _written(content: object, where: str) -> str:
+    """Return what is read of a record as JSON. Raises BadRecord for what JSON or UTF-8 cannot hold, at any depth."""
+    try:
+        written = _dumps(content)
+    except ValueError:
+        at = next(
+            where_at
+            for where_at, one in _leaves(content)
+            if isinstance(one, float) and not math.isfinite(one)
+        )
+        bad_record(
+            f"{where}{at}",
+            "a number that JSON has",
+            "NaN or an infinity",
+            reason="a number that is NaN or an infinity, which JSON does not have",
+        )
+    # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
+    if "\\ud" in written:
+        for at, one in _leaves(content):
+            try:
+                str(one).encode("utf-8")
+            except UnicodeEncodeError as error:
+                code = ord(str(one)[error.start])
+                bad_record(
+                    f"{where}{at}",
+                    "Unicode text",
+                    f"the lone surrogate U+{code:04X} at character {error.start:,}",
+                    reason=LONE_SURROGATE,
+                )
+    return written
+
+
+def _leaves(content: object, at: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the keys and the innermost values of JSON, each with its place."""
+    if isinstance(content, dict):
+        for key, one in content.items():
+            yield f"{at}, a key", key
+            yield from _leaves(one, f"{at}, {key!a}")
+    elif isinstance(content, list | tuple):
+        for number, one in enumerate(content):
+            yield from _leaves(one, f"{at}[{number}]" if at else at)
+    else:
+        yield at, content
+
+
+def _named(message: Message) -> dict[str, Any]:
+    """Return what names a message: the ids of its calls are others in each copy."""
+    named = {key: message[key] for key in _NAMED if key in message}
+    if isinstance(calls := named.get("tool_calls"), list):
+        named["tool_calls"] = [
+            {key: one for key, one in call.items() if key != "id"}
+            if isinstance(call, dict)
+            else call
+            for call in calls
+        ]
+    return named
+
+
+_dumps = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+
+
+def _name(written: str) -> str:
     return f"chat-{hashlib.sha256(written.encode()).hexdigest()[:16]}"
 
 
 def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
-
-
-def _refuse(where: str, expected: str, found: str, *, hint: str | None = None) -> NoReturn:
-    raise CorpusError.expected("conversation", where, expected, found, hint=hint)

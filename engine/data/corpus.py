@@ -24,15 +24,17 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.left_out import SKIP_AT_MOST, LeftOut, RecordFaults, Skipped
 from engine.data.records import shown, unusable
-from engine.data.sources import Piece, Skipped, list_pieces
+from engine.data.sources import Piece, list_pieces
 from engine.errors import CorpusError
 
 CHECK_BYTES = 1 << 20
@@ -45,6 +47,8 @@ class Document:
     text: str
     """Of a conversation, the JSON of its record."""
     is_chat: bool = False
+    place: str = field(default="", compare=False)
+    """File and line of a record; empty for another document."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,12 +74,6 @@ class Split:
         found = sorted((place[number], one) for number, one in self.index.read(self.numbers))
         return tuple(one for _, one in found)
 
-    @property
-    def copies(self) -> NDArray[np.int64]:
-        """The documents whose text an earlier one of the split has, as numbers of the index."""
-        _, first = np.unique(self.index.digests[self.numbers], return_index=True)
-        return np.delete(self.numbers, first)
-
     def like(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, for documents whose text the split has, the first document of the split that has it."""
         digests, first = np.unique(self.index.digests[self.numbers], return_index=True)
@@ -100,7 +98,11 @@ class Corpus:
     train: Split
     heldout: Split
     skipped: tuple[Skipped, ...]
-    """What a source leaves out, with the reason."""
+    """What a source leaves out, with the reason, but for records with a fault."""
+    faults: tuple[LeftOut, ...]
+    """Records that are left out for a fault of their own, the most frequent first."""
+    remarks: Mapping[str, int]
+    """What is not read of records, where their maker may think that it is, with the number of these records."""
     dropped: NDArray[np.int64]
     """Documents dropped from train because their text is held out, as numbers of the index."""
     beyond_max_bytes: int
@@ -125,11 +127,14 @@ class Index:
         include_tests: bool,
         columns: tuple[str, ...],
         max_bytes: int | None,
+        skip_at_most: float,
         progress: Callable[[int], None],
     ) -> None:
         self._list = partial(list_pieces, source, include_tests=include_tests, columns=columns)
         self.source = source
         self.skipped: list[Skipped] = []
+        self.faults = RecordFaults(shown(source), skip_at_most)
+        self.remarks: Counter[str] = Counter()
         self.unusable: dict[int, CorpusError] = {}
         """Files that cannot be read, which matters only if they are taken."""
         positions, digests, sizes, kinds = array("Q"), array("Q"), array("Q"), bytearray()
@@ -139,8 +144,11 @@ class Index:
         done = 0
         for item in self._list():
             if isinstance(item, Skipped):
-                self.skipped.append(item)
+                if not self.faults.add(item):
+                    self.skipped.append(item)
                 continue
+            if item.remark:
+                self.remarks[item.remark] += 1
             found: str | Skipped = ""
             try:
                 found = item.read()
@@ -159,6 +167,7 @@ class Index:
             sizes.append(item.size_bytes)
             done += item.size_bytes
             progress(done)
+        self.faults.refuse_too_many(len(positions))
         self.positions = np.frombuffer(positions, dtype=np.uint64)
         """Of the names, in [0, 2^64)."""
         self.digests = np.frombuffer(digests, dtype=np.uint64)
@@ -222,7 +231,10 @@ class Index:
                 or _position(text) != self.digests[number]
             ):
                 break
-            yield number, Document(name=item.name, text=text, is_chat=item.is_chat)
+            yield (
+                number,
+                Document(name=item.name, text=text, is_chat=item.is_chat, place=item.place),
+            )
         else:
             if number + 1 == len(self):
                 return
@@ -241,13 +253,15 @@ def open_corpus(
     include_tests: bool = False,
     max_bytes: int | None = None,
     columns: Sequence[str] = (),
+    skip_at_most: float = SKIP_AT_MOST,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Corpus:
     """Read `source` (see `engine.data.sources`) and split it. Raises CorpusError when it cannot be used.
 
     `columns` names the one or two columns of records that are read. `max_bytes` bounds the bytes of
     train, and `max_bytes * heldout_fraction` those of held-out, which keeps at least one document (then
-    the smallest). `progress` is called with the bytes of text read so far.
+    the smallest). Of the records at most the share `skip_at_most` may have a fault. `progress` is called with
+    the bytes of text read so far.
     """
     _check_settings(heldout_fraction, max_bytes)
     index = Index(
@@ -255,6 +269,7 @@ def open_corpus(
         include_tests=include_tests,
         columns=tuple(columns),
         max_bytes=max_bytes,
+        skip_at_most=skip_at_most,
         progress=progress,
     )
     if not len(index):
@@ -280,7 +295,7 @@ def open_corpus(
     heldout = index.split(numbers)
     numbers, copies = index.take(train_numbers, max_bytes, heldout)
     if not len(numbers):
-        raise _no_train(source, index.sizes[train_numbers], len(copies), max_bytes)
+        raise _no_train(source, index, train_numbers, len(copies), max_bytes)
 
     train = index.split(numbers)
     kept = train.document_count + heldout.document_count
@@ -289,6 +304,8 @@ def open_corpus(
         train=train,
         heldout=heldout,
         skipped=tuple(sorted(index.skipped, key=lambda one: one.name)),
+        faults=index.faults.left_out,
+        remarks=index.remarks,
         dropped=copies,
         beyond_max_bytes=len(index) - kept - len(copies) - index.left_out,
     )
@@ -302,17 +319,20 @@ def check_corpus(source: str, *, include_tests: bool = False, columns: Sequence[
     anything is held out.
     """
     skipped: list[Skipped] = []
+    faults = RecordFaults(shown(source), 1.0)
     read_bytes, chats = 0, False
     for item in list_pieces(source, include_tests=include_tests, columns=columns):
         chats |= isinstance(item, Piece) and item.is_chat
         found = item.read() if isinstance(item, Piece) else item
         if isinstance(found, Skipped):
-            skipped.append(found)
+            if not faults.add(found):
+                skipped.append(found)
             continue
         read_bytes += len(found)
         if read_bytes >= CHECK_BYTES:
             break
     if not read_bytes:
+        faults.refuse_too_many(0)
         raise _empty(source, skipped)
     return chats
 
@@ -339,6 +359,14 @@ def _empty(source: str, skipped: list[Skipped]) -> CorpusError:
     return CorpusError(f"corpus: {shown(source)} — expected text, found {found}")
 
 
+def _beside(index: Index) -> str:
+    """Say which records are no documents, where there are some."""
+    faults = index.faults
+    if faults.first is None:
+        return ""
+    return f" ({faults.count:,} records are left out, first: {faults.first.message})"
+
+
 def _no_heldout(source: str, index: Index, first: int, heldout_fraction: float) -> CorpusError:
     hint = "add documents: one document cannot be on both sides"
     lowest = int(index.positions[first]) / 2**64
@@ -347,14 +375,19 @@ def _no_heldout(source: str, index: Index, first: int, heldout_fraction: float) 
         hint = f"add documents, or set heldout_fraction to {math.ceil(lowest * 1000 + 1) / 1000}"
     return CorpusError(
         f"corpus: {shown(source)} — expected at least one held-out document, "
-        f"found none of {len(index):,} at heldout_fraction {heldout_fraction}",
+        f"found none of {len(index):,} at heldout_fraction {heldout_fraction}{_beside(index)}",
         hint=hint,
     )
 
 
 def _no_train(
-    source: str, sizes: NDArray[np.uint64], duplicates: int, max_bytes: int | None
+    source: str,
+    index: Index,
+    numbers: NDArray[np.int64],
+    duplicates: int,
+    max_bytes: int | None,
 ) -> CorpusError:
+    sizes = index.sizes[numbers]
     found = f"none of {len(sizes):,} ({duplicates:,} are copies of held-out text)"
     hint = "add documents, or lower heldout_fraction"
     smallest_bytes = int(sizes.min()) if len(sizes) else 0
@@ -362,6 +395,6 @@ def _no_train(
         found = f"the smallest has {smallest_bytes:,} bytes and max_bytes is {max_bytes:,}"
         hint = f"set max_bytes to at least {smallest_bytes}"
     return CorpusError(
-        f"corpus: {shown(source)} — expected at least one document to train on, found {found}",
+        f"corpus: {shown(source)} — expected at least one document to train on, found {found}{_beside(index)}",
         hint=hint,
     )

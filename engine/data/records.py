@@ -13,10 +13,15 @@ what its first bytes say, else text.
 A record is a text or a conversation:
 
     {"text": "..."}                                        a text
-    a record without "text", with "messages" or another    a conversation (`engine.data.conversations`)
-    form of a conversation
+    a record with "messages" or another form               a conversation (`engine.data.conversations`), also where
+    of a conversation                                      it has a "text" beside it
     columns "question,answer" are named                    a prompt and a completion
     one column is named                                    a text, or a list of messages
+
+**A record with a fault of its own is left out**, with its file and line, and the others are read: a line that is not
+JSON or not UTF-8, nesting, numbers and halves of characters that JSON or UTF-8 cannot hold, a key twice in one object,
+another form. Whatever reads a record later can rely on that. A fault of the file, as a list of JSON that breaks off,
+is a CorpusError.
 
 Reading holds one record at a time, and of Parquet the pages of one row in the columns that are needed. Compressed
 bytes are decompressed as a stream, and what they become is counted against the limit of a corpus. Positions in
@@ -32,21 +37,30 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
 
 from engine import limits
-from engine.data.conversations import read_conversation
+from engine.data.conversations import (
+    LONE_SURROGATE,
+    BadRecord,
+    bad_record,
+    is_conversation,
+    read_conversation,
+)
+from engine.data.left_out import Skipped
 from engine.errors import CorpusError
-from engine.files import open_regular
+from engine.files import depth_of, open_regular
 
 RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
 TEXT_SUFFIXES = (".py", ".txt", ".md")
 CHAT_KEYS = frozenset({"messages", "conversations", "completion"})
-"""A record without "text" that has one of them is a conversation."""
+"""A record or table that has one of them holds conversations."""
+TEXT_BESIDE = '"text" beside a conversation is not read'
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
 RECORD_HINT = (
     'a record has "text", "messages", "conversations", or "prompt" and "completion"; '
@@ -96,12 +110,14 @@ class DataFile:
 class Record:
     """A record as it was found, and its content."""
 
-    number: int
-    """From 1: its line, its place in the list, or its row."""
+    place: str
+    """Its file and line, its place in the list, or its row."""
     chat: str
     """The name of a conversation; empty for a text."""
     text: str
     """The text, or a conversation as JSON."""
+    remark: str = ""
+    """What of it is not read, where its maker may think that it is."""
 
 
 def has_record_suffix(name: str) -> bool:
@@ -165,11 +181,14 @@ def _wrong_name(path: Path, kind: str, said: str, found: str) -> CorpusError:
     return unusable(shown(path), expected, _SAID[found], hint=shown(hint))
 
 
-def read_records(file: DataFile) -> Iterator[Record]:
-    """Yield every record of a file of JSON or Parquet. Raises CorpusError at the first that cannot be used."""
+def read_records(file: DataFile) -> Iterator[Record | Skipped]:
+    """Yield every record of a file of JSON or Parquet, and those that are left out for a fault of their own.
+
+    Raises CorpusError for a fault of the file.
+    """
     if file.kind == "parquet":
         for number, row in _rows(file):
-            yield _record_of_row(file, number, row)
+            yield _readable_or_not(_record_of_row, file, f"row {number:,}", row)
         return
     with open_stream(file) as stream:
         first = stream.peek(len(_BOM))[: len(_BOM)]
@@ -177,10 +196,24 @@ def read_records(file: DataFile) -> Iterator[Record]:
         if _begins_list(stream):
             yield from _elements(file, stream, start)
             return
-        for number, raw in enumerate(lines(file, stream), start=1):
+        for number, raw in enumerate(lines(file, stream, skip_long=True), start=1):
+            if isinstance(raw, int):
+                yield _readable_or_not(_refuse_long, file, f"line {number:,}", start)
+                start += raw
+                continue
             if raw.strip():
-                yield _record_of(file, raw, number, start)
+                yield _readable_or_not(_record_of, file, f"line {number:,}", raw, start)
             start += len(raw)
+
+
+def _readable_or_not(
+    read: Callable[..., Record], file: DataFile, place: str, *given: Any
+) -> Record | Skipped:
+    """Return a record, or why it is left out."""
+    try:
+        return read(file, place, *given)
+    except BadRecord as error:
+        return Skipped(name=f"{file.name} {place}", reason=error.reason, fault=error)
 
 
 def _begins_list(stream: io.BufferedReader) -> bool:
@@ -188,27 +221,38 @@ def _begins_list(stream: io.BufferedReader) -> bool:
     return stream.peek(1).lstrip()[:1] == b"["
 
 
-def _record_of(file: DataFile, raw: bytes, number: int, start_byte: int) -> Record:
+def _refuse_long(file: DataFile, place: str, start_byte: int) -> NoReturn:
+    limit = limits.CORPUS_DOCUMENT
+    where = f"{file.where} {place}, byte {start_byte:,}"
+    bad_record(where, f"{limit.what} of {limit}", "more", what="corpus")
+
+
+def _record_of(file: DataFile, place: str, raw: bytes, start_byte: int) -> Record:
     """Read the JSON of one record, which begins at `start_byte`."""
-    where = _where(file, number)
-    source = decoded(raw.rstrip(b"\r\n"), where, start_byte)
+    where = f"{file.where} {place}"
+    raw = raw.rstrip(b"\r\n")
     try:
+        source = raw.decode("utf-8")
         record = json.loads(source)
+    except UnicodeDecodeError as error:
+        bad_record(
+            f"{where}, byte {start_byte + error.start:,}",
+            "UTF-8 text",
+            f"0x{raw[error.start]:02x} ({error.reason})",
+            hint=_UTF8_HINT,
+            reason="not UTF-8",
+            what="corpus",
+        )
     except json.JSONDecodeError as error:
         byte = start_byte + len(source[: error.pos].encode("utf-8"))
         hint = None
         if file.path.suffix == ".json" or ".json." in file.path.name:
             hint = "a .json file holds a list of records, or one record per line"
-        raise unusable(f"{where}, byte {byte:,}", _WANTED, error.msg, hint=hint) from None
+        bad_record(f"{where}, byte {byte:,}", _WANTED, error.msg, hint=hint, what="corpus")
     except (ValueError, RecursionError) as error:
-        raise unusable(f"{where}, byte {start_byte:,}", _WANTED, _parser_said(error)) from None
-    chat, text = _content(record, source, f"{where}, byte {start_byte:,}", file.columns)
-    return Record(number=number, chat=chat, text=text)
-
-
-def _where(file: DataFile, number: int) -> str:
-    kind = "row" if file.kind == "parquet" else "line"
-    return f"{file.where} {kind} {number:,}"
+        said = _parser_said(error)
+        bad_record(f"{where}, byte {start_byte:,}", _WANTED, said, what="corpus")
+    return _content(file, place, f"{where}, byte {start_byte:,}", record, source)
 
 
 def _parser_said(error: Exception) -> str:
@@ -216,45 +260,119 @@ def _parser_said(error: Exception) -> str:
     return "nesting too deep" if isinstance(error, RecursionError) else str(error)
 
 
-def _content(record: Any, source: str, where: str, columns: tuple[str, ...]) -> tuple[str, str]:
-    """Return the name of a conversation and its JSON, or no name and the text. `source` is the JSON of the record."""
+def _content(file: DataFile, place: str, where: str, record: Any, source: str) -> Record:
+    """Return a text, or a conversation with its JSON. `source` is the JSON of the record."""
     if not isinstance(record, dict):
-        raise unusable(where, _WANTED, f"JSON of type {_type(record)}")
-    key = "text"
-    if columns:
+        bad_record(where, _WANTED, f"JSON of type {_type(record)}", what="corpus")
+    _check_shape(record, source, where, file.columns)
+    place = f"{file.name} {place}"
+    key, remark = "text", ""
+    if columns := file.columns:
         _refuse_absent(columns, list(record), where)
         key = columns[0]
         if len(columns) == 2:
-            return _named_chat(
-                dict(zip(("prompt", "completion"), columns, strict=True)), record, where
-            )
+            names = dict(zip(("prompt", "completion"), columns, strict=True))
+            return _named_chat(names, record, where, place)
         if isinstance(record[key], list):
-            return _named_chat({"conversations": key}, record, where)
-    elif "text" not in record:
-        if not CHAT_KEYS.isdisjoint(record):
-            return read_conversation(record, where).name, source.strip()
-        raise unusable(where, _WANTED, f"an object with {_listed(record)}", hint=RECORD_HINT)
+            return _named_chat({"conversations": key}, record, where, place)
+    elif is_conversation(record) or "text" not in record:
+        if CHAT_KEYS.isdisjoint(record):
+            found = f"an object with {_listed(record)}"
+            bad_record(where, _WANTED, found, hint=RECORD_HINT, what="corpus")
+        if "text" in record:
+            remark = TEXT_BESIDE
+        chat = read_conversation(record, where).name
+        return Record(place=place, chat=chat, text=source.strip(), remark=remark)
     text = record[key]
     if not isinstance(text, str):
-        raise unusable(
-            where,
-            f"text or messages in {json.dumps(key)}" if columns else _WANTED,
-            f"a {json.dumps(key)} of type {_type(text)}",
-        )
+        wanted = f"text or messages in {json.dumps(key)}" if columns else _WANTED
+        found = f"a {json.dumps(key)} of type {_type(text)}"
+        bad_record(where, wanted, found, what="corpus")
     try:
         # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start:,}"
-        raise unusable(where, f"Unicode text in {json.dumps(key)}", found) from None
-    return "", text
+        wanted = f"Unicode text in {json.dumps(key)}"
+        bad_record(where, wanted, found, reason=LONE_SURROGATE, what="corpus")
+    return Record(place=place, chat="", text=text)
 
 
-def _named_chat(names: Mapping[str, str], record: Mapping[str, Any], where: str) -> tuple[str, str]:
+def _check_shape(record: dict[str, Any], source: str, where: str, columns: Sequence[str]) -> None:
+    """Refuse nesting that a later reader may not follow, and a key that stands twice in an object that is read."""
+    most = limits.JSON_DEPTH.most
+    # Counting characters decides both for most records.
+    if source.count("[") > most and depth_of(record) > most:
+        bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
+    written = source.count('":')
+    messages = record.get("messages")
+    if type(messages) is list and written == len(record) + sum(
+        len(one) for one in messages if type(one) is dict
+    ):
+        return
+    if source.count("{") > most and depth_of(record) > most:
+        bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
+    # A row of a table has no JSON of its own.
+    if not source or written - source.count('\\":') == _count_keys(record):
+        return
+    key = _key_twice(source, columns)
+    if key is not None:
+        bad_record(
+            where,
+            "each key once in an object",
+            f"{key!a:.40} twice",
+            reason="a key that stands twice in one object",
+            what="corpus",
+        )
+
+
+def _count_keys(record: dict[str, Any]) -> int:
+    """Return the number of keys in all objects of a record."""
+    count = 0
+    waiting: list[Any] = [record]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            count += len(one)
+            one = one.values()
+        waiting += [each for each in one if isinstance(each, dict | list)]
+    return count
+
+
+def _key_twice(source: str, columns: Sequence[str]) -> str | None:
+    """Return the first key that stands twice in an object of what is read of a record."""
+    found: list[tuple[dict[str, Any], str]] = []
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            found.append((made, next(key for key, count in counts.items() if count > 1)))
+        return made
+
+    record = json.loads(source, object_pairs_hook=table)
+    read = {*_CHAT_COLUMNS, "text", *columns}
+    waiting = [one for key, one in record.items() if key in read]
+    inside = {id(record)}
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list):
+            inside.add(id(one))
+            waiting += one.values() if isinstance(one, dict) else one
+    return next(
+        (key for made, key in found if id(made) in inside and (made is not record or key in read)),
+        None,
+    )
+
+
+def _named_chat(
+    names: Mapping[str, str], record: Mapping[str, Any], where: str, place: str
+) -> Record:
     """Return a conversation of the columns that the user names, under the names that conversations have."""
     chat = {ours: record[theirs] for ours, theirs in names.items()}
     chat |= {key: record[key] for key in ("tools", "system") if record.get(key) is not None}
-    return read_conversation(chat, where).name, _as_json(chat, where)
+    name = read_conversation(chat, where).name
+    return Record(place=place, chat=name, text=_as_json(chat, where))
 
 
 def _as_json(record: object, where: str) -> str:
@@ -264,18 +382,20 @@ def _as_json(record: object, where: str) -> str:
     except UnicodeEncodeError:
         return json.dumps(record)
     except (TypeError, ValueError) as error:
-        raise unusable(where, "a conversation of texts and numbers", str(error)) from None
+        wanted = "a conversation of texts and numbers"
+        bad_record(where, wanted, str(error), what="corpus")
     return text
 
 
 def _refuse_absent(columns: Sequence[str], there: Sequence[str], where: str) -> None:
     absent = [name for name in columns if name not in there]
     if absent:
-        raise unusable(
+        bad_record(
             where,
             f"the column {json.dumps(absent[0])} that data.columns names",
             _listed(there),
             hint="data.columns takes one or two of these",
+            what="corpus",
         )
 
 
@@ -288,7 +408,7 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 # A list of JSON
 
 
-def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record]:
+def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record | Skipped]:
     """Yield the records of one JSON list, whose text is never held as a whole."""
     decoder, parse = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder().raw_decode
     text, at, byte, ended, size = "", 0, start, False, _READ_AT_ONCE
@@ -331,12 +451,14 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record]
     while (found := following()) != "]" or number:
         number += 1
         where = f"{file.where} record {number:,}"
-        if found != "{":
-            raise expect(f"a JSON object as record {number:,} of the list", found)
+        if found in ",]":
+            raise expect(f"JSON as record {number:,} of the list", found)
         while True:
             try:
                 record, end = parse(text, at)
-                break
+                if end < len(text) or ended or found in '{["':
+                    break
+                # A number or a word may go on.
             except (ValueError, RecursionError) as error:
                 # An element that is cut here fails at its end, or at the start of the string that is cut.
                 cut = isinstance(error, json.JSONDecodeError) and (
@@ -360,8 +482,8 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record]
         size = _READ_AT_ONCE
         source, begins = text[at:end], byte
         move(end)
-        chat, content = _content(record, source, f"{where}, byte {begins:,}", file.columns)
-        yield Record(number=number, chat=chat, text=content)
+        where = f"{where}, byte {begins:,}"
+        yield _readable_or_not(_content, file, f"record {number:,}", where, record, source)
         _refuse_bomb(file, byte)
         if (found := following()) == "]":
             break
@@ -402,31 +524,35 @@ def _columns(file: DataFile, there: list[str]) -> list[str]:
     if file.columns:
         _refuse_absent(file.columns, there, file.where)
         return list(dict.fromkeys([*file.columns, *(n for n in ("tools", "system") if n in there)]))
-    if "text" in there:
-        return ["text"]
     if CHAT_KEYS.isdisjoint(there):
+        if "text" in there:
+            return ["text"]
         raise unusable(
             file.where, "a column of texts or conversations", _listed(there), hint=RECORD_HINT
         )
-    return [name for name in _CHAT_COLUMNS if name in there]
+    return [name for name in (*_CHAT_COLUMNS, "text") if name in there]
 
 
-def _record_of_row(file: DataFile, number: int, row: dict[str, Any]) -> Record:
-    where = _where(file, number)
+def _record_of_row(file: DataFile, place: str, row: dict[str, Any]) -> Record:
+    where = f"{file.where} {place}"
     # The columns of a table hold every key that any row has, with null where this one has none.
-    record = {name: _without_nulls(value) for name, value in row.items()}
-    is_chat = "text" not in record and not file.columns
-    source = _as_json(record, where) if is_chat else ""
-    chat, text = _content(record, source, where, file.columns)
-    if len(text) > limits.CORPUS_DOCUMENT.most:
-        refuse_size(file.path, limits.CORPUS_DOCUMENT)
-    return Record(number=number, chat=chat, text=text)
+    record = {name: _plain(value) for name, value in row.items()}
+    source = "" if file.columns or not is_conversation(record) else _as_json(record, where)
+    found = _content(file, place, where, record, source)
+    if len(found.text) > limits.CORPUS_DOCUMENT.most:
+        _refuse_long(file, place, 0)
+    return found
 
 
-def _without_nulls(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a value without what is null, and a map of Arrow, which is a list of pairs, as an object."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _plain(one) for key, one in value.items() if one is not None}
+    if not isinstance(value, list):
+        return value
+    if value and all(isinstance(one, tuple) for one in value):
+        return {key: _plain(one) for key, one in value}
+    return [_plain(one) for one in value]
 
 
 # Bytes
@@ -516,17 +642,27 @@ def _refuse_bomb(file: DataFile, size: int) -> None:
         refuse_size(file.path, limits.CORPUS_TEXT)
 
 
-def lines(file: DataFile, stream: io.BufferedReader) -> Iterator[bytes]:
-    """Yield the lines of a stream, each with its line end."""
+def lines(
+    file: DataFile, stream: io.BufferedReader, *, skip_long: bool = False
+) -> Iterator[bytes | int]:
+    """Yield the lines of a stream, each with its line end. Of one that is longer than a document may be only its
+    length, with `skip_long`; without it raises CorpusError."""
     most = limits.CORPUS_DOCUMENT.most
     with _readable(file.where):
         if not file.compression and os.fstat(stream.fileno()).st_size <= most:
             yield from stream  # no line is longer than its file
             return
         while line := stream.readline(most + 1):
-            if len(line) > most:
+            if len(line) <= most:
+                yield line
+                continue
+            if not skip_long:
                 refuse_size(file.path, limits.CORPUS_DOCUMENT)
-            yield line
+            length = len(line)
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(_READ_AT_ONCE)
+                length += len(line)
+            yield length
 
 
 def _opened(path: Path) -> io.BufferedReader:

@@ -22,7 +22,8 @@ is the folder that it begins in, with only the files that match: `data/*.parquet
 Listing holds one record or passage at a time, so a source may be larger than memory: what is kept of a piece must not
 be its text. A file of a folder of text is read when its piece is.
 
-The following are left out on purpose, and each is reported as a `Skipped`: empty files and texts, links
+The following are left out, and each is reported as a `Skipped`: records with a fault of their own, empty files and
+texts, links
 to folders (they can loop), hidden files and folders (.git, .venv), and, in the standard library only,
 files that are not UTF-8 and the two kinds that are made for one machine: `_sysconfigdata*` by the build
 of the interpreter, `sitecustomize.py` by a distribution. Files of other kinds, caches, and the library's
@@ -45,6 +46,7 @@ from typing import Literal, NoReturn
 
 from engine import limits
 from engine.data import records
+from engine.data.left_out import Skipped
 from engine.data.records import (
     TEXT_SUFFIXES,
     DataFile,
@@ -78,14 +80,6 @@ _SPECIAL_FILES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """Something in a source that is left out of the corpus."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
     """A file of a source, found but not opened."""
 
@@ -111,6 +105,10 @@ class Piece:
     """That file."""
     is_chat: bool = False
     """Whether it is a conversation."""
+    place: str = ""
+    """File and line of a record; empty for another document."""
+    remark: str = ""
+    """What of a record is not read, where its maker may think that it is."""
 
     def read(self) -> str | Skipped:
         """Return the text, decoded as strict UTF-8. Raises CorpusError when it cannot be read."""
@@ -341,16 +339,21 @@ def _records(file: DataFile) -> Iterator[Piece | Skipped]:
     is_empty = True
     for record in read_records(file):
         is_empty = False
-        encoded = record.text.encode("utf-8")
-        if not encoded:
+        if isinstance(record, Skipped):
+            yield record
+            continue
+        text = record.text
+        if not text:
             key = file.columns[0] if file.columns else "text"
-            yield Skipped(name=f"{file.name}:{record.number}", reason=f'empty "{key}"')
+            yield Skipped(name=record.place, reason=f'empty "{key}"')
             continue
         yield Piece(
-            name=record.chat or f"text-{hashlib.sha256(encoded).hexdigest()[:16]}",
-            size_bytes=len(encoded),
-            text=record.text,
+            name=record.chat or f"text-{hashlib.sha256(text.encode()).hexdigest()[:16]}",
+            size_bytes=len(text) if text.isascii() else len(text.encode()),
+            text=text,
             is_chat=bool(record.chat),
+            place=record.place,
+            remark=record.remark,
         )
     if is_empty:
         yield Skipped(name=file.name, reason="no records")
@@ -366,6 +369,7 @@ def _passages(file: DataFile) -> Iterator[Piece | Skipped]:
 
     with open_stream(file) as stream:
         for raw in records.lines(file, stream):
+            assert isinstance(raw, bytes)
             raw_lines.append(raw)
             size += len(raw)
             # A line feed is never inside a longer UTF-8 sequence, so a cut after one splits no

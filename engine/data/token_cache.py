@@ -35,7 +35,7 @@ import shutil
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from operator import itemgetter
@@ -47,23 +47,17 @@ from numpy.typing import NDArray
 
 from engine import limits
 from engine.data.corpus import Corpus, Document, Index, Split, open_corpus
+from engine.data.left_out import SKIP_AT_MOST, LeftOut, Skipped, count_left_out
 from engine.data.packing import FILLS, STREAM, places
-from engine.data.sources import Skipped, list_files
-from engine.data.tokens import (
-    Encoder,
-    LeftOut,
-    StreamDigest,
-    TokenStream,
-    count_left_out,
-    refuse_nothing,
-    starts_of,
-)
+from engine.data.sources import list_files
+from engine.data.tokens import Encoder, StreamDigest, TokenStream, refuse_nothing, starts_of
 from engine.errors import BadInput, CorpusError, write_error
 from engine.files import open_regular, read_json_object, user_cache
 from engine.signals import partial_output, scratch_folder
 from engine.version import VERSION
 
-FORMAT = 2
+FORMAT = 3
+COPY = "a copy of a held-out document, token by token"
 NAMED = 8
 """Documents that are dropped as copies, by name."""
 AGAIN, AGAIN_AMONG = 16, 4096
@@ -99,6 +93,7 @@ class Recipe:
     encoder: Encoder
     packing: str
     seq_len: int
+    skip_at_most: float = SKIP_AT_MOST
 
     def key(self, content_sha256: str) -> str:
         tokenizer, template = self.encoder.tokenizer, self.encoder.template
@@ -109,6 +104,7 @@ class Recipe:
             "columns": self.columns,
             "heldout_fraction": self.heldout_fraction,
             "max_bytes": self.max_bytes,
+            "skip_at_most": self.skip_at_most,
             "tokenizer": tokenizer.sha256,
             "turns": self.encoder.turns,
             "packing": self.packing,
@@ -162,11 +158,15 @@ class Tokens:
     """Of the training and the held-out split."""
     skipped: int
     """Documents that are in neither split for another reason than `max_bytes`."""
+    faults: tuple[LeftOut, ...]
+    """Those of them that are records with a fault of their own."""
+    remarks: Mapping[str, int]
+    """What is not read of records, where their maker may think that it is, with the number of these records."""
     dropped: tuple[str, ...]
     """The first of those that are in neither because their text is held out, by name."""
     dropped_count: int
     repeated: int
-    """Training documents whose text an earlier one has."""
+    """Training documents whose tokens an earlier one has."""
     note: str
     """Where they come from."""
     is_kept: bool
@@ -376,6 +376,7 @@ def _make(
         include_tests=recipe.include_tests,
         max_bytes=recipe.max_bytes,
         columns=recipe.columns,
+        skip_at_most=recipe.skip_at_most,
         progress=lambda done: progress("splitting the corpus", done, None),
     )
     with (folder / "tokens").open("w+b") as tokens, (folder / "labelled").open("w+b") as labelled:
@@ -394,10 +395,12 @@ def _make(
     manifest = {
         "format": FORMAT,
         "made_of": recipe.facts(content),
-        "skipped": len(corpus.skipped) + len(corpus.dropped),
+        "skipped": len(corpus.skipped) + len(corpus.dropped) + sum(n.count for n in corpus.faults),
+        "faults": [asdict(one) for one in corpus.faults],
+        "remarks": dict(corpus.remarks),
         "dropped": _names(corpus.train.index, corpus.dropped[:NAMED]),
         "dropped_count": len(corpus.dropped),
-        "repeated": len(corpus.train.copies),
+        "repeated": made.repeated,
         "streams": streams,
         "files": {path.name: _size_and_hash(path, progress) for path in sorted(folder.iterdir())},
     }
@@ -422,8 +425,12 @@ class _Making:
         """The names of documents that a run reads again."""
         self._hashes = np.zeros(len(self._index), dtype=np.uint64)
         """Of the tokens of each document. Shape (P,)."""
+        self.repeated = 0
+        """Training documents whose tokens an earlier one has."""
         self._left_out: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
         self._last_turn_only = dict.fromkeys(_SIDES, 0)
+        self._copies = np.empty(0, dtype=np.int64)
+        """Documents to train on that are left out as copies of held-out ones."""
 
     def encode(self, progress: Progress) -> None:
         """Write the tokens of each document into the temporary files."""
@@ -457,6 +464,32 @@ class _Making:
         self._tokens.flush()
         self._labelled.flush()
         self._starts = starts_of(lengths)
+        self._leave_copies_out(lengths)
+
+    def _leave_copies_out(self, lengths: NDArray[np.int64]) -> None:
+        """Leave out what is trained on and has the tokens of a held-out document: records that differ in what no model
+        reads, as in an id, or in the white space that a template takes away."""
+        held, train = self._corpus.heldout.numbers, self._corpus.train.numbers
+        held, train = held[lengths[held] > 0], train[lengths[train] > 0]
+        is_copy = np.isin(self._hashes[train], self._hashes[held])
+        kept = self._hashes[train[~is_copy]]
+        self.repeated = len(kept) - len(np.unique(kept))
+        self._copies = train[is_copy]
+        if not len(self._copies):
+            return
+        if not len(kept):
+            raise CorpusError.expected(
+                "corpus",
+                self._recipe.source,
+                "a document to train on that is no copy of a held-out one",
+                f"none of {len(train):,}",
+                hint="add other documents",
+            )
+        first = self._copies[0]
+        other = held[self._hashes[held] == self._hashes[first]][0]
+        pair = dict(self._index.read(np.array([first, other])))
+        text = " is ".join(pair[number].place or pair[number].name for number in (first, other))
+        self._left_out["train"][COPY] = LeftOut(reason=COPY, count=len(self._copies), example=text)
 
     def arrange(self, side: str, folder: Path, progress: Progress) -> dict[str, Any]:
         """Write the files of one side, and return what the manifest says of it."""
@@ -465,6 +498,8 @@ class _Making:
         left_out = tuple(self._left_out[side].values())
         begins = self._starts[split.numbers]
         lengths = self._starts[split.numbers + 1] - begins
+        if side == "train":
+            lengths[np.isin(split.numbers, self._copies)] = 0
         refuse_nothing(left_out, int(lengths.sum()))
         is_packed = recipe.packing != STREAM
         has_labels = split.chats > 0 or is_packed
@@ -521,7 +556,11 @@ class _Making:
             "documents": split.document_count,
             "missing": int(more[more > 0].sum()),
             "doubled": int(-more[more < 0].sum()),
-            "again": [self._again[number] for number in _to_read_again(split)],
+            "again": [
+                self._again[number]
+                for number in _to_read_again(split)
+                if number not in self._copies or side != "train"
+            ],
             "left_out": [asdict(one) for one in left_out],
             "last_turn_only": self._last_turn_only[side],
         }
@@ -587,6 +626,8 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
         heldout=sides["heldout"],
         made=(_made(manifest, "train"), _made(manifest, "heldout")),
         skipped=manifest["skipped"],
+        faults=tuple(LeftOut(**one) for one in manifest["faults"]),
+        remarks=manifest["remarks"],
         dropped=tuple(manifest["dropped"]),
         dropped_count=manifest["dropped_count"],
         repeated=manifest["repeated"],

@@ -14,6 +14,7 @@ and only what the assistant wrote is to be predicted. One that the template cann
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -22,14 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.chat import Turns, encode_chats
+from engine.data.chat import Chat, Turns, encode_chats
 from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import read_conversation
 from engine.data.corpus import Document
-from engine.data.sources import Skipped, list_pieces
+from engine.data.left_out import LeftOut, Skipped, count_left_out
+from engine.data.sources import list_pieces
 from engine.errors import CorpusError
-from engine.files import parse_json
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokenizer import TextTooLong, Tokenizer
 
 BATCH_BYTES = 1 << 20
 """Text that is tokenized at a time; with its tokens as Python integers it takes some twenty times as much."""
@@ -54,7 +55,7 @@ class TokenStream:
     labelled: NDArray[np.bool_] | None = None
     """Whether each token is to be predicted from those before it, shape (N,); None: all are."""
     left_out: tuple[LeftOut, ...] = ()
-    """The conversations that have no tokens."""
+    """The documents that have no tokens."""
     last_turn_only: int = 0
     """Conversations of which not all turns could be proved, so that only the last is labelled."""
     padding: NDArray[np.bool_] | None = None
@@ -95,16 +96,6 @@ class TokenStream:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """Conversations that have no tokens for one reason."""
-
-    reason: str
-    count: int
-    example: str
-    """The name of the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,29 +145,38 @@ class Encoder:
         yield from self._encode(batch)
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
-        texts = [one.text for one in documents if not one.is_chat]
+        texts = [one for one in documents if not one.is_chat]
         # A tokenizer of a chat model may have no token that ends a text, and conversations need none.
         end_of_text_id = self.tokenizer.end_of_text_id if texts else 0
-        encoded = iter(self.tokenizer.encode_documents(texts))
+        encoded = iter(self._encode_texts(texts))
+        # What may be wrong with a record was decided when it was read.
         conversations = [
-            read_conversation(parse_json(one.text, one.name, "conversation"), one.name)
+            replace(read_conversation(json.loads(one.text), one.name), name=one.place or one.name)
             for one in documents
             if one.is_chat
         ]
         chats = iter(encode_chats(conversations, self.tokenizer, self.template, turns=self.turns))
         for document in documents:
-            if not document.is_chat:
-                yield Encoded(ids=np.append(next(encoded), end_of_text_id).astype(self.dtype))
-                continue
-            chat = next(chats)
-            if isinstance(chat, Skipped):
-                yield Encoded(ids=np.empty(0, self.dtype), left_out=chat)
-            else:
+            found = next(chats if document.is_chat else encoded)
+            if isinstance(found, Skipped):
+                yield Encoded(ids=np.empty(0, self.dtype), left_out=found)
+            elif isinstance(found, Chat):
                 yield Encoded(
-                    ids=chat.ids.astype(self.dtype),
-                    labelled=chat.labelled,
-                    last_turn_only=chat.reason is not None,
+                    ids=found.ids.astype(self.dtype),
+                    labelled=found.labelled,
+                    last_turn_only=found.reason is not None,
                 )
+            else:
+                yield Encoded(ids=np.append(found, end_of_text_id).astype(self.dtype))
+
+    def _encode_texts(self, texts: Sequence[Document]) -> list[NDArray[np.uint32] | Skipped]:
+        """Return the tokens of each text, or why it has none."""
+        try:
+            return [*self.tokenizer.encode_documents([one.text for one in texts])]
+        except TextTooLong as error:
+            if len(texts) == 1:
+                return [Skipped(name=texts[0].place or texts[0].name, reason=error.reason)]
+        return [found for one in texts for found in self._encode_texts([one])]
 
 
 def read_again(
@@ -244,21 +244,15 @@ def starts_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def refuse_nothing(left_out: Sequence[LeftOut], tokens: int) -> None:
-    """Raise CorpusError where conversations were left out and nothing remains."""
+    """Raise CorpusError where documents were left out and nothing remains."""
     if left_out and not tokens:
         first, count = left_out[0], sum(one.count for one in left_out)
         raise CorpusError.expected(
             "corpus",
-            f"{count:,} conversations",
-            "one that the chat template can write",
+            f"{count:,} documents",
+            "one that the chat template can write and the tokenizer cut",
             f"none ({first.example}: {first.reason})",
         )
-
-
-def count_left_out(counts: dict[str, LeftOut], one: Skipped) -> None:
-    """Count what is left out by its reason."""
-    before = counts.get(one.reason, LeftOut(reason=one.reason, count=0, example=one.name))
-    counts[one.reason] = replace(before, count=before.count + 1)
 
 
 class StreamDigest:

@@ -32,7 +32,8 @@ from torch.nn import functional as F
 
 from engine import limits
 from engine.data.corpus import Document
-from engine.data.sources import Piece, Skipped, list_pieces
+from engine.data.left_out import Skipped
+from engine.data.sources import Piece, list_pieces
 from engine.errors import BadInput, CorpusError, NoAnswer
 from engine.evaluate.model import Model
 from engine.evaluate.statistics import Interval, bootstrap

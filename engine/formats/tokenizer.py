@@ -167,7 +167,7 @@ class Tokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Return the ids of each text, in order.
 
-        Raises TokenizerError for a text that cannot be cut and is too long to be taken whole.
+        Raises TextTooLong for a text that cannot be cut and is too long to be taken whole.
         """
         import numpy as np
 
@@ -199,8 +199,8 @@ class Tokenizer:
 
         The ids are those of `encode_documents`, and both arrays have the same length. A character of
         which several tokens hold a part of the bytes begins all of them. The white space that a token
-        begins with belongs to it, also where the file has `trim_offsets`. Raises TokenizerError for a
-        text that is too long to be taken whole, and where the starts do not follow the text.
+        begins with belongs to it, also where the file has `trim_offsets`. Raises TextTooLong for a
+        text that is too long to be taken whole, and TokenizerError where the starts do not follow the text.
         """
         import numpy as np
 
@@ -248,6 +248,11 @@ class Tokenizer:
         """Return the id of a token in its own spelling, or None."""
         return self._inner.token_to_id(token)
 
+    def check_length(self, text: str) -> None:
+        """Raise TextTooLong for a text that `encode_documents` refuses."""
+        for _ in self._pieces([text]):
+            pass
+
     def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Yield each text in pieces, with its index."""
         for index, text in enumerate(texts):
@@ -266,13 +271,17 @@ class Tokenizer:
         # A character has at most 4 bytes.
         most = limits.UNCUT_TEXT.most
         if len(piece) * 4 > most and (size := len(piece.encode("utf-8", "replace"))) > most:
-            raise TokenizerError.expected(
+            error = TextTooLong.expected(
                 "tokenizer",
                 self.path,
                 f"text that can be cut without changing its tokens after {limits.UNCUT_TEXT}",
                 f"{size:,} bytes from character {start:,} on that cannot",
                 hint="break the line, or split the document",
             )
+            error.reason = (
+                f"the tokenizer takes {limits.UNCUT_TEXT} without a place where it may cut"
+            )
+            raise error
         return piece
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -509,6 +518,12 @@ _DIGITS = {"": 1, "{1,3}": 3}
 """Digits of a part, for each form of `_WORDS`: counted from the start of a run of digits."""
 _INDEPENDENT = frozenset({"Split", "ByteLevel", "Digits"})
 """Pre-tokenizers whose result for a part depends on that part alone."""
+
+
+class TextTooLong(TokenizerError):
+    """A text that cannot be cut, and is too long to be taken whole. `reason` is the same for all of them."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     padding: Count = 0
     """Places of the training rows that hold no token."""
     left_out: dict[str, Count] = {}
-    """Conversations that the chat template cannot write, by reason."""
+    """Records with a fault, and conversations that the chat template cannot write, by reason and first place."""
     last_turn_only: Count = 0
     """Conversations of which not every turn could be proved, so that only the last has labels."""
     unlabelled_rows: Count = 0

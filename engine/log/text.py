@@ -296,12 +296,13 @@ def _started_text(event: RunStarted) -> str:
 
 
 def _chat_text(data: DataReady) -> str:
-    """What became of conversations; empty for text."""
+    """What became of records and conversations; empty where all of them are texts that are trained on."""
+    left_out = [f"{count:,} left out: {why}" for why, count in data.left_out.items()]
     if data.labelled_tokens is None:
-        return ""
+        return "".join(f"; {one}" for one in left_out)
     share = data.labelled_tokens / data.train_tokens if data.train_tokens else 0.0
     parts = [f"{format_count(data.labelled_tokens)} tokens ({share:.1%}) have labels"]
-    parts += [f"{count} conversations left out: {why}" for why, count in data.left_out.items()]
+    parts += left_out
     if data.last_turn_only:
         parts.append(f"of {data.last_turn_only} conversations only the last turn")
     if data.padding:
@@ -929,9 +930,9 @@ def data_lines(view: RunView) -> list[str]:
         lines.append(f"copies     {data.copies:,} of them, of held-out text: {named}{more}")
     if data.repeated:
         lines.append(
-            f"repeated   {data.repeated:,} training documents have the text of an earlier one"
+            f"repeated   {data.repeated:,} training documents have the tokens of an earlier one"
         )
-    lines += [f"left out   {count:,} conversations: {why}" for why, count in data.left_out.items()]
+    lines += [f"left out   {count:,}: {why}" for why, count in data.left_out.items()]
     if data.last_turn_only:
         lines.append(
             f"in part    of {data.last_turn_only:,} conversations only the last turn has labels"

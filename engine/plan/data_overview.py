@@ -8,6 +8,7 @@ Everything is counted on the tokens that the models would read, of a part of the
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 
 from engine.data.batches import Int64Array, count_rows, labelled_rows
 from engine.data.corpus import Corpus, Split
+from engine.data.left_out import LeftOut, count_left_out
 from engine.data.overlap import near_copies
 from engine.data.packing import STREAM
 from engine.data.token_cache import Progress, no_progress
-from engine.data.tokens import LeftOut, TokenStream, count_left_out
+from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
@@ -69,7 +71,7 @@ class Reason:
 class Copies:
     count: int
     names: tuple[tuple[str, str], ...]
-    """Of the first, and of what each is a copy of."""
+    """Of the first, and of what each is a copy of: file and line of a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +95,15 @@ class Overview:
     """Training documents by length: the most tokens of a group, a power of two, and how many are in it."""
     longer_than_a_row: int
     repeated: Copies
-    """Training documents whose text an earlier one has."""
+    """Training documents whose tokens an earlier one has."""
     dropped: Copies
     """Documents dropped from the training text because their text is held out."""
     near_copies: Copies
     """Held-out documents that are training documents but for few tokens, of those that were compared."""
     compared: int
     left_out: tuple[Reason, ...]
+    remarks: dict[str, int]
+    """What is not read of records, where their maker may think that it is, with the number of these records."""
     last_turn_only: int
     beyond_bytes: int
     """Documents that were not looked at; 0 where all were."""
@@ -137,7 +141,7 @@ class Overview:
             )
         told = []
         for copies, words in (
-            (self.repeated, "training documents have the text of another one"),
+            (self.repeated, "training documents have the tokens of another one"),
             (self.dropped, "documents are dropped from train, because their text is held out"),
             (
                 self.near_copies,
@@ -154,6 +158,7 @@ class Overview:
                 f"{self.last_turn_only:,} conversations have labels on their last turn only"
             )
         told += [f"{one.count:,} left out: {one.text} (as {one.example})" for one in self.left_out]
+        told += [f"{count:,} records: {remark}" for remark, count in self.remarks.items()]
         return [*lines, *(["", *told] if told else [])]
 
     def _histogram(self) -> list[str]:
@@ -190,7 +195,7 @@ def look_at_data(
     train, held = whole.train, whole.heldout
     lengths = train.lengths
     near = near_copies(train, held)
-    repeated = corpus.train.copies
+    repeated, first = _repeated(corpus.train, train)
     copied, of = (
         side.numbers[np.array([pair[place] for pair in near.pairs], dtype=np.int64)]
         for place, side in enumerate((corpus.heldout, corpus.train))
@@ -202,11 +207,12 @@ def look_at_data(
         heldout=_part(corpus.heldout, held, packed.heldout, data.seq_len, "held-out"),
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
-        repeated=_copies(corpus, repeated, corpus.train.like(repeated)),
+        repeated=_copies(corpus, repeated, first),
         dropped=_copies(corpus, corpus.dropped, corpus.heldout.like(corpus.dropped)),
         near_copies=_copies(corpus, copied, of),
         compared=near.compared,
-        left_out=_reasons(corpus, (*train.left_out, *held.left_out)),
+        left_out=_reasons(corpus, (*corpus.faults, *train.left_out, *held.left_out)),
+        remarks=dict(corpus.remarks),
         last_turn_only=train.last_turn_only + held.last_turn_only,
         beyond_bytes=corpus.beyond_max_bytes,
         samples=_samples(corpus.train, train, inputs, samples),
@@ -217,9 +223,25 @@ def _copies(corpus: Corpus, numbers: Int64Array, of: Int64Array) -> Copies:
     if not len(numbers):
         return Copies(count=0, names=())
     shown = numbers[:REASONS], of[:REASONS]
-    names = {n: one.name for n, one in corpus.train.index.read(np.concatenate(shown))}
+    read = corpus.train.index.read(np.concatenate(shown))
+    names = {number: one.place or one.name for number, one in read}
     pairs = tuple((names[a], names[b]) for a, b in zip(*(x.tolist() for x in shown), strict=True))
     return Copies(count=len(numbers), names=pairs)
+
+
+def _repeated(split: Split, stream: TokenStream) -> tuple[Int64Array, Int64Array]:
+    """Return the documents whose tokens an earlier one of the split has, and that one, as numbers of the index."""
+    there = np.flatnonzero(stream.lengths)
+    cuts = zip(stream.starts[there], stream.starts[there + 1], strict=True)
+    digests = [hashlib.blake2b(stream.tokens[a:b].tobytes()).digest() for a, b in cuts]
+    earlier: dict[bytes, int] = {}
+    pairs = [
+        (place, earlier[one])
+        for place, one in zip(there.tolist(), digests, strict=True)
+        if earlier.setdefault(one, place) != place
+    ]
+    found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return split.numbers[found[:, 0]], split.numbers[found[:, 1]]
 
 
 def _part(split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, what: str) -> Part:

@@ -2,22 +2,28 @@
 
 A corpus of at most `SAMPLED_BYTES` is split and tokenized as the run would, so its numbers are exact and a corpus too
 small for one row is refused. Of a larger one the first megabytes are tokenized, and the tokens of the rest follow from
-its bytes; where not all of it is listed in reasonable time, its documents and tokens are unknown.
+its bytes. Every record of the first `LISTED_BYTES` is read, so that those with a fault are counted; how many there are
+beyond is estimated from the sizes of the files.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine import limits
 from engine.data.batches import labelled_rows
 from engine.data.corpus import Document
-from engine.data.sources import Piece, column_names, list_pieces
+from engine.data.left_out import LeftOut, RecordFaults, Skipped
+from engine.data.records import shown
+from engine.data.sources import Piece, column_names, list_files, list_pieces
 from engine.data.tokens import TokenStream
+from engine.formats.tokenizer import TextTooLong
 from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
+from engine.spec.sections import DataSection
 from engine.units import format_bytes, format_count
 
-LISTED_BYTES = 128 << 20
+LISTED_BYTES = 64 << 20
 """Text that is listed; of a file of records, listing reads every record."""
 SAMPLED_BYTES = 2 << 20
 """Text that is tokenized: a second on a slow core."""
@@ -41,6 +47,12 @@ class DataSize:
     """Passes over the training text that the steps of the spec make."""
     labelled: float | None = None
     """Of conversations, the share of the tokens that are to be predicted; None for text."""
+    read: int = 0
+    """Documents that were read, those with a fault among them."""
+    not_read: int | None = 0
+    """About how many documents of a larger corpus were not read; None where the files do not tell."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Of those that were read, the records with a fault; of a corpus that was tokenized also what has no tokens."""
 
     def lines(self, steps: int) -> list[str]:
         """Format it for people."""
@@ -59,9 +71,14 @@ class DataSize:
                 data += f"about {format_count(self.tokens)} tokens, by the first {sample}"
         if self.labelled is not None:
             data += f", {self.labelled:.1%} of them with a label"
+        lines = [f"data: {data}"]
+        if self.not_read != 0:
+            rest = "the others" if self.not_read is None else f"about {self.not_read:,} more"
+            lines.append(f"data: {self.read:,} documents were read, {rest} were not")
+        lines += [f"data: {one}" for one in self.left_out]
         passes = "an unknown number of" if self.passes is None else f"{self.passes:.3g}"
         return [
-            f"data: {data}",
+            *lines,
             f"steps: {steps:,} of {self.tokens_per_step:,} tokens each, {passes} passes over the training text",
         ]
 
@@ -71,17 +88,27 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     data, train = spec.data, spec.train
     per_step = spec.rows_per_step * data.seq_len
     documents = texts = listed = 0
-    sample = _Sample()
+    sample, whole = _Sample(), True
     labelled = None
+    faults = RecordFaults(shown(data.corpus), data.skip_at_most)
     for item in list_pieces(
         data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
     ):
         if not isinstance(item, Piece):
+            faults.add(item)
             continue
         listed += item.size_bytes
         if listed > LISTED_BYTES:
-            tokens = None
+            tokens, listed = None, listed - item.size_bytes
+            whole = False
             break
+        if item.size_bytes > limits.UNCUT_TEXT.most and isinstance(text := item.read(), str):
+            try:
+                inputs.tokenizer.check_length(text)
+            except TextTooLong as error:
+                name = item.place or item.name
+                faults.add(Skipped(name=name, reason=error.reason, fault=error))
+                continue
         documents += 1
         texts += not item.is_chat
         sample.add(item)
@@ -89,7 +116,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
         if listed <= SAMPLED_BYTES:
             return _exact(spec, inputs, per_step)
         tokens, labelled = sample.estimate(spec, inputs, listed, texts)
-    whole = listed <= LISTED_BYTES
+    faults.refuse_too_many(documents)
     passes = None
     if tokens is not None:
         trained = tokens * (1 - data.heldout_fraction)
@@ -105,7 +132,22 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
         tokens_per_step=per_step,
         passes=passes,
         labelled=labelled,
+        read=documents + faults.count,
+        not_read=0 if whole else _not_read(data, documents, listed),
+        left_out=faults.left_out,
     )
+
+
+def _not_read(data: DataSection, documents: int, size_bytes: int) -> int | None:
+    """Estimate how many documents are beyond those that were read, from their size and the sizes of the files."""
+    files = list_files(
+        data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
+    )
+    paths = [one.path for one in files if not isinstance(one, Skipped)]
+    if not documents or any(path.suffix in (".gz", ".zst", ".parquet") for path in paths):
+        return None
+    every = sum(path.stat().st_size for path in paths)
+    return max(1, round(documents * every / size_bytes) - documents)
 
 
 def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
@@ -125,6 +167,8 @@ def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
         tokens_per_step=per_step,
         passes=spec.train.steps * per_step / len(train),
         labelled=_share(train),
+        read=len(corpus.train.index) + sum(one.count for one in corpus.faults),
+        left_out=(*corpus.faults, *train.left_out, *held.left_out),
     )
 
 

@@ -81,6 +81,7 @@ class Inputs:
             encoder=self._encoder(data),
             packing=data.packing,
             seq_len=data.seq_len,
+            skip_at_most=data.skip_at_most,
         )
         return load_tokens(recipe, progress, corpus=corpus)
 
@@ -121,6 +122,7 @@ def open_corpus_of(
         include_tests=data.include_tests,
         max_bytes=data.max_bytes or None,
         columns=column_names(data.columns),
+        skip_at_most=data.skip_at_most,
         progress=progress,
     )
 

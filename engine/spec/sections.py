@@ -263,6 +263,13 @@ class DataSection:
         allowed=("all", "last"),
         changes_results=True,
     )
+    skip_at_most: float = setting(
+        0.05,
+        "Share of the records that may have a fault of their own, as JSON that breaks off or an answer of null. They "
+        "are left out and counted; more than this share and more than 20 records are an error.",
+        low=0.0,
+        high=1.0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,8 +86,8 @@ def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
     train, held = tokens.train, tokens.heldout
     rows = len(labelled_rows(train, seq_len, "train"))
     left_out: Counter[str] = Counter()
-    for one in (*train.left_out, *held.left_out):
-        left_out[one.reason] += one.count
+    for one in (*tokens.faults, *train.left_out, *held.left_out):
+        left_out[f"{one.reason} ({one.example})"] += one.count
     return DataReady(
         source=source,
         train_files=tokens.made[0].documents,

@@ -73,11 +73,11 @@ def test_conversations_are_counted_and_what_has_a_label_is_marked(
 
     words = engine_here("data", spec, "--samples", "200").stdout
     assert "conversations)" in words and "with a label" in words
-    assert "1 left out: no assistant turn (as chat-" in words
+    assert "1 left out: no assistant turn (as " in words
     assert "⟦" in words and "<|im_end|>⟧" in words
     # What a document says is never obeyed by the terminal.
     assert "\x1b" not in words and "same text \\x1b[2J" in words
-    assert "1 training documents have the text of another one" in words
+    assert "1 training documents have the tokens of another one" in words
 
 
 def test_on_a_terminal_labels_stand_out_without_signs_of_ours(spec: Path) -> None:
@@ -138,9 +138,20 @@ def test_copies_and_near_copies_are_named_with_what_they_are_copies_of(
     assert f"    {names[1]} is {names[5]}\n" in told
 
 
-def test_a_broken_line_is_named_and_nothing_is_shown(spec: Path, tmp_path: Path) -> None:
-    with (tmp_path / "chats.jsonl").open("a") as file:
-        file.write('\n{"messages": "hello"}\n')
+def test_broken_lines_are_counted_and_too_many_are_named_and_nothing_is_shown(
+    spec: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    before = path.read_text()
+    path.write_text(before + '\n{"messages": "hello"}\n')
     done = engine_here("data", spec)
-    assert done.returncode == 65 and done.stdout == ""
-    assert "line 204" in done.stderr and "a list of messages" in done.stderr
+    assert done.returncode == 0, done.stderr
+    wanted = "expected a list of messages, found str (as chats.jsonl line 204)"
+    assert f"1 left out: {wanted}" in done.stdout
+    path.write_text(before + '\n{"messages": "hello"}' * 30)
+    for words in (["data", spec], ["distill", spec, "--check-inputs"]):
+        done = engine_here(*words)
+        assert done.returncode == 65 and done.stdout == ""
+        assert "found 30 of" in done.stderr and "data.skip_at_most" in done.stderr
+    done = engine_here("data", spec, "--set", "data.skip_at_most=0.5")
+    assert done.returncode == 0 and "30 left out" in done.stdout

@@ -87,7 +87,9 @@ def test_what_is_wrong_is_one_line_and_65(kit: Kit, here: Path, name: str) -> No
     assert absent.returncode == 65 and "data.columns" in absent.stderr
     wrong = engine_here("init", *words(kit, name), "--columns", "id")
     assert wrong.returncode == 65 and "of type int" in wrong.stderr
-    (here / name).write_bytes(FILES[name]()[:-40])
+    # Of plain lines a cut costs the last one alone.
+    whole = FILES[name]()
+    (here / name).write_bytes(b"{" if name == "a.jsonl" else whole[:-40])
     cut = engine_here("init", *words(kit, name), "--columns", "body")
     assert cut.returncode == 65
     (here / name).unlink()

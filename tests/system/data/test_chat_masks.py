@@ -15,7 +15,7 @@ import engine.demo
 from engine.data.chat import Chat, encode_chats
 from engine.data.chat_template import ChatTemplate, Unrenderable
 from engine.data.conversations import Conversation, read_conversation
-from engine.data.sources import Skipped
+from engine.data.left_out import Skipped
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from tests.support.chat_masks import (
     AFTER_END,

@@ -18,7 +18,7 @@ from engine.data.chat import (
 )
 from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import read_conversation
-from engine.data.sources import Skipped
+from engine.data.left_out import Skipped
 from engine.errors import CorpusError
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3, STYLES, Style, make_tokenizer

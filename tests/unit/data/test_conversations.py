@@ -83,7 +83,7 @@ def test_a_name_is_that_of_the_content() -> None:
             "expected parts of the type \"text\", found one of 'image'",
         ),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "the lone surrogate U+D83D"),
-        ({"conversations": [{"from": "bot", "value": "Hi"}]}, "expected one of human, user"),
+        ({"conversations": [{"from": "alien", "value": "Hi"}]}, "expected one of human, user"),
         ({"conversations": [{"from": ["human"], "value": "Hi"}]}, "expected one of human, user"),
         ({"prompt": "Hi", "completion": [ANSWER]}, "both texts or both lists, found str and list"),
         ({"prompt": "Hi", "completion": ""}, "expected a text that is not empty"),

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.data.corpus import Corpus, check_corpus, open_corpus
-from engine.data.sources import PASSAGE_BYTES, STDLIB, Piece, Skipped, list_pieces
+from engine.data.left_out import Skipped
+from engine.data.sources import PASSAGE_BYTES, STDLIB, Piece, list_pieces
 from engine.errors import CorpusError
 from tests.support.lacks import needs
 
@@ -352,7 +353,7 @@ def test_json_lines_become_documents_and_blank_lines_do_not(tmp_path: Path) -> N
     corpus = open_corpus(str(path), heldout_fraction=FRACTION)
     documents = corpus.train.documents + corpus.heldout.documents
     assert sorted(d.text for d in documents) == sorted(texts)
-    assert corpus.skipped == (Skipped(name="a.jsonl:33", reason='empty "text"'),)
+    assert corpus.skipped == (Skipped(name="a.jsonl line 33", reason='empty "text"'),)
 
 
 def test_inserting_a_json_line_moves_no_other(tmp_path: Path) -> None:
@@ -382,16 +383,20 @@ def test_inserting_a_json_line_moves_no_other(tmp_path: Path) -> None:
         ('{"é": "é", x}', 30, "property name"),
     ],
 )
-def test_bad_json_line_is_named_with_line_and_byte(
+def test_a_bad_json_line_is_left_out_and_named_with_line_and_byte(
     tmp_path: Path, line: str | bytes, byte: int, found: str
 ) -> None:
     first = '{"text": "good"}'
     assert len(first) == 16
     path = write_lines(tmp_path / "a.jsonl", [first, line])
+    # One document cannot be split.
     message = refused(path)
     assert f"a.jsonl line 2, byte {byte} —" in message and found in message
-    with pytest.raises(CorpusError, match="line 2"):
-        check_corpus(str(path))
+    good: list[str | bytes] = [f'{{"text": "good {n}"}}' for n in range(20)]
+    corpus = open_corpus(str(write_lines(path, [*good, line])), heldout_fraction=FRACTION)
+    assert [(one.count, one.example) for one in corpus.faults] == [(1, "a.jsonl line 21")]
+    assert corpus.train.document_count + corpus.heldout.document_count == 20
+    check_corpus(str(path))
 
 
 def test_json_lines_in_utf16_are_refused(tmp_path: Path) -> None:

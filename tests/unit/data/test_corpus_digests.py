@@ -63,9 +63,9 @@ PINNED = {
     ),
     json_lines: (
         *("b1c8017dd1b20a63", "4c78c90e1d6a54b1", 41, 10, 0, 0),
-        [("a.jsonl:22", 'empty "text"')],
+        [("a.jsonl line 22", 'empty "text"')],
         *("e8799a6263cdcacb", "4c78c90e1d6a54b1", 38, 10, 3, 0),
-        [("a.jsonl:22", 'empty "text"')],
+        [("a.jsonl line 22", 'empty "text"')],
     ),
     text_file: (
         *("d7d2828154758f40", "0fc5f4e72db4c736", 24, 10, 0, 0, []),

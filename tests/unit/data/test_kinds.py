@@ -19,7 +19,8 @@ import zstandard
 
 from engine import limits
 from engine.data.corpus import check_corpus, open_corpus
-from engine.data.sources import Skipped, column_names, list_pieces
+from engine.data.left_out import Skipped
+from engine.data.sources import column_names, list_pieces
 from engine.errors import CorpusError
 
 TEXTS: list[dict[str, Any]] = [
@@ -139,7 +140,13 @@ def test_every_kind_has_the_same_conversations(tmp_path: Path, name: str) -> Non
 def test_a_cut_file_is_named(tmp_path: Path, name: str) -> None:
     whole = KINDS[name](TEXTS)
     for cut in (len(whole) // 3, len(whole) - 3):
-        refused(make(tmp_path, name, whole[:cut]))
+        path = make(tmp_path, name, whole[:cut])
+        if name not in ("a.jsonl", "lines.json"):
+            refused(path)
+            continue
+        # Of plain lines only the last is cut.
+        (fault,) = [one for one in list_pieces(str(path)) if isinstance(one, Skipped)]
+        assert fault.fault is not None and f"{name} line" in fault.name
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -238,8 +245,9 @@ def test_broken_json_is_named_with_its_byte(tmp_path: Path, content: bytes) -> N
 def test_the_byte_of_a_bad_element_deep_in_a_list_is_right(tmp_path: Path) -> None:
     head = as_list(TEXTS * 200)[:-2] + b",\n"
     path = make(tmp_path, "a.json", head + b'{"text": 5}]')
-    message = refused(path)
-    assert f"record {200 * len(TEXTS) + 1:,}, byte {len(head):,} —" in message
+    (found,) = [one for one in list_pieces(str(path)) if isinstance(one, Skipped)]
+    place = f"record {200 * len(TEXTS) + 1:,}"
+    assert found.name == f"a.json {place}" and f"{place}, byte {len(head):,} —" in str(found.fault)
 
 
 def test_long_elements_of_a_list_are_read(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_list_of_settings_is_frozen() -> None:
         "student.checkpointing", "student.reshard", "student.save_as",
         "vocab.align",
         "data.corpus", "data.tokenizer", "data.seq_len", "data.heldout_fraction",
-        "data.include_tests", "data.max_bytes", "data.packing", "data.columns", "data.turns",
+        "data.include_tests", "data.max_bytes", "data.packing", "data.columns", "data.turns", "data.skip_at_most",
         "loss.alpha", "loss.temperature", "loss.divergence", "loss.beta", "loss.kernel",
         "loss.chunk_rows",
         "train.steps", "train.stop_after", "train.rows", "train.accumulation", "train.lr", "train.warmup_steps",
@@ -210,7 +210,7 @@ CHANGES_RESULTS = """
 """
 """Of compute.gpus: train.rows is per GPU, so a step has more rows. Of eval.rows: the held-out loss is of them."""
 KEEPS_RESULTS = """
-    run.name run.out model.engine model.remote_code
+    run.name run.out model.engine model.remote_code data.skip_at_most
     teacher.backend teacher.precision teacher.kernel teacher.compile teacher.prefetch teacher.shard
     teacher.cache teacher.cache_miss teacher.attention teacher.allow_identical
     student.precision student.compile student.graphs student.attention student.checkpointing

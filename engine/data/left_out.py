@@ -1,0 +1,86 @@
+"""What is left out of a corpus, counted by its reason: records with a fault, and conversations that the chat template
+cannot write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.errors import BadInput, CorpusError
+
+ALLOWED = 20
+"""Records with a fault that are left out whatever share of the corpus they are."""
+SKIP_AT_MOST = 0.05
+"""Default of `data.skip_at_most`."""
+_REASONS = 100
+"""Reasons that are kept apart, so that memory is bounded by no more than the size of a record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Something in a source that is left out of the corpus."""
+
+    name: str
+    """Its name, or file and line of a record."""
+    reason: str
+    fault: BadInput | None = None
+    """Of a record that cannot be used: what is wrong with it, and where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Documents that are left out for one reason."""
+
+    reason: str
+    count: int
+    example: str
+    """File and line of the first, or its name."""
+
+    def __str__(self) -> str:
+        more = f", first {self.example}" if self.count > 1 else f" ({self.example})"
+        return f"{self.count:,} left out: {self.reason}{more}"
+
+
+def count_left_out(counts: dict[str, LeftOut], one: Skipped) -> None:
+    """Count what is left out by its reason."""
+    reason = one.reason if one.reason in counts or len(counts) < _REASONS else "other reasons"
+    before = counts.get(reason, LeftOut(reason=reason, count=0, example=one.name))
+    counts[reason] = replace(before, count=before.count + 1)
+
+
+class RecordFaults:
+    """Counts the records of a source that are left out for a fault of their own."""
+
+    def __init__(self, source: str, skip_at_most: float) -> None:
+        self._source, self._skip_at_most = source, skip_at_most
+        self._counts: dict[str, LeftOut] = {}
+        self.count = 0
+        self.first: BadInput | None = None
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        return tuple(sorted(self._counts.values(), key=lambda one: -one.count))
+
+    def add(self, one: Skipped) -> bool:
+        """Count a record that is left out for a fault; return whether it is one."""
+        if one.fault is None:
+            return False
+        self.first = self.first or one.fault
+        self.count += 1
+        count_left_out(self._counts, one)
+        return True
+
+    def refuse_too_many(self, documents: int) -> None:
+        """Raise CorpusError where more records than are allowed have a fault; `documents` is the number of others."""
+        every = documents + self.count
+        if self.first is None or (documents and self.count <= ALLOWED):
+            return
+        if not documents:
+            raise self.first
+        if self.count > self._skip_at_most * every:
+            reasons = "; ".join(map(str, self.left_out[:3]))
+            raise CorpusError(
+                f"corpus: {self._source} — expected at most {self._skip_at_most:.3g} of its records to have a fault "
+                f"(data.skip_at_most), found {self.count:,} of {every:,}: {reasons}",
+                hint=f"mend these records, or raise data.skip_at_most; the first fault: {self.first.message}",
+            )
