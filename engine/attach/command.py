@@ -4,8 +4,8 @@
       |-- COMMAND                     this terminal, this process group; APR_WATCH_RUN, PYTHONPATH with the probe
       |-- engine.attach.supervisor    a session of its own
 
-The command keeps stdin, stdout, stderr, the terminal and job control. The terminal sends Ctrl-C, Ctrl-\\ and
-Ctrl-Z to the whole process group, so this process ignores them; what is sent to this process alone is passed on.
+The command keeps stdin, stdout, stderr, the terminal and job control. What is sent to the whole process group, as a
+terminal sends Ctrl-C, Ctrl-\\ and Ctrl-Z, has reached it; what is sent to this process alone is passed on.
 It ends as the command ends: with its exit code, or by the same signal.
 
 A script that has itself watched (`apr_watch.start`) runs this file for its run folder and its observer:
@@ -50,6 +50,8 @@ RUNS = Path("runs")
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+GROUP_S = 0.05
+"""Seconds in which a signal that is sent to each process of a group has reached all of them."""
 RECORDED_S = 5.0
 """How long recording the end of the command may keep the terminal waiting."""
 
@@ -129,9 +131,11 @@ def run_command(
     """
     # The guard of our own commands would end the command with this process.
     dismiss_guard()
+    witness = _Witness()
+    early: list[int] = []
     for number in FROM_TERMINAL:
         # A handler, and not SIG_IGN, which the command would inherit.
-        signal.signal(number, lambda _number, _frame: None)
+        signal.signal(number, lambda number, _frame: early.append(number))
     supervisor = _start_supervisor(run)
     environment = {**os.environ, **variables, RUN_VARIABLE: str(run.path)}
     probed = os.pathsep.join(filter(None, (str(PROBE), environment.get("PYTHONPATH"))))
@@ -150,14 +154,68 @@ def run_command(
         ) from error
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        process.send_signal(number)
+        if not witness.has_got(number):
+            process.send_signal(number)
 
-    for number in PASSED_ON:
+    for number in (*FROM_TERMINAL, *PASSED_ON):
         signal.signal(number, pass_on)
+    if early and not witness.has_got(early[-1]):
+        process.send_signal(early[-1])
     _tell(supervisor, f"{process.pid}\n")
     code = _wait(process)
+    witness.dismiss()
     _leave(supervisor, code)
     return code
+
+
+class _Witness:
+    """A process of this process group that handles no signal: a signal that it has not got was sent to this process
+    alone. A handler cannot tell: a shell, a notebook or a service manager signals the group as a terminal does, and
+    a signal that arrived twice would interrupt the clean-up that the first one began."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def has_got(self, number: int) -> bool:
+        """Whether the signal was sent to the witness too; without a witness, whether it comes from terminals."""
+        if self._process is None:
+            return number in FROM_TERMINAL
+        until_s = time.monotonic() + GROUP_S
+        while not (got := self._is_pending(number)) and time.monotonic() < until_s:
+            time.sleep(GROUP_S / 10)
+        if got:
+            # A pending signal stays, so that the next of its kind needs another witness.
+            self.dismiss()
+            self._start()
+        return got
+
+    def dismiss(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*FROM_TERMINAL, *PASSED_ON))
+        try:
+            # It ends with this process, however that ends: with its standard input.
+            self._process = subprocess.Popen(
+                ["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        except OSError:
+            self._process = None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _is_pending(self, number: int) -> bool:
+        assert self._process is not None
+        try:
+            lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        except OSError:
+            return False
+        masks = [int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:")]
+        return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def end_as(code: int) -> int:
@@ -182,9 +240,20 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             os.kill(os.getpid(), signal.SIGSTOP)
+            # A shell continues the whole group; who continues this process alone means the command too.
+            if _is_stopped(process.pid):
+                process.send_signal(signal.SIGCONT)
             continue
         process.returncode = os.waitstatus_to_exitcode(status)
         return process.returncode
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        # The state follows the name, which may contain anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "T"
+    except OSError:
+        return False
 
 
 def _start_supervisor(

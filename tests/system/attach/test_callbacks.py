@@ -22,6 +22,7 @@ from tests.support.attached import (
     run_watched,
     with_and_without,
 )
+from tests.support.paths import ROOT
 
 WORDS = """
 import tokenizers, transformers
@@ -214,9 +215,10 @@ def test_below_engine_watch_a_line_begins_no_second_run(tmp_path: Path) -> None:
 def test_where_the_engine_cannot_be_run_the_log_says_that_nobody_watches_from_outside(
     tmp_path: Path,
 ) -> None:
-    """As in an environment of its own, or in a repository with a module of that name on its path."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "engine.py").write_text("")
+    """As in an environment of its own, or with a package of that name on its path."""
+    (tmp_path / "mine" / "engine").mkdir(parents=True)
+    (tmp_path / "mine" / "engine" / "child.py").write_text("")
+    (tmp_path / "mine" / "engine" / "__init__.py").write_text("raise ImportError('a part')")
     path = Path(f"{tmp_path / 'mine'}{os.pathsep}{PROBE}")
     ran = run_forked(tmp_path, ONCE, watched=False, path=path)
     assert ran.returncode == 0, ran.stderr
@@ -225,6 +227,18 @@ def test_where_the_engine_cannot_be_run_the_log_says_that_nobody_watches_from_ou
     assert any(note.text.startswith("nobody watches from outside: ") for note in view.notes)
     command = read_command(RunFolder(tmp_path / "line"))
     assert command is not None and command.short.endswith("train.py")
+
+
+def test_an_engine_of_the_users_on_the_path_does_not_hide_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("engine", "token"):
+        (tmp_path / "mine" / f"{name}.py").write_text(f"open('{tmp_path}/ran', 'w')")
+    path = Path(os.pathsep.join(map(str, (tmp_path / "mine", PROBE, ROOT))))
+    ran = run_forked(tmp_path, ONCE, watched=False, path=path)
+    assert ran.returncode == 0, ran.stderr
+    view = Follower(RunFolder(tmp_path / "line")).read_all()
+    assert len(view.steps) == 1 and not (tmp_path / "ran").exists()
+    assert not any(note.text.startswith("nobody watches from outside: ") for note in view.notes)
 
 
 FAILS = """

@@ -3,6 +3,7 @@ happens to what watches it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -10,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +140,69 @@ def test_ctrl_c_of_a_terminal_reaches_the_command_once_and_its_answer_counts(
     assert screen.count("interrupted") == 1
 
 
-def test_ctrl_z_stops_the_command_and_the_watch_and_both_go_on(tmp_path: Path) -> None:
+COUNTS = """
+import os, signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+    signal.signal(number, lambda n, f: os.write(1, b"got %d\\n" % n))
+os.write(1, b"up\\n")
+while (line := os.read(0, 1)) not in (b"", b"q"):
+    pass
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGQUIT"])
+def test_a_signal_arrives_once_whether_the_watch_alone_or_its_group_gets_it(
+    tmp_path: Path, name: str
+) -> None:
+    number = signal.Signals[name]
+    words = command(tmp_path, sys.executable, "-S", "-c", COUNTS)
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        # One to the watch alone, as from a service manager or a notebook; two to the group, as from a shell.
+        for send in (os.kill, os.killpg, os.killpg, os.kill):
+            before = witness_of(process.pid)
+            send(process.pid, number)
+            assert process.stdout.readline() == b"got %d\n" % number
+            # Two signals that arrive before Python runs the handler are one.
+            while send is os.killpg and witness_of(process.pid) in (None, before):
+                pass
+        process.stdin.write(b"q")
+        process.stdin.close()
+        assert process.stdout.read() == b""
+        assert process.wait(LIMIT_S) == 0
+
+
+def witness_of(watch: int) -> int | None:
+    """The process that holds what is sent to the watch's process group."""
+    for child in map(int, Path(f"/proc/{watch}/task/{watch}/children").read_text().split()):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{child}/comm").read_text() == "cat\n":
+                return child
+    return None
+
+
+def test_an_interrupt_of_the_watch_alone_is_a_keyboard_interrupt_of_the_script(
+    tmp_path: Path,
+) -> None:
+    program = "import sys; print('up', flush=True); sys.stdin.readline()"
+    words = command(tmp_path, sys.executable, "-S", "-c", program)
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == -signal.SIGINT
+        assert process.stderr.read().count(b"KeyboardInterrupt") == 1
+
+
+@pytest.mark.parametrize("send", [os.killpg, os.kill])
+def test_ctrl_z_stops_the_command_and_the_watch_and_both_go_on(
+    tmp_path: Path, send: Callable[[int, int], None]
+) -> None:
     program = "import sys; print('up', flush=True); sys.stdin.readline(); sys.exit(4)"
     words = command(tmp_path, sys.executable, "-S", "-c", program)
     with subprocess.Popen(
@@ -146,11 +210,11 @@ def test_ctrl_z_stops_the_command_and_the_watch_and_both_go_on(tmp_path: Path) -
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        os.killpg(process.pid, signal.SIGTSTP)
+        send(process.pid, signal.SIGTSTP)
         # The shell sees its job stopped.
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
-        os.killpg(process.pid, signal.SIGCONT)
+        send(process.pid, signal.SIGCONT)
         process.stdin.write(b"\n")
         process.stdin.flush()
         assert process.wait(LIMIT_S) == 4
