@@ -11,6 +11,7 @@ from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from engine import child
 from engine.terminal import say
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -52,6 +53,7 @@ def main() -> int:
         from engine.train.ranks.torchrun import die_with_parent
 
         die_with_parent()
+    child.cover_torch(os.environ)
     grow_segments(os.environ)
     name_triton(os.environ)
     # Default handling until the run installs its own handlers: nothing has started, and a traceback would not
