@@ -141,8 +141,12 @@ def _vocabulary(weights: WeightFile, raw: Mapping[str, Any], warnings: list[str]
 
 
 def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
-    """Highest token id + 1, added tokens included; None without a readable tokenizer."""
+    """Highest token id + 1, added tokens included; None without a readable tokenizer.
+
+    Raises `WeightsError` for tokens or merges of a GGUF file that contradict each other.
+    """
     if weights.format == "gguf":
+        weights.tokenizer_json()
         return _gguf_token_count(weights.metadata)
     try:
         text = weights.tokenizer_json()

@@ -98,6 +98,8 @@ MAX_TENSORS = 65_536
 MAX_PAIRS = 65_536
 
 _HEADER_BYTES = 24
+_DAMAGED_VERSION = 100
+"""A version that no writer has reached, so that the bytes are those of something else."""
 # The smallest pair has a key of one byte and a value of one byte; the smallest tensor has a name of
 # one byte and one dimension.
 _PAIR_BYTES = 8 + 1 + 4 + 1
@@ -322,9 +324,14 @@ def _check_version(path: Path, version: int) -> None:
             f"{path} @4",
             "a little-endian file",
             "a big-endian one, which is not supported here",
-            "convert it with gguf-py's gguf_convert_endian",
+            f"`gguf-convert-endian {path} little` of the package gguf swaps its bytes",
         )
-    refuse("GG03", f"{path} @4", "version 2 or 3", f"version {version}")
+    hint = "the file is damaged; fetch it again"
+    if version == 1:
+        hint = "only llama.cpp of August 2023 wrote it; fetch the model anew, or convert its original folder"
+    elif 3 < version < _DAMAGED_VERSION:
+        hint = "a newer llama.cpp wrote it; update apr-workbench, or convert the model's original folder"
+    refuse("GG03", f"{path} @4", "version 2 or 3", f"version {version}", hint)
 
 
 def _check_count(path: Path, at: int, what: str, count: int, room: int, limit: int) -> None:
@@ -372,7 +379,13 @@ def read_tensor(cursor: Cursor) -> tuple[int, TensorInfo]:
     kind = BLOCK_TYPES.get(GGML_NAMES.get(ggml_id, ""))
     if kind is None:
         known = f" ({GGML_NAMES[ggml_id]})" if ggml_id in GGML_NAMES else ""
-        refuse("GG10", where, f"one of {', '.join(BLOCK_TYPES)}", f"type {ggml_id:,}{known}")
+        refuse(
+            "GG10",
+            where,
+            f"one of {', '.join(BLOCK_TYPES)}",
+            f"type {ggml_id:,}{known}",
+            "make a file of a type that is read: `llama-quantize --allow-requantize FILE NEW BF16`",
+        )
     if math.prod(ne) > LARGEST:
         refuse("GG15", where, "at most 2^63 - 1 elements", f"{ne}: {math.prod(ne):.3g} elements")
     if ne[0] % kind.block_size:

@@ -63,6 +63,7 @@ from engine.models.names import (
     neighbours_turn,
     parts,
     rows_of,
+    scales,
     shifted,
     turned_heads,
     unpermute_rows,
@@ -157,10 +158,13 @@ def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
     check_fits(config, weights, weights.path, convention)
     permuted = neighbours_turn(config, convention, weights.metadata, weights.path)
     check_tied(config, weights)
-    held, whole = "", None
+    held, whole, factors = "", None, scales(weights)
     for ours, name, shape, first in parts(config, convention):
         if name != held or whole is None:
             held, whole = name, weights.get(name)
+            if name in factors:
+                values = whole if isinstance(whole, Tensor) else whole.dequantize()
+                whole = values * as_floats(weights.get(factors[name]), torch.float32, "cpu")
         source = rows_of(whole, first, shape[0])
         if convention == "gguf":
             source = shifted(config, ours, source, -1)

@@ -142,6 +142,7 @@ def check_fits(
     dtypes = readable_dtypes(convention)
     unread = {name for name in weights.tensors if ROPE_BUFFER.fullmatch(name)}
     unread |= {*other_parts(weights.tensors)}
+    unread |= {*scales(weights).values()}
     found = {
         name: facts
         for name, facts in weights.tensors.items()
@@ -179,6 +180,20 @@ def check_fits(
         f"{len(other_dtype)} of another dtype:" + "".join(f"\n  {line}" for line in lines),
         hint=hint,
     )
+
+
+def scales(weights: WeightFile) -> dict[str, str]:
+    """Return the tensor whose one number multiplies a matrix in NVFP4, by the matrix's name: GGUF files have it as
+    `blk.0.ffn_gate.scale` or as `blk.0.ffn_gate.weight.scale`.
+    """
+    found = {}
+    for name, facts in weights.tensors.items():
+        if facts.dtype == "NVFP4":
+            for scale in (f"{name.removesuffix('.weight')}.scale", f"{name}.scale"):
+                about = weights.tensors.get(scale)
+                if about is not None and (about.dtype, about.shape) == ("F32", (1,)):
+                    found[name] = scale
+    return found
 
 
 def neighbours_turn(

@@ -448,6 +448,8 @@ NOISE_FLOORS: dict[str, Floor] = dict(row.mixture for row in _ROWS if row.mixtur
 
 
 GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
+    4: "Q4_2, of 2023",
+    5: "Q4_3, of 2023",
     9: "Q8_1",
     15: "Q8_K",
     24: "I8",
@@ -455,7 +457,14 @@ GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
     26: "I32",
     27: "I64",
     28: "F64",
-    41: "Q1_0",
+    31: "Q4_0_4_4, which llama.cpp makes of Q4_0 as it loads",
+    32: "Q4_0_4_8, which llama.cpp makes of Q4_0 as it loads",
+    33: "Q4_0_8_8, which llama.cpp makes of Q4_0 as it loads",
+    36: "IQ4_NL_4_4, which llama.cpp makes of IQ4_NL as it loads",
+    37: "IQ4_NL_4_8, which llama.cpp makes of IQ4_NL as it loads",
+    38: "IQ4_NL_8_8, which llama.cpp makes of IQ4_NL as it loads",
+    41: "Q1_0, 128 weights in 18 bytes",
+    42: "Q2_0, 64 weights in a block",
 }
 """The type ids of GGUF files, including types that cannot be read, so that an error message can
 name them.

@@ -1,0 +1,181 @@
+"""GGUF files of other makers: types by name, scales of NVFP4, other versions, faults that only a tokenizer shows."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from engine.audit.files import open_files
+from engine.cli.main import main
+from engine.errors import WeightsError
+from engine.export.convert import convert
+from engine.export.describe import describe
+from engine.formats.gguf import open_gguf
+from engine.models.load import load_decoder, load_packed_decoder
+from tests.support.gguf_files import QWEN2, build, tensor, vocabulary
+from tests.support.gguf_types import written
+
+
+def refusal(path: Path) -> WeightsError:
+    with pytest.raises(WeightsError) as caught:
+        open_gguf(path)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (41, "type 41 (Q1_0, 128 weights in 18 bytes)"),
+        (42, "type 42 (Q2_0, 64 weights in a block)"),
+        (9, "type 9 (Q8_1)"),
+        (15, "type 15 (Q8_K)"),
+        (24, "type 24 (I8)"),
+        (28, "type 28 (F64)"),
+        (4, "type 4 (Q4_2, of 2023)"),
+        (36, "type 36 (IQ4_NL_4_4"),
+        (43, "type 43"),
+        (1000, "type 1,000"),
+    ],
+)
+def test_a_type_that_cannot_be_read_is_named_with_what_to_do(
+    number: int, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(build([], [tensor("t", [256], number)], bytes(1024)))
+    error = refusal(path)
+    assert said in error.message and "GG10" in error.message
+    assert error.hint is not None and "llama-quantize" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("start", "code", "hint"),
+    [
+        (struct.pack("<I", 1), "GG03", "llama.cpp of August 2023"),
+        (struct.pack("<I", 4), "GG03", "newer"),
+        (struct.pack("<I", 5), "GG03", "newer"),
+        (struct.pack("<I", 999), "GG03", "damaged"),
+        (struct.pack("<I", 0), "GG03", "damaged"),
+        (struct.pack(">I", 1), "GG04", "gguf-convert-endian"),
+        (struct.pack(">I", 2), "GG04", "gguf-convert-endian"),
+        (struct.pack(">I", 3), "GG04", "gguf-convert-endian"),
+        (struct.pack(">I", 4), "GG04", "gguf-convert-endian"),
+        (b"\xff\xff\xff\xff", "GG03", "damaged"),
+    ],
+)
+def test_another_version_or_byte_order_is_refused_with_what_to_do(
+    start: bytes, code: str, hint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + start + bytes(16))
+    error = refusal(path)
+    assert code in error.message and error.hint is not None and hint in error.hint
+
+
+def scaled(path: Path, named: str, *, kind: str = "NVFP4", types: tuple[str, ...] = ()) -> None:
+    """Rewrite a GGUF with a scale of 0.5 to 4 for each matrix, under `{base}.scale` or `{name}.scale`."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(path.with_name("scaled.gguf"), "qwen2")
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    factors = itertools.cycle((0.5, 2.0, 4.0))
+    for one in reader.tensors:
+        writer.add_tensor(one.name, one.data, raw_dtype=one.tensor_type)
+        if one.tensor_type.name == kind:
+            value = torch.tensor([next(factors)]).numpy()
+            base = one.name.removesuffix(".weight")
+            writer.add_tensor(named.format(base=base, name=one.name), value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("named", ["{base}.scale", "{name}.scale"])
+@pytest.mark.parametrize("types", [("NVFP4",), ("NVFP4", "Q8_0"), ("Q4_0", "NVFP4", "Q5_1")])
+def test_the_scale_of_a_matrix_in_nvfp4_multiplies_it(
+    types: tuple[str, ...], named: str, tmp_path: Path
+) -> None:
+    plain = written(tmp_path / "m.gguf", types).state_dict()
+    scaled(tmp_path / "m.gguf", named)
+    path = tmp_path / "scaled.gguf"
+    found = load_decoder(path).state_dict()
+    factors, turns = itertools.cycle((0.5, 2.0, 4.0)), itertools.cycle(types)
+    for name, tensor_ in plain.items():
+        quantised = tensor_.dim() > 1 and next(turns) == "NVFP4"
+        assert torch.equal(found[name], tensor_ * next(factors) if quantised else tensor_), name
+    assert describe(path)["runs"] is True
+    audited = open_files(path)
+    assert audited is not None
+    for name in ("embed.weight", "layers.1.mlp.up.weight", "layers.0.attention.q.weight"):
+        assert torch.equal(audited.rows(name, range(5)), found[name][:5])
+    if len(types) > 1:
+        again = load_packed_decoder(path)
+        tokens_BT = torch.arange(12).view(2, 6)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                again(tokens_BT), load_decoder(path)(tokens_BT), rtol=1e-4, atol=1e-4
+            )
+    made = convert(path, tmp_path / "folder", "f32").target
+    assert all(
+        torch.equal(found[key], value) for key, value in load_decoder(made).state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("named", ["{base}.scale", "{name}.scale"])
+def test_a_scale_of_another_type_is_refused_by_name(named: str, tmp_path: Path) -> None:
+    written(tmp_path / "m.gguf", ("Q8_0",))
+    scaled(tmp_path / "m.gguf", named, kind="Q8_0")
+    with pytest.raises(WeightsError, match=r"unexpected token_embd\.(weight\.)?scale"):
+        load_decoder(tmp_path / "scaled.gguf")
+
+
+VOCABULARY = ["a", "b", "c", "ab", "abc", "<|end|>"]
+KINDS = [1, 1, 1, 1, 1, 3]
+MERGES = ["a b", "ab c"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kinds", "merges"),
+    [
+        (["a", "a", "c", "ab", "abc", "<|end|>"], KINDS, MERGES),
+        (["a", "b", "c", "ab", "ab", "<|end|>"], KINDS, ["a b"]),
+        (["a", "b", "c", "ab", "abc", "abc"], KINDS, MERGES),
+        (["a", "b", "c", "ab", "", "<|end|>"], KINDS, ["a b"]),
+        (VOCABULARY, [1, 1, 1, 1, 1, 9], MERGES),
+        (VOCABULARY, [1, 1, 1, 1, 6, 3], ["a b"]),
+        (VOCABULARY, KINDS, ["ab"]),
+        (VOCABULARY, KINDS, ["a b", "abc"]),
+        (VOCABULARY, KINDS, [""]),
+        (VOCABULARY, KINDS, ["a b", "b c"]),
+        (VOCABULARY, KINDS, ["a x"]),
+        (VOCABULARY, KINDS, ["a  b"]),
+    ],
+)
+def test_inspect_refuses_what_no_tokenizer_can_be_made_of(
+    tokens: list[str],
+    kinds: list[int],
+    merges: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "m.gguf"
+    pairs = [*QWEN2, *vocabulary(tokens, kinds, merges)]
+    path.write_bytes(build(pairs, [tensor("token_embd.weight", [64, 6], 1)], bytes(768)))
+    assert main(["inspect", str(path)]) == 65
+    assert "GG08 gguf: " in capsys.readouterr().err
+
+
+def test_inspect_describes_a_file_with_a_sound_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.gguf"
+    pairs = [*QWEN2, *vocabulary(VOCABULARY, KINDS, MERGES)]
+    path.write_bytes(build(pairs, [tensor("token_embd.weight", [64, 6], 1)], bytes(768)))
+    assert main(["inspect", str(path)]) == 0
+    assert "6 tokens" in capsys.readouterr().out
