@@ -51,7 +51,7 @@ from engine.formats.open import open_weights
 from engine.formats.weights import WeightFile, read_json_object
 from engine.model_families import ROPE_DIVISORS
 from engine.models.config import ModelConfig
-from engine.models.load import sources
+from engine.models.load import non_finite_values, refuse_non_finite, sources
 from engine.models.names import (
     APR_HALVES,
     APR_NEIGHBOURS,
@@ -199,7 +199,8 @@ def _contradicts(source: Path, target: Path, *, tokenizer: bool) -> str:
         return wrong
     wanted = said(source) or {}
     # What is told of a model anew, and what goes with its tokenizer.
-    for key in ("name", "licence", *(() if tokenizer else ("template",))):
+    of_tokenizer = ("tokens", "kinds", "merges", "around", "template")
+    for key in ("name", "licence", *(() if tokenizer else of_tokenizer)):
         wanted.pop(key, None)
     try:
         for where, found in said_by(target):
@@ -234,6 +235,8 @@ def _converted(
     convention = CONVENTION_OF[done.format]
     names = names_for(convention, config)
     for count, (ours, name, source) in enumerate(sources(weights, config), 1):
+        # One of them makes every output of the new file NaN, far from its cause.
+        refuse_non_finite(weights.path, non_finite_values(name, source))
         tensor = _as_type(source, types[ours], name, device, done)
         if convention == "gguf":
             tensor = shifted(config, ours, tensor, 1)

@@ -430,6 +430,15 @@ def refuse_non_finite(where: Path, problems: list[str]) -> None:
     )
 
 
+def non_finite_values(name: str, source: Tensor | QuantTensor) -> list[str]:
+    """Return the problems of a tensor's values as a file has it. Synchronises with the device."""
+    if isinstance(source, Tensor):
+        return non_finite(name, source, source)
+    if source.type.is_packed:
+        return _non_finite_blocks(name, source)
+    return non_finite(name, source, source.dequantize())
+
+
 def non_finite(name: str, source: Tensor | QuantTensor, placed: Tensor) -> list[str]:
     """Return the problems of a tensor's values, with their share. Synchronises with the device."""
     # Two numbers instead of a mask over all values: min and max propagate NaN and infinity.
