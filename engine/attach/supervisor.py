@@ -197,7 +197,7 @@ class _Trainings:
                 stop_requested="engine stop" if run.stop_asked.exists() else None,
                 finished=code == 0,
                 exception=ended.exception if ended is not None else None,
-                lost_rank=None if lost is None else lost.sentence,
+                lost_rank=lost,
                 is_ours=False,
             )
         self.command.close()

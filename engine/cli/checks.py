@@ -93,7 +93,7 @@ def _answers(path: Path, as_json: bool) -> int:
         seen: list[tuple[int, Checked | None]] = [*view.failures(id)] or [(0, found.get(id))]
         answers += [(id, about, rank, check, _verdict(check)) for rank, check in seen]
     verdicts = [verdict for *_, verdict in answers]
-    wrong = view.errors or view.failed_rank is not None
+    wrong = view.errors or view.ended_by_rank is not None
     overall = Verdict(Level.FAIL, "") if wrong else lowest(verdicts)
     if as_json:
         rows = [
@@ -115,7 +115,7 @@ def _answers(path: Path, as_json: bool) -> int:
                 "audited_steps": list(view.audited_steps),
                 "checks": rows,
                 "errors": _errors_json(view.errors),
-                "rank_failed": None if view.failed_rank is None else view.failed_rank.reason,
+                "ended_by_rank": None if view.ended_by_rank is None else view.ended_by_rank.reason,
             }
         )
         return overall.exit_code
@@ -129,8 +129,8 @@ def _answers(path: Path, as_json: bool) -> int:
                 put(textwrap.fill(text, WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 11))
     for line in error_lines(view.errors, path):
         put(textwrap.fill(line, WIDTH, subsequent_indent=" " * 4))
-    if view.failed_rank is not None:
-        put(textwrap.fill(f"ended: {one_line(view.failed_rank.reason)}", WIDTH))
+    if view.ended_by_rank is not None:
+        put(textwrap.fill(f"ended: {one_line(view.ended_by_rank.reason)}", WIDTH))
     total = sum(check.cost_s or 0.0 for check in found.values())
     counts = {level: sum(v.level.name == level for v in verdicts) for level in ("PASS", "FAIL")}
     errors = errors_text(len(view.errors))
@@ -209,7 +209,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
     engine diagnose RUN --json    one JSON value
     engine diagnose --list        every rule: its question, what it reads, when it raises an alert
 
-    Exit codes: 0 nothing found, 1 alerts, failed checks, errors or a rank that failed, 2 no rule could judge.
+    Exit codes: 0 nothing found, 1 alerts, failed checks, errors or a run that failed, 2 no rule could judge.
     """
     if arguments.list == (arguments.run is not None):
         raise UsageError("expected either RUN or --list", hint="engine diagnose --help")
@@ -239,7 +239,8 @@ def diagnose(arguments: argparse.Namespace) -> int:
             put(line)
     if found.fault is not None:
         raise RunLogError(found.fault)
-    if found.raised or found.failed or found.errors or found.view.failed_rank is not None:
+    end = found.view.finished or found.view.ended_by_rank
+    if found.raised or found.failed or found.errors or (end and end.state == "failed"):
         return EXIT_FAIL
     return EXIT_PASS if found.judged else EXIT_UNKNOWN
 
@@ -312,7 +313,7 @@ def as_json(path: str, found: Any) -> dict[str, Any]:
         "alerts": [alert(entry) for entry in found.raised],
         "checks": [{**(event(check) or {}), "rank": rank} for rank, check in found.failed],
         "errors": _errors_json(found.errors),
-        "finished": event(found.view.finished or found.view.failed_rank),
+        "finished": event(found.view.finished or found.view.ended_by_rank),
         "exit": event(found.view.exit),
         "judged": list(found.judged),
         "unjudged": found.unjudged,

@@ -651,8 +651,8 @@ def ending_text(view: RunView, state: str) -> str:
     """Say in one sentence how a run ended; empty where nothing is known of it."""
     if view.finished is not None:
         return view.finished.reason
-    if view.failed_rank is not None and view.exit is None:
-        return view.failed_rank.reason
+    if view.ended_by_rank is not None and view.exit is None:
+        return view.ended_by_rank.reason
     if view.exit is not None:
         return view.exit.sentence
     if state == "host_lost":

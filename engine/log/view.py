@@ -280,22 +280,33 @@ class RunView:
         return first.ended
 
     @property
-    def finished(self) -> RunFinished | None:
-        """How this session ended, as the run recorded it. Where a rank failed, the others only lost it: then it is in
-        the words of the one that failed first, or of the launcher that saw it end."""
-        own, exit_, rank = self.own_finished, self.exit, self.failed_rank
+    def ended_by_rank(self) -> RunFinished | None:
+        """How a rank other than the first ended this session: in its own words, or as its launcher saw it end; None
+        where none did."""
+        own, exit_ = self.own_finished, self.exit
+        step = self.last_step if own is None else own.step
         if own is not None and own.state == "completed":
-            return own
-        if own is None:
-            # While its processes exist, the first rank may still record an end.
-            return rank if exit_ is not None else None
-        if rank is not None:
-            return msgspec.structs.replace(rank, step=own.step)
-        lost = exit_ is not None and exit_.rank is not None and self.ranks_now.get(exit_.rank)
-        if lost and lost.ended is None and exit_ is not None and exit_.returncode:
-            code = exit_.returncode if exit_.returncode > 0 else 128 - exit_.returncode
-            return msgspec.structs.replace(own, reason=exit_.sentence, exit_code=code)
-        return own
+            return None
+        if (rank := self.failed_rank) is not None:
+            return msgspec.structs.replace(rank, step=step)
+        if exit_ is None or not exit_.rank or not exit_.returncode:
+            return None
+        # A rank that recorded its end is no news: the first one failed before it.
+        if (own is not None and own.state == "stopped") or (
+            (said := self.ranks_now.get(exit_.rank)) is not None and said.ended is not None
+        ):
+            return None
+        code = exit_.returncode if exit_.returncode > 0 else 128 - exit_.returncode
+        return RunFinished(state="failed", reason=exit_.sentence, exit_code=code, step=step)
+
+    @property
+    def finished(self) -> RunFinished | None:
+        """How this session ended, as the run recorded it. Where a rank ended it the others only lost that rank: then it
+        is how that rank ended."""
+        # While its processes exist, the first rank may still record an end.
+        if self.own_finished is None and (self.exit is None or self.failed_rank is None):
+            return None
+        return self.ended_by_rank or self.own_finished
 
     @property
     def said_of_itself(self) -> dict[str, AnyEvent]:
@@ -340,7 +351,7 @@ class RunView:
         if not alive.trainer and not alive.supervisor:
             if not self.clocks:
                 return "not started"
-            if self.failed_rank is not None:
+            if self.ended_by_rank is not None:
                 return "failed"
             if self._began_in_another_boot(alive):
                 return "host_lost"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from engine.errors import DiskFull, RunLogError
-from engine.log.beats import Beat
+from engine.log.beats import Beat, LostRank
 from engine.log.events import Event, FactsRead, GpuSample, HostSample, Note, TrainerExited
 from engine.log.folder import RunFolder
 from engine.log.held import held_readings
@@ -126,7 +126,7 @@ class RunObserver:
         exception: str | None = None,
         stderr: str = "",
         reason: str = "",
-        lost_rank: str | None = None,
+        lost_rank: LostRank | None = None,
         is_ours: bool = True,
     ) -> None:
         """Write how the process ended. `finished` says that it recorded the end of its work itself; `is_ours`, that
@@ -154,8 +154,9 @@ class RunObserver:
             is_ours=is_ours,
         )
         if lost_rank is not None:
-            exit_ = replace(exit_, sentence=f"{lost_rank}: {exit_.sentence}")
-        self._write_exit(returncode, exit_, unreadable if killed else None)
+            exit_ = replace(exit_, sentence=f"{lost_rank.sentence}: {exit_.sentence}")
+        rank = None if lost_rank is None else lost_rank.rank
+        self._write_exit(returncode, exit_, unreadable if killed else None, rank)
 
     def record_unseen_exit(self) -> None:
         """Write how the process ended where its exit status is not known."""
@@ -166,7 +167,11 @@ class RunObserver:
         self._write_exit(None, exit_, unreadable)
 
     def _write_exit(
-        self, returncode: int | None, exit_: ExitAttribution, unreadable: str | None
+        self,
+        returncode: int | None,
+        exit_: ExitAttribution,
+        unreadable: str | None,
+        rank: int | None = None,
     ) -> None:
         self.watch.write(
             TrainerExited(
@@ -177,6 +182,7 @@ class RunObserver:
                 cause=exit_.cause,
                 certainty=exit_.certainty,
                 sentence=exit_.sentence,
+                rank=rank,
             )
         )
         if unreadable is not None:

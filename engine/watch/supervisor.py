@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from engine import child
@@ -122,16 +123,25 @@ class _Supervisor:
         end(self.started.values())
         os.close(keep_alive)
         # What the trainer's own log says of its end.
-        finished = Follower(self.run).read_all().finished
-        lost, stderr = read_lost_rank(self.run), _tail(self.run.stderr)
+        view = Follower(self.run).read_all()
+        finished, lost, stderr = view.own_finished, read_lost_rank(self.run), _tail(self.run.stderr)
+        exception = exception_name(stderr)
+        if lost is not None:
+            # What the ranks print is in one file, and the first rank may only have lost this one.
+            said = view.ranks_now.get(lost.rank)
+            finished = finished if lost.rank == 0 else said.ended if said is not None else None
+            if finished is not None and finished.state == "failed":
+                exception = None
+                words = finished.reason.partition("\n")[0].removeprefix(f"rank {lost.rank}: ")
+                lost = replace(lost, sentence=f"{lost.sentence}, {words}")
         self.observer.record_exit(
             returncode,
             stop_requested=self.stop_signal,
             finished=finished is not None,
-            exception=exception_name(stderr),
+            exception=exception,
             stderr=stderr,
             reason=finished.reason if finished is not None and finished.state == "failed" else "",
-            lost_rank=None if lost is None else lost.sentence,
+            lost_rank=lost,
         )
         if self.ended_early is not None:
             return 128 + self.ended_early

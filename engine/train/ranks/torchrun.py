@@ -26,11 +26,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from engine import child
+from engine.errors import RunLogError
 from engine.log.beats import (
     Beat,
     LostRank,
@@ -41,14 +43,20 @@ from engine.log.beats import (
     write_lost_rank,
 )
 from engine.log.folder import RunFolder, open_run
+from engine.log.follow import Follower
 from engine.spec import spec_from_dict
 from engine.terminal import say
 from engine.train.stop_request import GRACE_S
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 SHUTDOWN_S = 5
 LEEWAY_S = 5.0
 """Seconds beyond a collective's own timeout: a timeout that works, as gloo's does, has the better message."""
 _PR_SET_PDEATHSIG = 1
+RANK = "engine.train"
+"""The module that each rank runs."""
 
 
 def main() -> int:
@@ -131,7 +139,7 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         # SIGTERM and SIGINT, which ask a run to stop, are handled in this module.
         signals_to_handle="SIGQUIT",
     )
-    python, *words = child.command("engine.train", str(run.path), *flags, options=child.TRACEBACKS)
+    python, *words = child.command(RANK, str(run.path), *flags, options=child.TRACEBACKS)
     # The ranks get the environment of this process, which starts nothing else.
     moved = child.environment()
     os.environ.pop(child.PYTHONPATH, None)
@@ -139,7 +147,8 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
     try:
         elastic_launch(config, python)(*words)
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
+        rank = _first_failed(failed.failures, _recorded_ends(run))
+        failure = failed.failures[rank]
         if _asked:
             codes = {one.exitcode for one in failed.failures.values()}
             as_asked = {128 + _asked[0], -_asked[0]}
@@ -152,6 +161,33 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         code = failure.exitcode
         return code if code >= 0 else 128 - code
     return 0
+
+
+def _recorded_ends(run: RunFolder) -> dict[int, float]:
+    """Return when each rank recorded that it failed, of those that did."""
+    follower = Follower(run)
+    with contextlib.suppress(RunLogError):
+        follower.read_all()
+    view = follower.view
+    said = {rank: one.ended_unix_s for rank, one in view.ranks_now.items() if one.ended is not None}
+    if view.own_finished is not None and view.own_finished.state == "failed":
+        said[0] = view.own_finished_unix_s
+    return said
+
+
+def _first_failed(failures: Mapping[int, ProcessFailure], recorded: Mapping[int, float]) -> int:
+    """Return the rank that failed first. torchrun has whole seconds, and a rank that loses another fails within
+    milliseconds: what the ranks recorded decides. One that recorded nothing was ended before it could."""
+
+    def when(rank: int) -> tuple[float, int]:
+        failure = failures[rank]
+        if rank in recorded:
+            return recorded[rank], rank
+        # The agent itself ends by SIGTERM what is left.
+        is_left = failure.exitcode == -signal.SIGTERM
+        return failure.timestamp + (1.0 if is_left else -1.0), rank
+
+    return min(failures, key=when)
 
 
 def _who_failed(

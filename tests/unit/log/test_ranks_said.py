@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from engine.cli.main import main
 from engine.cli.progress import exit_code
@@ -20,6 +21,7 @@ from engine.log.text import check_lines, line_text, status_text
 from engine.log.view import SOURCES, RunView
 from engine.log.write import LogWriter
 from engine.train.checkpoint.continuing import was_stopped_by_checks
+from engine.train.ranks.torchrun import _first_failed
 from tests.support.run_events import fold_events, picture
 from tests.support.run_folders import Scene, completed, step
 
@@ -229,12 +231,48 @@ def test_a_rank_that_raised_is_how_the_run_ended(
     both(capsys, scene, "rank 1: ZeroDivisionError: division by zero")
 
 
-def test_a_rank_that_was_killed_is_named_before_what_the_others_lost(tmp_path: Path) -> None:
+def test_a_rank_that_was_killed_is_named_before_what_the_others_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scene = of_two(tmp_path / "run").events(failed(f"RuntimeError: {PEER}", code=70))
     lost = "rank 1 (process 77) was ended by SIGKILL"
     view = view_of(exited(scene, 137, f"{lost}: the kernel's OOM killer did not do it", rank=1))
     assert view.finished is not None and view.finished.reason.startswith(lost)
     assert exit_code(view, 137) == 137 and lost in status_text(view, DEAD)
+    for words in ("checks", "diagnose"):
+        code, out = answer(capsys, words, scene.run.path)
+        assert code == 1 and lost in out and PEER not in out
+
+
+def test_a_run_that_was_asked_to_stop_is_not_said_to_have_lost_a_rank(tmp_path: Path) -> None:
+    stopped = RunFinished(state="stopped", reason="SIGTERM", exit_code=143, step=3)
+    scene = of_two(tmp_path / "run").events(stopped)
+    view = view_of(exited(scene, 143, "rank 1 (process 77) was ended by SIGTERM: x", rank=1))
+    assert view.finished is not None and view.finished.state == "stopped"
+
+
+def test_a_rank_that_fails_after_the_run_completed_leaves_it_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = of_two(tmp_path / "run")
+    scene.events(RunFinished(state="completed", reason="every step done", exit_code=0, step=3))
+    view = view_of(say(scene, 1, failed("OSError: the disk is full", 65)))
+    assert view.state(DEAD) == "completed"
+
+
+def test_of_ranks_that_fail_in_one_second_the_first_to_record_it_is_named() -> None:
+    def failures(**codes: int) -> dict[int, ProcessFailure]:
+        return {
+            int(name[1:]): ProcessFailure(int(name[1:]), 100 + int(name[1:]), code, "none")
+            for name, code in codes.items()
+        }
+
+    now = float(failures(r0=1)[0].timestamp)
+    assert _first_failed(failures(r0=70, r1=1), {0: now + 0.9, 1: now + 0.8}) == 1
+    assert _first_failed(failures(r0=1, r1=70), {0: now + 0.1, 1: now + 0.8}) == 0
+    assert _first_failed(failures(r0=70, r1=-9), {0: now - 0.1}) == 1
+    assert _first_failed(failures(r0=70, r1=-15), {0: now + 0.5}) == 0
+    assert _first_failed(failures(r0=-15, r1=-15), {}) == 0
 
 
 def test_a_rank_that_failed_is_told_where_nothing_else_recorded_an_end(
