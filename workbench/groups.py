@@ -69,7 +69,8 @@ class Spread:
     low: Floats
     """The lower edge of the band, and `high` the upper one."""
     high: Floats
-    non_finite: NDArray[np.bool_]
+    non_finite: NDArray[np.int64]
+    """How many values of its runs are NaN or infinite."""
 
     def mean_trace(self, name: str) -> Trace:
         """Return the mean as a line."""
@@ -80,7 +81,7 @@ class Spread:
         return _trace(name, self.xs, self.low, self.high, self.non_finite)
 
 
-def _trace(name: str, xs: Floats, lows: Floats, highs: Floats, bad: NDArray[np.bool_]) -> Trace:
+def _trace(name: str, xs: Floats, lows: Floats, highs: Floats, bad: NDArray[np.int64]) -> Trace:
     buckets = []
     for x, low, high, non_finite in zip(
         xs.tolist(), lows.tolist(), highs.tolist(), bad.tolist(), strict=True
@@ -119,16 +120,16 @@ def spread_of(samples: Sequence[Samples], low: float, high: float, count: int) -
         mean=mean,
         low=np.where(several, lower, np.fmin.reduce(values[:, 1])),
         high=np.where(several, upper, np.fmax.reduce(values[:, 2])),
-        non_finite=np.any([bad for _, bad in each], axis=0),
+        non_finite=np.sum([bad for _, bad in each], axis=0),
     )
 
 
-def _columns(one: Samples, xs: Floats) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return mean, lowest and highest of one run in each column, and which hold a value that is not finite."""
+def _columns(one: Samples, xs: Floats) -> tuple[Floats, NDArray[np.int64]]:
+    """Return mean, lowest and highest of one run in each column, and how many of its values are not finite."""
     import numpy as np
 
     found = np.full((3, len(xs)), math.nan)
-    bad = np.zeros(len(xs), bool)
+    bad = np.zeros(len(xs), np.int64)
     # Rows are in the order of x, so those of a column lie between two bounds.
     begin = np.searchsorted(one.xs, xs[0])
     end = np.searchsorted(one.xs, xs[-1], side="right")
@@ -139,7 +140,7 @@ def _columns(one: Samples, xs: Floats) -> tuple[Floats, NDArray[np.bool_]]:
         ys, first = one.ys[begin:end], bounds[full] - begin
         finite = np.isfinite(ys)
         rows = np.add.reduceat(finite, first, dtype=np.int64)
-        bad[full] = rows < np.diff(first, append=len(ys))
+        bad[full] = np.diff(first, append=len(ys)) - rows
         fills = (0.0, math.inf, -math.inf)
         total, low, high = (ys if finite.all() else np.where(finite, ys, x) for x in fills)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -150,7 +151,7 @@ def _columns(one: Samples, xs: Floats) -> tuple[Floats, NDArray[np.bool_]]:
             )
         found[:, full] = np.where(rows, parts, math.nan)
     after = np.searchsorted(one.xs, xs)
-    between = np.isnan(found[0]) & ~bad & (after > 0) & (after < len(one.xs))
+    between = np.isnan(found[0]) & (bad == 0) & (after > 0) & (after < len(one.xs))
     at = np.flatnonzero(between)
     right = after[at]
     left = right - 1

@@ -36,14 +36,14 @@ class Bucket:
     low: float | None
     """The lowest finite value; None when there is none."""
     high: float | None
-    non_finite: bool
-    """Whether a value is NaN or infinite; an absent one is neither."""
+    non_finite: int
+    """How many values are NaN or infinite; an absent one is neither."""
 
 
 def bucket_at(x: float, y: float | None) -> Bucket:
     """Return one row as a bucket."""
     finite = y if y is not None and math.isfinite(y) else None
-    return Bucket(x_first=x, x_last=x, low=finite, high=finite, non_finite=y is not finite)
+    return Bucket(x_first=x, x_last=x, low=finite, high=finite, non_finite=int(y is not finite))
 
 
 def equal_counts(count: int, limit: int) -> list[int]:
@@ -85,9 +85,9 @@ def buckets(xs: Column, ys: Column, edges: Sequence[int]) -> list[Bucket]:
             x_last=last,
             low=low if known else None,
             high=high if known else None,
-            non_finite=is_odd,
+            non_finite=odds,
         )
-        for first, last, low, high, known, is_odd in zip(
+        for first, last, low, high, known, odds in zip(
             places[at[:-1]].tolist(),
             places[[row - 1 for row in at[1:]]].tolist(),
             lows.tolist(),
@@ -122,9 +122,9 @@ def points(xs: Column, ys: Column, limit: int, *, gaps: bool = False) -> tuple[R
 
 def _extremes(
     column: Numbers, edges: Sequence[int]
-) -> tuple[Numbers, Numbers, list[bool], list[bool]]:
-    """Return of each interval of all rows the lowest and the highest finite value, whether there is one, and whether
-    there is one that is not finite, (I,) each: one call for all, as a call costs more than a few rows."""
+) -> tuple[Numbers, Numbers, list[bool], list[int]]:
+    """Return of each interval of all rows the lowest and the highest finite value, whether there is one, and how
+    many are not finite, (I,) each: one call for all, as a call costs more than a few rows."""
     import numpy as np
 
     begins = edges[:-1]
@@ -134,7 +134,7 @@ def _extremes(
         np.minimum.reduceat(np.where(finite, column, math.inf), begins),
         np.maximum.reduceat(np.where(finite, column, -math.inf), begins),
         np.logical_or.reduceat(finite, begins).tolist(),
-        np.logical_or.reduceat(odd, begins).tolist(),
+        np.add.reduceat(odd, begins, dtype=np.int64).tolist(),
     )
 
 

@@ -302,15 +302,18 @@ class _Drawing:
         """Return where lines are not finite."""
         if self.chart.fault:
             return [f" {self.chart.fault}"]
-        found: dict[str, set[float]] = {}
+        found: dict[str, tuple[float, int]] = {}
         for line in self.lines:
-            places = (b.x_first for b in line.trace.buckets if b.non_finite)
-            found.setdefault(line.letter, set()).update(places)
+            odd = [bucket for bucket in line.trace.buckets if bucket.non_finite]
+            if odd:
+                # Of values, not of columns, which are as many as a width has; and once where a line has a band.
+                first, count = found.get(line.letter, (math.inf, 0))
+                seen = sum(bucket.non_finite for bucket in odd)
+                found[line.letter] = min(first, odd[0].x_first), max(count, seen)
         return [
-            f"{letter and ' '}{letter} not finite: {self.chart.x_text(min(places))}"
-            + (f" and {len(places) - 1} more" if len(places) > 1 else "")
-            for letter, places in found.items()
-            if places
+            f"{letter and ' '}{letter} not finite: {self.chart.x_text(first)}"
+            + (f" and {count - 1} more" if count > 1 else "")
+            for letter, (first, count) in found.items()
         ]
 
     # Areas.

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.log.axis import Axis
-from engine.log.downsample import bucket_at
+from engine.log.downsample import bucket_at, buckets, equal_widths
+from workbench.groups import Samples, spread_of
 from workbench.plot.canvas import ASCII, UNICODE, plain
 from workbench.plot.chart import Band, LaneRow, Level, Point, chart_of, render_chart
 from workbench.traces import Trace, points_of
@@ -261,3 +263,24 @@ def test_the_x_axis_is_named_after_what_it_counts_and_keeps_the_digits_of_second
     words = rows_of([seconds])[-1].split()
     assert words[0] == "s" and words[-1] == "0.75"
     assert lines_of([1.0, 2.0, 3.0])[-1].split()[0] == "step"
+
+
+@pytest.mark.parametrize("columns", [3, 7, 40, 150, 400])
+def test_as_many_values_are_not_finite_at_every_width(columns: int) -> None:
+    ys = [math.nan if 100 <= step <= 249 else 1.0 + step % 7 for step in range(400)]
+    xs = [float(step) for step in range(400)]
+    found = tuple(buckets(xs, ys, equal_widths(xs, 0.0, 399.0, columns)))
+    trace = Trace(name="loss", buckets=found, last=ys[-1])
+    text = "\n".join(rows_of([trace], width=max(40, columns)))
+    assert " and 149 more" in text
+    assert sum(bucket.non_finite for bucket in found) == 150
+
+
+@pytest.mark.parametrize("columns", [2, 11, 64, 500])
+def test_a_group_counts_the_values_of_all_its_runs_that_are_not_finite(columns: int) -> None:
+    xs = np.arange(200.0)
+    runs = [
+        Samples(xs=xs, ys=np.where((xs >= 50) & (xs < 50 + count), math.inf, xs), gap=2.0)
+        for count in (3, 0, 20)
+    ]
+    assert spread_of(runs, 0.0, 199.0, columns).non_finite.sum() == 23
