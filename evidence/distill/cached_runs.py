@@ -112,6 +112,15 @@ def read_alone(path: Path, device: torch.device) -> dict[str, float]:
     }
 
 
+def medians_ms(phases: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each phase, over the steps that have it: one that was not launched ahead has no `idle`."""
+    names = dict.fromkeys(name for step in phases for name in step)
+    return {
+        name: round(1e3 * statistics.median(step[name] for step in phases if name in step), 2)
+        for name in names
+    }
+
+
 def train(folder: Path, form: str, more: list[str]) -> Iterator[tuple[str, object]]:
     out = folder / f"run-{form}"
     sets = [
@@ -139,13 +148,7 @@ def train(folder: Path, form: str, more: list[str]) -> Iterator[tuple[str, objec
     events = [json.loads(line) for line in (out / "events.jsonl").open()]
     phases = [e["phases"] for e in events if e["kind"] == "step" and e.get("phases")][WARM_UP:]
     if phases:
-        yield (
-            "phases_ms",
-            {
-                name: round(1e3 * statistics.median(p[name] for p in phases), 2)
-                for name in phases[0]
-            },
-        )
+        yield "phases_ms", medians_ms(phases)
     peak, plan = view.memory_peak, view.memory_plan
     if peak is not None and peak.measured_bytes:
         yield "predicted_gib", round(plan.predicted_bytes / 2**30, 2)

@@ -202,7 +202,8 @@ class Work:
 
 def find_models(work: Work) -> None:
     """Find both models in the hub's cache, and fetch what is missing."""
-    refusals = []
+    refusals: list[str] = []
+    lacking: list[str] = []
     for role in ("teacher", "student"):
         if (asked := hub_name(work.asked[role])) is None or os.path.lexists(work.asked[role]):
             continue
@@ -217,13 +218,27 @@ def find_models(work: Work) -> None:
             elif hf is None:
                 refusals.append(f"{error.message}; `pip install -U huggingface_hub` installs hf")
             else:
-                work.command("models", [hf], shlex.split(asked.download))
+                try:
+                    work.command("models", [hf], shlex.split(asked.download))
+                except Stopped as stopped:
+                    raise Stopped(stopped.code, f"{stopped}\n{_without_hub(role)}") from None
                 find_snapshot(asked)
+                continue
+            lacking.append(role)
     if refusals:
-        raise BadInput("\n".join(refusals))
+        raise BadInput("\n".join(refusals), hint=_without_hub(*lacking))
     # The commits are kept: a branch that moves on does not change what a later call goes on with.
     found = {role: _found(work.asked[role]) for role in ("teacher", "student")}
     _write(work.out / "stages" / "models.json", found)
+
+
+def _without_hub(*roles: str) -> str:
+    """Say how to go on where no hub can be reached."""
+    given = " ".join(f"{role.upper()}=FOLDER" for role in roles)
+    return (
+        f"without a hub: {given} takes what lies on this machine (config.json, safetensors, tokenizer.json); "
+        "HF_HUB_CACHE=FOLDER OFFLINE=1 takes it from a hub's cache that another machine has filled"
+    )
 
 
 def _found(given: str) -> dict[str, Any]:

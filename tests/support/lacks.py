@@ -32,6 +32,7 @@ LACKS = {
     "JupyterLab": "pip install -e .[dev]",
     "pyarrow and zstandard": "pip install -e .[data]",
     "TensorBoard and W&B": "pip install -e .[import]",
+    "the gguf package": "pip install -e .[gguf]",
     "TRL": "make frameworks",
     "Lightning": "make frameworks",
     "loops in Triton's interpreter": "pip install 'triton>=3.7'",
@@ -43,11 +44,13 @@ LACKS = {
 }
 """What is lacked, in the words of the skip, and how to get it."""
 
-_NOTEBOOK = ("anywidget", "comm", "ipywidgets", "nbclient", "nbformat", "plotly")
-"""Modules that are there with JupyterLab: a file of tests that imports one is skipped where it is not."""
-
-_DATA = ("pyarrow", "zstandard")
-_IMPORT = ("tensorboard", "wandb")
+_MODULES = {
+    "JupyterLab": ("anywidget", "comm", "ipywidgets", "nbclient", "nbformat", "plotly"),
+    "pyarrow and zstandard": ("pyarrow", "zstandard"),
+    "TensorBoard and W&B": ("tensorboard", "wandb"),
+    "the gguf package": ("gguf",),
+}
+"""Modules that come with what is lacked: a file of tests that imports one is skipped where it is not there."""
 
 _SAID = "this machine lacks "
 
@@ -141,6 +144,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--say-skips", type=Path, help="write the sentence about skips to FILE, too")
 
 
+def what_is_lacked(error: ImportError) -> str | None:
+    """Return the row of `LACKS` that a failed import is for; None for a fault of the file that imports."""
+    # The workbench's own notebook package names the extra to install.
+    if "apr-workbench[notebook]" in str(error):
+        return "JupyterLab"
+    name = (error.name or "").partition(".")[0]
+    return next((what for what, modules in _MODULES.items() if name in modules), None)
+
+
 class File(pytest.Module):
     """A file of tests, which is skipped where the machine lacks what it imports."""
 
@@ -149,15 +161,8 @@ class File(pytest.Module):
             return super().collect()
         except self.CollectError as error:
             cause = error.__cause__
-            # The workbench's own notebook package names the extra to install.
-            if isinstance(cause, ImportError) and (
-                cause.name in _NOTEBOOK or "apr-workbench[notebook]" in str(cause)
-            ):
-                pytest.skip(reason_of("JupyterLab", cause), allow_module_level=True)
-            if isinstance(cause, ImportError) and cause.name in _DATA:
-                pytest.skip(reason_of("pyarrow and zstandard", cause), allow_module_level=True)
-            if isinstance(cause, ImportError) and cause.name in _IMPORT:
-                pytest.skip(reason_of("TensorBoard and W&B", cause), allow_module_level=True)
+            if isinstance(cause, ImportError) and (what := what_is_lacked(cause)) is not None:
+                pytest.skip(reason_of(what, cause), allow_module_level=True)
             raise
 
 

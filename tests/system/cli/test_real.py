@@ -171,7 +171,23 @@ def test_a_model_that_is_missing_offline_ends_with_the_command_that_fetches_it(
     assert done.returncode == 65
     assert f"`hf download {STUDENT}` fetches it" in done.stderr
     assert "hf download" not in done.stderr.replace(f"`hf download {STUDENT}`", "")
+    assert "without a hub: STUDENT=FOLDER takes" in done.stderr
     assert report_of(tmp_path / "out")["stages"]["models"]["state"] == "failed"
+
+
+def test_a_hub_that_cannot_be_reached_ends_with_the_ways_to_do_without_it(
+    kit: Kit, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    hf = tmp_path / "bin/hf"
+    hf.write_text("#!/bin/sh\necho 'Name or service not known' >&2\nexit 1\n")
+    hf.chmod(0o755)
+    monkeypatch.setenv("PATH", str(hf.parent), prepend=":")
+    done = real(kit, tmp_path / "out")
+    assert done.returncode == 1 and f"`hf download {STUDENT}` ended with exit code 1" in done.stderr
+    assert "without a hub: STUDENT=FOLDER takes" in done.stderr and "TEACHER=" not in done.stderr
+    assert "HF_HUB_CACHE=FOLDER OFFLINE=1" in done.stderr
+    assert "without a hub" in (tmp_path / "out/report.md").read_text()
 
 
 def test_a_stage_that_fails_is_reported_with_its_command_code_and_last_lines(
