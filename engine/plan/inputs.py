@@ -138,6 +138,14 @@ def _model(path: str, how: ModelSection) -> tuple[ModelConfig, PackedSize]:
         return config, packed_size(config, weights)
 
 
+def _oddities(spec: RunSpec) -> Iterator[str]:
+    """Yield what is unusual about the files of the models, and not refused."""
+    for whose, path in (("teacher", spec.teacher.path), ("student", spec.student.path)):
+        if path:
+            with open_weights(Path(path)) as weights:
+                yield from (f"{whose}: {text}" for text in weights.warnings)
+
+
 def _tokenizers(spec: RunSpec) -> dict[str, Tokenizer | None]:
     """Return the tokenizers by their owner, with None for a model that brings none.
 
@@ -293,7 +301,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     tokenizer = _first(tokenizers, spec)
     if not spec.has_teacher:
         tokenizers.pop("teacher", None)
-    notes = check_vocabularies(tokenizers, student.vocab_size)
+    notes = (*_oddities(spec), *check_vocabularies(tokenizers, student.vocab_size))
     if packed and teacher_size is not None and teacher_size.unpacked:
         types = " and ".join(teacher_size.unpacked)
         notes = (*notes, f"teacher.backend=quantized: matrices in {types} become floats")

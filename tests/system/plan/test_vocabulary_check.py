@@ -201,5 +201,6 @@ def test_a_quantized_teacher_needs_blocks_and_says_so_before_the_run(
     )
     assert "teacher.backend=quantized: matrices in IQ3_S and TQ1_0 become floats" in rare.notes
     assert found.notes == (
+        f"teacher: {tmp_path / 'm.gguf'}: no tokenizer.json: the file brings no tokenizer",
         "vocabulary: the teacher's tokenizer is not known, so its ids were not compared",
     )
