@@ -2,6 +2,7 @@
 
     engine data SPEC                  documents, tokens, lengths, labels, what is left out and why, copies
     engine data SPEC --samples 5      with the beginning of five documents: what is to be predicted is marked
+    engine data SPEC --ask-teacher    also whether the teacher knows the text, or stops the run because it does not
     engine data SPEC --json           the same as one JSON value
     engine data RUN --step 137        the rows of one step: documents, text, and whether it was their turn
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from engine import limits
 from engine.cli.arguments import add_flag, add_json, add_number, add_path, add_set
-from engine.errors import UsageError
+from engine.errors import EXIT_FAIL, UsageError
 from engine.terminal import StatusLine, put, put_json, put_marked
 from engine.units import format_bytes
 
@@ -41,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--samples", limits.SHOWN_DOCUMENTS, "documents or rows to show (2)", default=2
     )
     add_flag(parser, "--all", "read all of the corpus, however large")
+    add_flag(
+        parser,
+        "--ask-teacher",
+        "make two steps of the run in a temporary folder, to say whether the teacher knows the text",
+    )
     add_json(parser)
 
 
@@ -90,11 +96,22 @@ def _show_data(
         spec, inputs, samples=arguments.samples, everything=arguments.all, progress=progress
     )
     status.clear()
+    asked = None
+    if arguments.ask_teacher and spec.has_teacher:
+        from engine.cli.first_steps import measure_first_steps
+        from engine.plan.data_size import measure_data
+
+        asked = measure_first_steps(spec, measure_data(spec, inputs))
+    code = EXIT_FAIL if asked is not None and (asked.failed or asked.teacher_fails) else 0
     if arguments.json:
-        put_json(dataclasses.asdict(found))
-        return 0
+        put_json(dataclasses.asdict(found) | {"first_steps": asked and asked.to_dict()})
+        return code
     for line in found.lines():
         put(line)
+    if asked is not None:
+        put(asked.asked_text)
+    elif spec.has_teacher:
+        put("teacher: not asked whether it knows this text (--ask-teacher)")
     for text in inputs.models:
         put(text)
     for note in inputs.notes:
@@ -104,7 +121,7 @@ def _show_data(
         put_marked(sample.parts)
         if sample.tokens > sample.shown:
             put(f"... {sample.tokens - sample.shown:,} more")
-    return 0
+    return code
 
 
 def _show_step(

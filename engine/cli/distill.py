@@ -198,6 +198,8 @@ def _check(arguments: argparse.Namespace) -> int:
         else:
             for line in steps.lines(spec.train.steps):
                 say(line)
+            if steps.teacher_fails:
+                code = EXIT_FAIL
     if arguments.json:
         put_json(found)
     return code

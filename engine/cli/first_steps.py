@@ -2,8 +2,8 @@
 they took.
 
 The run is an ordinary one: the same supervisor, trainer, models, rows of the same shape, and choices. It differs in
-what a user does not wait for here: no first-minute checks, one batch of held-out rows, no checkpoint, and of a large
-corpus only as much text as the steps need. Nothing of it is left.
+what a user does not wait for here: of the first-minute checks only whether the teacher knows the text, one batch of
+held-out rows, no checkpoint, and of a large corpus only as much text as the steps need. Nothing of it is left.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.checks.catalogue import CATALOGUE, skipped_ids
 from engine.cli.progress import exit_code
 from engine.errors import BadInput
 from engine.log.beats import log_of, read_lost_rank
@@ -29,6 +30,7 @@ from engine.plan.data_size import PIECE_BYTES, SAMPLED_BYTES, DataSize
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.signals import descendants, end, scratch_folder
 from engine.spec import RunSpec, spec_to_toml
+from engine.spec.sections import ChecksSection
 from engine.teachers.store.manifest import uses_cache
 from engine.terminal import StatusLine
 from engine.units import format_bytes, format_seconds
@@ -36,6 +38,8 @@ from engine.version import VERSION
 from engine.watch.start_and_stop import Launched, launch
 
 DEVICE = "compute.device"
+ASKED = "teacher_knows_text"
+"""The check that depends on the data and the teacher together."""
 STEPS = 2
 """The first step allocates optimizer state and compiles what was not compiled before; the second is the run's pace."""
 TOKEN_BYTES = 8
@@ -64,6 +68,17 @@ class FirstSteps:
     """Why the trainer did not make its steps, in a line, or in two with a hint; empty where it did."""
     exit_code: int
     """The trainer's."""
+    teacher: str = ""
+    """What the check of the teacher found; empty where it was not asked."""
+    teacher_fails: bool = False
+    """Whether that check stops the run."""
+
+    @property
+    def asked_text(self) -> str:
+        """What the check of the teacher found, and whether that stops the run."""
+        if not self.teacher:
+            return f"teacher: not asked: {self.failed or f'checks leave out {ASKED}'}"
+        return f"{self.teacher}{f'; {ASKED} stops the run' * self.teacher_fails}"
 
     def lines(self, steps: int) -> list[str]:
         """Format it for people."""
@@ -74,6 +89,7 @@ class FirstSteps:
             where += f", with the first {format_bytes(self.text_bytes)} of the text that fit"
         pace = _words(self.step_s, format_seconds)
         return [
+            *([self.asked_text] if self.teacher else []),
             f"a step: {pace}{where}",
             f"all {steps:,} steps: {_words(self.total_s, format_seconds)}, without start, evaluations and checkpoints",
             f"memory at the peak, host: {_words(self.host_peak_bytes, format_bytes)}",
@@ -132,6 +148,9 @@ def _shortened(spec: RunSpec, folder: Path, text_bytes: int | None) -> RunSpec:
     if text_bytes is not None:
         data = dataclasses.replace(data, max_bytes=text_bytes)
     rows = min(spec.eval.rows, EVAL_ROWS_AT_ONCE)
+    skip = ",".join(about.id for about in CATALOGUE if about.id != ASKED)
+    asked = spec.has_teacher and spec.checks.enabled and ASKED not in skipped_ids(spec.checks.skip)
+    checks = ChecksSection(enabled=asked, skip=skip, on_fail="report", every=-1)
     return dataclasses.replace(
         spec,
         run=dataclasses.replace(spec.run, name="run", out=str(folder)),
@@ -140,7 +159,7 @@ def _shortened(spec: RunSpec, folder: Path, text_bytes: int | None) -> RunSpec:
         # A whole batch of held-out rows, whose memory may be the peak.
         eval=dataclasses.replace(spec.eval, every=0, rows=rows),
         checkpoint=dataclasses.replace(spec.checkpoint, every=0, at_end=False),
-        checks=dataclasses.replace(spec.checks, enabled=False),
+        checks=checks,
     )
 
 
@@ -192,6 +211,9 @@ def _read(
     spec: RunSpec, run: RunFolder, view: RunView, code: int, text_bytes: int | None
 ) -> FirstSteps:
     device = next((d.choice for d in view.decisions if d.knob == DEVICE), None)
+    asked = view.checks.get(ASKED)
+    if asked is not None and asked.reason.startswith("skipped by"):
+        asked = None
     wanted = min(STEPS, spec.train.steps)
     failed, lacks = "", False
     if code or view.last_step < wanted:
@@ -227,4 +249,6 @@ def _read(
         text_bytes=text_bytes,
         failed=failed,
         exit_code=code,
+        teacher="" if asked is None else f"teacher: {asked.reason}",
+        teacher_fails=asked is not None and asked.level == "fail" and spec.checks.on_fail == "stop",
     )

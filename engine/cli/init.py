@@ -250,6 +250,8 @@ def _first_that_fits(
 
     Raises the BadInput that `engine distill --check` would.
     """
+    from engine.data.corpus import check_corpus
+    from engine.data.sources import column_names
     from engine.plan.data_size import measure_data
     from engine.plan.inputs import check_inputs
     from engine.spec import spec_of_text
@@ -263,9 +265,10 @@ def _first_that_fits(
     while lengths[-1] // 2 >= SHORTEST_ROW:
         lengths.append(lengths[-1] // 2)
     inputs, problem = None, None
+    has_chats = check_corpus(data, columns=column_names(columns))
     for held_out in HELD_OUT:
         for seq_len in lengths:
-            text = _text(path, teacher, student, data, columns, seq_len, held_out)
+            text = _text(path, teacher, student, data, columns, seq_len, held_out, has_chats)
             spec = spec_of_text(text, path)
             if inputs is None:
                 inputs = check_inputs(spec, Path(spec.run.out, path.stem))
@@ -288,11 +291,13 @@ def _text(
     columns: str,
     seq_len: int,
     held_out: float,
+    has_chats: bool,
 ) -> str:
     named = f"columns = {_quoted(columns)}\n" if columns else ""
     share = (
         "" if held_out == HELD_OUT[0] else f"heldout_fraction = {held_out}  # of few documents\n"
     )
+    packing = 'packing = "documents"  # no conversation is cut that fits\n' if has_chats else ""
     lr = LR_FRESH if student.fresh else LR_TRAINED
     return f"""\
 # Every setting with its meaning: engine spec {path}
@@ -304,8 +309,8 @@ path = {_quoted(teacher.path)}  # {teacher.about}
 
 [data]
 corpus = {_quoted(data)}
-{named}seq_len = {seq_len}  # tokens in a row; documents are packed
-{share}
+{named}seq_len = {seq_len}  # tokens in a row
+{packing}{share}
 [loss]
 alpha = 0.3  # weight of the cross entropy; the teacher's is 1 - alpha
 temperature = 2.0  # softens both models' probabilities

@@ -202,6 +202,25 @@ def labelled_rows(stream: TokenStream, seq_len: int, what: str) -> Int64Array:
     return found.astype(np.int64)
 
 
+def labels_behind_a_cut(stream: TokenStream, seq_len: int) -> float:
+    """Return the share of the labels that are predicted without the beginning of their document, which is in an earlier
+    row, 0 to 1."""
+    behind = labels = 0
+    at_once = max(1, READ_AT_ONCE // seq_len) * seq_len
+    for first in range(0, len(stream) - 1, at_once):
+        # The label at a place is predicted from the place before it.
+        from_N = np.arange(first, min(first + at_once, len(stream) - 1), dtype=np.int64)
+        documents_N = stream.documents_at(from_N)
+        labelled_N = from_N + 1 < stream.starts[documents_N + 1]
+        if stream.labelled is not None:
+            labelled_N &= stream.labelled[from_N + 1]
+        row_N = from_N - from_N % seq_len
+        behind += int(np.count_nonzero(labelled_N & (row_N > stream.starts[documents_N])))
+        labels += int(np.count_nonzero(labelled_N))
+        stream.release()
+    return behind / max(labels, 1)
+
+
 def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
     """Return `count` rows spread evenly over the stream, in order; the same at every call.
 

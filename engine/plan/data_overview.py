@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.batches import Int64Array, count_rows, labelled_rows
+from engine.data.batches import Int64Array, count_rows, labelled_rows, labels_behind_a_cut
 from engine.data.corpus import Corpus, Split
 from engine.data.left_out import LeftOut, count_left_out
 from engine.data.overlap import near_copies
@@ -25,6 +25,7 @@ from engine.data.packing import STREAM
 from engine.data.token_cache import Progress, no_progress
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
+from engine.plan.data_size import behind_a_cut_lines, passes_text
 from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
@@ -91,6 +92,11 @@ class Overview:
     seq_len: int
     train: Part
     heldout: Part
+    steps: int
+    passes: float | None
+    """Passes over the training text that the steps make; None where a part of the text was not looked at."""
+    behind_a_cut: float | None
+    """Of conversations, the share of the labels whose conversation begins in an earlier row; None for text."""
     lengths: tuple[tuple[int, int], ...]
     """Training documents by length: the most tokens of a group, a power of two, and how many are in it."""
     longer_than_a_row: int
@@ -133,6 +139,8 @@ class Overview:
                 lines.append(
                     f"{'':9} {side.unlabelled_rows:,} rows have no label and are not taken"
                 )
+        lines.append(f"{self.steps:,} steps: {passes_text(self.passes)}")
+        lines += behind_a_cut_lines(self.behind_a_cut)
         lines += ["", "tokens of a training document"]
         lines += self._histogram()
         if self.longer_than_a_row:
@@ -205,6 +213,13 @@ def look_at_data(
         seq_len=data.seq_len,
         train=_part(corpus.train, train, packed.train, data.seq_len, "train"),
         heldout=_part(corpus.heldout, held, packed.heldout, data.seq_len, "held-out"),
+        steps=spec.train.steps,
+        passes=spec.train.steps * spec.rows_per_step * data.seq_len / len(packed.train)
+        if not corpus.beyond_max_bytes or data.max_bytes == most
+        else None,
+        behind_a_cut=labels_behind_a_cut(packed.train, data.seq_len)
+        if corpus.train.chats
+        else None,
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
         repeated=_copies(corpus, repeated, first),

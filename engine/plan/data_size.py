@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine import limits
-from engine.data.batches import labelled_rows
+from engine.data.batches import labelled_rows, labels_behind_a_cut
 from engine.data.corpus import Document
 from engine.data.left_out import LeftOut, RecordFaults, Skipped
 from engine.data.records import shown
@@ -27,6 +27,8 @@ LISTED_BYTES = 64 << 20
 """Text that is listed; of a file of records, listing reads every record."""
 SAMPLED_BYTES = 2 << 20
 """Text that is tokenized: a second on a slow core."""
+MANY_PASSES = 10
+"""Passes over a text beyond which a model is more likely to memorise it than to learn from it."""
 PIECE_BYTES = 16 << 20
 """A larger document is not read for the sample."""
 
@@ -47,6 +49,8 @@ class DataSize:
     """Passes over the training text that the steps of the spec make."""
     labelled: float | None = None
     """Of conversations, the share of the tokens that are to be predicted; None for text."""
+    behind_a_cut: float | None = None
+    """Of conversations, the share of the labels whose conversation begins in an earlier row; None for text."""
     read: int = 0
     """Documents that were read, those with a fault among them."""
     not_read: int | None = 0
@@ -76,11 +80,31 @@ class DataSize:
             rest = "the others" if self.not_read is None else f"about {self.not_read:,} more"
             lines.append(f"data: {self.read:,} documents were read, {rest} were not")
         lines += [f"data: {one}" for one in self.left_out]
-        passes = "an unknown number of" if self.passes is None else f"{self.passes:.3g}"
-        return [
-            *lines,
-            f"steps: {steps:,} of {self.tokens_per_step:,} tokens each, {passes} passes over the training text",
-        ]
+        lines += behind_a_cut_lines(self.behind_a_cut, "data: ")
+        lines.append(
+            f"steps: {steps:,} of {self.tokens_per_step:,} tokens each, {passes_text(self.passes)}"
+        )
+        return lines
+
+
+def passes_text(passes: float | None) -> str:
+    """Say how often steps train on the same text, and what many times do."""
+    if passes is None:
+        return "an unknown number of passes over the training text"
+    text = f"{passes:.3g} passes over the training text"
+    if passes > MANY_PASSES:
+        text += f": more than {MANY_PASSES} mostly memorise it; lower train.steps, or add text"
+    return text
+
+
+def behind_a_cut_lines(share: float | None, prefix: str = "") -> list[str]:
+    """Say how many labels of conversations are predicted without their question; nothing where none is."""
+    if not share:
+        return []
+    return [
+        f"{prefix}{share:.1%} of the labels are behind a cut: the beginning of their conversation is in an earlier "
+        "row; data.packing=documents keeps conversations whole, a longer data.seq_len cuts fewer"
+    ]
 
 
 def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
@@ -89,7 +113,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     per_step = spec.rows_per_step * data.seq_len
     documents = texts = listed = 0
     sample, whole = _Sample(), True
-    labelled = None
+    labelled = behind = None
     faults = RecordFaults(shown(data.corpus), data.skip_at_most)
     for item in list_pieces(
         data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
@@ -115,7 +139,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     else:
         if listed <= SAMPLED_BYTES:
             return _exact(spec, inputs, per_step)
-        tokens, labelled = sample.estimate(spec, inputs, listed, texts)
+        tokens, labelled, behind = sample.estimate(spec, inputs, listed, texts)
     faults.refuse_too_many(documents)
     passes = None
     if tokens is not None:
@@ -132,6 +156,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
         tokens_per_step=per_step,
         passes=passes,
         labelled=labelled,
+        behind_a_cut=behind,
         read=documents + faults.count,
         not_read=0 if whole else _not_read(data, documents, listed),
         left_out=faults.left_out,
@@ -167,6 +192,7 @@ def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
         tokens_per_step=per_step,
         passes=spec.train.steps * per_step / len(train),
         labelled=_share(train),
+        behind_a_cut=_behind(train, data.seq_len),
         read=len(corpus.train.index) + sum(one.count for one in corpus.faults),
         left_out=(*corpus.faults, *train.left_out, *held.left_out),
     )
@@ -191,15 +217,21 @@ class _Sample:
 
     def estimate(
         self, spec: RunSpec, inputs: Inputs, listed: int, texts: int
-    ) -> tuple[int | None, float | None]:
-        """Return the tokens of `listed` bytes with so many texts in them, and the share of the tokens that are
-        labelled."""
+    ) -> tuple[int | None, float | None, float | None]:
+        """Return the tokens of `listed` bytes with so many texts in them, the share of the tokens that are labelled,
+        and that of the labels that are behind a cut."""
         if not self.size_bytes:
-            return None, None
+            return None, None, None
         stream = inputs.tokenize(self.documents, spec.data)
         # Every text is followed by one end-of-text token, however long it is.
         ends = sum(not document.is_chat for document in self.documents)
-        return round((len(stream) - ends) / self.size_bytes * listed) + texts, _share(stream)
+        tokens = round((len(stream) - ends) / self.size_bytes * listed) + texts
+        packed = inputs.pack(stream, spec.data)
+        return tokens, _share(stream), _behind(packed, spec.data.seq_len)
+
+
+def _behind(packed: TokenStream, seq_len: int) -> float | None:
+    return None if packed.labelled is None else labels_behind_a_cut(packed, seq_len)
 
 
 def _share(stream: TokenStream) -> float | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import engine
 from engine.plan.data_size import SAMPLED_BYTES
 from tests.support.kit import Kit
 from tests.support.running import DEADLINE_S, engine_here, environment
@@ -83,6 +84,38 @@ def test_a_spec_whose_first_steps_fail_is_not_sound(
     assert found["failed"] and found["exit_code"] == code
     assert found["step_s"]["value"] is found["total_s"]["value"] is None
     assert nothing_is_left(scratch)
+
+
+@pytest.mark.parametrize(
+    ("corpus", "settings", "fails", "said"),
+    [
+        ("words", (), False, "teacher: cross entropy"),
+        ("noise", (), True, "teacher_knows_text stops the run"),
+        ("noise", ("checks.on_fail=report",), False, "guessing at random has"),
+        ("noise", ("checks.skip=teacher_knows_text",), False, ""),
+    ],
+)
+def test_a_text_that_the_teacher_does_not_know_is_found_before_the_run(
+    tmp_path: Path, corpus: str, settings: tuple[str, ...], fails: bool, said: str
+) -> None:
+    """The demo's teacher knows small talk; its guesses on code are worse than none."""
+    demo = Path(engine.__file__).parent / "demo"
+    noise = tmp_path / "noise.txt"
+    noise.write_text("\n".join(f"0x{i:04x}|{i * 7919 % 65521:016b}~" for i in range(4000)))
+    where = demo / "chats.jsonl" if corpus == "words" else noise
+    path = tmp_path / "spec.toml"
+    path.write_text(
+        f'[teacher]\npath = "{demo / "chat"}"\n[student]\nconfig = "{demo / "chat/student.json"}"\n'
+        f'[data]\ncorpus = "{where}"\nseq_len = 64\n[train]\nsteps = 4\nrows = 2\n[eval]\nrows = 8\n'
+        '[compute]\ndevice = "cpu"\n'
+    )
+    sets = [word for one in settings for word in ("--set", one)]
+    for words in (["distill", path, "--check"], ["data", path, "--samples", "0", "--ask-teacher"]):
+        done = engine_here(*words, *sets)
+        assert done.returncode == int(fails), done.stderr
+        text = done.stdout + done.stderr
+        assert said in text and ("stops the run" in text) == fails
+    assert "teacher: not asked" in engine_here("data", path, "--samples", "0").stdout
 
 
 def test_without_the_device_time_and_memory_are_unknown(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import engine
 from engine.spec import load_spec
 from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit, tiny_config
@@ -47,6 +48,29 @@ def test_the_spec_that_it_writes_is_sound_and_trains(kit: Kit, here: Path, fresh
     run, code = carry_out(Path("first.toml"), here / "run", *sets)
     assert code == 0
     assert (run.student / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", ["conversations", "texts", "pairs"])
+def test_conversations_are_packed_whole_and_texts_as_a_stream(here: Path, kind: str) -> None:
+    demo = Path(engine.__file__).parent / "demo"
+    lines = (demo / "chats.jsonl").read_text().splitlines()[:300]
+    if kind != "conversations":
+        said = [json.loads(line)["messages"] for line in lines]
+        keys = ("prompt", "completion") if kind == "pairs" else ("text", "id")
+        lines = [json.dumps(dict(zip(keys, [json.dumps(m), "x y"], strict=True))) for m in said]
+    (here / "data.jsonl").write_text("\n".join(lines))
+    words = ("--teacher", demo / "chat", "--student", demo / "chat" / "student.json")
+    done = engine_here("init", *words, "--data", "data.jsonl", "--name", "first")
+    assert done.returncode == 0, done.stderr
+    spec, _ = load_spec(here / "first.toml")
+    assert spec.data.packing == ("stream" if kind == "texts" else "documents")
+    cut = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if "cut" in line]
+    assert not cut
+    stream = ("--set", "data.packing=stream", "--set", "data.seq_len=64")
+    checked = engine_here("distill", "first.toml", "--check-inputs", *stream)
+    assert ("% of the labels are behind a cut" in checked.stderr) == (kind != "texts")
+    # 1,000 steps over 70 KiB.
+    assert "more than 10 mostly memorise it" in checked.stderr
 
 
 def make_student(folder: Path, config: dict[str, object], kit: Kit) -> Path:

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine
-from engine.data.batches import IGNORED, Batches, epoch_order, gather_rows, heldout_rows
+from engine.data.batches import (
+    IGNORED,
+    Batches,
+    epoch_order,
+    gather_rows,
+    heldout_rows,
+    labels_behind_a_cut,
+)
 from engine.data.tokens import TokenStream, make_stream, starts_of
 from engine.errors import CorpusError
 
@@ -43,6 +50,22 @@ def test_labels_of_a_worked_example() -> None:
     assert batch.documents_BT.tolist() == [[0, 0, 0], [1, 1, 1]]
     assert batch.labels_BT.tolist() == [[b, end, IGNORED], [d, e, end]]
     assert batch.labelled == 5
+
+
+@given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), seed=seeds)
+def test_labels_behind_a_cut_are_those_whose_document_begins_in_an_earlier_row(
+    lengths: list[int], seq_len: int, seed: int
+) -> None:
+    whole = stream_of(lengths)
+    labelled = np.random.Generator(np.random.PCG64(seed)).random(len(whole)) < 0.5
+    stream = make_stream(whole.tokens.copy(), whole.starts.copy(), labelled=labelled)
+    behind = labels = 0
+    for begin, end in zip(whole.starts, whole.starts[1:], strict=False):
+        for place in range(begin + 1, end):
+            labels += labelled[place]
+            # It is predicted in the row of the token before it.
+            behind += labelled[place] and (place - 1) // seq_len * seq_len > begin
+    assert labels_behind_a_cut(stream, seq_len) == behind / max(labels, 1)
 
 
 def test_last_token_of_the_stream_has_no_label() -> None:
