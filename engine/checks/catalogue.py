@@ -13,8 +13,10 @@ from engine.errors import SpecError
 CATALOGUE: tuple[About, ...] = (
     About(
         id="vocabulary_by_bytes",
-        question="Is every id the same token to the teacher, to the student and in the training text?",
-        means="Probabilities are compared id by id, so the student is taught another word than the teacher meant.",
+        question="Is every id the same token to the teacher, to the student and in the training text, and every text "
+        "the same ids?",
+        means="Probabilities are compared id by id, so the student is taught another word than the teacher meant, or "
+        "a model reads its text cut in places where it was not trained to.",
         remedy="Take teacher and student of one family, and the tokenizer that belongs to them.",
         when=When.BEFORE,
     ),

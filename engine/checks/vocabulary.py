@@ -1,6 +1,7 @@
 """Check that a token id means the same token everywhere; `engine.teachers.vocabulary` compares.
 
-Equal vocabulary sizes prove nothing: two tokenizers of one size may share no token.
+Equal vocabulary sizes prove nothing: two tokenizers of one size may share no token, and two with the same tokens may
+cut a text in other places.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ def vocabulary_by_bytes(context: Context) -> Answer:
     known = {whose: one for whose, one in context.tokenizers.items() if one is not None}
     nameless = [whose for whose, one in context.tokenizers.items() if one is None]
     ids = context.student.config.vocab_size
-    differing = one_sided = 0
+    differing = one_sided = texts = 0
     for (whose, one), (other, another) in combinations(known.items(), 2):
         if one.sha256 == another.sha256:
             continue
         found = compare(one, another, ids)
         differing += len(found.differing)
         one_sided += found.one_sided
+        texts += found.texts
         if found.differing:
             id_, here, there = found.differing[0]
             return failed(
@@ -32,7 +34,18 @@ def vocabulary_by_bytes(context: Context) -> Answer:
                 differing=len(found.differing),
                 shared=found.shared,
             )
-    numbers = Numbers(ids=ids, differing=differing, one_sided=one_sided, compared=len(known))
+        if found.split:
+            return failed(
+                f"{len(found.split):,} of {found.texts:,} texts are other tokens: "
+                f"{found.split[0].said(whose, other)}",
+                ids=ids,
+                differing=0,
+                texts=found.texts,
+                split=len(found.split),
+            )
+    numbers = Numbers(
+        ids=ids, differing=differing, one_sided=one_sided, texts=texts, compared=len(known)
+    )
     if not known:
         return numbers.unknown("no tokenizer is known, so nothing was compared")
     if nameless:

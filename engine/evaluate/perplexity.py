@@ -39,6 +39,7 @@ from engine.evaluate.model import Model
 from engine.evaluate.statistics import Interval, bootstrap
 from engine.models.head import Head, logits_of
 from engine.models.packed import head_of
+from engine.teachers.vocabulary import compare
 
 # Shapes: B rows, T tokens, N of them predicted, V vocabulary, D width
 
@@ -152,6 +153,15 @@ def perplexity(
                 against.path,
                 f"the tokens of {model.path}: one text has to be the same tokens for both",
                 f"another one at id {differing:,}",
+            )
+        compared = compare(model.tokenizer, against.tokenizer, model.tokenizer.vocab_size)
+        if compared.split:
+            raise BadInput.expected(
+                "tokenizer",
+                against.path,
+                f"the tokens of {model.path}: one text has to be the same tokens for both",
+                f"{len(compared.split):,} of {compared.texts:,} texts in others: "
+                f"{compared.split[0].said('the first', 'the second')}",
             )
     most = min(one.decoder.config.max_position_embeddings for one in models)
     length = min(length, most)

@@ -192,6 +192,12 @@ class Tokenizer:
         with _panic_is_bad_input(self.path):
             return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of short texts that are no documents: `encoded` does not count them."""
+        with _panic_is_bad_input(self.path):
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
     def encode_with_starts(
         self, texts: Sequence[str]
     ) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
@@ -290,6 +296,11 @@ class Tokenizer:
         """
         with _panic_is_bad_input(self.path):
             return self._inner.decode([int(one) for one in ids], skip_special_tokens=False)
+
+    def decode_each(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        """Return the text of each row of ids, as `decode` does."""
+        with _panic_is_bad_input(self.path):
+            return self._inner.decode_batch(list(map(list, rows)), skip_special_tokens=False)
 
     def fits(self, config_vocab_size: int, where: str) -> None:
         """Raise TokenizerError if an id is beyond the rows of an embedding.

@@ -6,6 +6,10 @@ tokenizers are known, every id is compared by the text of its token. An id that 
 defines is reported but is no error (checkpoints of one family add special tokens, and pad). An
 unknown tokenizer is also reported, never assumed to be equal.
 
+Where all tokens are the same, both encode texts made for it (`engine.formats.tokenizer_probes`): with other
+merges, or another normalizer, a model reads its text in tokens that it was not trained on. Texts in whose ids
+there is one that only one of the two defines are not compared.
+
 Ids at and beyond the student's vocabulary are cut from the teacher, so they are not compared.
 
 This module does not import torch.
@@ -18,8 +22,30 @@ from dataclasses import dataclass
 
 from engine.errors import TokenizerError
 from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokenizer_probes import probes
 
 LISTED = 3
+SHOWN_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A text that the two encode in different tokens."""
+
+    text: str
+    here: tuple[str, ...]
+    there: tuple[str, ...]
+
+    def said(self, whose: str, other: str) -> str:
+        """Show the text and the tokens that each of the two makes of it."""
+        return (
+            f"{self.text!r} is {_listed(self.here)} in {whose} and {_listed(self.there)} in {other}"
+        )
+
+
+def _listed(tokens: tuple[str, ...]) -> str:
+    more = f" and {len(tokens) - SHOWN_TOKENS} more" if len(tokens) > SHOWN_TOKENS else ""
+    return " ".join(map(repr, tokens[:SHOWN_TOKENS])) + more if tokens else "no token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,22 +58,41 @@ class Comparison:
     """Number of ids that only one of them defines."""
     shared: int
     """Number of ids that map to the same token in both."""
+    texts: int = 0
+    """Number of texts that both encoded; 0 where ids differ, or nothing in the files can make texts differ."""
+    split: tuple[Split, ...] = ()
+    """Texts of which the two make different tokens, all of them tokens of both."""
 
 
 def compare(here: Tokenizer, there: Tokenizer, ids: int) -> Comparison:
-    """Compare the tokens with ids below `ids` of both."""
+    """Compare the tokens with ids below `ids` of both, and the tokens that both make of texts."""
     mine, theirs = here.tokens(), there.tokens()
     differing = []
-    one_sided = shared = 0
+    shared = set()
+    one_sided = 0
     for id_ in range(ids):
         a, b = mine.get(id_), theirs.get(id_)
         if a is None or b is None:
             one_sided += a is not b
         elif a == b:
-            shared += 1
+            shared.add(id_)
         else:
             differing.append((id_, a, b))
-    return Comparison(differing=tuple(differing), one_sided=one_sided, shared=shared)
+    texts = [] if differing else probes(here, there)
+    split = [
+        Split(text=text, here=tuple(mine[i] for i in one), there=tuple(theirs[i] for i in other))
+        for text, one, other in zip(
+            texts, here.encode_each(texts), there.encode_each(texts), strict=True
+        )
+        if one != other and shared.issuperset(one) and shared.issuperset(other)
+    ]
+    return Comparison(
+        differing=tuple(differing),
+        one_sided=one_sided,
+        shared=len(shared),
+        texts=len(texts),
+        split=tuple(split),
+    )
 
 
 # contract: vocabulary-alignment-v1
@@ -56,8 +101,8 @@ def check_vocabularies(known: Mapping[str, Tokenizer | None], ids: int) -> tuple
 
     `known` maps the owner of a tokenizer (`teacher`, `student`, `data.tokenizer`) to the tokenizer,
     or to None if it is not known. Returns notes about what could not be compared and about ids that
-    only one side defines. Raises TokenizerError with the first differing ids of the first pair that
-    differs.
+    only one side defines. Raises TokenizerError with the first differing ids, or the first text that
+    is encoded in different tokens, of the first pair that differs.
     """
     notes = [
         f"vocabulary: the {whose}'s tokenizer is not known, so its ids were not compared"
@@ -72,6 +117,8 @@ def check_vocabularies(known: Mapping[str, Tokenizer | None], ids: int) -> tuple
             found = compare(tokenizer, another, ids)
             if found.differing:
                 raise _refusal(whose, tokenizer, other, another, found, ids)
+            if found.split:
+                raise _refusal_of_text(whose, tokenizer, other, another, found)
             if found.one_sided:
                 notes.append(
                     f"vocabulary: {found.shared:,} of {ids:,} ids are the same token in "
@@ -95,4 +142,20 @@ def _refusal(
         f"the same token for every id below {ids:,}",
         f"{len(found.differing):,} that differ:{listed}{more}",
         hint="teacher and student must come from one family: probabilities are compared id by id",
+    )
+
+
+def _refusal_of_text(
+    whose: str, tokenizer: Tokenizer, other: str, another: Tokenizer, found: Comparison
+) -> TokenizerError:
+    listed = "".join(f"\n  {one.said(whose, other)}" for one in found.split[:LISTED])
+    left = len(found.split) - LISTED
+    more = f"\n  ... and {left:,} more" if left > 0 else ""
+    return TokenizerError.expected(
+        "vocabulary",
+        f"{tokenizer.path} ({whose}), {another.path} ({other})",
+        "the same tokens for every text",
+        f"{len(found.split):,} of {found.texts:,} texts in other tokens, all ids being the same:{listed}{more}",
+        hint="both models read the text in one tokenizer's tokens; if a model was trained with the other "
+        "tokenizer.json, put that file in place of its own, else take models of one family",
     )
