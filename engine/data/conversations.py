@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from engine import limits
 from engine.data.chat_template import REASONING, Message
 from engine.errors import CorpusError
 from engine.files import parse_json
@@ -59,9 +60,12 @@ _SHAREGPT = {
     _SHAREGPT_CALL: ASSISTANT,
     "observation": "tool",
 }
+_OTHER_FORMS = frozenset({"function_call", "tool_calls", "refusal"})
+"""Keys of a message whose value may be written in another form than templates read."""
+_SHORT = {"human": "user", "gpt": ASSISTANT, "system": "system"}
 _FORMS = '"messages", "conversations", or "prompt" and "completion"'
 LONE_SURROGATE = "a lone surrogate, which is no Unicode text"
-_NAMED = ("role", "content", "tool_calls", "name", *REASONING)
+_NAMED = frozenset({"role", "content", "tool_calls", "name", *REASONING})
 """Keys of a message that name a conversation: two that differ in others alone, as in an id, are in one split."""
 
 
@@ -94,6 +98,11 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 def read_conversation(record: object, where: str) -> Conversation:
     """Read a record of JSON. `where` names it in messages. Raises BadRecord for any other form."""
+    return read_with_json(record, where)[0]
+
+
+def read_with_json(record: object, where: str) -> tuple[Conversation, str]:
+    """Read a record of JSON, and return the JSON of what is read beside it. Raises BadRecord for any other form."""
     if not isinstance(record, dict):
         bad_record(where, f"an object with {_FORMS}", f"JSON of type {_kind(record)}")
     tools = _tools(record.get("tools"), where)
@@ -111,7 +120,7 @@ def read_conversation(record: object, where: str) -> Conversation:
             if not completion:
                 bad_record(f'{where}, "completion"', "a text that is not empty", "an empty one")
             written = _written([prompt, completion], where)
-            return Conversation(name=_name(written), pair=(prompt, completion))
+            return Conversation(name=_name(written), pair=(prompt, completion)), written
         if isinstance(prompt, str) or isinstance(completion, str):
             found = f"{_kind(prompt)} and {_kind(completion)}"
             bad_record(where, '"prompt" and "completion" both texts or both lists', found)
@@ -121,13 +130,12 @@ def read_conversation(record: object, where: str) -> Conversation:
     else:
         keys = ", ".join(ascii(key) for key in list(record)[:5]) or "no keys"
         bad_record(where, f"an object with {_FORMS}", f"one with {keys}")
-    written = _written([messages, tools, labels_from], where)
-    if any(len(one) > 2 for one in messages):
-        named = [_named(one) for one in messages]
-        written = _dumps([named, tools, labels_from])
-    return Conversation(
-        name=_name(written), messages=messages, tools=tools, labels_from=labels_from
-    )
+    written = named_by = _written([messages, tools, labels_from], where)
+    if any([len(one) > 2 and _has_more(one) for one in messages]):
+        named_by = _dumps([[_named(one) for one in messages], tools, labels_from])
+    name = _name(named_by)
+    chat = Conversation(name=name, messages=messages, tools=tools, labels_from=labels_from)
+    return chat, written
 
 
 def bad_record(
@@ -155,6 +163,8 @@ def _messages(found: object, where: str) -> tuple[Message, ...]:
         if type(one) is dict and len(one) == 2:
             # Most messages have nothing to be decided.
             role, content = one.get("role"), one.get("content")
+            if role is None:
+                role, content = _SHORT.get(str(one.get("from"))), one.get("value")
             if role in ("user", ASSISTANT, "system") and type(content) is str:
                 messages.append({"role": role, "content": content})
                 continue
@@ -174,9 +184,10 @@ def _message(found: object, where: str) -> Message:
             found_role = f"{role!a:.40}"
             reason = f"a role that chat templates do not know, {found_role}"
             bad_record(f'{where}, "role"', f"one of {', '.join(ROLES)}", found_role, reason=reason)
-        content = found.get("content")
-        message: dict[str, Any] = {"role": role}
-        message |= {key: one for key, one in found.items() if key not in ("role", "content")}
+        message = {**found}
+        del message["role"]
+        content = message.pop("content", None)
+        message = {"role": role, **message}
     elif "from" in found:
         speaker, content = found["from"], found.get("value")
         role = _SHAREGPT.get(speaker) if isinstance(speaker, str) else None
@@ -188,7 +199,7 @@ def _message(found: object, where: str) -> Message:
     else:
         keys = ", ".join(ascii(key) for key in list(found)[:5]) or "no keys"
         bad_record(where, '"role" and "content", or "from" and "value"', keys)
-    if len(message) > 1:
+    if not _OTHER_FORMS.isdisjoint(message):
         content = _as_meant(message, content, where)
     if isinstance(content, list):
         content = _joined(content, where)
@@ -198,7 +209,7 @@ def _message(found: object, where: str) -> Message:
         return message
     if not isinstance(content, str):
         bad_record(where, "a content that is text", _kind(content))
-    return {"role": role, "content": content, **message}
+    return {"role": role, "content": content, **message}  # the place of "role" stays the first
 
 
 def _as_meant(message: dict[str, Any], content: Any, where: str) -> Any:
@@ -286,6 +297,8 @@ def _written(content: object, where: str) -> str:
     """Return what is read of a record as JSON. Raises BadRecord for what JSON or UTF-8 cannot hold, at any depth."""
     try:
         written = _dumps(content)
+    except RecursionError:
+        bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more")
     except ValueError:
         at = next(
             where_at
@@ -327,9 +340,17 @@ def _leaves(content: object, at: str = "") -> Iterator[tuple[str, object]]:
         yield at, content
 
 
+def _has_more(message: Message) -> bool:
+    """Whether a message has something that does not name it."""
+    calls = message.get("tool_calls")
+    return not message.keys() <= _NAMED or (
+        isinstance(calls, list) and any(isinstance(one, dict) and "id" in one for one in calls)
+    )
+
+
 def _named(message: Message) -> dict[str, Any]:
     """Return what names a message: the ids of its calls are others in each copy."""
-    named = {key: message[key] for key in _NAMED if key in message}
+    named = {key: one for key, one in message.items() if key in _NAMED}
     if isinstance(calls := named.get("tool_calls"), list):
         named["tool_calls"] = [
             {key: one for key, one in call.items() if key != "id"}

@@ -163,7 +163,7 @@ class Index:
             else:
                 kinds.append(_CHAT if item.is_chat else _TEXT)
             positions.append(_position(item.name))
-            digests.append(_position(found))
+            digests.append(_position(found) if item.digest is None else item.digest)
             sizes.append(item.size_bytes)
             done += item.size_bytes
             progress(done)

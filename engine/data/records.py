@@ -40,7 +40,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
 
@@ -48,9 +48,11 @@ from engine import limits
 from engine.data.conversations import (
     LONE_SURROGATE,
     BadRecord,
+    Conversation,
     bad_record,
     is_conversation,
     read_conversation,
+    read_with_json,
 )
 from engine.data.left_out import Skipped
 from engine.errors import CorpusError
@@ -100,10 +102,11 @@ class DataFile:
     compression: Literal["", "gzip", "zstd"] = ""
     columns: tuple[str, ...] = ()
     """The columns that the user names; none: they are found."""
+    where: str = field(init=False)
+    """The path in messages."""
 
-    @property
-    def where(self) -> str:
-        return shown(self.path)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", shown(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,12 +200,13 @@ def read_records(file: DataFile) -> Iterator[Record | Skipped]:
             yield from _elements(file, stream, start)
             return
         for number, raw in enumerate(lines(file, stream, skip_long=True), start=1):
+            place = f"line {number:,}"
             if isinstance(raw, int):
-                yield _readable_or_not(_refuse_long, file, f"line {number:,}", start)
+                yield _readable_or_not(_refuse_long, file, place, start)
                 start += raw
                 continue
             if raw.strip():
-                yield _readable_or_not(_record_of, file, f"line {number:,}", raw, start)
+                yield _readable_or_not(_record_of, file, place, raw, start)
             start += len(raw)
 
 
@@ -264,16 +268,17 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
     """Return a text, or a conversation with its JSON. `source` is the JSON of the record."""
     if not isinstance(record, dict):
         bad_record(where, _WANTED, f"JSON of type {_type(record)}", what="corpus")
-    _check_shape(record, source, where, file.columns)
     place = f"{file.name} {place}"
     key, remark = "text", ""
     if columns := file.columns:
         _refuse_absent(columns, list(record), where)
         key = columns[0]
         if len(columns) == 2:
+            _check_shape(record, source, where, columns)
             names = dict(zip(("prompt", "completion"), columns, strict=True))
             return _named_chat(names, record, where, place)
         if isinstance(record[key], list):
+            _check_shape(record, source, where, columns)
             return _named_chat({"conversations": key}, record, where, place)
     elif is_conversation(record) or "text" not in record:
         if CHAT_KEYS.isdisjoint(record):
@@ -281,8 +286,10 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
             bad_record(where, _WANTED, found, hint=RECORD_HINT, what="corpus")
         if "text" in record:
             remark = TEXT_BESIDE
-        chat = read_conversation(record, where).name
-        return Record(place=place, chat=chat, text=source.strip(), remark=remark)
+        chat, written = read_with_json(record, where)
+        _check_shape(record, source, where, file.columns, chat, written)
+        return Record(place=place, chat=chat.name, text=source.strip(), remark=remark)
+    _check_shape(record, source, where, file.columns)
     text = record[key]
     if not isinstance(text, str):
         wanted = f"text or messages in {json.dumps(key)}" if columns else _WANTED
@@ -298,22 +305,36 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
     return Record(place=place, chat="", text=text)
 
 
-def _check_shape(record: dict[str, Any], source: str, where: str, columns: Sequence[str]) -> None:
-    """Refuse nesting that a later reader may not follow, and a key that stands twice in an object that is read."""
-    most = limits.JSON_DEPTH.most
-    # Counting characters decides both for most records.
-    if source.count("[") > most and depth_of(record) > most:
-        bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
-    written = source.count('":')
-    messages = record.get("messages")
-    if type(messages) is list and written == len(record) + sum(
-        len(one) for one in messages if type(one) is dict
-    ):
-        return
-    if source.count("{") > most and depth_of(record) > most:
-        bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
+def _check_shape(
+    record: dict[str, Any],
+    source: str,
+    where: str,
+    columns: Sequence[str],
+    chat: Conversation | None = None,
+    written: str = "",
+) -> None:
+    """Refuse nesting that a later reader may not follow, and a key that stands twice in an object that is read.
+
+    `written` is the JSON of what is read of a conversation. Counting characters decides both for most records: an
+    object has the quote and colon of a key, and the record those of its conversation.
+    """
+    messages = chat.messages if chat is not None else ()
+    flat = len(record) + 2 * len(messages)
+    keys = source.count('":')
+    if keys != flat and "\\" in source:
+        keys -= source.count('\\":')
+    lists = sum([type(one) is list for one in record.values()])
+    if keys != flat or lists > bool(messages):
+        most = limits.JSON_DEPTH.most
+        brackets = max(source.count("["), source.count("{"))
+        if brackets > most and depth_of(record) > most:
+            bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
     # A row of a table has no JSON of its own.
-    if not source or written - source.count('\\":') == _count_keys(record):
+    if keys == flat or not source:
+        return
+    if written and keys == len(record) + written.count('":') - written.count('\\":'):
+        return
+    if keys == _count_keys(record):
         return
     key = _key_twice(source, columns)
     if key is not None:

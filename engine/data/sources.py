@@ -103,6 +103,8 @@ class Piece:
     """Of a conversation, the JSON of its record; None for a file that is read when it is asked for."""
     file: SourceFile | None = None
     """That file."""
+    digest: int | None = None
+    """First 64 bits of the SHA-256 of a text that is there; None: not known."""
     is_chat: bool = False
     """Whether it is a conversation."""
     place: str = ""
@@ -152,11 +154,12 @@ def list_pieces(
         for found in files
         for item in ((found,) if isinstance(found, Skipped) else _pieces(found, columns))
     )
+    most, most_text = limits.CORPUS_PIECES.most, limits.CORPUS_TEXT.most
     for count, item in enumerate(listed, start=1):
         size += item.size_bytes if isinstance(item, Piece) else 0
-        for found, limit in ((count, limits.CORPUS_PIECES), (size, limits.CORPUS_TEXT)):
-            if found > limit.most:
-                raise unusable(shown(source), str(limit), "more")
+        if count > most or size > most_text:
+            limit = limits.CORPUS_PIECES if count > most else limits.CORPUS_TEXT
+            raise unusable(shown(source), str(limit), "more")
         yield item
 
 
@@ -347,10 +350,13 @@ def _records(file: DataFile) -> Iterator[Piece | Skipped]:
             key = file.columns[0] if file.columns else "text"
             yield Skipped(name=record.place, reason=f'empty "{key}"')
             continue
+        encoded = text.encode()
+        digest = hashlib.sha256(encoded).hexdigest()[:16]
         yield Piece(
-            name=record.chat or f"text-{hashlib.sha256(text.encode()).hexdigest()[:16]}",
-            size_bytes=len(text) if text.isascii() else len(text.encode()),
+            name=record.chat or f"text-{digest}",
+            size_bytes=len(encoded),
             text=text,
+            digest=int(digest, 16),
             is_chat=bool(record.chat),
             place=record.place,
             remark=record.remark,

@@ -101,7 +101,10 @@ FAULTS: dict[str, tuple[str | bytes | dict[str, Any], str]] = {
     ),
     # Keys that stand twice.
     "two contents": ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "twice"),
-    "two lists of messages": ('{"messages": [], "messages": []}', "twice"),
+    "two lists of messages": (
+        json.dumps(chat(USER, ANSWER, other=[USER])).replace("other", "messages"),
+        "twice",
+    ),
     "two cities": (
         json.dumps(chat(USER, calling({"city": "a", "town": "b"}))).replace("town", "city"),
         "twice",
