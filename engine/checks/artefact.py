@@ -6,6 +6,7 @@
     tensors          none missing, none left over, each in the type that was asked for and bit for bit the
                      student's, rounded to that type
     hash             the one that log and receipt have
+    meaning          where transformers ran it and the native decoder reads it from now on, the logits are the same
     start            not the student as it was before the first step, where the updates exceed that rounding
 
 One tensor at a time is compared, on the host. A model that transformers runs is loaded there whole, by
@@ -36,11 +37,17 @@ from engine.limits import MODEL_CONFIG, MODEL_TEXT, TOKENIZER_FILE
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, sources
 from engine.models.read_config import config_of
+from engine.models.transformers_config import TransformersConfig
 from engine.runtime.ranks import own_part
 from engine.spec.sections import ModelSection
 
 USUAL = {"use_cache": True, "attention_dropout": 0.0, "use_sliding_window": False}
 """Settings of a `config.json` that say how the model runs; what transformers takes where they are absent."""
+
+
+READ_TOKENS = 24
+SAME_LOGITS = 1e-3
+"""Largest distance of the logits of one model in two engines in fp32, relative to the largest: rounding is 1e-5."""
 
 
 class Sample:
@@ -150,6 +157,8 @@ def artefact(context: Context, saved: Artefact) -> Answer:
         return numbers.failed(
             f"the run says that the hash of the saved tensors is {saved.sha256[:16]}, it is {sha256[:16]}"
         )
+    if other := _read_otherwise(saved, student.config):
+        return numbers.failed(other)
     if not moved:
         return _at_start(saved, numbers)
     return numbers.passed(
@@ -188,6 +197,34 @@ def _other_files(saved: Artefact, *, native: bool) -> str:
         return _other_template(saved.folder, saved.template) if saved.template else ""
     except EngineError as error:
         return f"{saved.folder.name} cannot be read: {error}"
+
+
+@torch.no_grad()
+def _read_otherwise(saved: Artefact, wanted: ModelConfig) -> str:
+    """Say how the student is another one where model.engine is not given, as in `engine generate`; empty where it is
+    the same."""
+    if not isinstance(wanted, TransformersConfig) or wanted.folder:
+        return ""
+    with open_weights(saved.folder) as weights:
+        if not config_of(weights).native:
+            return ""
+    length = min(READ_TOKENS, wanted.max_position_embeddings)
+    tokens_BT = (torch.arange(length) * 7919 + 13)[None] % wanted.vocab_size
+    # In fp32, where the numbers of the files are exact; one after the other, as both may be large.
+    trained_BTV = load_decoder(saved.folder, torch.float32, "cpu", saved.how).logits(tokens_BT)
+    try:
+        read_BTV = load_decoder(saved.folder, torch.float32, "cpu").logits(tokens_BT)
+    except EngineError as error:
+        return (
+            f"the native decoder, which reads {saved.folder.name} from now on, refuses it: {error}"
+        )
+    apart = float((trained_BTV - read_BTV).abs().amax() / trained_BTV.abs().amax())
+    if apart <= SAME_LOGITS:
+        return ""
+    return (
+        f"the native decoder, which reads {saved.folder.name} from now on, gives other logits than transformers, "
+        f"which trained it: {apart:.1e} of the largest apart"
+    )
 
 
 def _class_of(family: str) -> str:

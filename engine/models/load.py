@@ -58,6 +58,7 @@ from engine.models.names import (
     TOGETHER,
     check_fits,
     embedding_and_head,
+    head_of_its_own,
     hf_names,
     joined,
     neighbours_turn,
@@ -409,13 +410,7 @@ def check_tied(config: ModelConfig, weights: WeightFile) -> None:
     if isinstance(found, QuantTensor) or isinstance(expected, QuantTensor):
         found, expected = (as_floats(t, torch.float32, "cpu") for t in (found, expected))
     if not torch.equal(found, expected):
-        raise WeightsError.expected(
-            "weights",
-            weights.path,
-            f"{head} equal to {embedding}, because tie_word_embeddings is true",
-            "another matrix",
-            hint="set tie_word_embeddings to false in config.json if the head is its own",
-        )
+        raise head_of_its_own(weights.path, head, embedding)
 
 
 def refuse_non_finite(where: Path, problems: list[str]) -> None:

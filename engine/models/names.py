@@ -182,6 +182,17 @@ def check_fits(
     )
 
 
+def head_of_its_own(where: object, head: str, embedding: str) -> WeightsError:
+    """Return the refusal of files with a head that is not the embedding, though the configuration ties them."""
+    return WeightsError.expected(
+        "weights",
+        where,
+        f"{head} equal to {embedding}, because tie_word_embeddings is true",
+        "another matrix",
+        hint="set tie_word_embeddings to false in config.json if the head is its own",
+    )
+
+
 def scales(weights: WeightFile) -> dict[str, str]:
     """Return the tensor whose one number multiplies a matrix in NVFP4, by the matrix's name: GGUF files have it as
     `blk.0.ffn_gate.scale` or as `blk.0.ffn_gate.weight.scale`.

@@ -40,7 +40,7 @@ from engine.model_families import ROPE_BUFFER
 from engine.models.attention import starts_on_host
 from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder, RunLayer, product_dtype, run_layer
-from engine.models.names import LISTED_PROBLEMS
+from engine.models.names import LISTED_PROBLEMS, head_of_its_own
 from engine.models.transformers_config import (
     TransformersConfig,
     hf_config,
@@ -421,7 +421,8 @@ def load_transformers_decoder(
 ) -> TransformersDecoder:
     """Load the model in `folder`, cast to `dtype` on `device`.
 
-    Raises `WeightsError` where a tensor is missing, left over, of another shape or not finite.
+    Raises `WeightsError` where a tensor is missing, left over, of another shape or not finite, and where the files
+    have a head of their own though the configuration ties it.
     """
     raw = read_json_object(folder / CONFIG_FILE, "model", MODEL_CONFIG)
     # The language model of several, which its files name as a part of the whole.
@@ -472,6 +473,11 @@ def load_transformers_decoder(
             f"those of a {config.title}",
             "".join(f"\n  {problem}" for problem in listed),
         )
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if config.tie_word_embeddings and head.weight is not embedding:
+        # transformers warns and lets the two apart, and what it saves of them says that they are tied.
+        name_of = {id(one): name for name, one in model.named_parameters()}
+        raise head_of_its_own(folder, name_of[id(head.weight)], name_of[id(embedding)])
     return TransformersDecoder(config, model.to(device)).look_at_head()
 
 

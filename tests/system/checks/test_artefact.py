@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,20 +13,31 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.checkpoint_folders import published
-from engine.checks.artefact import _class_of, half_spacing, same_bits, samples_of
+from engine.checks.artefact import (
+    Artefact,
+    _class_of,
+    _read_otherwise,
+    half_spacing,
+    same_bits,
+    samples_of,
+)
 from engine.data.batches import heldout_rows
 from engine.data.chat_template import ChatTemplate
 from engine.drills.catalogue import planted
 from engine.errors import BadInput
+from engine.evaluate.model import open_model
 from engine.export.proof import examine
 from engine.export.publish import Wanted, publish
 from engine.formats.safetensors import tensors_sha256
 from engine.log.follow import Follower
 from engine.model_families import FAMILIES
+from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.packed import head_of
+from engine.models.read_config import read_config
 from engine.plan.inputs import check_inputs
 from engine.spec import spec_from_dict
+from engine.spec.sections import ModelSection
 from engine.train.heldout import heldout_loss
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
@@ -350,3 +361,59 @@ def test_a_student_that_transformers_runs_is_read_back_too(kit: Kit, tmp_path: P
     with planted("saved_through_fp8").plant():
         run, code = carried_out(kit, tmp_path / "spoilt", **changes)
     assert code == 1 and Follower(run).read_all().checks["artefact"].level == "fail"
+
+
+@pytest.fixture
+def by_transformers(kit: Kit, tmp_path: Path) -> Artefact:
+    """A student of a native family that transformers ran, as it saves one."""
+    folder, how = tmp_path / "student", ModelSection(engine="transformers")
+    save_decoder(load_decoder(kit.teacher, how=how), folder, torch.float32)
+    return Artefact(folder=folder, dtype=torch.float32, how=how, start={}, rate=0.0)
+
+
+def test_what_transformers_saved_is_the_same_to_the_native_decoder(
+    by_transformers: Artefact,
+) -> None:
+    wanted = read_config(by_transformers.folder, by_transformers.how)
+    assert not wanted.native and read_config(by_transformers.folder).native
+    assert _read_otherwise(by_transformers, wanted) == ""
+
+
+def test_a_student_that_the_native_decoder_reads_as_another_is_named(
+    by_transformers: Artefact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = read_config(by_transformers.folder, by_transformers.how)
+    read = ModelConfig.from_dict
+
+    def other_rotation(raw: Mapping[str, object], where: object) -> ModelConfig:
+        return dataclasses.replace(read(raw, where), rope_theta=300.0)
+
+    monkeypatch.setattr(ModelConfig, "from_dict", other_rotation)
+    assert "gives other logits than transformers" in _read_otherwise(by_transformers, wanted)
+
+
+def test_a_student_that_the_native_decoder_refuses_is_named(by_transformers: Artefact) -> None:
+    wanted = read_config(by_transformers.folder, by_transformers.how)
+    file = by_transformers.folder / "model.safetensors"
+    tensors = load_file(file)
+    # transformers converts any type while it loads.
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    save_file(tensors, file, {"format": "pt"})
+    found = _read_otherwise(by_transformers, wanted)
+    assert "from now on, refuses it" in found and "model.norm.weight" in found
+
+
+def test_a_run_of_transformers_on_a_native_family_ends_with_a_student_that_generates(
+    kit: Kit, tmp_path: Path
+) -> None:
+    run = finish(
+        kit,
+        tmp_path,
+        student__path=str(kit.teacher),
+        student__config="",
+        teacher__allow_identical=True,
+        model__engine="transformers",
+    )
+    assert Follower(run).read_all().checks["artefact"].level == "pass"
+    model = open_model(run.path, device="cpu", precision="fp32")
+    assert model.decoder.config.native

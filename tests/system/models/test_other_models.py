@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.cli.main import main
-from engine.errors import BadInput
+from engine.errors import BadInput, WeightsError
 from engine.evaluate.model import open_model
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
@@ -21,10 +23,11 @@ from engine.models.config import count_parameters
 from engine.models.generate import generate
 from engine.models.load import load_decoder, save_decoder
 from engine.models.read_config import read_config
+from engine.spec.sections import ModelSection
 from tests.support.budgets import budget_of, spec_of
 from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit, taught_on
-from tests.support.other_models import LIBRARY, save_other
+from tests.support.other_models import GROUPED, LIBRARY, OTHERS, save_other
 from tests.support.preparing import make_store
 
 VOCABULARY = 300
@@ -134,6 +137,48 @@ def test_generated_text_is_that_of_whole_forward_passes(
             with torch.no_grad():
                 tokens.append(int(model.decoder(torch.tensor([tokens]))[0, -1].argmax()))
         assert tokens[len(prompt) :] == found[number]
+
+
+def give_own_head(folder: Path, shift: float = 1.0) -> None:
+    """Add a head to the files of a model whose config.json ties it to the embedding."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embedding = next(
+        name for name in tensors if re.search(r"(wte|embeddings|embed_tokens)\.weight$", name)
+    )
+    save_file(tensors | {"lm_head.weight": tensors[embedding] + shift}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "llama", "gemma2", "bloom"])
+def test_a_head_of_its_own_under_tied_embeddings_is_refused_by_name(
+    family: str, tmp_path: Path
+) -> None:
+    how = ModelSection(engine="transformers")
+    small = {} if family in OTHERS else GROUPED
+    save_other(tmp_path / "model", family, tie_word_embeddings=True, **small)
+    give_own_head(tmp_path / "model", shift=0.0)
+    assert load_decoder(tmp_path / "model", how=how).config.tie_word_embeddings
+    give_own_head(tmp_path / "model")
+    with pytest.raises(WeightsError, match=r"lm_head\.weight equal to") as caught:
+        load_decoder(tmp_path / "model", how=how)
+    assert "embed" in caught.value.message or "wte" in caught.value.message
+    assert "tie_word_embeddings to false" in (caught.value.hint or "")
+
+
+def test_a_check_says_that_a_tied_head_is_another_matrix(
+    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(kit.teacher, tmp_path / "model")
+    give_own_head(folder)
+    changes = {"student__path": str(folder), "student__config": "", "model__engine": "transformers"}
+    assert main(["distill", str(kit.spec(tmp_path, **changes)), "--check"]) == 65
+    said = capsys.readouterr()
+    assert "lm_head.weight equal to model.embed_tokens.weight" in said.out + said.err
+    # As the refusal says, such a model is one without the tie.
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    for engine in ("transformers", "native"):
+        assert not load_decoder(folder, how=ModelSection(engine=engine)).config.tie_word_embeddings
 
 
 def test_several_gpus_and_8_bit_teachers_are_refused_in_one_line(kit: Kit, tmp_path: Path) -> None:
