@@ -162,6 +162,7 @@ def _asked(arguments: argparse.Namespace) -> _Asked:
 def _check(arguments: argparse.Namespace) -> int:
     """Say what a new run would train on and take; returns the trainer's exit code where its first steps fail, 2 where
     they cannot be made on this machine."""
+    from engine.models.transformers_config import library_warnings
     from engine.plan.data_size import measure_data
 
     if arguments.resume:
@@ -171,16 +172,17 @@ def _check(arguments: argparse.Namespace) -> int:
     size = measure_data(spec, asked.inputs)
     say(f"{arguments.spec}: the spec and its inputs are sound")
     engines = _engines(asked.inputs)
+    notes = [*asked.inputs.notes, *library_warnings()]
     for line in (
         *asked.inputs.models,
         *(f"{whose}: run by {words}" for whose, words in engines.items()),
-        *(f"warning: {note}" for note in asked.inputs.notes),
+        *(f"warning: {note}" for note in notes),
         *size.lines(spec.train.steps),
     ):
         say(line)
     found = {
         "engines": engines,
-        "notes": list(asked.inputs.notes),
+        "notes": notes,
         "spec_sha256": spec.sha256,
         "spec": spec.to_dict(),
         "data": dataclasses.asdict(size),
@@ -191,6 +193,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
         steps = measure_first_steps(spec, size)
         found["first_steps"] = steps.to_dict()
+        more = [text for text in steps.warnings if text not in notes]
+        notes += more
+        for text in more:
+            say(f"warning: {text}")
         code = EXIT_UNKNOWN if steps.step_s.number is None else 0
         if steps.failed:
             code = steps.exit_code or EXIT_FAIL

@@ -26,6 +26,7 @@ from engine.log.read import LogReader
 from engine.log.text import status_text
 from engine.log.view import RunView
 from engine.machine.reading import Reading, absent, measured
+from engine.models.transformers_config import WARNS
 from engine.plan.data_size import PIECE_BYTES, SAMPLED_BYTES, DataSize
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.signals import descendants, end, scratch_folder
@@ -72,6 +73,8 @@ class FirstSteps:
     """What the check of the teacher found; empty where it was not asked."""
     teacher_fails: bool = False
     """Whether that check stops the run."""
+    warnings: tuple[str, ...] = ()
+    """What transformers warned of in the trainer."""
 
     @property
     def asked_text(self) -> str:
@@ -250,5 +253,6 @@ def _read(
         failed=failed,
         exit_code=code,
         teacher="" if asked is None else f"teacher: {asked.reason}",
+        warnings=tuple(note.text for note in view.notes if note.text.startswith(WARNS)),
         teacher_fails=asked is not None and asked.level == "fail" and spec.checks.on_fail == "stop",
     )

@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -34,6 +35,8 @@ from engine.spec.sections import ModelSection
 
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Keys of config.json that change logits behind the head, where they are neither absent nor 1."""
+WARNS = "transformers warns: "
+WARNING_CHARACTERS = 500
 FEED_FORWARD_FACTOR = 4
 """Width of a feed-forward layer over the model's, where a config does not say: as in GPT-2 and BLOOM."""
 
@@ -260,17 +263,54 @@ def version() -> str:
     return metadata.version("transformers")
 
 
+class _Kept(logging.Handler):
+    """Keeps the warnings of transformers, each text once in a process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen: set[str] = set()
+        self.waiting: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.keep(record.getMessage())
+
+    def keep(self, message: str) -> None:
+        text = f"{WARNS}{' '.join(message.split()):.{WARNING_CHARACTERS}}"
+        if text not in self.seen:
+            self.seen.add(text)
+            self.waiting.append(text)
+
+
+_kept = _Kept()
+
+
+def library_warnings() -> list[str]:
+    """Return what transformers has warned of since the last call, each text once in a process."""
+    found, _kept.waiting = _kept.waiting, []
+    return found
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' warnings and progress bars off the screen."""
+    """Keep transformers' progress bars off the screen, and its warnings for `library_warnings`."""
     theirs = library().utils.logging
     logger = logging.getLogger("transformers")
-    before, bars = logger.level, theirs.is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
+    before = logger.level, logger.handlers, logger.propagate
+    bars = theirs.is_progress_bar_enabled()
+    logger.handlers, logger.propagate = [_kept], False
+    logger.setLevel(logging.WARNING)
     theirs.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-        if bars:
-            theirs.enable_progress_bar()
+
+    def keep(message: Warning | str, *_where: Any, **_named: Any) -> None:
+        _kept.keep(str(message))
+
+    # What it replaces is put back at its end.
+    with warnings.catch_warnings():
+        warnings.showwarning = keep
+        try:
+            yield
+        finally:
+            level, logger.handlers, logger.propagate = before
+            logger.setLevel(level)
+            if bars:
+                theirs.enable_progress_bar()

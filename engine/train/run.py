@@ -38,6 +38,7 @@ from engine.log.write import LogWriter
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
+from engine.models.transformers_config import library_warnings
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import choose_sharded
@@ -127,7 +128,7 @@ def run(
             one.give_up()
         if ranks.first:
             folder.free_reserve()
-        for text in filter(None, (job.waits.begin(""), *job.earlier.more())):
+        for text in filter(None, (*library_warnings(), job.waits.begin(""), *job.earlier.more())):
             log.write(Note(level="warning", text=text))
         if finished.state != "failed":
             job.earlier.keep(finished.step)
@@ -192,8 +193,11 @@ class _Job:
         """None until there is something to train."""
 
     def log(self, found: record.Loggable) -> None:
-        """Write one line, and after it what it shows: that a phase waited, or took more than in earlier runs."""
+        """Write one line, after it what transformers warned of meanwhile, and what the line shows: that a phase
+        waited, or took more than in earlier runs."""
         self._write(found)
+        for text in library_warnings():
+            self._write(Note(level="warning", text=text))
         match found:
             case Phase():
                 waited = self.waits.begin(found.name)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from engine.models.config import count_parameters
 from engine.models.generate import generate
 from engine.models.load import load_decoder, save_decoder
 from engine.models.read_config import read_config
+from engine.models.transformers_config import library_warnings, quiet
 from engine.spec.sections import ModelSection
 from tests.support.budgets import budget_of, spec_of
 from tests.support.finished_runs import carried_out, resumed_here
@@ -179,6 +182,69 @@ def test_a_check_says_that_a_tied_head_is_another_matrix(
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
     for engine in ("transformers", "native"):
         assert not load_decoder(folder, how=ModelSection(engine=engine)).config.tie_word_embeddings
+
+
+def with_unknown_key(kit: Kit, folder: Path) -> Path:
+    """A model with a key of RoPE that transformers warns of, and runs without."""
+    shutil.copytree(kit.teacher, folder)
+    config = folder / "config.json"
+    raw = json.loads(config.read_text())
+    rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta", 10_000.0), "unheard_of": 3}
+    config.write_text(json.dumps(raw | {"rope_parameters": rope}))
+    return folder
+
+
+WITH_STUDENT: dict[str, object] = {
+    "student__config": "",
+    "model__engine": "transformers",
+    "teacher__backend": "none",
+    "loss__alpha": 1.0,
+}
+
+
+def test_what_transformers_warns_of_is_in_the_log_and_in_the_check_once(
+    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = WITH_STUDENT | {"student__path": str(with_unknown_key(kit, tmp_path / "model"))}
+    found, code = carried_out(kit, tmp_path / "run", **changes)
+    assert code == 0
+    notes = [one for one in Follower(found).read_all().notes if "unheard_of" in one.text]
+    assert [one.level for one in notes] == ["warning"]
+    assert notes[0].text.startswith("transformers warns: Unrecognized keys")
+    assert main(["distill", str(kit.spec(tmp_path, **changes)), "--check"]) == 0
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("warning: transformers warns: Unrecognized keys") == 1
+
+
+def test_what_transformers_warned_of_before_a_refusal_is_in_the_log(
+    kit: Kit, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(kit.teacher, tmp_path / "model")
+    give_own_head(folder)
+    changes = WITH_STUDENT | {"student__path": str(folder)}
+    found, code = carried_out(kit, tmp_path / "run", **changes)
+    assert code == 65
+    texts = [one.text for one in Follower(found).read_all().notes if one.level == "warning"]
+    assert any("will NOT tie them" in text for text in texts), texts
+
+
+@pytest.mark.filterwarnings("always")
+def test_warnings_are_kept_once_and_the_handlers_of_the_process_are_as_before() -> None:
+    logger = logging.getLogger("transformers")
+    before = logger.level, list(logger.handlers), logger.propagate, warnings.showwarning
+    library_warnings()
+    with quiet():
+        for _ in range(2):
+            logging.getLogger("transformers.test").warning("two\nlines of %s", "a test")
+            with quiet():
+                warnings.warn("of Python, in a test", UserWarning, stacklevel=1)
+        logging.getLogger("transformers.test").info("nothing to warn of")
+    assert library_warnings() == [
+        "transformers warns: two lines of a test",
+        "transformers warns: of Python, in a test",
+    ]
+    assert library_warnings() == []
+    assert before == (logger.level, list(logger.handlers), logger.propagate, warnings.showwarning)
 
 
 def test_several_gpus_and_8_bit_teachers_are_refused_in_one_line(kit: Kit, tmp_path: Path) -> None:
