@@ -388,7 +388,7 @@ class Answers:
 
     def not_asked(self, one: Encoded) -> str:
         """Return what a record says in front of an answer and its conversation does not; empty when all is there."""
-        if one.labelled is None or not len(one.ids) or self.last or one.last_turn_only:
+        if one.labelled is None or not len(one.ids) or self.last or one.partly_labelled:
             return ""
         said = tuple(
             plain(self.tokenizer.decode(one.ids[first:end]), self.special)
@@ -414,11 +414,12 @@ class Answers:
             plain(head + text, self.special) if head[:1].isspace() else own
             for head, text, own in zip(before, texts, exact, strict=True)
         )
-        last = self.last or one.last_turn_only
-        known = {one[-1:] for one in self.known} if last else self.known
+        known = {one[-1:] for one in self.known} if self.last else self.known
+        said = {text for one in self.known for text in one}
         if exact in known or whole in known:
             return None
-        said = {text for one in self.known for text in one}
+        if one.partly_labelled and (said.issuperset(exact) or said.issuperset(whole)):
+            return None
         return next((t for t, own in zip(texts, exact, strict=True) if own not in said), texts[0])
 
 

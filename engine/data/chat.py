@@ -24,8 +24,14 @@ prompt) is proved by its `{% generation %}` mark, if there is one mark for each 
 holds the content and not the header: the generation prompt, or nothing but the start of the turn, comes
 before it. The end-of-turn token is added to a mark that leaves it out, and white space after it taken away.
 
-If an assistant turn cannot be proved, only the last turn has labels; if that one cannot, the conversation
-is skipped with the reason.
+A turn that is proved neither way is compared with the same message after one short question, where it mostly is: it is
+proved if `through` ends with the turn that is written there, after the same header, or the same with the message's name
+in it. This finds a turn behind the system prompt that a template writes where none is given, after a name, and after
+another turn of the assistant.
+
+A turn that cannot be proved has no labels, and neither has one of which the template does not write something
+(`engine.data.unwritten`), nor one with a `weight` of 0 or `train` of false. The others have theirs; a conversation
+without any is skipped with the reason.
 
 **A token has a label if its first character lies inside the turn.** A token that begins in the prompt and
 reaches into the turn (a space at the end of the prompt, with the word that follows) has none: where the
@@ -38,8 +44,7 @@ a label, because the model has to write it to write the last characters of the t
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,6 +60,7 @@ from engine.data.chat_template import (
 )
 from engine.data.conversations import ASSISTANT, Conversation
 from engine.data.left_out import Skipped
+from engine.data.unwritten import costs_labels, invented, tools_are_written, unwritten_fields
 from engine.errors import CorpusError
 from engine.formats.tokenizer import TextTooLong, Tokenizer
 
@@ -66,6 +72,11 @@ OTHER_PROMPT = "the template's generation prompt is not the beginning of an assi
 OTHER_LATER = "the template writes an assistant turn otherwise once messages follow it"
 OTHER_CONTENT = "the template writes an assistant turn that does not end with its content"
 NO_TOKEN = "no token begins in what the assistant wrote"
+WITHHELD = "its weight is 0, or its train false"
+STRADDLING = "a turn begins inside a token of the prompt, which has no label"
+_AROUND_A_NAME = 16
+"""Characters that a header may have around the name in it."""
+WEIGHED = "a weight other than 0 counts as 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +99,9 @@ class Chat:
     unended: int = 0
     """Labelled turns without an end-of-turn token."""
     reason: str | None = None
-    """Why only the last turn has labels where all were asked for."""
+    """Why a turn has no labels that was asked for."""
+    remarks: tuple[str, ...] = ()
+    """What has no labels, and what of the conversation the template does not write or writes beside it."""
 
     @property
     def label_count(self) -> int:
@@ -152,6 +165,10 @@ class _Proved:
     turns: int
     proof: Proof
     reason: str | None = None
+    remarks: tuple[str, ...] = ()
+
+
+_QUESTION: Message = {"role": "user", "content": "0"}
 
 
 class _Unproved(Exception):
@@ -192,6 +209,7 @@ def _labelled(
         straddling=straddling,
         unended=sum(not span.ended for span in proved.spans),
         reason=proved.reason,
+        remarks=(*proved.remarks, *([STRADDLING] if straddling else [])),
     )
 
 
@@ -228,28 +246,36 @@ def _prove(
         whole=whole,
         special=_special(tokenizer.special_tokens, template.eos_token),
     )
-    try:
-        last = turning.span(wanted[-1])
-    except _Unproved as error:
-        return Skipped(name=conversation.name, reason=str(error))
-    spans, reason = [last], ""
-    if turns == "all":
+    remarks = turning.not_written()
+    spans: dict[int, _Span] = {}
+    reasons: list[str] = []
+    # The last first: what ends it may be known by no other.
+    for index in reversed(wanted if turns == "all" else wanted[-1:]):
         try:
-            spans = [*(turning.span(index) for index in wanted[:-1]), last]
-            if any(b.start < a.end for a, b in itertools.pairwise(spans)):
-                raise _Unproved(OTHER_LATER)
+            turning.must_have_labels(index)
+            span = turning.span(index)
         except _Unproved as error:
-            spans, reason = [last], str(error)
-    marked = any(
-        index in turning.by_mark for index in (wanted[-1:] if reason or turns == "last" else wanted)
-    )
+            reasons.append(str(error))
+            continue
+        if any(span.end > one.start for one in spans.values()):
+            reasons.append(OTHER_LATER)
+            continue
+        spans[index] = span
+    if not spans:
+        return Skipped(name=conversation.name, reason=reasons[0])
+    remarks += [f"a turn has no labels: {reason}" for reason in reasons]
+    remarks += turning.beside(spans)
+    last = spans[max(spans)]
+    # What the template writes after a turn without an end is not what ends it, and what comes after the last label
+    # teaches nothing.
+    is_whole = last.ended and max(spans) == wanted[-1]
     return _Proved(
-        # What the template writes after a turn without an end is not what ends it.
-        text=whole.text if last.ended else whole.text[: last.end],
-        spans=tuple(spans),
+        text=whole.text if is_whole else whole.text[: last.end],
+        spans=tuple(spans[index] for index in sorted(spans)),
         turns=len(assistant),
-        proof="marks" if marked else "prefix",
-        reason=reason or None,
+        proof="marks" if turning.by_mark & spans.keys() else "prefix",
+        reason=reasons[-1] if reasons else None,
+        remarks=tuple(remarks),
     )
 
 
@@ -268,8 +294,47 @@ class _Turning:
     by_mark: set[int] = field(default_factory=set)
     """The turns that were proved by their mark."""
 
+    def not_written(self) -> list[str]:
+        """Say what the template does not write of the conversation, but for what costs a turn its labels."""
+        tools = self.conversation.tools
+        found = []
+        if not tools_are_written(self.template, self.messages, tools):
+            found.append("the template does not write the tools")
+        for index, message in enumerate(self.messages):
+            role = message["role"]
+            fields = unwritten_fields(self.template, self.messages, index, tools)
+            found += [
+                f'the template does not write "{name}" of {role} messages'
+                for name in fields
+                if role != ASSISTANT or not costs_labels(name)
+            ]
+            if message.get("weight") not in (None, 0, 1):
+                found.append(WEIGHED)
+        return list(dict.fromkeys(found))
+
+    def must_have_labels(self, index: int) -> None:
+        """Raise _Unproved for a turn that its maker withholds, or that the template does not write as it is."""
+        message = self.messages[index]
+        if message.get("weight") == 0 or message.get("train") is False:
+            raise _Unproved(WITHHELD)
+        fields = unwritten_fields(self.template, self.messages, index, self.conversation.tools)
+        lost = [name for name in fields if costs_labels(name)]
+        if lost:
+            raise _Unproved(f"the template does not write its {' and '.join(lost)}")
+
+    def beside(self, spans: Mapping[int, _Span]) -> list[str]:
+        """Say what the template writes before answers that have none of it."""
+        found = []
+        for index, span in spans.items():
+            message = self.messages[index]
+            turn = self.whole.text[span.start : span.end]
+            if text := invented(turn, message, _answer(message)):
+                found.append(f"the template writes {text[:200]!a} before an answer, with labels")
+        return list(dict.fromkeys(found))
+
     def span(self, index: int) -> _Span:
         """Return where message `index` is. Raises _Unproved."""
+        found: _Span | None = None
         try:
             found = self._by_prefix(index)
         except (_Unproved, Unrenderable) as error:
@@ -277,10 +342,13 @@ class _Turning:
             if isinstance(error, Unrenderable):
                 reason = f"the template refuses the beginning of the conversation: {error}"
             marked = self._by_mark(index)
-            if marked is None:
+            likened = self._by_likeness(index) if marked is None else None
+            if marked is not None:
+                self.by_mark.add(index)
+            elif likened is None:
                 raise _Unproved(reason) from None
-            self.by_mark.add(index)
-            found = marked
+            found = marked or likened
+        assert found is not None
         if found.ended:
             end = self.special.at_end(self.whole.text[found.start : found.end])
             assert end is not None
@@ -300,6 +368,10 @@ class _Turning:
         if not through.startswith(prompt):
             raise _Unproved(OTHER_PROMPT)
         start = len(prompt)
+        header = self._header()
+        if header and through.startswith(header, start) and not prompt.endswith(header):
+            # Some templates write no generation prompt after a turn of the assistant.
+            start += len(header)
         length, ended = self._end(through[start:], self.messages[index])
         end = start + length
         if not whole.startswith(through[:end]):
@@ -308,6 +380,47 @@ class _Turning:
         if not ended and eos and whole.startswith(through + eos):
             end, ended = len(through) + len(eos), True
         return _Span(start=start, end=end, ended=ended)
+
+    def _header(self) -> str:
+        """Return what the template writes before a turn of the assistant when it is asked for one."""
+        known, key = self.template.known, ("header", self.conversation.tools is None)
+        if key not in known:
+            try:
+                base, prompt = (
+                    self.template.render(
+                        [_QUESTION], tools=self.conversation.tools, add_generation_prompt=asked
+                    ).text
+                    for asked in (False, True)
+                )
+            except Unrenderable:
+                base = prompt = ""
+            known[key] = (prompt[len(base) :] if prompt.startswith(base) else "",)
+        return known[key][0]
+
+    def _by_likeness(self, index: int) -> _Span | None:
+        """Return where a message is by what is written for it after a short question; None if that is not there."""
+        message = {key: one for key, one in self.messages[index].items() if key != "name"}
+        header, tools = self._header(), self.conversation.tools
+        try:
+            prompt = self.template.render([_QUESTION], tools=tools, add_generation_prompt=True).text
+            alone = self.template.render([_QUESTION, message], tools=tools).text
+            last = index + 1 == len(self.messages)
+            through = self.whole.text if last else self._render(index + 1, prompt=False)
+            turn = alone[len(prompt) :]
+            length, ended = self._end(turn, message)
+        except (Unrenderable, _Unproved):
+            return None
+        start = len(through) - len(turn)
+        if not header or not alone.startswith(prompt) or not through.endswith(turn):
+            return None
+        name = self.messages[index].get("name")
+        if not through.endswith(header, 0, start) and not _ends_named(
+            through[:start], header, name
+        ):
+            return None
+        if not self.whole.text.startswith(through[: start + length]):
+            return None
+        return _Span(start=start, end=start + length, ended=ended)
 
     def _by_mark(self, index: int) -> _Span | None:
         """Return where the mark of a message is, without what it has too much; None if it is not right."""
@@ -378,6 +491,18 @@ class _Turning:
         if ends and count(turn) == count(str(message["content"])):
             return written, False
         raise _Unproved(OTHER_CONTENT)
+
+
+def _ends_named(text: str, header: str, name: object) -> bool:
+    """Whether a text ends with the header of a turn that has a name after its role, or in the place of it."""
+    begin, role, end = header.rpartition(ASSISTANT)
+    if not isinstance(name, str) or not name or not begin or not text.endswith(end):
+        return False
+    if text.endswith(begin + name + end):
+        return True
+    at = text.rfind(begin + role)
+    between = text[at + len(begin + role) : len(text) - len(end)]
+    return at >= 0 and name in between and len(between) <= len(name) + _AROUND_A_NAME
 
 
 def _after_reasoning(turn: str, message: Message) -> int:

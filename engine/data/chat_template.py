@@ -106,6 +106,10 @@ class ChatTemplate:
     """What else the template is given: `enable_thinking`, ..."""
     now: datetime = field(default_factory=datetime.now)
     """The time that `strftime_now` tells."""
+    known: dict[Any, tuple[str, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """What was found out about it by rendering (`engine.data.unwritten`, `engine.data.chat`)."""
     _compiled: dict[tuple[str, bool], Callable[..., Iterator[str]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

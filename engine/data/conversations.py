@@ -60,6 +60,8 @@ _SHAREGPT = {
     _SHAREGPT_CALL: ASSISTANT,
     "observation": "tool",
 }
+_WEIGHTS = ("weight", "train")
+"""Keys that say whether a turn of ShareGPT has labels."""
 _OTHER_FORMS = frozenset({"function_call", "tool_calls", "refusal"})
 """Keys of a message whose value may be written in another form than templates read."""
 _SHORT = {"human": "user", "gpt": ASSISTANT, "system": "system"}
@@ -193,7 +195,7 @@ def _message(found: object, where: str) -> Message:
         role = _SHAREGPT.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             bad_record(f'{where}, "from"', f"one of {', '.join(_SHAREGPT)}", f"{speaker!a:.40}")
-        message = {"role": role}
+        message = {"role": role, **{key: found[key] for key in _WEIGHTS if key in found}}
         if speaker == _SHAREGPT_CALL:
             message["tool_calls"], content = _calls(content, f'{where}, "value"'), None
     else:

@@ -75,7 +75,8 @@ def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> To
         labelled=labelled,
         padding=numbers == FILLS,
         left_out=stream.left_out,
-        last_turn_only=stream.last_turn_only,
+        partly_labelled=stream.partly_labelled,
+        remarks=stream.remarks,
     )
 
 

@@ -56,7 +56,7 @@ from engine.files import open_regular, read_json_object, user_cache
 from engine.signals import partial_output, scratch_folder
 from engine.version import VERSION
 
-FORMAT = 3
+FORMAT = 4
 COPY = "a copy of a held-out document, token by token"
 NAMED = 8
 """Documents that are dropped as copies, by name."""
@@ -160,7 +160,7 @@ class Tokens:
     """Documents that are in neither split for another reason than `max_bytes`."""
     faults: tuple[LeftOut, ...]
     """Those of them that are records with a fault of their own."""
-    remarks: Mapping[str, int]
+    beside: Mapping[str, int]
     """What is not read of records, where their maker may think that it is, with the number of these records."""
     dropped: tuple[str, ...]
     """The first of those that are in neither because their text is held out, by name."""
@@ -177,6 +177,20 @@ class Tokens:
     """Whether it was made of the same, too."""
     times: float = 0.0
     """How often each character of the texts was tokenized for them, at least; 0 where they were kept."""
+
+
+def remarks_of(tokens: Tokens) -> tuple[LeftOut, ...]:
+    """Return what is not read, not written or not labelled of records and conversations, the most frequent first."""
+    found: dict[str, LeftOut] = {
+        reason: LeftOut(reason=reason, count=count, example="")
+        for reason, count in tokens.beside.items()
+    }
+    for one in (*tokens.train.remarks, *tokens.heldout.remarks):
+        before = found.get(one.reason)
+        found[one.reason] = (
+            one if before is None else replace(before, count=before.count + one.count)
+        )
+    return tuple(sorted(found.values(), key=lambda one: -one.count))
 
 
 def load_tokens(
@@ -397,7 +411,7 @@ def _make(
         "made_of": recipe.facts(content),
         "skipped": len(corpus.skipped) + len(corpus.dropped) + sum(n.count for n in corpus.faults),
         "faults": [asdict(one) for one in corpus.faults],
-        "remarks": dict(corpus.remarks),
+        "beside": dict(corpus.remarks),
         "dropped": _names(corpus.train.index, corpus.dropped[:NAMED]),
         "dropped_count": len(corpus.dropped),
         "repeated": made.repeated,
@@ -428,7 +442,8 @@ class _Making:
         self.repeated = 0
         """Training documents whose tokens an earlier one has."""
         self._left_out: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
-        self._last_turn_only = dict.fromkeys(_SIDES, 0)
+        self._remarks: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
+        self._partly_labelled = dict.fromkeys(_SIDES, 0)
         self._copies = np.empty(0, dtype=np.int64)
         """Documents to train on that are left out as copies of held-out ones."""
 
@@ -456,7 +471,9 @@ class _Making:
             if self._has_chats:
                 self._labelled.write(one.labels.tobytes())
             side = _SIDES[int(is_heldout[number])]
-            self._last_turn_only[side] += one.last_turn_only
+            self._partly_labelled[side] += one.partly_labelled
+            for remark in one.remarks:
+                count_left_out(self._remarks[side], remark)
             if one.left_out is not None:
                 count_left_out(self._left_out[side], one.left_out)
             done += int(self._index.sizes[number])
@@ -562,7 +579,8 @@ class _Making:
                 if number not in self._copies or side != "train"
             ],
             "left_out": [asdict(one) for one in left_out],
-            "last_turn_only": self._last_turn_only[side],
+            "partly_labelled": self._partly_labelled[side],
+            "remarks": [asdict(one) for one in self._remarks[side].values()],
         }
 
 
@@ -627,7 +645,7 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
         made=(_made(manifest, "train"), _made(manifest, "heldout")),
         skipped=manifest["skipped"],
         faults=tuple(LeftOut(**one) for one in manifest["faults"]),
-        remarks=manifest["remarks"],
+        beside=manifest["beside"],
         dropped=tuple(manifest["dropped"]),
         dropped_count=manifest["dropped_count"],
         repeated=manifest["repeated"],
@@ -668,7 +686,8 @@ def _stream(folder: Path, side: str, manifest: dict[str, Any]) -> TokenStream:
         labelled=mapped("labelled", "bool"),
         padding=mapped("padding", "bool"),
         left_out=tuple(LeftOut(**one) for one in about["left_out"]),
-        last_turn_only=about["last_turn_only"],
+        partly_labelled=about["partly_labelled"],
+        remarks=tuple(LeftOut(**one) for one in about["remarks"]),
         maps=tuple(maps),
     )
 

@@ -56,8 +56,10 @@ class TokenStream:
     """Whether each token is to be predicted from those before it, shape (N,); None: all are."""
     left_out: tuple[LeftOut, ...] = ()
     """The documents that have no tokens."""
-    last_turn_only: int = 0
-    """Conversations of which not all turns could be proved, so that only the last is labelled."""
+    partly_labelled: int = 0
+    """Conversations of which a turn has no labels that was asked for."""
+    remarks: tuple[LeftOut, ...] = ()
+    """What has no labels or is not written of conversations, and how many of them it is in."""
     padding: NDArray[np.bool_] | None = None
     """Whether each document only fills a row (`engine.data.packing`), shape (D,); None: none does."""
     maps: tuple[mmap.mmap, ...] = ()
@@ -107,7 +109,10 @@ class Encoded:
     """None: all are."""
     left_out: Skipped | None = None
     """Why there are none."""
-    last_turn_only: bool = False
+    partly_labelled: bool = False
+    """Whether a turn of a conversation has no labels that was asked for."""
+    remarks: tuple[Skipped, ...] = ()
+    """What has no labels or is not written of a conversation."""
 
     @property
     def labels(self) -> NDArray[np.bool_]:
@@ -164,7 +169,8 @@ class Encoder:
                 yield Encoded(
                     ids=found.ids.astype(self.dtype),
                     labelled=found.labelled,
-                    last_turn_only=found.reason is not None,
+                    partly_labelled=found.reason is not None,
+                    remarks=tuple(Skipped(name=found.name, reason=one) for one in found.remarks),
                 )
             else:
                 yield Encoded(ids=np.append(found, end_of_text_id).astype(self.dtype))
@@ -219,9 +225,12 @@ def tokenize(
     found = list(encoder.encode(documents))
     tokens = [one.ids for one in found]
     counts: dict[str, LeftOut] = {}
+    remarks: dict[str, LeftOut] = {}
     for one in found:
         if one.left_out is not None:
             count_left_out(counts, one.left_out)
+        for remark in one.remarks:
+            count_left_out(remarks, remark)
     left_out = tuple(counts.values())
     refuse_nothing(left_out, sum(map(len, tokens)))
     labelled = None
@@ -232,7 +241,8 @@ def tokenize(
         starts_of([len(ids) for ids in tokens]),
         labelled=labelled,
         left_out=left_out,
-        last_turn_only=sum(one.last_turn_only for one in found),
+        partly_labelled=sum(one.partly_labelled for one in found),
+        remarks=tuple(remarks.values()),
     )
 
 
@@ -284,7 +294,8 @@ def make_stream(
     labelled: NDArray[np.bool_] | None = None,
     padding: NDArray[np.bool_] | None = None,
     left_out: tuple[LeftOut, ...] = (),
-    last_turn_only: int = 0,
+    partly_labelled: int = 0,
+    remarks: tuple[LeftOut, ...] = (),
 ) -> TokenStream:
     """Make a stream of existing arrays, which become read-only."""
     assert tokens.ndim == 1 and starts[0] == 0 and starts[-1] == len(tokens)
@@ -302,5 +313,6 @@ def make_stream(
         labelled=labelled,
         padding=padding,
         left_out=left_out,
-        last_turn_only=last_turn_only,
+        partly_labelled=partly_labelled,
+        remarks=remarks,
     )

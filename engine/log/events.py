@@ -212,7 +212,11 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     left_out: dict[str, Count] = {}
     """Records with a fault, and conversations that the chat template cannot write, by reason and first place."""
     last_turn_only: Count = 0
-    """Conversations of which not every turn could be proved, so that only the last has labels."""
+    """Of earlier versions: conversations of which only the last turn has labels."""
+    partly_labelled: Count = 0
+    """Conversations of which a turn has no labels that was asked for."""
+    remarks: dict[str, Count] = {}
+    """What is not read, not written or not labelled of records and conversations, and in how many of them."""
     unlabelled_rows: Count = 0
     """Rows without a label, which are not trained on."""
 

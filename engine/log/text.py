@@ -297,12 +297,13 @@ def _started_text(event: RunStarted) -> str:
 
 def _chat_text(data: DataReady) -> str:
     """What became of records and conversations; empty where all of them are texts that are trained on."""
-    left_out = [f"{count:,} left out: {why}" for why, count in data.left_out.items()]
+    said = [f"{count:,} left out: {why}" for why, count in data.left_out.items()]
+    said += [f"in {count:,}: {remark}" for remark, count in data.remarks.items()]
     if data.labelled_tokens is None:
-        return "".join(f"; {one}" for one in left_out)
+        return "".join(f"; {one}" for one in said)
     share = data.labelled_tokens / data.train_tokens if data.train_tokens else 0.0
     parts = [f"{format_count(data.labelled_tokens)} tokens ({share:.1%}) have labels"]
-    parts += left_out
+    parts += said
     if data.last_turn_only:
         parts.append(f"of {data.last_turn_only} conversations only the last turn")
     if data.padding:
@@ -937,6 +938,11 @@ def data_lines(view: RunView) -> list[str]:
         lines.append(
             f"in part    of {data.last_turn_only:,} conversations only the last turn has labels"
         )
+    if data.partly_labelled:
+        lines.append(
+            f"in part    {data.partly_labelled:,} conversations have a turn without labels"
+        )
+    lines += [f"note       in {count:,}: {remark}" for remark, count in data.remarks.items()]
     lines.append(f"tokens     sha256 {data.train_sha256[:12]}, held out {data.heldout_sha256[:12]}")
     return [one_line(line) for line in lines]
 

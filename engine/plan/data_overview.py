@@ -22,7 +22,7 @@ from engine.data.corpus import Corpus, Split
 from engine.data.left_out import LeftOut, count_left_out
 from engine.data.overlap import near_copies
 from engine.data.packing import STREAM
-from engine.data.token_cache import Progress, no_progress
+from engine.data.token_cache import Progress, no_progress, remarks_of
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.plan.data_size import behind_a_cut_lines, passes_text
@@ -108,9 +108,9 @@ class Overview:
     """Held-out documents that are training documents but for few tokens, of those that were compared."""
     compared: int
     left_out: tuple[Reason, ...]
-    remarks: dict[str, int]
-    """What is not read of records, where their maker may think that it is, with the number of these records."""
-    last_turn_only: int
+    remarks: tuple[Reason, ...]
+    """What is not read, not written or not labelled of records and conversations."""
+    partly_labelled: int
     beyond_bytes: int
     """Documents that were not looked at; 0 where all were."""
     samples: tuple[Sample, ...]
@@ -161,12 +161,12 @@ class Overview:
                 told += [f"    {name} is {other}" for name, other in copies.names]
                 if copies.count > len(copies.names):
                     told.append(f"    and {copies.count - len(copies.names):,} more")
-        if self.last_turn_only:
-            told.append(
-                f"{self.last_turn_only:,} conversations have labels on their last turn only"
-            )
+        if self.partly_labelled:
+            told.append(f"{self.partly_labelled:,} conversations have a turn without labels")
         told += [f"{one.count:,} left out: {one.text} (as {one.example})" for one in self.left_out]
-        told += [f"{count:,} records: {remark}" for remark, count in self.remarks.items()]
+        for one in self.remarks:
+            example = f" (as {one.example})" if one.example else ""
+            told.append(f"in {one.count:,}: {one.text}{example}")
         return [*lines, *(["", *told] if told else [])]
 
     def _histogram(self) -> list[str]:
@@ -227,8 +227,11 @@ def look_at_data(
         near_copies=_copies(corpus, copied, of),
         compared=near.compared,
         left_out=_reasons(corpus, (*corpus.faults, *train.left_out, *held.left_out)),
-        remarks=dict(corpus.remarks),
-        last_turn_only=train.last_turn_only + held.last_turn_only,
+        remarks=tuple(
+            Reason(text=one.reason, count=one.count, example=one.example)
+            for one in remarks_of(whole)[:REASONS]
+        ),
+        partly_labelled=train.partly_labelled + held.partly_labelled,
         beyond_bytes=corpus.beyond_max_bytes,
         samples=_samples(corpus.train, train, inputs, samples),
     )

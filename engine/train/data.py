@@ -123,8 +123,6 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     if tokens.times > MORE_ENCODED:
         text = f"tokens: the texts were tokenized {tokens.times:.1f} times, once is enough"
         log(Note(level="warning", text=text))
-    for remark, count in tokens.remarks.items():
-        log(Note(level="warning", text=f"corpus: {count:,} records: {remark}"))
     if text := one_cpu_of_many(inputs.tokenizer):
         log(Note(level="warning", text=text))
     log(Phase(name="taking the rows", detail=tokens.note))

@@ -17,7 +17,7 @@ import torch
 
 from engine.checks.check import Result
 from engine.data.batches import labelled_rows
-from engine.data.token_cache import Tokens
+from engine.data.token_cache import Tokens, remarks_of
 from engine.decision import Decision
 from engine.log.events import (
     Checked,
@@ -104,7 +104,11 @@ def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
         labelled_tokens=None if train.labelled is None else train.labelled_count,
         padding=len(train) - train.token_count,
         left_out=dict(left_out.most_common(REASONS)),
-        last_turn_only=train.last_turn_only + held.last_turn_only,
+        partly_labelled=train.partly_labelled + held.partly_labelled,
+        remarks={
+            f"{one.reason}{f' ({one.example})' if one.example else ''}": one.count
+            for one in remarks_of(tokens)[:REASONS]
+        },
         unlabelled_rows=len(train) // seq_len - rows,
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.chat import Chat
+from engine.data.chat_template import Message
 from engine.data.conversations import Conversation, read_conversation
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import conversations
@@ -34,6 +36,17 @@ def all_chats() -> list[Conversation]:
     found = [read_conversation(one, f"record {n}") for n, one in enumerate(conversations())]
     assert len(found) == 200
     return found
+
+
+def written_by(style: str, chats: list[Conversation]) -> list[Conversation]:
+    """Leave out what a style does not write, which costs a turn its labels: reasoning, and calls of tools."""
+    lost = {"qwen3": (), "llama3": ("reasoning_content",)}
+    left_out = lost.get(style, ("reasoning_content", "tool_calls"))
+
+    def written(message: Message) -> Message:
+        return {key: one for key, one in message.items() if key not in left_out}
+
+    return [replace(chat, messages=tuple(map(written, chat.messages))) for chat in chats]
 
 
 def reference(tokenizer: Tokenizer, text: str, special: dict[str, str]) -> Any:

@@ -29,6 +29,7 @@ from tests.support.chat_masks import (
     rendered,
     tools,
     whole,
+    written_by,
 )
 from tests.support.chats import CHATML, MISTRAL, STYLES, Style, make_tokenizer
 from tests.support.paths import ROOT
@@ -55,6 +56,7 @@ def compared(
     tokenizer: Tokenizer, style: Style, text: str, chats: list[Conversation]
 ) -> dict[str, int]:
     """Count the conversations of each class of difference; the tokens are always the same."""
+    chats = written_by(style.name, chats)
     theirs = reference(tokenizer, text, style.special_tokens)
     counts: Counter[str] = Counter()
     for chat, found in zip(
@@ -174,6 +176,7 @@ def test_with_offsets_without_white_space_a_blank_at_the_end_labels_all_that_fol
 def test_a_template_without_marks_gives_the_labels_that_it_has_with_them(
     style: Style, tokenizer: Tokenizer, chats: list[Conversation]
 ) -> None:
+    chats = written_by(style.name, chats)
     theirs = reference(tokenizer, style.plain, style.special_tokens)
     pairs = [encode_chats(chats, tokenizer, style.template(marks=marks)) for marks in (False, True)]
     last_only = 0
@@ -196,6 +199,7 @@ def test_a_template_without_marks_gives_the_labels_that_it_has_with_them(
 def test_a_header_inside_the_mark_has_no_label(
     tokenizer: Tokenizer, chats: list[Conversation]
 ) -> None:
+    chats = written_by("chatml", chats)
     text = CHATML.marked.replace(
         "{{ '<|im_start|>' + message.role + '\\n' }}{%- if message.role == 'assistant' -%}{% generation %}",
         "{%- if message.role == 'assistant' -%}{% generation %}{{ '<|im_start|>assistant\\n' }}",
@@ -222,6 +226,7 @@ def test_a_header_inside_the_mark_has_no_label(
 def test_marks_in_macros_and_stored_blocks_are_where_the_text_is(
     before: str, after: str, tokenizer: Tokenizer, chats: list[Conversation]
 ) -> None:
+    chats = written_by("chatml", chats)
     header = "{{ '<|im_start|>' + message.role + '\\n' }}"
     mark = "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
     text = CHATML.marked.replace(header, "").replace(mark, before + header + mark + after)
@@ -245,6 +250,7 @@ def test_marks_in_macros_and_stored_blocks_are_where_the_text_is(
 
 def test_the_tokenizer_of_the_demo(chats: list[Conversation]) -> None:
     """It has one special token, so the headers are text of many tokens."""
+    chats = written_by("chatml", chats)
     tokenizer = open_tokenizer(Path(engine.demo.__file__).parent / "teacher")
     text = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}"

@@ -30,6 +30,7 @@ from tests.support.chat_masks import (
     rendered,
     tools,
     whole,
+    written_by,
 )
 from tests.support.chats import (
     CHATML,
@@ -131,6 +132,7 @@ def both(
 ) -> Iterator[tuple[Conversation, Chat, Row]]:
     """Yield what we and TRL make of each conversation that the template does not refuse."""
     turns = "last" if mode is COMPLETION_ONLY else "all"
+    chats = written_by(style.name, chats)
     made = encode_chats(chats, tokenizer, style.template(text=text), turns=turns)  # type: ignore[arg-type]
     pairs = [(chat, one) for chat, one in zip(chats, made, strict=True) if isinstance(one, Chat)]
     theirs = trained_on(tokenizer, style, text, [record(chat, mode) for chat, _ in pairs], mode)

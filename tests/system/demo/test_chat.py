@@ -63,7 +63,7 @@ def test_a_short_run_learns_what_has_labels_and_leaves_the_template(tmp_path: Pa
     stream = tokenize(corpus.train.documents, open_tokenizer(CHAT), template=template)
     assert stream.labelled is not None and view.data is not None and template is not None
     assert view.data.labelled_tokens == int(stream.labelled.sum())
-    assert not stream.left_out and not stream.last_turn_only
+    assert not stream.left_out and not stream.partly_labelled
     losses = json.loads((run.path / "receipt.json").read_text())["heldout_loss_nats"]
     assert losses["student"] < losses["untrained"] - 1
     assert losses["teacher"] < 0.3

@@ -77,8 +77,9 @@ def test_a_run_trains_on_what_the_assistant_wrote_and_says_so(spec: Path, tmp_pa
     assert train.labelled is not None and view.data is not None
     assert view.data.labelled_tokens == int(train.labelled.sum())
     assert view.data.train_sha256 == train.sha256
-    ((why, count),) = view.data.left_out.items()
-    assert count == 1 and why.startswith("no assistant turn (chats.jsonl line ")
+    (count,) = (n for why, n in view.data.left_out.items() if why.startswith("no assistant turn ("))
+    assert count == 1 and view.data.partly_labelled == train.partly_labelled + held.partly_labelled
+    assert any("does not write its tool_calls" in why for why in view.data.remarks)
     words = event_text(view.data)
     assert "have labels" in words and "1 left out: no assistant turn" in words
     seed = run.read_effective()["spec"]["train"]["seed"]

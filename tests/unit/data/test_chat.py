@@ -221,7 +221,10 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif
         ),
         # The content is written in capitals, or not at all.
         (HEAD + "{{ m.content | upper + '<|im_end|>\\n' }}{% endfor %}" + PROMPT, OTHER_CONTENT),
-        (HEAD + "{{ '<|im_end|>\\n' }}{% endfor %}" + PROMPT, OTHER_CONTENT),
+        (
+            HEAD + "{{ '<|im_end|>\\n' }}{% endfor %}" + PROMPT,
+            "the template does not write its content",
+        ),
     ],
 )
 def test_a_template_that_proves_nothing_labels_nothing(
@@ -277,11 +280,15 @@ def test_an_answer_that_is_also_the_end_of_the_reasoning(tokenizer: Tokenizer) -
     assert labels(found, tokenizer) == ["It is 4<|eot_id|> so 4<|im_end|>"]
 
 
-def test_reasoning_that_is_left_out_and_is_also_in_the_answer(tokenizer: Tokenizer) -> None:
-    given = record("a", "for the water")
-    given["messages"][1]["reasoning_content"] = "the\n"
+def test_reasoning_that_is_not_written_costs_its_turn_the_labels(tokenizer: Tokenizer) -> None:
+    given = record("a", "one", "b", "for the water")
+    given["messages"][3]["reasoning_content"] = "the\n"
     found = chat(given, tokenizer, CHATML.template())
-    assert labels(found, tokenizer) == ["for the water<|im_end|>"]
+    assert labels(found, tokenizer) == ["one<|im_end|>"]
+    assert found.reason == "the template does not write its reasoning"
+    del given["messages"][:2]
+    alone = encoded(given, tokenizer, CHATML.template())
+    assert isinstance(alone, Skipped) and alone.reason == found.reason
 
 
 MARKS = "{% if m.role == 'assistant' %}MARKED{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"

@@ -16,7 +16,7 @@ from engine.data.corpus import Corpus, Document, check_corpus, open_corpus
 from engine.data.tokens import TokenStream, make_stream, tokenize
 from engine.errors import CorpusError
 from engine.formats.tokenizer import Tokenizer
-from tests.support.chats import CHATML, STYLES, Style, conversations, make_tokenizer
+from tests.support.chats import CHATML, QWEN3, STYLES, Style, conversations, make_tokenizer
 
 SEQ_LEN = 24
 
@@ -112,7 +112,7 @@ def test_conversations_that_are_equal_are_on_one_side_and_change_nothing_else(
 
 
 def test_the_digest_of_a_stream_is_of_its_labels_too(tokenizer: Tokenizer, corpus: Corpus) -> None:
-    documents, template = corpus.train.documents, CHATML.template()
+    documents, template = corpus.train.documents, QWEN3.template(marks=True)
     every = tokenize(documents, tokenizer, template=template)
     last = tokenize(documents, tokenizer, template=template, turns="last")
     assert (every.tokens == last.tokens).all() and every.sha256 != last.sha256

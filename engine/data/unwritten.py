@@ -1,0 +1,161 @@
+"""What a chat template does not write of a conversation: calls of tools, reasoning, contents, tools, other keys.
+
+A field is written if the text changes where the field does. The conversation up to its message is rendered as it is and
+with the field left out or changed; equal texts say that a model never sees it. This is asked once for each kind of
+message: its role and the one before it, its keys and the types of their values, and whether there are tools.
+
+    field of a message     changed to
+    content                the same with a digit after it
+    tool_calls             none; all but the last; another name; other arguments
+    reasoning              none, under each of its names
+    another key            none
+
+A turn of the assistant whose content, calls or reasoning are not written has no labels: the model would learn to end
+its turn where they belong. Other keys, such as ids and times, are counted alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.data.chat_template import REASONING, ChatTemplate, Message, Unrenderable
+
+MOST_KINDS = 1000
+"""Kinds of messages that are asked about; keys that are others in each message make each a kind of its own."""
+_NOT_WRITTEN = frozenset({"role", "weight", "train"})
+"""Keys that are not for the template."""
+_CALLS = "tool_calls"
+_REASONING = "reasoning"
+
+Tools = Sequence[Any] | None
+
+
+def costs_labels(field: str) -> bool:
+    """Whether a turn of the assistant in which this field is not written has no labels."""
+    return field in ("content", _REASONING) or field.startswith(_CALLS)
+
+
+def unwritten_fields(
+    template: ChatTemplate, messages: Sequence[Message], index: int, tools: Tools
+) -> tuple[str, ...]:
+    """Return the fields of a message that the template does not write; none where it refuses the beginning."""
+    kind = _kind(messages, index, tools)
+    known = template.known
+    found = known.get(kind)
+    if found is None:
+        if len(known) >= MOST_KINDS:
+            return ()
+        found = known[kind] = tuple(_unwritten(template, messages[: index + 1], tools))
+    return found
+
+
+def tools_are_written(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
+    """Whether the template writes the tools of a conversation, if it has some."""
+    if tools is None:
+        return True
+    if "tools" not in template.known:
+        written = _differs(template, messages, tools, messages, None)
+        template.known["tools"] = () if written else ("tools",)
+    return not template.known["tools"]
+
+
+def _kind(messages: Sequence[Message], index: int, tools: Tools) -> tuple[Any, ...]:
+    message = messages[index]
+    before = messages[index - 1]["role"] if index else ""
+    if len(message) == 2:
+        content = message.get("content")
+        return message["role"], before, tools is None, type(content), bool(content)
+    values = tuple((key, type(one).__name__, bool(one)) for key, one in sorted(message.items()))
+    return message["role"], before, tools is None, values, _shape(message.get(_CALLS))
+
+
+def _shape(calls: object) -> tuple[Any, ...]:
+    """Return what a template may ask of calls: whether there is more than one, and their keys and types."""
+    if not isinstance(calls, list):
+        return ()
+    shapes = []
+    for call in calls[:1]:
+        function = _function(call)
+        shapes += [(key, type(one).__name__, bool(one)) for key, one in sorted(function.items())]
+    return len(calls) > 1, *shapes
+
+
+def _function(call: object) -> dict[str, Any]:
+    """Return the name and arguments of a call, which OpenAI puts into a table of their own."""
+    if not isinstance(call, dict):
+        return {}
+    function = call.get("function", call)
+    return function if isinstance(function, dict) else {}
+
+
+def _unwritten(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> Iterator[str]:
+    for name, others in _changed(messages[-1]).items():
+        for what, other in others:
+            if not _differs(template, messages, tools, [*messages[:-1], other], tools):
+                yield f"{name}{what}"
+                break
+
+
+def _changed(message: Message) -> dict[str, list[tuple[str, Message]]]:
+    """Return for each field of a message the message with it left out or changed, and what of the field that is."""
+    fields: dict[str, list[tuple[str, Message]]] = {}
+    for key, value in message.items():
+        if key in _NOT_WRITTEN or value in (None, "", [], {}):
+            continue
+        if key == "content":
+            fields[key] = [("", {**message, key: f"{value}0"})]
+        elif key == _CALLS and isinstance(value, list):
+            fields[key] = _other_calls(message, value)
+        elif key in REASONING:
+            without = {name: one for name, one in message.items() if name not in REASONING}
+            fields[_REASONING] = [("", without)]
+        else:
+            fields[key] = [("", {name: one for name, one in message.items() if name != key})]
+    return fields
+
+
+def _other_calls(message: Message, calls: list[Any]) -> list[tuple[str, Message]]:
+    others: list[tuple[str, Message]] = [
+        ("", {name: one for name, one in message.items() if name != _CALLS})
+    ]
+    if len(calls) > 1:
+        others.append((" after the first", {**message, _CALLS: calls[:-1]}))
+    function = _function(calls[0])
+    arguments = function.get("arguments")
+    more: object = None
+    if isinstance(arguments, dict):
+        more = {**arguments, "0": "0"}
+    elif isinstance(arguments, str):
+        more = '{"0": "0"}'
+    for key, value in (("name", f"0{function.get('name')}"), ("arguments", more)):
+        if function.get(key) and value is not None:
+            other = {**function, key: value}
+            call = {**calls[0], "function": other} if "function" in calls[0] else other
+            others.append((f" in their {key}", {**message, _CALLS: [call, *calls[1:]]}))
+    return others
+
+
+def _differs(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Tools,
+    other: Sequence[Message],
+    other_tools: Tools,
+) -> bool:
+    """Whether two conversations are written in other words; so is one that the template refuses, which it has read."""
+    try:
+        written = template.render(messages, tools=tools).text
+        return template.render(other, tools=other_tools).text != written
+    except Unrenderable:
+        return True
+
+
+def invented(turn: str, message: Mapping[str, Any], answer: str | None) -> str:
+    """Return what a template writes before the answer in a turn that has no reasoning; empty where it is blank."""
+    if not answer or message.get(_CALLS) or any(message.get(key) for key in REASONING):
+        return ""
+    if "</think>" in str(message.get("content")):
+        return ""
+    before, found, _ = turn.partition(answer)
+    return before if found and before.strip() else ""
