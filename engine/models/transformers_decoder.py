@@ -485,10 +485,16 @@ def save_transformers_decoder(
     decoder: TransformersDecoder, folder: Path, dtype: torch.dtype
 ) -> Iterable[str]:
     """Write `config.json` and the weights as transformers saves them, in `dtype`, into the existing `folder`."""
-    state = {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in decoder.model.state_dict().items()
-    }
+    state: dict[str, Tensor] = {}
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    for name, tensor in decoder.model.state_dict().items():
+        # A tied matrix stays one tensor under two names, which transformers writes once.
+        place = tensor.data_ptr(), tensor.shape
+        if place not in made:
+            made[place] = tensor.detach().to(
+                "cpu", dtype if tensor.is_floating_point() else tensor.dtype
+            )
+        state[name] = made[place]
     with quiet():
         decoder.model.save_pretrained(folder, state_dict=state)
     # transformers names the type of the parameters in memory, not that of what it was given.
