@@ -166,6 +166,8 @@ class _Proved:
     proof: Proof
     reason: str | None = None
     remarks: tuple[str, ...] = ()
+    is_cut: bool = False
+    """Whether more of the conversation follows, so that no token of ours ends it."""
 
 
 _QUESTION: Message = {"role": "user", "content": "0"}
@@ -193,7 +195,7 @@ def _labelled(
         straddling += span.start < span.end and not begins
     if not labelled.any() and any(span.start < span.end for span in proved.spans):
         return Skipped(name=conversation.name, reason=NO_TOKEN)
-    if not proved.spans[-1].ended:
+    if not proved.spans[-1].ended and not proved.is_cut:
         eos = template.eos_token if template is not None else None
         end = tokenizer.id_of(eos) if eos is not None else None
         end = tokenizer.end_of_text_id if end is None else end
@@ -274,6 +276,7 @@ def _prove(
         spans=tuple(spans[index] for index in sorted(spans)),
         turns=len(assistant),
         proof="marks" if turning.by_mark & spans.keys() else "prefix",
+        is_cut=max(spans) != wanted[-1],
         reason=reasons[-1] if reasons else None,
         remarks=tuple(remarks),
     )
@@ -293,6 +296,8 @@ class _Turning:
     """The tokens that end the turns found so far."""
     by_mark: set[int] = field(default_factory=set)
     """The turns that were proved by their mark."""
+    lost: dict[int, list[str]] = field(default_factory=dict)
+    """What the template does not write of a turn that has no labels for it."""
 
     def not_written(self) -> list[str]:
         """Say what the template does not write of the conversation, but for what costs a turn its labels."""
@@ -302,13 +307,12 @@ class _Turning:
             found.append("the template does not write the tools")
         for index, message in enumerate(self.messages):
             role = message["role"]
-            fields = unwritten_fields(self.template, self.messages, index, tools)
-            found += [
-                f'the template does not write "{name}" of {role} messages'
-                for name in fields
-                if role != ASSISTANT or not costs_labels(name)
-            ]
-            if message.get("weight") not in (None, 0, 1):
+            for name in unwritten_fields(self.template, self.messages, index, tools):
+                if role == ASSISTANT and costs_labels(name):
+                    self.lost.setdefault(index, []).append(name)
+                else:
+                    found.append(f'the template does not write "{name}" of {role} messages')
+            if len(message) > 2 and message.get("weight") not in (None, 0, 1):
                 found.append(WEIGHED)
         return list(dict.fromkeys(found))
 
@@ -317,10 +321,8 @@ class _Turning:
         message = self.messages[index]
         if message.get("weight") == 0 or message.get("train") is False:
             raise _Unproved(WITHHELD)
-        fields = unwritten_fields(self.template, self.messages, index, self.conversation.tools)
-        lost = [name for name in fields if costs_labels(name)]
-        if lost:
-            raise _Unproved(f"the template does not write its {' and '.join(lost)}")
+        if index in self.lost:
+            raise _Unproved(f"the template does not write its {' and '.join(self.lost[index])}")
 
     def beside(self, spans: Mapping[int, _Span]) -> list[str]:
         """Say what the template writes before answers that have none of it."""

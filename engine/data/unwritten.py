@@ -40,8 +40,7 @@ def unwritten_fields(
     template: ChatTemplate, messages: Sequence[Message], index: int, tools: Tools
 ) -> tuple[str, ...]:
     """Return the fields of a message that the template does not write; none where it refuses the beginning."""
-    kind = _kind(messages, index, tools)
-    known = template.known
+    known, kind = template.known, _kind(messages, index, tools)
     found = known.get(kind)
     if found is None:
         if len(known) >= MOST_KINDS:

@@ -297,6 +297,16 @@ def test_one_turn_that_is_not_proved_costs_no_other(tokenizer: Tokenizer) -> Non
     assert isinstance(last, Skipped)
 
 
+def test_no_end_is_added_where_the_conversation_goes_on(tokenizer: Tokenizer) -> None:
+    plain = "{{ m.role + '\\n' + (m.content if loop.index0 != 3 else m.content | upper) + '\\n' }}"
+    text = LOOP + plain + END + "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+    talk = [user("a"), says("one"), user("b"), says("two")]
+    found = encoded(list(talk), tokenizer, chatml(text))
+    assert labels(found, tokenizer) == ["one"]
+    alone = encoded(list(talk[:2]), tokenizer, chatml(text))
+    assert labels(alone, tokenizer) == ["one<|im_end|>"]
+
+
 # What is said of tokens
 
 
