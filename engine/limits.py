@@ -125,6 +125,34 @@ UNCUT_TEXT = Limit(
     unit="bytes",
 )
 MODEL_TEXT = Limit(what="a chat template or licence of a model", most=16 * MIB, unit="bytes")
+_UNRENDERED = "the conversation is left out; the third time the template is refused, exit 65"
+CHAT_TEMPLATE = Limit(
+    what="a chat template that conversations are rendered with", most=256 * KIB, unit="characters"
+)
+TEMPLATE_STEPS = Limit(
+    what="nodes of a chat template that are run for a conversation; 16 more for each character of it",
+    most=8_000_000,
+    unit="steps",
+    beyond=_UNRENDERED,
+)
+TEMPLATE_CHARACTERS = Limit(
+    what="text that a chat template makes for a conversation; 8 more for each character of it",
+    most=32 * MIB,
+    unit="characters",
+    beyond=_UNRENDERED,
+)
+TEMPLATE_ITEMS = Limit(
+    what="lists that a chat template makes for a conversation; 16 more for each value of it",
+    most=32 * MIB,
+    unit="items",
+    beyond=_UNRENDERED,
+)
+TEMPLATE_TIME = Limit(
+    what="time on a processor that a chat template takes for a conversation",
+    most=5,
+    unit="seconds",
+    beyond=_UNRENDERED,
+)
 
 # Training and evaluation text. Files are read in pieces; one piece is held in memory.
 CORPUS_FILE = Limit(what="one file of a corpus", most=64 * GIB, unit="bytes")

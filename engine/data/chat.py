@@ -237,7 +237,9 @@ def _prove(
         return Skipped(name=conversation.name, reason=NO_ASSISTANT)
     messages = conversation.messages[: wanted[-1] + 1]
     try:
-        whole = template.render(messages, tools=conversation.tools, find_marks=True)
+        whole = template.render(
+            messages, tools=conversation.tools, find_marks=True, name=conversation.name
+        )
     except Unrenderable as error:
         reason = f"the template refuses the conversation: {error}"
         return Skipped(name=conversation.name, reason=reason)
@@ -359,7 +361,10 @@ class _Turning:
 
     def _render(self, count: int, *, prompt: bool) -> str:
         return self.template.render(
-            self.messages[:count], tools=self.conversation.tools, add_generation_prompt=prompt
+            self.messages[:count],
+            tools=self.conversation.tools,
+            add_generation_prompt=prompt,
+            name=self.conversation.name,
         ).text
 
     def _by_prefix(self, index: int) -> _Span:

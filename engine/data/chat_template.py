@@ -19,29 +19,29 @@ functions; keys of a message that are null are left out, and reasoning is found 
   marked, so they are right inside macros and `{% set %}` blocks too. If these characters change what the
   template renders, the marks are not used.
 
-A template is a program of whoever made the tokenizer. The sandbox keeps it from files and from the
-interpreter, and limits here bound the size of what it renders and repeats. Not covered: a template that
-loops without writing anything, or pads a text to gigabytes.
+A template is a program of whoever made the tokenizer. It runs in a sandbox without files and with a budget
+of steps, memory and time (`engine.data.template_program`). A conversation for which it takes more is not
+rendered, and a template that takes more again and again is refused.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError, TemplateSyntaxError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
 from engine import limits
+from engine.data.template_program import (
+    CLOSE,
+    OPEN,
+    NoTemplate,
+    OverBudget,
+    Program,
+    one_line,
+)
+from engine.data.template_program import Unrenderable as Unrenderable
 from engine.errors import TokenizerError
 from engine.files import read_json_object, read_text
 from engine.formats.tokenizer import FILE_NAME, Tokenizer
@@ -68,14 +68,14 @@ _ROLES = {
     "mask": "mask_token",
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Noncharacters: Unicode keeps them out of text that is exchanged.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_OVER_BUDGET = 3
+"""Conversations for which a template may take more than its budget before it is refused."""
+_FREE_STEPS = 30 * limits.TEMPLATE_STEPS.most
+_STEPS_EACH = limits.TEMPLATE_STEPS.most // 30
+"""Steps of all renderings of a template together: a few long ones, and so many for each. A template that stays just
+within its budget each time would cost as much as one that does not end."""
 
 Message = Mapping[str, Any]
-
-
-class Unrenderable(Exception):
-    """A template that refuses a conversation, or fails on it; the text says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +110,10 @@ class ChatTemplate:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """What was found out about it by rendering (`engine.data.unwritten`, `engine.data.chat`)."""
-    _compiled: dict[tuple[str, bool], Callable[..., Iterator[str]]] = field(
+    _compiled: dict[tuple[str, bool], Program] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _used: _Used = field(default_factory=lambda: _Used(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in self.texts:
@@ -144,11 +145,14 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
         find_marks: bool = False,
+        name: str = "",
     ) -> Rendered:
-        """Render a conversation. Raises Unrenderable if the template refuses it or fails.
+        """Render a conversation. Raises Unrenderable if the template refuses it or fails, and TokenizerError
+        once it took more than its budget for several; `name` is that of the conversation.
 
         With `add_generation_prompt` the text ends where the model begins to write.
         """
+        conversation = name
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self.texts else DEFAULT
         if name not in self.texts:
             known = ", ".join(map(repr, self.texts))
@@ -163,46 +167,57 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(name, given, marking=False)
+        text = self._run(name, given, conversation, marking=False)
         if not find_marks or "generation" not in self.texts[name]:
             return Rendered(text=text, marks=() if find_marks else None)
-        return Rendered(text=text, marks=_marks(self._run(name, given, marking=True), text))
+        marked = self._run(name, given, conversation, marking=True)
+        return Rendered(text=text, marks=_marks(marked, text))
 
-    def _run(self, name: str, given: Mapping[str, Any], *, marking: bool) -> str:
-        parts: list[str] = []
-        size = 0
+    def _run(self, name: str, given: dict[str, Any], conversation: str, *, marking: bool) -> str:
+        program, used = self._compile(name, marking=marking), self._used
         try:
-            for part in self._compile(name, marking=marking)(**given):
-                parts.append(part)
-                size += len(part)
-                if size > limits.CORPUS_DOCUMENT.most:
-                    raise Unrenderable(f"the template renders more than {limits.CORPUS_DOCUMENT}")
-        except TemplateError as error:
-            raise Unrenderable(_one_line(error.message or type(error).__name__)) from None
-        except (RecursionError, MemoryError) as error:
-            raise Unrenderable(f"the template ends in a {type(error).__name__}") from None
-        # A template fails like any program does, on a key that is missing or a number that is a text.
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Unrenderable(f"{type(error).__name__}: {_one_line(str(error))}") from None
-        return "".join(parts)
+            return program.run(given)
+        except OverBudget as error:
+            used.over += 1
+            if used.over >= _OVER_BUDGET:
+                self._refuse(str(error), conversation)
+            raise
+        finally:
+            used.count += 1
+            used.steps += program.spent
+            if used.steps > _FREE_STEPS + used.count * _STEPS_EACH:
+                self._refuse(f"{used.steps:,} steps for {used.count:,} renderings", conversation)
 
-    def _compile(self, name: str, *, marking: bool) -> Callable[..., Iterator[str]]:
+    def _refuse(self, found: str, conversation: str) -> NoReturn:
+        raise TokenizerError.expected(
+            "chat template",
+            self.where,
+            f"{limits.TEMPLATE_STEPS} and {limits.TEMPLATE_TIME} for a conversation",
+            f"{found} ({conversation or 'a conversation'})",
+            hint="look for loops in it whose rounds grow with each other, or take the template of the model's maker",
+        ) from None
+
+    def _compile(self, name: str, *, marking: bool) -> Program:
         found = self._compiled.get((name, marking))
         if found is None:
-            environment = _environment(_Marking if marking else _Unmarked, self.now)
             try:
-                found = environment.from_string(self.texts[name]).generate
-            except TemplateSyntaxError as error:
-                problem = f"{_one_line(error.message or '')} at line {error.lineno:,}"
+                found = Program(self.texts[name], self.now, marking=marking)
+            except NoTemplate as error:
                 raise TokenizerError.expected(
-                    "chat template", self.where, "a Jinja template", problem
-                ) from None
-            except RecursionError:
-                raise TokenizerError.expected(
-                    "chat template", self.where, "a Jinja template", "nesting too deep"
+                    "chat template", self.where, "a Jinja template", str(error)
                 ) from None
             self._compiled[name, marking] = found
         return found
+
+
+@dataclass(slots=True)
+class _Used:
+    """What the renderings of a template took together."""
+
+    count: int = 0
+    steps: int = 0
+    over: int = 0
+    """Renderings that took more than their budget."""
 
 
 def find_chat_template(
@@ -297,7 +312,7 @@ def _named(found: object, where: Path) -> dict[str, str]:
                 "chat template",
                 f"{where}, key 'chat_template'",
                 'a text, or a list of {"name": ..., "template": ...}',
-                _one_line(repr(one)),
+                one_line(repr(one)),
             )
         texts[name] = text
     return texts
@@ -329,21 +344,21 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _as_given(message: Message) -> dict[str, Any]:
     """Return a message as a template gets it: nothing that is null, reasoning under both of its names."""
     found = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((found[key] for key in REASONING if key in found), None)
-    if reasoning is None:
-        return found
-    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    for key in REASONING:
+        if key in found:
+            return {"thinking": found[key], **found, "reasoning_content": found[key]}
+    return found
 
 
 def _marks(marked: str, text: str) -> tuple[tuple[int, int], ...] | None:
     """Return where the marks are in `text`; None if that is not what was marked."""
-    if _OPEN in text or _CLOSE in text:
+    if OPEN in text or CLOSE in text:
         return None
     spans: list[tuple[int, int]] = []
     parts: list[str] = []
     length, start = 0, None
-    for part in marked.replace(_CLOSE, _OPEN + _CLOSE).split(_OPEN):
-        closes = part.startswith(_CLOSE)
+    for part in marked.replace(CLOSE, OPEN + CLOSE).split(OPEN):
+        closes = part.startswith(CLOSE)
         if not parts:
             pass
         elif closes and start is not None:
@@ -353,107 +368,9 @@ def _marks(marked: str, text: str) -> tuple[tuple[int, int], ...] | None:
             start = length
         else:
             return None
-        part = part.removeprefix(_CLOSE)
+        part = part.removeprefix(CLOSE)
         parts.append(part)
         length += len(part)
     if start is not None or "".join(parts) != text:
         return None
     return tuple(spans)
-
-
-class _Unmarked(Extension):
-    """Reads `{% generation %}` as nothing but its content."""
-
-    tags = {"generation"}  # noqa: RUF012 (as the base class has it)
-    around = ("", "")
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call, as in Transformers: a variable that is set inside is not seen outside.
-        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: Macro) -> str:
-        before, after = self.around
-        return f"{before}{caller()}{after}"
-
-
-class _Marking(_Unmarked):
-    around = (_OPEN, _CLOSE)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also refuses to repeat a text more often than any document has characters."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        most = limits.CORPUS_DOCUMENT.most
-        if operator == "**" and isinstance(right, int) and isinstance(left, int):
-            if left.bit_length() * right > 4096:
-                raise SecurityError(f"{left} ** {right} is more than a chat template may compute")
-        elif operator == "*":
-            for text, count in ((left, right), (right, left)):
-                if isinstance(text, str | list | tuple) and isinstance(count, int):
-                    _refuse_long(len(text) * count, most)
-        return super().call_binop(context, operator, left, right)
-
-
-def _refuse_long(size: int, most: int) -> None:
-    if size > most:
-        raise SecurityError(f"a text of {size:,} characters is more than a chat template may make")
-
-
-def _environment(extension: type[Extension], now: datetime) -> _Sandbox:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[extension, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: now.strftime(form)
-    # The class itself would lead to others.
-    environment.globals["dict"] = lambda *pairs, **named: dict(*pairs, **named)
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON without the escapes for HTML that Jinja's own filter adds."""
-    _refuse_long(indent if isinstance(indent, int) else 0, 1000)
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise TemplateError(str(message))
-
-
-class _Namespace(Namespace):
-    """Has no names with an underscore in front, which lead to the interpreter."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        # `namespace(self=...)` is allowed.
-        self, values = args[0], dict(*args[1:], **kwargs)
-        for name in values:
-            _refuse_private(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template cannot name {name!r} in a namespace")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:200]
