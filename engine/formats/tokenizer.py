@@ -240,7 +240,9 @@ class Tokenizer:
         """
         from tokenizers import Tokenizer as Inner
 
-        inner = Inner.from_str(self._inner.to_str())
+        # What the library writes of a vocabulary in which two tokens have one id, it does not read.
+        inner = Inner.from_buffer(self.raw)
+        _without_options(inner)
         inner.post_processor = None
         return inner
 
@@ -352,12 +354,7 @@ def open_tokenizer(
     raw = _read(path) if raw is None else raw
     digest = hashlib.sha256(raw).hexdigest()
     inner, record = make_inner(raw, path, digest)
-    from tokenizers.models import BPE
-
-    inner.no_truncation()
-    inner.no_padding()
-    if isinstance(inner.model, BPE):
-        inner.model.dropout = None
+    _without_options(inner)
     tokenizer = Tokenizer(inner, path=path, raw=raw, sha256=digest, end_of_text=end_of_text)
     if tokenizer.vocab_size == 0:
         raise TokenizerError.expected("tokenizer", path, "at least one token", "no token")
@@ -365,6 +362,16 @@ def open_tokenizer(
     if end_of_text is not None:
         _ = tokenizer.end_of_text_id
     return tokenizer
+
+
+def _without_options(inner: tokenizers.Tokenizer) -> None:
+    """Turn off what makes tokens depend on more than the text."""
+    from tokenizers.models import BPE
+
+    inner.no_truncation()
+    inner.no_padding()
+    if isinstance(inner.model, BPE):
+        inner.model.dropout = None
 
 
 def make_inner(raw: bytes, path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -726,7 +733,10 @@ def is_of_known_parts(record: Mapping[str, Any]) -> bool:
     for part in _tables([record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]):
         # The library guesses the type of a part that has none.
         expression = part.get("Regex") if part.keys() == {"Regex"} else None
-        if part.get("type") not in _KNOWN_PARTS and expression not in known:
+        kind = part.get("type")
+        if not (isinstance(kind, str) and kind in _KNOWN_PARTS) and not (
+            isinstance(expression, str) and expression in known
+        ):
             return False
         if isinstance(part.get("pattern"), str):
             return False

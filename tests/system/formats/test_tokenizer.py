@@ -338,3 +338,19 @@ def test_starts_belong_to_the_ids_and_to_the_text(tmp_path: Path) -> None:
         for at in range(0, len(ids), 97):
             if at and starts[at] != starts[at - 1]:
                 assert plain.decode(ids[:at]) == text[: starts[at]]
+
+
+def test_a_part_whose_type_is_a_list_is_refused(save: Callable[..., Path]) -> None:
+    with pytest.raises(TokenizerError):
+        open_tokenizer(save(normalizer={"type": ["NFC"]}))
+
+
+def test_two_tokens_with_one_id_are_read_as_the_library_reads_them(
+    save: Callable[..., Path], record: dict[str, Any]
+) -> None:
+    left, right = record["model"]["merges"][0]
+    vocab = {**record["model"]["vocab"]}
+    vocab[left + right] = vocab[left]
+    tokenizer = open_tokenizer(save(model={**record["model"], "vocab": vocab}))
+    ((ids, starts),) = tokenizer.encode_with_starts([TEXT])
+    assert len(ids) == len(starts) and ids.tolist() == tokenizer.encode_whole(TEXT).tolist()
