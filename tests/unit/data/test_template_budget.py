@@ -320,3 +320,52 @@ def test_a_reason_with_half_of_a_surrogate_pair_can_be_written() -> None:
     with pytest.raises(Unrenderable) as raised:
         make("{{ raise_exception('a\\ud800') }}").render(HI)
     assert str(raised.value).encode() == b"a\\ud800"
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("{{ ', '.join(messages | map(attribute='role')) }}", "user"),
+        (
+            "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('-') }}",
+            "Hi",
+        ),
+        ("{% if messages | selectattr('role', 'equalto', 'x') %}yes{% endif %}", "yes"),
+        (
+            "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}",
+            "role=user;content=Hi;",
+        ),
+        ("{% for k, v in messages[0] | dictsort %}{{ k }};{% endfor %}", "content;role;"),
+        ("{{ '%s-%03d' % ('a', 7) }}{{ '{:>4}|{x}'.format(1, x=2) }}", "a-007   1|2"),
+        (
+            "{{ 'a,b,c'.split(',')[-1] }}{{ ' x '.strip() }}{{ 'abc'[::-1] }}{{ [3, 1] | sort | join }}",
+            "cxcba13",
+        ),
+        (
+            "{{ 2 * 3 }}{{ 'ab' * 2 }}{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 5 }}{{ 5 - 7 }}{{ 1 < 2 < 3 }}",
+            "6abab3332-2True",
+        ),
+        (
+            "{{ 'H' in messages[0].content }}{{ 'x' not in 'abc' }}{{ 'a' in {'a': 1} }}{{ 1 in [1] }}",
+            "TrueTrueTrueTrue",
+        ),
+        (
+            "{% for a in [[1, [2]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}",
+            "12",
+        ),
+        (
+            "{{ [[1], [2]] | sum(start=[]) }}{{ [1, 2] | sum }}{{ 2.567 | round(1) }}{{ 'x' | center(3) }}",
+            "[1, 2]32.6 x ",
+        ),
+        (
+            "{% for a in [1, 2, 3] if a != 2 %}{{ loop.index }}/{{ loop.length }};{% else %}none{% endfor %}",
+            "1/2;2/2;",
+        ),
+        (
+            "{{ 'a\nb' | indent(2) }}{{ range(3) | batch(2, 0) | list }}{{ '<' | e }}",
+            "a\n  b[[0, 1], [2, 0]]&lt;",
+        ),
+    ],
+)
+def test_what_templates_do_is_done_as_before(text: str, written: str) -> None:
+    assert make(text).render(HI).text == written
