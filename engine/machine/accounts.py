@@ -157,10 +157,3 @@ def between(before: Accounts, after: Accounts) -> Spent:
         written_bytes=io.get("wchar", 0),
         writes=io.get("syscw", 0),
     )
-
-
-def wanted_since(before: Accounts | None) -> float:
-    """Return the seconds in which threads of this process have wanted a CPU since then; 0 where nobody accounts for
-    it. What lies between two readings of a clock may have taken so much longer."""
-    after = look() if before is not None else None
-    return 0.0 if before is None or after is None else between(before, after).wanted_s

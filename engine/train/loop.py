@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.audit.work import CountedWork
 from engine.checkpoint_folders import folder_name, published, step_of
 from engine.checks.artefact import Artefact, Sample
 from engine.checks.check import Result
@@ -47,37 +46,31 @@ from engine.log.follow import Follower
 from engine.log.held import HeldWriter
 from engine.log.read import BrokenLog
 from engine.log.view import RunView
-from engine.machine.accounts import Accounts, between, look, wanted_since
+from engine.machine.accounts import Accounts, look
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
-from engine.plan.memory import EVAL_CHUNK_ROWS, EVAL_ROWS_AT_ONCE
 from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train import record
-from engine.train.applied import Applied, not_as_decided
 from engine.train.auditing import NARROW, ROUNDING, StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.compiles import Compiles
 from engine.train.data import Data
-from engine.train.earlier_runs import EarlierRuns
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
-from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, evaluated_slowly, forward_work
+from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, evaluated_slowly
 from engine.train.prescribed_rows import PrescribedRows
-from engine.train.process_state import ProcessState, pace_told_wrongly, peak_told_wrongly
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
-from engine.train.step import LaunchedStep, StepTimes, broken_invariants
+from engine.train.step import LaunchedStep, broken_invariants
 from engine.train.stop_request import StopRequest
-from engine.train.told import wrongly_told
 from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
-from engine.train.waits import KERNEL_BYTES, beyond
 
 MEMORY_SETTLED_AFTER = 3
 """After this many steps the allocator has seen every phase of a step."""
@@ -121,18 +114,13 @@ class TrainingLoop:
         checks: Checks,
         compiles: Compiles,
         stop: StopRequest,
-        earlier: EarlierRuns,
     ) -> None:
         self.log, self.data, self.teacher_decoder = log, data, teacher_decoder
         self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
         self._teacher_is_shared = plan.memory.teacher_shard
         self._recomputes = plan.memory.checkpointing
         self._chunk_rows = plan.memory.chunk_rows
-        self._process = ProcessState(
-            plan.facts.compute.threads, deterministic=self.spec.compute.deterministic
-        )
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
-        self._earlier = earlier
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
         self._newest: StepDone | None = None
@@ -141,9 +129,6 @@ class TrainingLoop:
         self._evaluated: tuple[int, float | None] = -1, None
         """The step of the newest evaluation of the student, and its loss."""
         self._evaluations: list[Evaluated] = []
-        self._times = StepTimes(ahead=True)
-        self._counted_before: set[str] = set()
-        """The models of which the work of an evaluation was counted."""
         self.evaluated_before: Sequence[Evaluated] = ()
         """By earlier sessions, up to the step that this one begins after."""
         self.start: Mapping[str, Sample] = {}
@@ -195,17 +180,12 @@ class TrainingLoop:
                 done = f"{of}, {number} of {len(self.data.heldout)} batches"
                 self.log(Phase(name="evaluating", detail=done))
 
-        decoder, before = self.teacher_decoder if subject == "teacher" else model, look()
-        stored = isinstance(_owner(hidden), CachedTeacher)
-        work = self._counted(of, None if stored else decoder)
-        with work or contextlib.nullcontext():
-            loss, labelled = heldout_loss(
-                hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
-            )
+        stored, before = isinstance(_owner(hidden), CachedTeacher), look()
+        loss, labelled = heldout_loss(
+            hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
+        )
         if not stored and not trainer.ranks.many:
             self._warn(self._slow(subject, time.perf_counter() - begun_s, before))
-        if work is not None and decoder is not None:
-            self._look_at_work(of, work, decoder, labelled)
         self.heldout_losses[subject] = loss
         if subject == "student":
             self._evaluated = trainer.step, loss
@@ -223,9 +203,6 @@ class TrainingLoop:
             sample=tokenizer.decode(sample) if tokenizer and sample else "",
         )
         self.log(made)
-        if not stored:
-            kernels = KERNEL_BYTES if trainer.device.type == "cuda" else 0
-            self._look_at_files(of, before, read_bytes=kernels, written_bytes=kernels)
         known = [one.subject for one in self._evaluations]
         known += [one.subject for one in self.evaluated_before] if self.keeper.resumed else []
         if subject != "student" and subject in known:
@@ -251,21 +228,11 @@ class TrainingLoop:
             )
         if model is not None and not saved:
             self._other_model = self._other_model or self._another(subject, model, trainer)
-        # Ranks also wait for one another.
-        eval_s = None if trainer.ranks.many else made.eval_s
-        self._times.tell(EVALUATING, eval_s, wanted_since(before))
         with trainer.host.of(CHECKS):
             self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
         if self.checks.begun:
             self._computed = None
         return loss, labelled
-
-    def _counted(self, of: str, decoder: Decoder | None) -> CountedWork | None:
-        """Return what counts the work of the first evaluation of each model; None where it cannot be counted."""
-        if decoder is None or of in self._counted_before or decoder.compiled:
-            return None
-        self._counted_before.add(of)
-        return CountedWork(lambda: "evaluating")
 
     def _slow(self, subject: str, seconds: float, since: Accounts | None) -> str:
         tokens = sum(len(one.row_ids) for one in self.data.heldout) * self.spec.data.seq_len
@@ -274,17 +241,6 @@ class TrainingLoop:
     def _warn(self, text: str) -> None:
         if text:
             self.log(Note(level="warning", text=text))
-
-    def _look_at_work(self, of: str, work: CountedWork, decoder: Decoder, labelled: int) -> None:
-        """Say when an evaluation did more than its rows need, or in smaller pieces."""
-        rows, length = sum(len(one.row_ids) for one in self.data.heldout), self.spec.data.seq_len
-        batches = -(-rows // EVAL_ROWS_AT_ONCE)
-        need = forward_work(
-            decoder, rows * length, length, batches, logits=labelled, chunk_rows=EVAL_CHUNK_ROWS
-        )
-        self._earlier.counted(f"evaluating {of}", work)
-        text = work.beyond({"evaluating": need}) if need is not None else ""
-        self._warn(f"{of}: {text}" if text else "")
 
     def recall(self, made: Evaluated, trainer: Trainer) -> None:
         """Take an evaluation that was made before this run, which is judged like one of this session."""
@@ -372,7 +328,6 @@ class TrainingLoop:
             recomputes=self._recomputes,
             chunk_rows=self._chunk_rows,
         )
-        trainer.observers = (*trainer.observers, self._process)
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
         teacher = self.inputs.teacher if trainer.has_teacher else None
@@ -389,7 +344,6 @@ class TrainingLoop:
             ),
         )
         self._answer(self.checks.going_on(), trainer.ranks)
-        self._times = times = StepTimes(ahead=trainer.device.type == "cuda")
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
@@ -409,8 +363,6 @@ class TrainingLoop:
             self.step, self._newest = step.step, step
             with host.of(LOGGING):
                 log_step(self.log, step, spec.loss.temperature)
-                for text in filter(None, (times.look(step), *self._process.look())):
-                    self.log(Note(level="error", text=text))
                 if trainer.ranks.first:
                     held.look(step.step)
                 self.compiles.done(self.log)
@@ -430,20 +382,10 @@ class TrainingLoop:
                     self.log(Phase(name=TRAINING))
                 # Whatever torch compiles lazily has been compiled by now.
                 self.compiles.seal(self.log)
-                if trainer.ranks.first:
-                    with host.of(CHECKS):
-                        self._look_at_log(trainer, audit.prescribed)
             if spec.train.on_non_finite == "stop":
                 stop_unless_finite(step)
             if due.measure_memory:
                 self.log(record.memory_peak(step.step, self.budget, trainer.device))
-            if due.last and trainer.ranks.first:
-                with host.of(CHECKS), contextlib.suppress(BrokenLog):
-                    log = self._logged()
-                    # What is sampled of several ranks is the process that started them.
-                    cpu = "" if trainer.ranks.many else self._process.cpu_told_wrongly(log)
-                    for text in filter(None, (peak_told_wrongly(log), pace_told_wrongly(log), cpu)):
-                        self.log(Note(level="error", text=text))
 
             # Evaluate, save.
             if due.evaluate:
@@ -471,26 +413,6 @@ class TrainingLoop:
         if spec.checkpoint.at_end:
             self._look_at_saved(trainer, quick=True)
         return None
-
-    def _look_at_log(self, trainer: Trainer, prescribed: PrescribedRows) -> None:
-        """Say what the log has of the session's decisions, data and models that is not so."""
-        chunk_rows = trainer.loss.chunk_rows or self._chunk_rows
-        applied = Applied(trainer, self.teacher_decoder, chunk_rows, self.keeper.sharded)
-        teacher = self.inputs.teacher if trainer.has_teacher else None
-        with contextlib.suppress(BrokenLog):
-            log = self._logged()
-            wrong = [f"not as decided: {one}" for one in not_as_decided(log.decisions, applied)]
-            wrong += wrongly_told(
-                log,
-                self.spec,
-                trainer,
-                self.data,
-                prescribed,
-                self.teacher_decoder,
-                (self.inputs.student, teacher),
-            )
-            for text in wrong:
-                self.log(Note(level="error", text=text))
 
     def _logged(self) -> RunView:
         """Return what the run's own log holds by now. Raises BrokenLog."""
@@ -584,24 +506,8 @@ class TrainingLoop:
         if self.keeper.saved_step != self.step:
             self._kept = [step_of(path) for path in published(self.keeper.folder.checkpoints)]
             step, loss = self._evaluated
-            before = look()
             self.keeper.save(trainer, loss if step == self.step else None)
-            size = self.keeper.saved_bytes
-            # Nothing older is deleted before the newest was read.
-            written = size + self.keeper.probed_bytes
-            self._look_at_files(SAVING, before, read_bytes=size, written_bytes=written)
-            known_s = None if trainer.ranks.many else self.keeper.known_s
-            self._times.tell(SAVING, known_s, wanted_since(before))
         self._look_at_saved(trainer, quick=quick)
-
-    def _look_at_files(self, part: str, before: Accounts | None, **enough: float) -> None:
-        """Say that a part of this rank's run, which began at `before`, reads or writes more than `enough`."""
-        after = look()
-        # Ranks that write parts of a checkpoint hash them too.
-        if before is None or after is None or self.keeper.sharded or not self.keeper.ranks.first:
-            return
-        for text in beyond(part, between(before, after), **enough):
-            self._warn(text)
 
     def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:
         """Compare the newest checkpoint on disk with the run as it is after the last logged step."""
@@ -613,13 +519,9 @@ class TrainingLoop:
             with contextlib.suppress(BrokenLog):
                 resumable = partial(self.keeper.check_resumable, trainer=trainer)
                 kept = Kept(self._logged(), self._kept, resumable)
-        size = sum(one.stat().st_size for one in newest.iterdir()) if newest.exists() else 0
         looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
-        before = look()
         with trainer.host.of(CHECKS):
             self._answer(looked, trainer.ranks)
-        # For its numbers, and by what a resume reads.
-        self._look_at_files("the check of a checkpoint", before, read_bytes=2 * size)
 
     def _pause(self, trainer: Trainer) -> RunFinished:
         self.log(record.memory_peak(self.step, self.budget, trainer.device))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,16 +21,14 @@ from pathlib import Path
 
 import torch
 
-from engine.audit.work import CountedWork
 from engine.data.batches import Batch
 from engine.decision import Decision
 from engine.errors import BadInput, TrainingFailed
 from engine.formats.safetensors import tensors_sha256
 from engine.log.events import Note
 from engine.log.write import LogWriter
-from engine.machine.accounts import between, look
 from engine.models.config import count_parameters
-from engine.models.decoder import Decoder, Tensors
+from engine.models.decoder import Tensors
 from engine.models.head import LogitsHead
 from engine.models.packed import head_of
 from engine.plan.device import ComputeDevice, set_up_device
@@ -61,7 +58,6 @@ from engine.teachers.store.manifest import (
     teacher_files,
     write_manifest,
 )
-from engine.teachers.store.outputs import rows_at_once
 from engine.teachers.store.teacher import CachedTeacher
 from engine.teachers.store.write import (
     StorePlan,
@@ -76,12 +72,8 @@ from engine.train import record
 from engine.train.build import look_at
 from engine.train.compiles import Compiles
 from engine.train.data import prepare_data
-from engine.train.earlier_runs import EarlierRuns, same_work
 from engine.train.heldout import heldout_loss
-from engine.train.machine_rates import others_want_the_cpus
-from engine.train.part_times import forward_work
 from engine.train.stop_request import StopRequest
-from engine.train.waits import KERNEL_BYTES, Waits, beyond
 from engine.units import format_bytes
 from engine.version import VERSION
 
@@ -178,12 +170,6 @@ def _identity(spec: RunSpec, wanted: Wanted, inputs: Inputs, precision: str) -> 
 
 
 LOG = "prepare.jsonl"
-SAME_LOSS = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 1e-3, "fp8": 1e-2}
-"""Relative, by precision: rows alone are rounded otherwise than rows of a batch."""
-DRAWN_SHARE = 0.4
-"""Of the numbers made while ids are drawn, those that are float64."""
-FILLING_TIMES, FILLING_S = 4.0, 1.0
-"""Times what the teacher's loss of as many rows takes, and seconds more, that rows may take to be stored."""
 WEIGHTS_SHARE = 0.8
 """Largest share of the available memory for the teacher's weights; the rest is for a forward pass."""
 
@@ -235,93 +221,32 @@ def _prepare(
             say(text)
             log.write(Note(level="warning", text=text))
 
-        earlier = EarlierRuns(out.name)
-        waits = Waits(alone=True, earlier=earlier)
-
-        def begin(phase: str) -> None:
-            for text in filter(None, (waits.begin(phase), *earlier.more())):
-                note(text)
-
         compute = set_up_device(job.spec, write)
-        earlier.compare_with(_work(job, compute.device), job.plan.missing)
-        begin("loading the teacher")
         with compute.memory.use():
             built, identity = _load_teacher(job, compute, say, write)
-        each_s = None
-        begin("measuring the teacher")
         if (out / MANIFEST).exists():
             store = open_store(out)
             same_identity(store, identity)
         else:
             say("measuring the teacher on held-out rows")
-            measured_s = time.monotonic()
-            manifest = _manifest(job, built, identity, compute.device)
-            each_s = (time.monotonic() - measured_s) / sum(len(one.row_ids) for one in job.heldout)
-            _check_measured(job, built, compute.device, manifest.measured)
-            write_manifest(out, manifest)
+            write_manifest(out, _manifest(job, built, identity, compute.device))
             store = open_store(out)
-        dropped = len(store)
         if drop_damaged(store, say, note):
             store = open_store(out)
-        dropped -= len(store)
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
         begun = time.monotonic()
         stop.steps_begin()
-        begin("writing the rows")
-        work, before = (
-            None if built.decoder.compiled else CountedWork(lambda: "the teacher"),
-            look(),
+        fill_store(
+            built.teacher,
+            compute.device,
+            store,
+            writer,
+            job.walk,
+            stopped=lambda: stop.reason is not None,
+            progress=progress,
         )
-        with work or contextlib.nullcontext():
-            fill_store(
-                built.teacher,
-                compute.device,
-                store,
-                writer,
-                job.walk,
-                stopped=lambda: stop.reason is not None,
-                progress=progress,
-            )
-        after, filling_s = look(), time.monotonic() - begun
-        begin("")
-        if before is not None and after is not None:
-            kernels = KERNEL_BYTES if compute.device.type == "cuda" else 0
-            spent = between(before, after)
-            for text in beyond(
-                "the store", spent, read_bytes=kernels, written_bytes=writer.bytes + kernels
-            ):
-                note(text)
-        enough_s = math.inf if each_s is None else each_s * writer.rows
-        if filling_s > FILLING_TIMES * enough_s + FILLING_S and not others_want_the_cpus(before):
-            note(
-                f"{writer.rows:,} rows took {filling_s:.1f} s, the teacher's loss of as many takes {enough_s:.1f} s: "
-                "something else than the teacher takes the time"
-            )
-        missing = job.plan.missing + dropped
-        if work is not None:
-            earlier.counted("the teacher", work)
-            if text := _more_work(job, built.decoder, work, missing):
-                note(text)
-        filled = open_store(out)
-        added, shards = len(filled) - len(store), len(filled.shards) - len(store.shards)
-        if shards > (enough := -(-added // job.plan.rows_per_shard)):
-            note(f"{added:,} rows were written in {shards} shards, {enough} are enough for them")
-        if added != writer.rows:
-            note(
-                f"{writer.rows:,} rows were computed and written, and {added:,} of them are new in {out}: the teacher "
-                "was asked for what is stored"
-            )
-        if stop.reason is None and not job.plan.missing <= added <= missing:
-            raise CacheError(
-                f"teacher outputs: {out} — expected {job.plan.missing:,} rows more than before, as planned, found "
-                f"{added:,}"
-            )
         if job.spec.checks.enabled and stop.reason is None:
-            begin("comparing stored rows with the teacher")
-            _check_stored(job, built, filled, compute.device)
-        begin("")
-        if stop.reason is None:
-            earlier.keep(job.plan.missing)
+            _check_stored(job, built, open_store(out), compute.device)
     return Prepared(
         plan=job.plan,
         rows=writer.rows,
@@ -329,36 +254,6 @@ def _prepare(
         seconds=time.monotonic() - begun,
         stopped=stop.reason,
     )
-
-
-def _work(job: Job, device: torch.device) -> str:
-    """Return the key of the stores that take the same work as this one."""
-    plan, wanted = job.plan, job.wanted
-    return same_work(
-        job.spec,
-        device,
-        ("prepare", job.precision.choice, job.inputs.teacher),
-        (wanted.form, wanted.count),
-        (plan.missing, plan.stored, plan.rows_per_shard),
-    )
-
-
-def _check_measured(
-    job: Job, built: BuiltTeacher, device: torch.device, measured: Measured
-) -> None:
-    """Compute the held-out loss once more, row by row: every run that reads the store reports it. Raises CacheError
-    where it is another."""
-    total, labelled = 0.0, 0
-    for batch in job.heldout:
-        for row in batch.split(1):
-            loss, count = heldout_loss(built.teacher.hidden, built.teacher.head(), [row], device)
-            total, labelled = total + (loss * count if count else 0.0), labelled + count
-    mean, within = total / max(labelled, 1), SAME_LOSS[job.precision.choice]
-    if labelled != measured.labelled or abs(mean - measured.loss) > within * mean:
-        raise CacheError(
-            f"teacher outputs: the teacher's held-out loss was measured as {measured.loss:.6f} over "
-            f"{measured.labelled:,} labels; row by row it is {mean:.6f} over {labelled:,}"
-        )
 
 
 def _check_stored(job: Job, built: BuiltTeacher, store: Store, device: torch.device) -> None:
@@ -384,30 +279,6 @@ def _check_stored(job: Job, built: BuiltTeacher, store: Store, device: torch.dev
             f"teacher outputs: {store.path} — expected what the teacher computes, found others: {found.text(limit)}",
             hint="no run would train on them: remove the folder, and prepare it again",
         )
-
-
-def _more_work(job: Job, decoder: Decoder, work: CountedWork, missing: int) -> str:
-    """Say when the teacher did more than the missing rows of a job need; empty where it did not, or nobody knows."""
-    each, length = job.spec.train.rows, job.spec.data.seq_len
-    # Of a batch with a missing row all are computed.
-    batches = [each] * -(-job.walk.rows // each) + [len(one.row_ids) for one in job.walk.heldout]
-    batches = sorted(batches)[-missing:] if missing else []
-    tokens = length * sum(batches)
-    need = forward_work(
-        decoder,
-        tokens,
-        length,
-        len(batches),
-        # Hidden states are stored without the head.
-        logits=tokens if job.wanted.form != HIDDEN else 0,
-        chunk_rows=rows_at_once(job.inputs.student.vocab_size),
-    )
-    if need is None:
-        return ""
-    if job.wanted.form == SAMPLED:
-        # Draws are the same on every device, so they are made of sums in float64.
-        need = dataclasses.replace(need, wide_share=DRAWN_SHARE)
-    return work.beyond({"the teacher": need})
 
 
 def _load_teacher(

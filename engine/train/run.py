@@ -24,13 +24,12 @@ import torch
 
 from engine.audit.receipt import contradicted
 from engine.checks.artefact import Artefact, Sample, samples_of
-from engine.checks.check import Result
 from engine.checks.reported import Reported
 from engine.checks.runner import Checks
 from engine.crash import as_engine_error, is_memory_error, trace_of
 from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError
 from engine.log.beats import BeatWriter, log_of
-from engine.log.events import Evaluated, Note, PartsMeasured, Phase, RunFinished
+from engine.log.events import Evaluated, Note, Phase, RunFinished
 from engine.log.folder import RunFolder, open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -60,7 +59,6 @@ from engine.train.checkpoint.keeper import Keeper
 from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
-from engine.train.earlier_runs import EarlierRuns, same_work
 from engine.train.heldout import heldout_loss
 from engine.train.loop import TrainingLoop
 from engine.train.prescribed_rows import PrescribedRows
@@ -74,7 +72,6 @@ from engine.train.receipt import Outcome, save_student, write_receipt
 from engine.train.roofline import Bound, flops_per_token, peak_flops
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
-from engine.train.waits import Waits
 
 _OF_DEVICE = re.compile(r"CUDA error: |CUDNN_STATUS_|CUBLAS_STATUS_|CUSOLVER_STATUS_|NCCL error")
 LAST_LINE_S = 0.2
@@ -128,10 +125,8 @@ def run(
             one.give_up()
         if ranks.first:
             folder.free_reserve()
-        for text in filter(None, (*library_warnings(), job.waits.begin(""), *job.earlier.more())):
+        for text in library_warnings():
             log.write(Note(level="warning", text=text))
-        if finished.state != "failed":
-            job.earlier.keep(finished.step)
         log.write(finished)
         try:
             log.sync()
@@ -177,8 +172,6 @@ class _Job:
     ) -> None:
         self.spec, self.folder, self.stop = spec, folder, stop
         self._write = partial(record.write, log)
-        self.earlier = EarlierRuns(folder.name)
-        self.waits = Waits(alone=not ranks.many, earlier=self.earlier)
         self.ranks = ranks
         self.before = before
         """The log of a resumed run's earlier sessions."""
@@ -193,23 +186,9 @@ class _Job:
         """None until there is something to train."""
 
     def log(self, found: record.Loggable) -> None:
-        """Write one line, after it what transformers warned of meanwhile, and what the line shows: that a phase
-        waited, or took more than in earlier runs."""
+        """Write one line, and after it what transformers warned of meanwhile."""
         self._write(found)
         for text in library_warnings():
-            self._write(Note(level="warning", text=text))
-        match found:
-            case Phase():
-                waited = self.waits.begin(found.name)
-            case PartsMeasured():
-                waited = ""
-                self.earlier.parts(found, self.waits.so_far())
-            case Result():
-                waited = ""
-                self.earlier.checked(found)
-            case _:
-                return
-        for text in filter(None, (waited, *self.earlier.more())):
             self._write(Note(level="warning", text=text))
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
@@ -253,10 +232,6 @@ class _Job:
         with compute.memory.use():
             log(Phase(name="planning"))
             plan = plan_run(spec, inputs, compute, data.stream, self.log)
-            end, last = self._first_step + spec.train.stop_after, spec.train.steps
-            self.earlier.compare_with(
-                self._work(plan, data), min(end, last) if spec.train.stop_after else last
-            )
             if plan.execution.compiled or plan.execution.teacher_compiled:
                 self.compiles.import_compiler()
             builder = Builder(
@@ -285,7 +260,6 @@ class _Job:
             checks=self.checks,
             compiles=self.compiles,
             stop=self.stop,
-            earlier=self.earlier,
         )
         loop.start = untrained
         if self.before is not None:
@@ -331,28 +305,6 @@ class _Job:
         return RunFinished(
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
-
-    def _work(self, plan: Plan, data: Data) -> str:
-        """Return the key of the runs that do the same work as this one."""
-        facts = plan.facts
-        return same_work(
-            self.spec,
-            facts.compute.device,
-            (facts.inputs.student, facts.inputs.teacher),
-            (
-                plan.execution,
-                plan.memory.backend,
-                plan.memory.checkpointing,
-                plan.memory.chunk_rows,
-            ),
-            (facts.teacher_precision, data.ready.train_tokens, data.ready.heldout_tokens),
-            (self._first_step, self.ranks.rank, data.tokenized),
-        )
-
-    @property
-    def _first_step(self) -> int:
-        """The step that this session goes on from, unless its newest checkpoint is of an earlier one."""
-        return 0 if self.before is None else self.before.last_step
 
     def _put_to_run(self, trainer: Trainer, plan: Plan, *, compiled: bool) -> None:
         def given_up(why: str) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.log.beats import BeatWriter
-from engine.log.events import DATA, DEVICE, EVALUATING, IDLE, LAUNCH, REST, SAVING, StepDone
+from engine.log.events import IDLE, REST, StepDone
 from engine.loss.chunks import SparseTargets
 from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE, LossTerms
 from engine.models.head import Head
@@ -98,12 +98,6 @@ class BeatObserver(StepObserver):
         self._beat.write(step)
 
 
-LEAST_SAID, UNSAID_S, UNSAID_SHARE = {EVALUATING: 0.85, SAVING: 0.5}, 0.02, 0.2
-"""Of the time in a part of the host's, the least share that is said of what is done there; what may be lost beside, and
-of the teacher's."""
-TIMED_TOGETHER = 32
-LEAST_TIMED, UNTIMED_S = 0.7, 0.25
-"""Of the time that the host works on steps, the least share that they are said to take; what may be lost beside."""
 _T = TypeVar("_T")
 
 
@@ -278,66 +272,6 @@ class LaunchedStep:
     def numbers(self) -> StepNumbers[float]:
         """The numbers of the step; `timer.wait` comes first."""
         return StepNumbers[float](*self.on_host.tolist())
-
-
-class StepTimes:
-    """Holds what steps, evaluations and checkpoints are said to take against the host's clock of the same work."""
-
-    def __init__(self, *, ahead: bool) -> None:
-        """`ahead` says that a device may do its work later than the host launches it."""
-        self._told, self._ahead = False, ahead
-        self._said: dict[str, float] = {}
-        self._wanted: dict[str, float] = {}
-        self._begin()
-
-    def tell(self, part: str, seconds: float | None, wanted_s: float = 0.0) -> None:
-        """Take note of what something within a part of the host's time is said to take; of None, that nobody says.
-        Where others had the CPUs for `wanted_s`, the part may take so much longer."""
-        if seconds is not None:
-            self._said[part] = self._said.get(part, 0.0) + seconds
-            self._wanted[part] = self._wanted.get(part, 0.0) + wanted_s
-
-    def _begin(self) -> None:
-        self._steps, self._said_s, self._worked_s, self._wall_s = 0, 0.0, 0.0, 0.0
-        self._longest_s = 0.0
-
-    def look(self, step: StepDone) -> str:
-        """Say once that the times do not add up; empty when they do."""
-        if self._told or step.step_s is None or step.wall_s is None:
-            return ""
-        said, self._said, wanted, self._wanted = self._said, {}, self._wanted, {}
-        for part, said_s in said.items():
-            took_s = step.host.get(part, 0.0)
-            least_s = LEAST_SAID[part] * took_s - UNSAID_S - wanted[part]
-            if not least_s <= said_s <= took_s + UNSAID_S:
-                self._told = True
-                return f"{part}: it is said to take {said_s:.3g} s, by the host's clock it took {took_s:.3g} s"
-        part_s = step.phases.get("teacher", 0.0)
-        said_s = part_s if self._ahead or step.teacher_s is None else step.teacher_s
-        if abs(said_s - part_s) > UNSAID_S + UNSAID_SHARE * part_s:
-            self._told = True
-            return f"the teacher takes {said_s:.3g} s (teacher_s), and its part of the step {part_s:.3g} s"
-        worked_s = sum(step.host.get(part, 0.0) for part in (LAUNCH, DATA, DEVICE))
-        self._steps += 1
-        self._said_s += step.step_s
-        self._worked_s += worked_s
-        self._longest_s = max(self._longest_s, worked_s, step.step_s)
-        self._wall_s += step.wall_s
-        # One step may have been launched and not be recorded, or have begun before the first of these is.
-        least_s = LEAST_TIMED * (self._worked_s - self._longest_s) - UNTIMED_S
-        most_s = self._wall_s + self._longest_s + UNTIMED_S
-        text = ""
-        # Written so that NaN is told.
-        self._told = not least_s <= self._said_s <= most_s
-        if self._told:
-            text = (
-                f"the last {self._steps} steps take {self._said_s:.2f} s (step_s), and the host launched them "
-                f"and waited for them for {self._worked_s:.2f} s of {self._wall_s:.2f}: what is timed is not the whole "
-                "step, or some of it twice"
-            )
-        if self._steps == TIMED_TOGETHER:
-            self._begin()
-        return text
 
 
 def broken_invariants(step: StepDone, temperature: float) -> Iterator[str]:

@@ -32,7 +32,6 @@ from engine.errors import CheckpointError
 from engine.log.events import CheckpointSaved, Note
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
-from engine.machine.accounts import look, wanted_since
 from engine.runtime.parts import own_folder, part_name, write_parts
 from engine.runtime.ranks import Ranks, whole
 from engine.spec import RunSpec
@@ -58,8 +57,6 @@ SLOW_SAVES, SLOW_SAVE_S = 4, 0.3
 USUAL_RATE = 100e6
 """Bytes a second that hashing and writing take on a slow machine."""
 PROBED_BYTES = 1 << 26
-LEAST_TOLD, UNTOLD_S = 0.8, 0.005
-"""Of the time of a save, the least share that is told of it, and what may be lost beside."""
 
 
 class Parts:
@@ -148,12 +145,6 @@ class Keeper:
         self.sync_rows: Callable[[], None] = lambda: None
         """Returns when the rows of every step are on disk."""
         self.saved_step = -1
-        self.saved_bytes = 0
-        """Of the newest checkpoint that this session saved."""
-        self.probed_bytes = 0
-        """Written beside it, where saving was slow, to see whether the disk is."""
-        self.known_s: float | None = None
-        """What the newest save is said to have taken, with what comes before and after it, where this rank wrote it."""
         self.best_loss: float | None = None
         self.best_step: int | None = None
         self._slow = 0
@@ -178,7 +169,6 @@ class Keeper:
         )
         if best:
             self.best_loss, self.best_step = heldout_loss, trainer.step
-        begun_s = time.perf_counter()
         captured = state.capture_trainer(trainer, self.spec, self.best_loss)
         files = state.pack(captured, sharded=self.sharded)
         parts = None
@@ -192,20 +182,12 @@ class Keeper:
         # A run resumes from a checkpoint, so the log must hold all steps that led to it.
         self.sync_log()
         self.sync_rows()
-        before, saving_s = look(), time.perf_counter()
         try:
             saved = checkpoint.save(self.folder.checkpoints, trainer.step, files, parts=parts)
         finally:
             if parts is not None:
                 parts.give_up()
-        took_s = time.perf_counter() - saving_s
-        least_s = LEAST_TOLD * took_s - UNTOLD_S - wanted_since(before)
-        if not least_s <= saved.seconds <= took_s + UNTOLD_S:
-            text = f"checkpoint: saving it took {took_s:.3g} s, and {saved.seconds:.3g} is told"
-            self.log(Note(level="error", text=text))
-        self.saved_bytes = saved.bytes
         self.ranks.wait_for_all()
-        written_s = time.perf_counter()
         self.log(
             CheckpointSaved(
                 step=trainer.step,
@@ -217,11 +199,9 @@ class Keeper:
             )
         )
         self.sync_log()
-        self.probed_bytes = 0
         self._look_at_rate(saved.bytes, saved.seconds)
         kept = {self.best_step} if self.best_step is not None else set()
         checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
-        self.known_s = saving_s - begun_s + took_s + time.perf_counter() - written_s
         return saved.path
 
     def _look_at_rate(self, size: int, seconds: float) -> None:
@@ -231,7 +211,7 @@ class Keeper:
         # A single one may have had the disk to share, as the first has a cold one.
         if self._slow != 2:
             return
-        self.probed_bytes = probed = min(size, PROBED_BYTES)
+        probed = min(size, PROBED_BYTES)
         begun_s = time.perf_counter()
         try:
             with tempfile.TemporaryFile(dir=self.folder.path) as file:

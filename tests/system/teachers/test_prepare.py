@@ -14,21 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from engine.cli.main import main
 from engine.errors import DiskFull
-from engine.log.events import Note
-from engine.log.read import LogReader
 from engine.spec import load_spec
-from engine.teachers.frozen import DequantizedTeacher
-from engine.teachers.protocol import Teacher
 from engine.teachers.store.folder import ShardWriter, open_store, shard_path
 from engine.teachers.store.keys import CacheError
 from engine.teachers.store.write import StorePlan
-from engine.train import prepare
-from engine.train.prepare import LOG, Wanted, plan_job
+from engine.train.prepare import Wanted, plan_job
 from engine.train.stop_request import StopRequest
 from tests.support import faults
 from tests.support.kit import Kit
@@ -229,55 +222,6 @@ def test_a_command_without_a_store_or_with_no_rows_is_a_usage_error(
     assert "--out DIR" in said and "--rows: expected 1 or more" in said
 
 
-@pytest.mark.parametrize(
-    ("times", "form"),
-    [(1, "hidden"), (2, "top_k")]
-    + [pytest.param(*one, marks=pytest.mark.soak) for one in ((1, "top_k"), (2, "hidden"))],
-)
-def test_a_teacher_that_runs_twice_for_each_row_is_told(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, times: int
-) -> None:
-    hidden = DequantizedTeacher.hidden
-
-    def again(self: DequantizedTeacher, *rows: Tensor) -> Tensor:
-        for _ in range(times - 1):
-            hidden(self, *rows)
-        return hidden(self, *rows)
-
-    monkeypatch.setattr(DequantizedTeacher, "hidden", again)
-    said: list[str] = []
-    make_store(spec, tmp_path / "s", form=form, count=8, say=said.append)
-    assert any("times as many" in text for text in said) == (times == 2), said
-
-
-@pytest.mark.parametrize(
-    ("slow", "form"),
-    [
-        (False, "hidden"),
-        (False, "sampled"),
-        (True, "top_k"),
-        # The other forms are filled in the same loop.
-        *(
-            pytest.param(slow, form, marks=pytest.mark.soak)
-            for slow, form in ((False, "top_k"), (True, "hidden"), (True, "sampled"))
-        ),
-    ],
-)
-def test_rows_that_take_longer_than_their_teacher_are_told(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, slow: bool
-) -> None:
-    monkeypatch.setattr(prepare, "others_want_the_cpus", lambda *since: False)
-    if slow:
-        monkeypatch.setattr(prepare, "FILLING_S", 0.0)
-        monkeypatch.setattr(prepare, "FILLING_TIMES", 1e-6)
-    make_store(spec, tmp_path / "s", form=form, count=8)
-    notes = [
-        note for note in LogReader(tmp_path / "s" / LOG).poll(1 << 20) if isinstance(note, Note)
-    ]
-    told = ["something else than the teacher takes the time" in note.text for note in notes]
-    assert told == [True] * slow, notes
-
-
 def test_how_threads_wait_is_set_before_torch_is_loaded(spec: Path, tmp_path: Path) -> None:
     program = (
         "import sys; import engine.cli.prepare as command; from engine.cli.main import main\n"
@@ -287,54 +231,6 @@ def test_how_threads_wait_is_set_before_torch_is_loaded(spec: Path, tmp_path: Pa
     command = ["prepare", str(spec), "--out", str(tmp_path / "s")]
     done = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, check=False)
     assert done.returncode == 0
-
-
-def test_a_store_that_is_full_has_its_teacher_do_nothing(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    make_store(spec, tmp_path / "s")
-    make_store(spec, tmp_path / "s", say=said.append)
-    assert not any("times as many" in text or "operations" in text for text in said), said
-
-    def fill_again(teacher: Teacher, device: torch.device, *others: Any, **given: Any) -> None:
-        for batch in others[2]:
-            teacher.hidden(*batch.to_torch(device)[:2])
-
-    monkeypatch.setattr(prepare, "fill_store", fill_again)
-    make_store(spec, tmp_path / "s", say=said.append)
-    assert any("operations in matmuls" in text for text in said), said
-
-
-@pytest.mark.parametrize("each", [None, 1])
-def test_rows_in_more_shards_than_they_need_are_told(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: int | None
-) -> None:
-    add = ShardWriter.add
-
-    def ends_each(self: ShardWriter, *given: Any) -> None:
-        add(self, *given)
-        if each is not None:
-            self.finish()
-
-    monkeypatch.setattr(ShardWriter, "add", ends_each)
-    said: list[str] = []
-    make_store(spec, tmp_path / "s", "train.steps=2", say=said.append)
-    assert any("shards, 1 are enough" in text for text in said) == (each is not None), said
-
-
-def test_a_held_out_loss_that_is_not_that_of_the_rows_ends_the_command(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact = prepare.heldout_loss
-
-    def of_first(hidden: Any, head: Any, batches: Any, *others: Any) -> tuple[float, int]:
-        return exact(hidden, head, batches[:1] if len(batches) > 1 else batches, *others)
-
-    monkeypatch.setattr(prepare, "heldout_loss", of_first)
-    with pytest.raises(CacheError, match="row by row it is"):
-        make_store(spec, tmp_path / "s", "eval.rows=32")
-    assert not (tmp_path / "s" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("form", ["hidden", "top_k"])

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,11 +32,11 @@ from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher
 from engine.teachers.store import outputs, write
 from engine.teachers.store.fidelity import LEAST_COMPARED, alike
-from engine.teachers.store.folder import ShardWriter, open_store, shard_path
+from engine.teachers.store.folder import open_store, shard_path
 from engine.teachers.store.keys import CacheError, Identity, uniforms
 from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train import build, prepare
+from engine.train import build
 from engine.train.trainer import Trainer
 from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit
@@ -570,32 +570,3 @@ def test_fewer_rows_of_a_store_than_were_trained_on_are_an_error(
     run, _ = carry_out(spec, tmp_path / "run")
     notes = Follower(run).read_all().notes
     assert [note.level for note in notes if "were trained on" in note.text] == levels
-
-
-def test_rows_that_are_stored_already_and_are_computed_again_are_told(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = kit.spec(tmp_path)
-    said: list[str] = []
-    make_store(spec, tmp_path / "store", rows=8, say=said.append)
-    make_store(spec, tmp_path / "store", rows=12, say=said.append)
-    assert not any("what is stored" in text for text in said)
-    exact = prepare.fill_store
-    monkeypatch.setattr(
-        prepare,
-        "fill_store",
-        lambda teacher, device, _, *given, **more: exact(
-            teacher, device, cast(Any, frozenset()), *given, **more
-        ),
-    )
-    make_store(spec, tmp_path / "store", rows=16, say=said.append)
-    assert "20 rows were computed and written, and 4 of them are new" in said[-1]
-
-
-def test_a_store_that_has_not_grown_as_planned_is_an_error(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = kit.spec(tmp_path)
-    monkeypatch.setattr(ShardWriter, "finish", lambda self: None)
-    with pytest.raises(CacheError, match=r"expected 12 rows more than before, as planned, found 0"):
-        make_store(spec, tmp_path / "store", rows=8)

@@ -4,7 +4,6 @@ earlier one must always load.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import json
@@ -20,16 +19,13 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError, DiskFull
-from engine.log.events import Note
 from engine.log.folder import RunFolder
 from engine.spec import load_spec
-from engine.train.checkpoint import keeper as keeper_module
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.checkpoint.manifest import MANIFEST, newest, verify
 from engine.train.checkpoint.write import FileCalls, Sink, prune, save, set_aside
 from tests.support.kit import Kit
 from tests.support.paths import ROOT
-from tests.support.trainers import build
 from tests.support.watched_calls import Halves, WatchedCalls, files
 
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
@@ -573,23 +569,3 @@ def test_saving_that_takes_many_times_what_the_disk_takes_is_a_warning_once(
         assert len(said) == warnings
     assert said[0].level == "warning" and "976.6 KiB take 60 s to save" in said[0].text
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".toml"] == []
-
-
-@pytest.mark.parametrize(("told_s", "is_told"), [(0.0, True), (0.2, False), (1.0, True)])
-def test_a_save_that_is_told_to_take_another_time_is_an_error(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_s: float, is_told: bool
-) -> None:
-    spec, _ = load_spec(kit.spec(tmp_path), [])
-    exact = keeper_module.checkpoint.save
-
-    def saved(*given: Any, **more: Any) -> Any:
-        monkeypatch.setattr(keeper_module.time, "perf_counter", iter([0.2, 0.2, 0.2, 0.2]).__next__)
-        return dataclasses.replace(exact(*given, **more), seconds=told_s)
-
-    said: list[Any] = []
-    keeper = Keeper(RunFolder(tmp_path), spec, log=said.append, sync_log=lambda: None)
-    monkeypatch.setattr(keeper_module.checkpoint, "save", saved)
-    monkeypatch.setattr(keeper_module.time, "perf_counter", lambda: 0.0)
-    keeper.save(build(kit), None)
-    errors = [one.text for one in said if isinstance(one, Note)]
-    assert bool(errors) == is_told and all("is told" in text for text in errors)

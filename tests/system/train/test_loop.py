@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from engine.data.batches import Batch
 from engine.log.events import HOST_PARTS, RunFinished, StepDone
 from engine.log.folder import create_run
 from engine.log.follow import Follower
@@ -189,31 +187,6 @@ def test_the_time_between_two_step_lines_is_divided_among_what_the_host_did(
     lasted = sum(step.wall_s or 0.0 for step in others)
     # Threads of others may come between the two clocks of a line, once or twice.
     assert lasted == pytest.approx(others[-1].t_s - first.t_s, abs=0.5)
-
-
-def test_logits_in_float64_are_told_for_each_model_once(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact = functional.cross_entropy
-    monkeypatch.setattr(
-        "torch.nn.functional.cross_entropy",
-        lambda logits_NV, *others, **given: exact(logits_NV.double(), *others, **given),
-    )
-    run, code = carried_out(kit, tmp_path, eval__every=2)
-    notes = [note.text for note in Follower(run).read_all().notes if "in float64" in note.text]
-    assert code == 0 and len(notes) == 3, notes
-
-
-@pytest.mark.parametrize(("at_once", "told"), [(None, 0), (1, 3)])
-def test_rows_that_are_evaluated_one_at_a_time_are_told_for_each_model_once(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int | None, told: int
-) -> None:
-    split = Batch.split
-    monkeypatch.setattr(Batch, "split", lambda self, rows: split(self, at_once or rows))
-    run, code = carried_out(kit, tmp_path, eval__every=2, eval__rows=16)
-    notes = [note.text for note in Follower(run).read_all().notes if "evaluating" in note.text]
-    assert code == 0 and len(notes) == told, notes
-    assert all("smaller pieces" in text for text in notes)
 
 
 @pytest.mark.parametrize("times", [1, 2])

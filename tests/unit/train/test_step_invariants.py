@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +27,7 @@ from engine.teachers.frozen import DequantizedTeacher
 from engine.train import trainer as trainer_module
 from engine.train.loop import log_step
 from engine.train.ranks.sharding import check_same_weights
-from engine.train.step import StepTimes, broken_invariants
+from engine.train.step import broken_invariants
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
 
@@ -97,70 +96,6 @@ def test_a_broken_invariant_is_an_error_in_the_log(tmp_path: Path) -> None:
     view = Follower(run).read_all()
     assert [note.level for note in view.notes] == ["error"]
     assert "divergence" in view.notes[0].text
-
-
-def timed(step_s: float, worked_s: float, *, beside_s: float = 0.0) -> StepDone:
-    host = {"launch": worked_s / 2, "device": worked_s / 2, "save": beside_s}
-    return StepDone(step=1, step_s=step_s, wall_s=worked_s + beside_s, host=host)
-
-
-@pytest.mark.parametrize(
-    ("steps", "named"),
-    [
-        ([timed(1.0, 1.0)] * 9, False),
-        ([timed(1.0, 1.0, beside_s=50.0)] * 9, False),
-        # A step may be launched before the one before it is recorded, and one by one they may be uneven.
-        ([timed(1.0, 2.0), *[timed(1.0, 1.0)] * 7, timed(1.0, 0.0)], False),
-        ([timed(1.0, 0.4), timed(1.0, 1.6)] * 4, False),
-        ([timed(0.5, 1.0)] * 9, True),
-        ([timed(1.5, 1.0)] * 9, True),
-        ([timed(math.nan, 1.0)], True),
-        ([timed(0.01, 0.02)] * 9, False),
-    ],
-)
-def test_times_of_steps_that_are_not_those_of_the_host_are_told_once(
-    steps: list[StepDone], named: bool
-) -> None:
-    times = StepTimes(ahead=False)
-    told = [text for step in steps for text in [times.look(step)] if text]
-    assert len(told) == named and all("step_s" in text for text in told)
-
-
-@pytest.mark.parametrize(
-    ("said_s", "told"), [(2.5, False), (4.9, False), (0.2, True), (5.1, True), (None, False)]
-)
-def test_the_time_of_a_save_that_is_not_the_hosts_is_told(said_s: float | None, told: bool) -> None:
-    times = StepTimes(ahead=False)
-    times.tell("save", said_s)
-    assert bool(times.look(timed(1.0, 1.0, beside_s=5.0))) == told
-    assert not times.look(timed(1.0, 1.0))
-
-
-@pytest.mark.parametrize(("wanted_s", "told"), [(0.0, True), (4.0, False)])
-def test_where_others_had_the_cpus_the_time_of_a_save_may_be_longer_than_is_said(
-    wanted_s: float, told: bool
-) -> None:
-    times = StepTimes(ahead=False)
-    times.tell("save", 0.2, wanted_s)
-    assert bool(times.look(timed(1.0, 1.0, beside_s=5.0))) == told
-
-
-@pytest.mark.parametrize(
-    ("said_s", "ahead", "told"), [(0.5, False, False), (0.1, False, True), (0.1, True, False)]
-)
-def test_a_time_of_the_teacher_that_is_not_its_parts_is_told_where_the_host_computes(
-    said_s: float, ahead: bool, told: bool
-) -> None:
-    step = msgspec.structs.replace(
-        timed(1.0, 1.0), teacher_s=said_s, phases={"teacher": 0.5, "student": 0.5}
-    )
-    assert ("teacher_s" in StepTimes(ahead=ahead).look(step)) == told
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_times_of_real_steps_add_up(accumulation: int) -> None:
-    times = StepTimes(ahead=False)
-    assert [times.look(step) for step in _steps(accumulation=accumulation)] == [""] * 3
 
 
 def test_ranks_that_begin_with_other_weights_are_told_before_they_are_sharded() -> None:
