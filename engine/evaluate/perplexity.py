@@ -118,6 +118,8 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
         elif not isinstance(item, Skipped):
             documents.append(Document(name=item.name, text=found))
     if not documents:
+        if (fault := next((one.fault for one in skipped if one.fault), None)) is not None:
+            raise fault
         raise CorpusError.expected("documents", source, "at least one", "none")
     return documents, skipped
 

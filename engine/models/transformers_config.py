@@ -264,7 +264,7 @@ def version() -> str:
 
 
 class _Kept(logging.Handler):
-    """Keeps the warnings of transformers, each text once in a process."""
+    """Keeps the warnings of transformers, each text once in a run."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -284,8 +284,14 @@ class _Kept(logging.Handler):
 _kept = _Kept()
 
 
+def forget_warnings() -> None:
+    """Begin a run: what transformers warned of before belongs to no log, and may be warned of again."""
+    _kept.seen.clear()
+    _kept.waiting.clear()
+
+
 def library_warnings() -> list[str]:
-    """Return what transformers has warned of since the last call, each text once in a process."""
+    """Return what transformers has warned of since the last call, each text once in a run."""
     found, _kept.waiting = _kept.waiting, []
     return found
 

