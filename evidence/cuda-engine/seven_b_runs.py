@@ -109,17 +109,10 @@ def run(folder: Path, backend: str) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--shape", default="qwen2.5-7b")
-    arguments = parser.parse_args()
-    folder = arguments.folder
-    folder.mkdir(parents=True, exist_ok=True)
+def write_inputs(folder: Path, *, steps: int, shape: str = "qwen2.5-7b") -> Path:
+    """Write the teacher, the student's shape and the spec into a folder, and return the spec."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = config_named(arguments.shape)
-    begun = time.monotonic()
+    config = config_named(shape)
     weights = RandomWeights(config, "q4_k_m", device)
     write_gguf(
         folder / "teacher.gguf",
@@ -128,7 +121,6 @@ def main() -> None:
     )
     del weights
     torch.cuda.empty_cache()
-    written_s = time.monotonic() - begun
     student = config_named("qwen2.5-0.5b") if device.type == "cuda" else config_named("tiny")
     (folder / "student.json").write_text(
         json.dumps(
@@ -136,8 +128,23 @@ def main() -> None:
         )
     )
     tokenizer = Path(__file__).parents[2] / "engine" / "demo" / "teacher"
-    text = SPEC.format(tokenizer=tokenizer, steps=arguments.steps)
-    (folder / "kd.toml").write_text(text if device.type == "cuda" else text.replace("1024", "64"))
+    text = SPEC.format(tokenizer=tokenizer, steps=steps)
+    spec = folder / "kd.toml"
+    spec.write_text(text if device.type == "cuda" else text.replace("1024", "64"))
+    return spec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--shape", default="qwen2.5-7b")
+    arguments = parser.parse_args()
+    folder = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    write_inputs(folder, steps=arguments.steps, shape=arguments.shape)
+    written_s = time.monotonic() - begun
     result = {
         "file_bytes": (folder / "teacher.gguf").stat().st_size,
         "written_s": round(written_s, 1),
