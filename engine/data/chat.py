@@ -37,7 +37,7 @@ without any is skipped with the reason.
 reaches into the turn (a space at the end of the prompt, with the word that follows) has none: where the
 model writes, the prompt is complete and holds the beginning of that token, so the model is never asked for
 it. There the prompt alone has other tokens than the beginning of the whole; `Chat.straddling` counts these
-places. At the other end a token may reach over the end only in a turn without an end-of-turn token. It has
+turns. At the other end a token may reach over the end only in a turn without an end-of-turn token. It has
 a label, because the model has to write it to write the last characters of the turn.
 """
 
@@ -346,7 +346,9 @@ class _Turning:
             if isinstance(error, Unrenderable):
                 reason = f"the template refuses the beginning of the conversation: {error}"
             marked = self._by_mark(index)
-            likened = self._by_likeness(index) if marked is None else None
+            # A turn that its prompt begins, and that changes later, is no other by its likeness.
+            may_be_like = marked is None and reason != OTHER_LATER
+            likened = self._by_likeness(index) if may_be_like else None
             if marked is not None:
                 self.by_mark.add(index)
             elif likened is None:
@@ -408,6 +410,8 @@ class _Turning:
         """Return where a message is by what is written for it after a short question; None if that is not there."""
         message = {key: one for key, one in self.messages[index].items() if key != "name"}
         header, tools = self._header(), self.conversation.tools
+        if not header:
+            return None
         try:
             prompt = self.template.render([_QUESTION], tools=tools, add_generation_prompt=True).text
             alone = self.template.render([_QUESTION, message], tools=tools).text
@@ -418,7 +422,7 @@ class _Turning:
         except (Unrenderable, _Unproved):
             return None
         start = len(through) - len(turn)
-        if not header or not alone.startswith(prompt) or not through.endswith(turn):
+        if not alone.startswith(prompt) or not through.endswith(turn):
             return None
         name = self.messages[index].get("name")
         if not through.endswith(header, 0, start) and not _ends_named(

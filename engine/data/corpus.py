@@ -102,7 +102,7 @@ class Corpus:
     faults: tuple[LeftOut, ...]
     """Records that are left out for a fault of their own, the most frequent first."""
     remarks: Mapping[str, int]
-    """What is not read of records, where their maker may think that it is, with the number of these records."""
+    """Parts of records that are not read although their user may expect it, with the number of these records."""
     dropped: NDArray[np.int64]
     """Documents dropped from train because their text is held out, as numbers of the index."""
     beyond_max_bytes: int

@@ -13,7 +13,7 @@ ALLOWED = 20
 SKIP_AT_MOST = 0.05
 """Default of `data.skip_at_most`."""
 _REASONS = 100
-"""Reasons that are kept apart, so that memory is bounded by no more than the size of a record."""
+"""Most reasons that are counted apart, which bounds the memory that hostile records take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Skipped:
     """Its name, or file and line of a record."""
     reason: str
     fault: BadInput | None = None
-    """Of a record that cannot be used: what is wrong with it, and where."""
+    """The fault of a record that cannot be used, with its place; None for anything else that is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

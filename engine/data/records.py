@@ -120,7 +120,7 @@ class Record:
     text: str
     """The text, or a conversation as JSON."""
     remark: str = ""
-    """What of it is not read, where its maker may think that it is."""
+    """A part of the record that is not read although its user may expect it; empty for none."""
 
 
 def has_record_suffix(name: str) -> bool:

@@ -110,7 +110,7 @@ class Piece:
     place: str = ""
     """File and line of a record; empty for another document."""
     remark: str = ""
-    """What of a record is not read, where its maker may think that it is."""
+    """A part of the record that is not read although its user may expect it; empty for none."""
 
     def read(self) -> str | Skipped:
         """Return the text, decoded as strict UTF-8. Raises CorpusError when it cannot be read."""

@@ -55,7 +55,7 @@ _READ = 6
 _WIDTH = 10_000
 """The largest width or precision of a number or text that is formatted."""
 _DIGITS = 4300
-"""Of an integer, as Python limits them in text."""
+"""Most digits of an integer in text: Python's own limit."""
 _NAME = 1000
 """Characters of the name of an attribute, or of a form of the time."""
 _SLOW_TEXT = 1 << 16

@@ -161,7 +161,7 @@ class Tokens:
     faults: tuple[LeftOut, ...]
     """Those of them that are records with a fault of their own."""
     beside: Mapping[str, int]
-    """What is not read of records, where their maker may think that it is, with the number of these records."""
+    """Parts of records that are not read although their user may expect it, with the number of these records."""
     dropped: tuple[str, ...]
     """The first of those that are in neither because their text is held out, by name."""
     dropped_count: int

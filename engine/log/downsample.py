@@ -37,7 +37,7 @@ class Bucket:
     """The lowest finite value; None when there is none."""
     high: float | None
     non_finite: int
-    """How many values are NaN or infinite; an absent one is neither."""
+    """Number of values that are NaN or infinite; an absent one is neither."""
 
 
 def bucket_at(x: float, y: float | None) -> Bucket:

@@ -212,7 +212,7 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     left_out: dict[str, Count] = {}
     """Records with a fault, and conversations that the chat template cannot write, by reason and first place."""
     last_turn_only: Count = 0
-    """Of earlier versions: conversations of which only the last turn has labels."""
+    """Conversations with labels on the last turn alone; only logs of earlier versions have it."""
     partly_labelled: Count = 0
     """Conversations of which a turn has no labels that was asked for."""
     remarks: dict[str, Count] = {}
@@ -656,7 +656,7 @@ class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
     certainty: str
     sentence: str
     rank: Count | None = None
-    """Of several ranks, the one that ended the run, where its launcher knows it."""
+    """The rank that ended a run of several, where the launcher knows it."""
 
 
 class ProcessFound(Event, frozen=True, kw_only=True, tag="process"):
