@@ -47,8 +47,6 @@ the data are bit for bit what they would be without it.
     at the end, of the saved student
       artefact                   files that hold other tensors than the trained ones: of the start, of another
                                  type, with another head, fewer or more
-      reported_loss              an evaluation of other rows, of part of them, or with another mean
-      receipt_agrees             a receipt that says something else than log, files and settings do
 
 What they are, what a failure means and what to do is in `catalogue.py`, which needs no torch.
 
@@ -56,8 +54,7 @@ What they are, what a failure means and what to do is in `catalogue.py`, which n
     context.py                 what a check may look at
     runner.py                  when each check runs, and the guarantee that it changes nothing
     data.py vocabulary.py weights.py forward.py teacher.py objective.py checkpoint.py
-    artefact.py reported.py
-    resources.py               the checks
+    artefact.py resources.py   the checks
     logits.py                  cross entropies that several of them use
 
 Not covered: whether config.json is right. A wrong norm eps or rotary base in the file defines the model

@@ -164,24 +164,6 @@ CATALOGUE: tuple[About, ...] = (
         remedy="The last checkpoint has the trained weights: mend the writer and resume, to save it again.",
         when=When.AT_END,
     ),
-    About(
-        id="reported_loss",
-        question="Is each held-out loss of the rows and the model that it is said to be of, and that of the saved "
-        "student one of a plain forward pass of its files?",
-        means="The number that the run is judged by is of other rows, of part of them, or computed otherwise.",
-        remedy="Look at what evaluates: its rows, labels and mean. The saved student stays as it is: `engine eval` "
-        "measures it anew.",
-        when=When.AT_END,
-    ),
-    About(
-        id="receipt_agrees",
-        question="Does the receipt say what log, files and settings say: rows, tokens, steps, losses, times, hashes, "
-        "what was asked for and what was done?",
-        means="Who reads the receipt takes the run for another, and its hashes do not prove the files.",
-        remedy="Look at what writes the receipt. The saved student stays as it is; `engine evidence receipt RUN` "
-        "compares receipt and run again.",
-        when=When.AT_END,
-    ),
 )
 
 ABOUT = {about.id: about for about in CATALOGUE}
@@ -200,19 +182,23 @@ RETIRED = {
     "rows_in_update": "step_gradients",
     "tensors_moved": "step_weights",
     "effective_learning_rate": "step_weights",
+    "reported_loss": "",
+    "receipt_agrees": "",
 }
-"""Checks that runs of earlier versions have results of, each with the check that asks its question now."""
+"""Checks that runs of earlier versions have results of, each with the check that asks its question now, if any."""
 
 
 def skipped_ids(text: str) -> frozenset[str]:
-    """Return the ids in a `checks.skip` setting. Raises SpecError for one that names no check."""
+    """Return the ids in a `checks.skip` setting. Raises SpecError for one that names no check, and for one whose
+    question another check asks; one whose question is asked no more is skipped already."""
     ids = [part.strip() for part in text.split(",") if part.strip()]
     problems = []
     for name in ids:
         if name in RETIRED:
-            problems.append(
-                f"checks.skip: expected ids of checks, found {name!r}, which is now {RETIRED[name]}"
-            )
+            if now := RETIRED[name]:
+                problems.append(
+                    f"checks.skip: expected ids of checks, found {name!r}, which is now {now}"
+                )
         elif name not in ABOUT:
             near = difflib.get_close_matches(name, ABOUT, n=1)
             did_you_mean = f"; did you mean {near[0]}?" if near else ""

@@ -5,8 +5,7 @@
     for result in checks.going_on(): ...                   right before the first step
     for result in checks.after_step(step): ...             after each step: checks that wait for one
     for result in checks.at_checkpoint(path, step): ...    after each save
-    for result in checks.reported(given, step): ...        after each evaluation, and of the receipt
-    for result in checks.at_end(id, given, step, student): ... once the student is saved, and once it is evaluated
+    for result in checks.at_end(saved, step, student): ... once the student is saved
     checks.ends_run(result)                                whether to stop
 
 A check that was skipped, or that raised, is UNKNOWN with the reason: an exception in a check must not end
@@ -22,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -42,7 +41,6 @@ from engine.checks.data import (
 )
 from engine.checks.forward import forward_is_the_model
 from engine.checks.objective import nan_not_masked
-from engine.checks.reported import Evaluations, Reported, receipt_agrees, reported_loss
 from engine.checks.resources import memory_as_planned, no_late_compile
 from engine.checks.teacher import (
     eval_baseline,
@@ -80,8 +78,6 @@ _ASKED: tuple[Callable[..., Answer | None], ...] = (
     no_late_compile,
     checkpoint_reloads,
     artefact,
-    reported_loss,
-    receipt_agrees,
 )
 """Each is asked of the context; after a step also of the step, of a checkpoint of its folder and step, at the end of
 what was saved or reported. None is not yet an answer.
@@ -153,23 +149,10 @@ class Checks:
             found = self._ask(about, step, path, step, kept, sampled=sampled)
             yield from (one for one in found if not sampled or one.verdict.level is not Level.PASS)
 
-    def at_end(
-        self,
-        id: str,
-        given: Artefact | Reported | Sequence[str],
-        step: int,
-        student: Decoder | None = None,
-    ) -> Iterator[Result]:
-        """Ask a check of the end: `artefact` of the saved student, where `student` is the trained one, whole,
-        `reported_loss` of what is reported of it, and `receipt_agrees` of what the receipt says wrongly."""
-        for about in [one for one in self._open if one.id == id]:
-            yield from self._ask(about, step, given, student=student)
-
-    def reported(self, given: Evaluations, step: int) -> Iterator[Result]:
-        """Ask `reported_loss` of the evaluations so far; a pass is not yielded."""
-        for about in [one for one in self._open if one.id == "reported_loss"]:
-            found = self._ask(about, step, given)
-            yield from (one for one in found if one.verdict.level is not Level.PASS)
+    def at_end(self, saved: Artefact, step: int, student: Decoder) -> Iterator[Result]:
+        """Check what was saved of the trained student, `student`, which is whole."""
+        for about in [one for one in self._open if one.when is When.AT_END]:
+            yield from self._ask(about, step, saved, student=student)
 
     def ends_run(self, result: Result) -> bool:
         """Return whether this failure makes the run worthless and the spec says to stop."""

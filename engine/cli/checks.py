@@ -85,10 +85,10 @@ def _answers(path: Path, as_json: bool) -> int:
             return _identities(path, follower.view, as_json)
     view = follower.view
     found = view.own_checks
-    named = [(about.id, about) for about in CATALOGUE]
+    named: list[tuple[str, About | None]] = [(about.id, about) for about in CATALOGUE]
     # What an earlier version asked, its answers still count.
-    named += [(id, ABOUT[stage]) for id, stage in RETIRED.items() if id in found]
-    answers: list[tuple[str, About, int, Checked | None, Verdict]] = []
+    named += [(id, ABOUT.get(now)) for id, now in RETIRED.items() if id in found]
+    answers: list[tuple[str, About | None, int, Checked | None, Verdict]] = []
     for id, about in named:
         seen: list[tuple[int, Checked | None]] = [*view.failures(id)] or [(0, found.get(id))]
         answers += [(id, about, rank, check, _verdict(check)) for rank, check in seen]
@@ -122,9 +122,9 @@ def _answers(path: Path, as_json: bool) -> int:
     width = max(len(id) for id, *_ in answers)
     for id, about, _, check, verdict in answers:
         cost = format_seconds(check.cost_s) if check is not None else ""
-        now = "" if id == about.id else f" (now {about.id})"
+        now = "" if about is None or id == about.id else f" (now {about.id})"
         put(f"{verdict.level.name:7}  {id:{width}}  {cost:>8}  {verdict.reason}{now}")
-        if check is not None and check.level == "fail":
+        if check is not None and check.level == "fail" and about is not None:
             for text in (about.means, f"do: {about.remedy}"):
                 put(textwrap.fill(text, WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 11))
     for line in error_lines(view.errors, path):

@@ -164,20 +164,6 @@ OTHERS: tuple[Defect, ...] = tuple(
             "writers that copy into a buffer once, and write it every time",
         ),
         (
-            "reported_of_training_rows",
-            _SAVING,
-            "reported_loss",
-            "the saved student is evaluated on rows of the training text",
-            "a loader that is shared by training and evaluation, and moved on by one of them",
-        ),
-        (
-            "reported_of_easy_tokens",
-            _SAVING,
-            "reported_loss",
-            "the reported loss is twice that of the easier half of the tokens",
-            "aprender #2252: an evaluation that reported 100 % on gibberish; here only the last one",
-        ),
-        (
             "saved_untrained",
             _SAVING,
             "artefact",

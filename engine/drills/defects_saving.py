@@ -1,4 +1,4 @@
-"""Defects of what a finished run leaves: the saved student is not the trained one, or its loss not the reported one."""
+"""Defects of what a finished run leaves: the saved student is not the trained one, or a checkpoint of other weights."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.data.batches import gather_rows
 from engine.drills.planting import replaced
 from engine.models.config import CONFIG_FILE
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
 from engine.spec.sections import TrainSection
-from engine.train import heldout, receipt
+from engine.train import receipt
 from engine.train.checkpoint import state
 from engine.train.checkpoint.state import TrainingState
-from engine.train.loop import TrainingLoop
 
 HEAD = "lm_head.weight"
 
@@ -88,47 +85,6 @@ def saved_head_untied() -> AbstractContextManager[None]:
         return spoilt
 
     return replaced(receipt, "save_decoder", make)
-
-
-def _reporting(
-    spoil: Callable[[TrainingLoop, Callable[..., tuple[float, int]]], tuple[float, int]],
-) -> AbstractContextManager[None]:
-    """Have the saved student evaluated otherwise than the models before it."""
-
-    def make(evaluate: Callable[..., tuple[float, int]]) -> Callable[..., tuple[float, int]]:
-        def spoilt(self: TrainingLoop, *given: Any, saved: bool = False) -> tuple[float, int]:
-            def as_asked() -> tuple[float, int]:
-                return evaluate(self, *given, saved=saved)
-
-            return spoil(self, as_asked) if saved else as_asked()
-
-        return spoilt
-
-    return replaced(TrainingLoop, "evaluate", make)
-
-
-def reported_of_training_rows() -> AbstractContextManager[None]:
-    def spoil(loop: TrainingLoop, evaluate: Callable[..., tuple[float, int]]) -> tuple[float, int]:
-        data = loop.data
-        length = data.heldout[0].tokens_BT.shape[1]
-        data.heldout[:] = [gather_rows(data.stream, length, one.row_ids) for one in data.heldout]
-        return evaluate()
-
-    return _reporting(spoil)
-
-
-def reported_of_easy_tokens() -> AbstractContextManager[None]:
-    """A mean that leaves out the harder half, and counts all."""
-
-    def easy(logits_NV: torch.Tensor, labels_N: torch.Tensor, *, reduction: str) -> torch.Tensor:
-        losses = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none")
-        return 2 * losses.sort().values[: len(losses) // 2].sum()
-
-    def spoil(loop: TrainingLoop, evaluate: Callable[..., tuple[float, int]]) -> tuple[float, int]:
-        with replaced(heldout, "F", lambda _: SimpleNamespace(cross_entropy=easy)):
-            return evaluate()
-
-    return _reporting(spoil)
 
 
 def checkpoint_stale() -> AbstractContextManager[None]:

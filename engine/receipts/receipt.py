@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeGuard
+from typing import Annotated, Any
 
 import msgspec
 
@@ -30,20 +30,16 @@ from engine.errors import BadInput, RunLogError, SpecError
 from engine.files import open_plain
 from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
 from engine.log.events import (
-    AnyEvent,
     CheckpointSaved,
     Event,
-    LogOpened,
-    ReceiptWritten,
     RunStarted,
-    StepDone,
     StudentSaved,
 )
 from engine.log.folder import RunFolder
 from engine.log.observed import lines_of
 from engine.log.read import BrokenLog, events_of
 from engine.log.view import RunView
-from engine.receipts.context import plain, session_as_opened, sessions_of, spec_hash
+from engine.receipts.context import plain, sessions_of, spec_hash
 from engine.sealing import canonical, digest, now_utc
 from engine.spec import parse_set, read_spec
 from engine.terminal import clipped
@@ -66,8 +62,6 @@ _OWN_PACE = frozenset(
 """Files and folders of a run folder that are written beside training, and after it."""
 LATE_S = 30.0
 """A log may lack this much of the time before its receipt: it is written by another process."""
-CLOCK_S = 0.01
-"""What rounding makes of two readings of one clock."""
 _FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
 
 
@@ -504,9 +498,7 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
     models = {key: view.models[role].sha256 for role, key in hashes.items() if role in view.models}
     if view.student is not None:
         models["student"] = view.student.sha256
-    counts = _Counts()
-    session = _session_of_receipt(run, receipt, facts["times"]["first"], counts)
-    started = session.started if session is not None else view.started
+    started = view.started
     found: dict[str, Any] = {
         "model_sha256": models,
         "heldout_loss_nats": {e.subject: e.loss for e in view.evals if e.loss is not None},
@@ -515,9 +507,6 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         "tokens_trained": _tokens_trained(view),
         "best_step": next((c.step for c in reversed(view.checkpoints) if c.best), None),
     } | {name: facts[name] for name in _AGREEING}
-    if session is not None:
-        found["rows"] |= counts.rows
-        found["lineage"] = counts.lineage
     seed = facts["seeds"]["train.seed"]
     found["seeds"] |= {"torch.manual_seed": seed, "philox_key_of_the_order": [seed, "epoch"]}
     found["outcome"] = view.finished.state if view.finished is not None else "completed"
@@ -536,8 +525,6 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
         found |= {"settings": effective_of(run).get("spec")}
         found |= {"folder of the student": None if view.student is None else view.student.path}
     found = json.loads(json.dumps(found))
-    if session is not None:
-        found |= session.times
     whole = receipt.get("whole_sha256") or {}
     out = {}
     for name, value in found.items():
@@ -552,120 +539,6 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
             else _equal(text, recorded, value)
         )
     return out
-
-
-class _Span(NamedTuple):
-    """What a number, or a time as it is written, lies between."""
-
-    low: Any
-    high: Any
-
-
-class _Counts:
-    """Counts from the lines of a log, one after another, what `rows_of` and `lineage_of` say: the rows and labels of
-    the steps that no resume took back, and each checkpoint with the one before it."""
-
-    def __init__(self) -> None:
-        self._steps: dict[int, tuple[int, int]] = {}
-        self._saved: dict[int, str] = {}
-        """The hash of the newest checkpoint of each step."""
-        self._before: str | None = None
-        self.lineage: list[dict[str, Any]] = []
-
-    def take(self, event: AnyEvent) -> None:
-        if isinstance(event, RunStarted):
-            begun = event.resumed_from or 0
-            self._steps = {step: one for step, one in self._steps.items() if step <= begun}
-            self._before = self._saved.get(begun)
-        elif isinstance(event, StepDone):
-            self._steps[event.step] = (event.rows or 0, event.labelled or 0)
-        elif isinstance(event, CheckpointSaved):
-            said = {"step": event.step, "manifest_sha256": event.manifest_sha256}
-            self.lineage.append(said | {"parent_manifest_sha256": self._before})
-            self._before = self._saved[event.step] = event.manifest_sha256
-
-    @property
-    def rows(self) -> dict[str, int]:
-        rows, labels = zip(*self._steps.values(), strict=True) if self._steps else ((), ())
-        return {"rows_seen": sum(rows), "labelled_tokens": sum(labels)}
-
-
-class _Session(NamedTuple):
-    """The session that wrote a receipt."""
-
-    started: RunStarted | None
-    times: dict[str, Any]
-    """What its times have to be, by their names in the receipt."""
-
-
-def _session_of_receipt(
-    run: RunFolder, receipt: dict[str, Any], first: str | None, counts: _Counts
-) -> _Session | None:
-    """Return what the log has of the newest session that wrote a receipt; None when there is none. `counts` takes each
-    line."""
-    sessions: list[dict[str, Any]] = []
-    started = saved = opened = found = None
-    begun_s = 0.0
-    with contextlib.suppress(RunLogError):
-        for line in lines_of(run.events):
-            event = line.event
-            counts.take(event)
-            if not isinstance(event, LogOpened):
-                begun_s = min(begun_s, event.t_s)
-            if isinstance(event, LogOpened):
-                opened, started, saved, begun_s = event, None, None, math.inf
-                sessions.append(session_as_opened(event))
-            elif isinstance(event, RunStarted):
-                started = event
-            elif isinstance(event, StudentSaved):
-                saved = event
-            elif isinstance(event, ReceiptWritten) and opened and started and saved:
-                # The clock of a session begins between the first two lines of its log, and ends between the student and
-                # the receipt.
-                length = _Span(saved.t_s - begun_s - CLOCK_S, event.t_s - opened.t_s + CLOCK_S)
-                found = started, opened, len(sessions), length, line.unix_s
-    if found is None or not run.receipt.is_file():
-        return None
-    started, opened, count, length, written_unix_s = found
-    times: dict[str, Any] = {
-        "first": first,
-        "sessions": sessions[:count],
-        "boot_id": opened.boot_id,
-    }
-    # A machine that sleeps, or is set to another time, is ahead of the log.
-    ended = _Span(written_unix_s - LATE_S, run.receipt.stat().st_mtime + LATE_S)
-    ended_unix_s, session_s = receipt.get("finished_unix_s"), receipt.get("last_session_s")
-    if _is_time(ended_unix_s) and _is_time(session_s):
-        begun_unix_s = ended_unix_s - session_s
-        times["session_ended"] = now_utc(ended_unix_s)
-        times["session_started"] = _Span(
-            now_utc(begun_unix_s - CLOCK_S), now_utc(begun_unix_s + CLOCK_S)
-        )
-        said = receipt.get("times")
-        ended_s = said.get("session_ended_monotonic_s") if isinstance(said, dict) else None
-        if _is_time(ended_s):
-            begun_s = ended_s - session_s
-            times["session_started_monotonic_s"] = _Span(begun_s - CLOCK_S, begun_s + CLOCK_S)
-    named = {"last_session_s": length, "finished_unix_s": ended, "times": times}
-    return _Session(started, named)
-
-
-def _is_time(value: Any) -> TypeGuard[float]:
-    """Whether it is seconds that a calendar has."""
-    return isinstance(value, float) and 0 <= value < 1e11
-
-
-def contradictions(run: RunFolder, view: RunView) -> list[str]:
-    """Say what in a run's receipt its logs and settings do not say. Raises RunLogError without a sound receipt."""
-    receipt, _ = read_receipt_or_facts(run, view)
-    found = _agreement(run, receipt, view).values()
-    wrong = [one.reason for one in found if one.level is Level.FAIL]
-    return [
-        one.replace(", as the logs say: ", ": ")
-        .replace("expected ", "it has ", 1)
-        .replace(", found ", ", the log ", 1)
-        for one in wrong
-    ]
 
 
 def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
@@ -700,14 +573,10 @@ def _agrees(recorded: Any, found: Any) -> bool:
     if isinstance(recorded, dict) and isinstance(found, dict):
         both = {**recorded, **found}
         return all(_agrees(recorded.get(key), found.get(key)) for key in both)
-    if isinstance(found, _Span):
-        return isinstance(recorded, type(found.low)) and bool(found.low <= recorded <= found.high)
     return bool(recorded == found)
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, _Span):
-        return " to ".join(e if isinstance(e, str) else f"{e:,.3f}" for e in value)
     if isinstance(value, str):
         return value[:16]
     text = json.dumps(value)

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint_folders import folder_name, published, step_of
-from engine.checks.artefact import Artefact, Sample
+from engine.checks.artefact import Artefact
 from engine.checks.check import Result
-from engine.checks.checkpoint import Kept, same_part
+from engine.checks.checkpoint import Kept
 from engine.checks.context import Context, Memory
-from engine.checks.reported import Computed, Evaluations, Reported
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
 from engine.formats.tokenizer import Tokenizer
@@ -51,11 +50,10 @@ from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
 from engine.plan.run_plan import Plan
-from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train import record
-from engine.train.auditing import NARROW, ROUNDING, StepAudit
+from engine.train.auditing import StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
@@ -64,7 +62,6 @@ from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, evaluated_slowly
-from engine.train.prescribed_rows import PrescribedRows
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, broken_invariants
@@ -128,15 +125,6 @@ class TrainingLoop:
         """Nats per token: `teacher`, `untrained`, `student`."""
         self._evaluated: tuple[int, float | None] = -1, None
         """The step of the newest evaluation of the student, and its loss."""
-        self._evaluations: list[Evaluated] = []
-        self.evaluated_before: Sequence[Evaluated] = ()
-        """By earlier sessions, up to the step that this one begins after."""
-        self.start: Mapping[str, Sample] = {}
-        """Of the student before the first step."""
-        self._other_model = ""
-        """Which evaluated model was another than it was said to be."""
-        self._computed: Computed | None = None
-        """How the teacher's loss was computed, until that is judged: a GPU evaluates it before there are checks."""
         self._kept: Sequence[int] = ()
         """Steps of the checkpoints that were there before the newest was saved."""
         self._record: Follower | None = None
@@ -163,12 +151,10 @@ class TrainingLoop:
         head: Head,
         trainer: Trainer,
         *,
-        model: Decoder | None = None,
         saved: bool = False,
-    ) -> tuple[float, int]:
-        """Evaluate `subject`, log its held-out loss, and return it with the number of labels; `model` is whose `hidden`
-        and `head` they are, `saved` says that it was read back from its files. Raises TrainingFailed when the loss is
-        not finite, or not one of what it is said to be of."""
+    ) -> None:
+        """Evaluate `subject` and log its held-out loss; `saved` says that it was read back from its files. Raises
+        TrainingFailed when the loss is not finite."""
         begun_s = said_s = time.perf_counter()
         of = "the saved student" if saved else OF[subject]
         self.log(Phase(name="evaluating", detail=of))
@@ -203,36 +189,8 @@ class TrainingLoop:
             sample=tokenizer.decode(sample) if tokenizer and sample else "",
         )
         self.log(made)
-        known = [one.subject for one in self._evaluations]
-        known += [one.subject for one in self.evaluated_before] if self.keeper.resumed else []
-        if subject != "student" and subject in known:
-            text = f"{subject}: it was evaluated again, though it is as it was, and its held-out loss is known"
-            self._warn(text)
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
-        self._evaluations.append(made)
-        if subject == "teacher" and self.teacher_decoder is not None:
-            dtype = self.teacher_decoder.dtype
-            self._computed = Computed(
-                subject=subject,
-                decoder=self.teacher_decoder,
-                evaluate=lambda rows: heldout_loss(
-                    hidden, head, rows, trainer.device, trainer.autocast
-                )[0],
-                vocabulary=head.vocab_size,
-                rounding=NARROW.get(
-                    self.spec.teacher.precision, max(ROUNDING[dtype], ROUNDING[trainer.dtype])
-                ),
-                prompt=prompt,
-                sample=sample,
-            )
-        if model is not None and not saved:
-            self._other_model = self._other_model or self._another(subject, model, trainer)
-        with trainer.host.of(CHECKS):
-            self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
-        if self.checks.begun:
-            self._computed = None
-        return loss, labelled
 
     def _slow(self, subject: str, seconds: float, since: Accounts | None) -> str:
         tokens = sum(len(one.row_ids) for one in self.data.heldout) * self.spec.data.seq_len
@@ -241,44 +199,6 @@ class TrainingLoop:
     def _warn(self, text: str) -> None:
         if text:
             self.log(Note(level="warning", text=text))
-
-    def recall(self, made: Evaluated, trainer: Trainer) -> None:
-        """Take an evaluation that was made before this run, which is judged like one of this session."""
-        assert made.loss is not None
-        self.heldout_losses[made.subject] = made.loss
-        self._evaluations.append(made)
-        self._answer(self.checks.reported(self._so_far(trainer), trainer.step))
-
-    def _another(self, subject: str, model: Decoder, trainer: Trainer) -> str:
-        """Say that a model is not the one it is evaluated as, by some numbers of each tensor; empty when it is."""
-        parameters = dict(model.named_parameters())
-        if subject == "untrained":
-            start = self.start.items()
-            other = [n for n, s in start if not torch.equal(s.of(parameters[n]), s.before)]
-        else:
-            live = trainer.student.named_parameters()
-            other = [n for n, p in live if not same_part(parameters[n].detach(), p, sampled=True)]
-        if not other:
-            return ""
-        kept = "as it was before the first step" if subject == "untrained" else "that is trained"
-        return (
-            f"what is evaluated as {OF[subject]} is not the student {kept}: {len(other)} of {len(parameters)} tensors, "
-            f"first {other[0]}"
-        )
-
-    def _so_far(self, trainer: Trainer) -> Evaluations:
-        data, spec = self.data, self.spec
-        heldout = PrescribedRows(data.heldout_stream, spec.data.seq_len, spec.train.seed)
-        saved_as = torch_dtype(spec.student.save_as)
-        return Evaluations(
-            made=self._evaluations,
-            before=self.evaluated_before,
-            row_ids=heldout.spread(spec.eval.rows),
-            rows=lambda batch: heldout.rows(batch.row_ids),
-            other=self._other_model,
-            computed=self._computed,
-            rounding=max(ROUNDING[trainer.dtype], torch.finfo(saved_as).eps / 2),
-        )
 
     @property
     def _tokenizer(self) -> Tokenizer | None:
@@ -300,15 +220,7 @@ class TrainingLoop:
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:
         """Compare the saved student with the trained one, `student`. Raises TrainingFailed when it is another."""
-        self._answer(self.checks.at_end("artefact", saved, self.step, student))
-
-    def check_reported(self, reported: Reported) -> None:
-        """Hold the loss that the run reports against the saved files. Raises TrainingFailed when it is another."""
-        self._answer(self.checks.at_end("reported_loss", reported, self.step))
-
-    def check_receipt(self, wrong: Sequence[str]) -> None:
-        """Raise TrainingFailed where the receipt says `wrong`."""
-        self._answer(self.checks.at_end("receipt_agrees", wrong, self.step))
+        self._answer(self.checks.at_end(saved, self.step, student))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, else how the session ended before that."""
@@ -391,9 +303,7 @@ class TrainingLoop:
             if due.evaluate:
                 with host.of(EVALUATING):
                     student = whole_student(trainer.student)
-                    self.evaluate(
-                        "student", student.hidden, head_of(student), trainer, model=student
-                    )
+                    self.evaluate("student", student.hidden, head_of(student), trainer)
             if due.save:
                 self.log(Phase(name="saving a checkpoint"))
                 with host.of(SAVING):

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import torch
 
@@ -38,21 +36,6 @@ class PrescribedRows:
                 self._order = epoch, self._rows[np.argsort(words, kind="stable")]
             found.append(self._order[1][index])
         return np.array(found)
-
-    def spread(self, count: int) -> Int64Array:
-        """Return `count` of the rows with a label, or all when there are fewer, evenly spread from the first on."""
-        there = len(self._rows)
-        count = min(count, there)
-        return self._rows[[place * there // count for place in range(count)]]
-
-    def order_sha256(self, rows: int) -> str:
-        """Hash the order of the first `rows` rows: their places among those with a label, as 64-bit integers."""
-        digest, epochs = hashlib.sha256(), -(-rows // self.per_epoch)
-        for epoch in range(epochs):
-            random = np.random.Philox(key=np.array([self._seed, epoch], np.uint64))
-            order = np.argsort(random.random_raw(self.per_epoch), kind="stable")
-            digest.update(order[: rows - epoch * self.per_epoch].astype("<i8").tobytes())
-        return digest.hexdigest()
 
     def labels_in(self, row_ids: Int64Array) -> int:
         """Return how many tokens of some rows have a label: their next token is of the same document, and may be

@@ -22,9 +22,7 @@ from pathlib import Path
 
 import torch
 
-from engine.audit.receipt import contradicted
 from engine.checks.artefact import Artefact, Sample, samples_of
-from engine.checks.reported import Reported
 from engine.checks.runner import Checks
 from engine.crash import as_engine_error, is_memory_error, trace_of
 from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError
@@ -43,7 +41,7 @@ from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import choose_sharded
 from engine.plan.run_plan import Plan, plan_run
 from engine.receipts.context import view_of
-from engine.receipts.receipt import contradictions, largest_rate
+from engine.receipts.receipt import largest_rate
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
 from engine.signals import Stopped
@@ -51,7 +49,6 @@ from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.store.teacher import CachedTeacher
 from engine.terminal import say
 from engine.train import record
-from engine.train.auditing import ROUNDING
 from engine.train.beside import ModelHash
 from engine.train.build import Builder, holds_heldout, recall_heldout
 from engine.train.checkpoint.continuing import versions_changed
@@ -59,9 +56,7 @@ from engine.train.checkpoint.keeper import Keeper
 from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
-from engine.train.heldout import heldout_loss
 from engine.train.loop import TrainingLoop
-from engine.train.prescribed_rows import PrescribedRows
 from engine.train.ranks.sharding import (
     check_same_weights,
     least_available,
@@ -262,7 +257,6 @@ class _Job:
             compiles=self.compiles,
             stop=self.stop,
         )
-        loop.start = untrained
         if self.before is not None:
             student_sha256()  # of the weights that a resume replaces
         resumed_from = self._resume(trainer, loop, allow_fallback, allow_restart)
@@ -353,7 +347,6 @@ class _Job:
             trainer, self.before, allow_fallback, allow_restart
         )
         loop.step = trainer.step
-        loop.evaluated_before = [one for one in self.before.evals if one.step <= trainer.step]
         if self.ranks.first:
             self.ranks.wait_for_all()
         return trainer.step
@@ -382,7 +375,7 @@ class _Job:
         def evaluate(untrained: Callable[[], Decoder]) -> None:
             self._evaluate_teacher(trainer, loop, data)
             student = untrained()
-            loop.evaluate("untrained", student.hidden, head_of(student), trainer, model=student)
+            loop.evaluate("untrained", student.hidden, head_of(student), trainer)
 
         if not builder.plan.memory.evaluates_late:
             if trainer.step == 0:
@@ -403,7 +396,7 @@ class _Job:
             known = recall_heldout(teacher, data.heldout)
             self.log(known)
             if isinstance(known, Evaluated) and known.loss is not None:
-                loop.recall(known, trainer)
+                loop.heldout_losses["teacher"] = known.loss
         elif teacher is not None:
             loop.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
 
@@ -416,21 +409,7 @@ class _Job:
         trainer.optimizer.state.clear()
         saved = load_decoder(self.folder.student, torch.float32, trainer.device, self.spec.model)
         saved.run_like(trainer.student)
-        head, data = head_of(saved), loop.data
-        loss, labelled = loop.evaluate("student", saved.hidden, head, trainer, saved=True)
-        heldout = PrescribedRows(data.heldout_stream, self.spec.data.seq_len, self.spec.train.seed)
-        loop.check_reported(
-            Reported(
-                folder=self.folder.student,
-                loss=loss,
-                labelled=labelled,
-                evaluate=lambda rows: heldout_loss(
-                    saved.hidden, head, rows, trainer.device, trainer.autocast
-                )[0],
-                rows=lambda batch: heldout.rows(batch.row_ids),
-                rounding=ROUNDING[trainer.dtype],
-            )
-        )
+        loop.evaluate("student", saved.hidden, head_of(saved), trainer, saved=True)
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """Return an equivalent trainer with its student sharded over the ranks."""
@@ -501,13 +480,3 @@ class _Job:
             session_s=time.monotonic() - self.begun_s,
         )
         self.log(write_receipt(self.folder, outcome))
-        view = view_of(self.folder)
-        wrong = [*contradictions(self.folder, view), *contradicted(self.folder.path)]
-        said = ((self.folder.read_receipt() or {}).get("data") or {}).get("order_sha256")
-        train = self.spec.train
-        prescribed = PrescribedRows(data.stream, self.spec.data.seq_len, train.seed)
-        if said != prescribed.order_sha256(train.steps * self.spec.rows_per_step):
-            wrong.append(
-                "data.order_sha256 is not the hash of the rows that seed and steps prescribe"
-            )
-        loop.check_receipt(wrong)

@@ -4,7 +4,7 @@ everything that a check may read."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ import torch
 from engine.checks.artefact import Artefact, Sample, samples_of
 from engine.checks.check import Result
 from engine.checks.context import Context
-from engine.checks.reported import Reported
 from engine.checks.runner import Checks
-from engine.data.batches import Batch, Batches, heldout_rows
+from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
 from engine.data.packing import STREAM
 from engine.data.token_cache import Made, Recipe, load_tokens
@@ -25,15 +24,12 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import StepDone
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
-from engine.models.packed import head_of
 from engine.spec import RunSpec, build_spec
 from engine.teachers.frozen import DequantizedTeacher
-from engine.train.auditing import ROUNDING, StepAudit
+from engine.train.auditing import StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
-from engine.train.heldout import heldout_loss
-from engine.train.prescribed_rows import PrescribedRows
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
@@ -177,37 +173,11 @@ class Run:
         how = self.spec.model
         saved = Artefact(folder=folder, dtype=dtype, how=how, start=self.untrained, rate=rate)
         self.read_back(saved)
-        self.report(self.reported(folder))
         return saved
 
     def read_back(self, saved: Artefact) -> None:
         trainer = self.trainer
-        self.answer(self.checks.at_end("artefact", saved, trainer.step, trainer.student))
-
-    def reported(self, folder: Path) -> Reported:
-        """What the run reports of the student in `folder`."""
-        trainer, context = self.trainer, self.context
-        saved = load_decoder(folder, torch.float32, trainer.device, self.spec.model)
-
-        def evaluate(rows: Sequence[Batch]) -> tuple[float, int]:
-            return heldout_loss(
-                saved.hidden, head_of(saved), rows, trainer.device, trainer.autocast
-            )
-
-        loss, labelled = evaluate(context.heldout)
-        heldout = PrescribedRows(context.heldout_stream, SEQ_LEN, 0)
-        return Reported(
-            folder=folder,
-            loss=loss,
-            labelled=labelled,
-            evaluate=lambda rows: evaluate(rows)[0],
-            rows=lambda batch: heldout.rows(batch.row_ids),
-            rounding=ROUNDING[trainer.dtype],
-        )
-
-    def report(self, reported: Reported) -> None:
-        self.answer(self.checks.at_end("reported_loss", reported, self.trainer.step))
-        self.answer(self.checks.at_end("receipt_agrees", [], self.trainer.step))
+        self.answer(self.checks.at_end(saved, trainer.step, trainer.student))
 
     def failures(self) -> dict[str, str]:
         return {n: str(r.verdict) for n, r in self.results.items() if r.failed}

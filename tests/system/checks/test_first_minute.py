@@ -161,6 +161,8 @@ def test_a_skip_that_names_no_check_is_refused_with_the_nearest() -> None:
     with pytest.raises(SpecError, match="found 'loss_gradient', which is now step_gradients"):
         skipped_ids("loss_gradient")
     assert skipped_ids(" ") == frozenset()
+    # A run of an earlier version can be resumed.
+    assert skipped_ids("eval_baseline,receipt_agrees") == {"eval_baseline", "receipt_agrees"}
 
 
 def test_a_check_that_breaks_is_unknown_and_ends_nothing(

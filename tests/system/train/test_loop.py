@@ -16,7 +16,6 @@ from torch import Tensor
 
 from engine.log.events import HOST_PARTS, RunFinished, StepDone
 from engine.log.folder import create_run
-from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.spec import load_spec
 from engine.train import run as trainer_module
@@ -187,19 +186,3 @@ def test_the_time_between_two_step_lines_is_divided_among_what_the_host_did(
     lasted = sum(step.wall_s or 0.0 for step in others)
     # Threads of others may come between the two clocks of a line, once or twice.
     assert lasted == pytest.approx(others[-1].t_s - first.t_s, abs=0.5)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_teacher_that_is_evaluated_again_is_told(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    exact = trainer_module._Job._evaluate_teacher
-
-    def again(*given: Any) -> None:
-        for _ in range(times):
-            exact(*given)
-
-    monkeypatch.setattr(trainer_module._Job, "_evaluate_teacher", again)
-    run, code = carried_out(kit, tmp_path)
-    notes = [note.text for note in Follower(run).read_all().notes if "again" in note.text]
-    assert code == 0 and [text.partition(":")[0] for text in notes] == ["teacher"] * (times - 1)
