@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-MOST_FLOPS = {"cpu": 4e11, "cuda": 2e14}
-"""Of the references in one audit, by device: some seconds on two cores, or on one GPU."""
+MOST_FLOPS = {"cpu": 4e10, "cuda": 1e14}
+"""Of the reference of a model in one audit, by device: half a second on two cores, or on one GPU."""
+MOST_TOKENS = 4096
+"""Of a row whose hidden states are compared, where not all rows are."""
 COMPARED_NUMBERS = 1 << 24
 """Numbers of the student whose update is compared, in all its parameters together."""
 GROUP_NUMBERS = 1 << 24
 """Of the widest part of a layer, for the tokens of a plain forward pass at a time; at least one row."""
 QUERIES = 256
 """Query tokens whose attention weights are in memory at a time (`engine.audit.reference`)."""
-LOGITS = 1 << 23
-"""Logits of one side that are in memory at a time, in float64."""
+LOGITS = 1 << 24
+"""Logits of one side that are in memory at a time, in fp32."""
 
 
 WIDENED = 2 * 10**9

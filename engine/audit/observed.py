@@ -7,7 +7,7 @@ Everything is plain tensors, numbers and functions: whoever owns the step fills 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,6 @@ from engine.audit.reference import (
     Weight,
     next_tokens,
 )
-from engine.audit.work import CountedWork, Needed
 
 NOT_IN_FILES = (
     "the teacher's outputs are read from a store, and its files are none that another library reads, or too large to "
@@ -123,9 +122,6 @@ class Logged:
     lr: float
     grad_norm: float
     labelled: int
-    tokens: int
-    position: int
-    """Rows taken since the start of training, as of all that follow."""
     applied: bool
     """Whether there was an update: there is none where a number of the step is not finite."""
 
@@ -139,9 +135,6 @@ class Wanted:
     rate: float
     decay: float
     clip_norm: float
-    labelled: int
-    tokens: int
-    position: int
     passes: int
     """Micro-batches of all ranks."""
     updates: int
@@ -170,8 +163,4 @@ class ObservedStep:
     logged: Logged
     wanted: Wanted
     seed: int
-    work: CountedWork | None
-    """What the step has computed; None where its layers are compiled or recorded: torch does not see their matmuls."""
-    work_needed: Mapping[str, Needed]
-    """What each part may need at most, of the parts of which that is known."""
     no_teacher: str = NOT_IN_FILES

@@ -2,7 +2,7 @@
 torch.
 
 These are the references of the audit, written for reading, and they share no code with what they judge: this file
-imports nothing of the engine. Decoders are computed in fp32, everything else in float64.
+imports nothing of the engine. Decoders and logits are computed in fp32, sums and updates in float64.
 
     decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2, Phi-3, Gemma 3: RMS norms, in front of attention and mlp
                 or behind them or both, rotary positions on halves of a head or of its first 2 R numbers (in some
@@ -536,28 +536,31 @@ def loss(
     head_gradient_VD: Tensor | None = None,
     chunk_numbers: int,
 ) -> tuple[LossSums, Tensor]:
-    """Return the sums of the loss over these tokens, and the gradient of the hidden states, (N, D) in float64.
+    """Return the sums of the loss over these tokens, and the gradient of the hidden states, (N, D), both in fp32 or
+    in float64 if the hidden states are.
 
     `teacher` are its hidden states (N, E) and its head, of which the first `vocabulary` rows count, as many as the
     student's has. The gradient of the head is added to `head_gradient_VD`. `denominator` is the number of labelled
     tokens of the whole step; `chunk_numbers` is how many logits are in memory at a time.
     """
     sums = LossSums()
-    gradient_ND = hidden_ND.new_zeros(hidden_ND.shape, dtype=torch.float64)
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    gradient_ND = hidden_ND.new_zeros(hidden_ND.shape, dtype=wide)
     rows_M = (labels_N != IGNORED).nonzero().squeeze(1)
     step = max(chunk_numbers // vocabulary, 16)
     for begun in range(0, len(rows_M), step):
         rows_C = rows_M[begun : begun + step]
-        h_CD = hidden_ND[rows_C].double()
+        h_CD = hidden_ND[rows_C].to(wide)
         z_CV = _logits(h_CD, head, vocabulary).requires_grad_()
         with torch.enable_grad():
-            ce = -torch.log_softmax(z_CV, 1).gather(1, labels_N[rows_C][:, None]).sum()
+            log_q_CV = torch.log_softmax(z_CV, 1)
+            ce = -log_q_CV.gather(1, labels_N[rows_C][:, None]).double().sum()
             total, divergence = objective.alpha * ce, None
             if isinstance(teacher, Targets):
                 divergence = _to_targets(objective, z_CV, teacher, rows_C)
                 sums.agreeing += _agreeing(z_CV, teacher, rows_C)
             elif teacher is not None:
-                t_CV = _logits(teacher[0][rows_C].double(), teacher[1], vocabulary)
+                t_CV = _logits(teacher[0][rows_C].to(wide), teacher[1], vocabulary)
                 sums.agreeing += int((z_CV.argmax(1) == t_CV.argmax(1)).sum())
                 divergence = _divergence(objective, t_CV, z_CV)
             if divergence is not None:
@@ -569,10 +572,10 @@ def loss(
             gradient_ND[rows_C] += dz_CV
         for first in range(0, 0 if head is LOGITS else vocabulary, HEAD_ROWS):
             part = slice(first, min(first + HEAD_ROWS, vocabulary))
-            weight_RD = head(first, part.stop - first).double()
+            weight_RD = head(first, part.stop - first).to(wide)
             gradient_ND[rows_C] += dz_CV[:, part] @ weight_RD
             if head_gradient_VD is not None:
-                head_gradient_VD[part] += (dz_CV[:, part].T @ h_CD).to(head_gradient_VD.dtype)
+                head_gradient_VD[part] += dz_CV[:, part].T @ h_CD
         sums.ce += float(ce.detach())
         sums.largest_logit = max(sums.largest_logit, float(z_CV.detach().abs().amax()))
     return sums, gradient_ND
@@ -582,7 +585,7 @@ def _logits(h_CD: Tensor, head: HeadRows, vocabulary: int) -> Tensor:
     if head is LOGITS:
         return h_CD[:, :vocabulary].clone()
     parts = [
-        h_CD @ head(first, min(HEAD_ROWS, vocabulary - first)).double().T
+        h_CD @ head(first, min(HEAD_ROWS, vocabulary - first)).to(h_CD.dtype).T
         for first in range(0, vocabulary, HEAD_ROWS)
     ]
     return torch.cat(parts, 1)
@@ -604,7 +607,7 @@ def _divergence(objective: Objective, t_CV: Tensor, z_CV: Tensor) -> Tensor:
 
 
 def _kl(log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
-    return (log_p_CV.exp() * (log_p_CV - log_q_CV)).sum()
+    return (log_p_CV.exp() * (log_p_CV - log_q_CV)).sum(dtype=torch.float64)
 
 
 def _to_targets(objective: Objective, z_CV: Tensor, targets: Targets, rows_C: Tensor) -> Tensor:
@@ -616,7 +619,7 @@ def _to_targets(objective: Objective, z_CV: Tensor, targets: Targets, rows_C: Te
     ids_CK = targets.ids_NK[rows_C].long()
     log_q_CK = log_q_CV.gather(1, ids_CK)
     if targets.log_probs_NK is None:
-        return -log_q_CK.mean(1).sum()
+        return -log_q_CK.mean(1).double().sum()
     log_p_CK = targets.log_probs_NK[rows_C].double()
     p_CK = log_p_CK.exp()
     kept = torch.where(p_CK > 0, p_CK * (log_p_CK - log_q_CK), 0.0).sum()

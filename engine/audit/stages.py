@@ -2,8 +2,6 @@
 means, what to do. No torch. `engine.audit.judge` has a function for each.
 
     rows -> labels -> teacher -> student -> loss parts -> loss -> gradients -> clipping -> moments -> weights
-
-and, beside them, how much arithmetic all of it took.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ STAGES: tuple[About, ...] = (
         id="step_student",
         question="Are the student's hidden states in the step those of a plain forward pass with its weights?",
         means="The forward pass that trains is not the model that is saved.",
-        remedy="Flip compute.compile or student.precision to see which part it is.",
+        remedy="Flip student.compile or student.precision to see which part it is.",
     ),
     _stage(
         id="step_loss_parts",
@@ -78,12 +76,5 @@ STAGES: tuple[About, ...] = (
         question="Did every weight move as AdamW says, at the rate, decay and epsilon of the spec?",
         means="The rate or decay that trains is not the one that is recorded, or a part of the student is not trained.",
         remedy="Give the optimizer every parameter; set the rate on its own groups at every step.",
-    ),
-    _stage(
-        id="step_work",
-        question="Does each part of the step do the arithmetic that its models need, and not more?",
-        means="A model runs twice, rows are computed that nobody needs, or a part is measured under another's name.",
-        remedy="Look at what the part that is named calls, and at the mark where its time begins.",
-        stops=False,
     ),
 )

@@ -36,7 +36,6 @@ the data are bit for bit what they would be without it.
       step_clipping              a norm that is not that of the gradients
       step_moments               other betas, another clipping, gradients that the optimizer does not see
       step_weights               another rate or decay; a part of the student that is not trained
-      step_work                  a model that runs twice, a part in float64 or under another part's name
     in the first steps
       split_disjoint             held-out text that is trained on
       memory_as_planned          a memory plan that differs from the measurement

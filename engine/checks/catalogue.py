@@ -182,6 +182,7 @@ RETIRED = {
     "rows_in_update": "step_gradients",
     "tensors_moved": "step_weights",
     "effective_learning_rate": "step_weights",
+    "step_work": "",
     "reported_loss": "",
     "receipt_agrees": "",
 }

@@ -8,8 +8,7 @@ engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against TEACHER      b
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      with the teacher's stored results
 
 Before a perplexity is printed, the tokens are counted anew, some of them are evaluated anew by other code, and the
-documents are resampled anew ("checked"); exit 70 when a figure is another. A model that does more arithmetic than its
-rows need is a warning.
+documents are resampled anew ("checked"); exit 70 when a figure is another.
 
 Programs run in a sandbox (bubblewrap), which is first tested with malicious programs; without a sandbox
 nothing is run. Each result is appended to --results as soon as it is judged, so repeating the command continues
@@ -20,8 +19,7 @@ or non-finite logits.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,9 +50,6 @@ from engine.errors import EXIT_PASS, EXIT_UNKNOWN, InternalError, NoAnswer, Usag
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.audit.work import CountedWork
-    from engine.evaluate.model import Model
-    from engine.evaluate.perplexity import Perplexity
     from engine.evaluate.problems import Problems
     from engine.evaluate.results import Result
     from engine.evaluate.sandbox import Sandbox
@@ -122,7 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
-    from engine.audit.work import CountedWork
     from engine.evaluate.checked import check_perplexity, fault_of_record
     from engine.evaluate.perplexity import documents_sha256, perplexity, read_documents
 
@@ -130,24 +124,20 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     model = open_asked(arguments, arguments.model)
     against = None if arguments.against is None else open_asked(arguments, arguments.against)
     data_sha256 = documents_sha256(documents)
-    work = CountedWork(lambda: "evaluating")
     try:
-        with work:
-            found = perplexity(
-                model,
-                documents,
-                against=against,
-                length=arguments.length,
-                skipped=skipped,
-                progress=Said("tokens"),
-            )
+        found = perplexity(
+            model,
+            documents,
+            against=against,
+            length=arguments.length,
+            skipped=skipped,
+            progress=Said("tokens"),
+        )
     except NoAnswer as error:
         if arguments.json:
             about = {"model": str(model.path), "data_sha256": data_sha256}
             put_json(no_answer_json("ppl", error, about))
         raise
-    if text := _more_work(found, [model] if against is None else [model, against], work):
-        say(f"warning: {text}")
     checked = check_perplexity(found, documents, model, against, length=arguments.length)
     figures = figures_json(found)
     if fault := fault_of_record(figures, model.path, own=True):
@@ -158,23 +148,6 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     else:
         put("\n".join(perplexity_lines(found, checked, against)))
     return EXIT_PASS
-
-
-def _more_work(found: Perplexity, models: Sequence[Model], work: CountedWork) -> str:
-    """Say when more was done than the rows need; empty where it was not, or where that is not known."""
-    from engine.audit.work import NOTHING
-    from engine.evaluate.perplexity import CHUNK
-    from engine.train.part_times import forward_work
-
-    most = NOTHING
-    for length, rows in Counter(row.tokens for row in found.rows).items():
-        for one in models:
-            tokens = rows * length
-            need = forward_work(one.decoder, tokens, length, rows, logits=tokens, chunk_rows=CHUNK)
-            if need is None:
-                return ""
-            most += need
-    return work.beyond({"evaluating": most})
 
 
 def _problems(arguments: argparse.Namespace) -> int:

@@ -264,20 +264,6 @@ OTHERS: tuple[Defect, ...] = tuple(
             "a loop over rows around a call that takes them all: right outputs, at a thirtieth of the speed",
         ),
         (
-            "teacher_runs_twice",
-            _PACE,
-            "step_work",
-            "the teacher runs once more, to see whether its hidden states are finite",
-            "guards and hooks that call what they should look at: right outputs, at half of the speed",
-        ),
-        (
-            "loss_in_double",
-            _PACE,
-            "step_work",
-            "logits and softmax are computed in float64",
-            "a precaution of one experiment that stayed, or a number of numpy that promotes all that it meets",
-        ),
-        (
             "loader_stalls",
             _PROCESS,
             "stalled",
@@ -449,10 +435,6 @@ DRILLS: tuple[Drill, ...] = (
             ("log_slow", "most in: log"),
             ("teacher_in_a_loop", "teacher takes"),
         )
-    ),
-    *(
-        _other(id, Expected(kind=CHECK, id="step_work"))
-        for id in ("teacher_runs_twice", "loss_in_double")
     ),
     _other(
         "evaluation_slow",

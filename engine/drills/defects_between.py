@@ -349,15 +349,6 @@ def _after_update(
     return replaced(Trainer, "finish", make)
 
 
-def weights_rounded_between_steps() -> AbstractContextManager[None]:
-    def change(optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.copy_(parameter.to(torch.bfloat16))
-
-    return _after_update(change)
-
-
 def optimizer_begins_anew() -> AbstractContextManager[None]:
     return _after_update(lambda optimizer: optimizer.state.clear())
 

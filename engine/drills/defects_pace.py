@@ -9,14 +9,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from engine.data.batches import Batch, Batches
 from engine.drills.planting import replaced
 from engine.log.events import StepDone
 from engine.log.write import LogWriter
-from engine.loss import objective
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train import loop
 from engine.train.step import StepObserver
@@ -53,22 +51,6 @@ def teacher_in_a_loop() -> AbstractContextManager[None]:
         return spoilt
 
     return replaced(DequantizedTeacher, "hidden", make)
-
-
-def teacher_runs_twice() -> AbstractContextManager[None]:
-    def make(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def spoilt(self: DequantizedTeacher, *given: Any) -> Tensor:
-            if not hidden(self, *given).isfinite().all():
-                raise ValueError("teacher: hidden states that are not finite")
-            return hidden(self, *given)
-
-        return spoilt
-
-    return replaced(DequantizedTeacher, "hidden", make)
-
-
-def loss_in_double() -> AbstractContextManager[None]:
-    return replaced(objective, "operand_dtype", lambda before: lambda tensor: torch.float64)
 
 
 class _Slow(StepObserver):

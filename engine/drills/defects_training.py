@@ -386,12 +386,5 @@ BETWEEN_PARTS: tuple[Defect, ...] = (
         "the rate has no warm-up",
         "schedulers that are never stepped",
     ),
-    _defect(
-        "weights_rounded_between_steps",
-        BETWEEN,
-        "step_weights",
-        "weights are rounded to bf16 after every step, outside the update",
-        "averaged or reduced copies that are written back over the weights",
-    ),
 )  # fmt: skip
 """Defects between the parts of a step, where a check of the parts would not look."""

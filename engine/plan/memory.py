@@ -689,12 +689,14 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         sum(plan.each * tokens * one.hidden_size for one in models)
         + 8 * tokens * student.hidden_size
     )
-    logits = 10 * 8 * min(LOGITS, plan.tokens * student.vocab_size)
-    head = 10 * student.vocab_size * student.hidden_size
+    logits = 10 * 4 * min(LOGITS, plan.tokens * student.vocab_size)
+    head = 6 * student.vocab_size * student.hidden_size
+    if teacher is not None:
+        head += 2 * plan.teacher_each * student.vocab_size * teacher.hidden_size
     yield BudgetItem(
         "audit of a step",
         layer + 4 * wide + attention + hidden + logits + head,
-        "a layer in fp32 with some tokens of it, logits in float64, gradients of the head",
+        "a layer in fp32 with some tokens of it, logits in fp32, both heads",
         phases=(_AUDIT,),
     )
 

@@ -541,9 +541,8 @@ class ChecksSection:
     )
     every: int = setting(
         0,
-        "Steps after which a step is audited again, beside the first of a session and the last of a run; 0 takes "
-        "steps 4 and 16 and draws some from the seed, the fewer the longer the run lasts (every 500th at most); -1 no "
-        "others.",
+        "Steps after which a step is audited again, beside the first two of a session and the last of a run (0: no "
+        "others); -1 leaves out the second too.",
         low=-1,
         most=10**9,
     )

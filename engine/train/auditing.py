@@ -10,21 +10,19 @@ runs the same code as any other, and may be judged after the next one has begun.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine.audit import reference
 from engine.audit.bounds import COMPARED_NUMBERS, WIDENED
 from engine.audit.files import open_files
-from engine.audit.judge import judge, judge_record
+from engine.audit.judge import judge
 from engine.audit.observed import (
     NOT_IN_FILES,
     NOT_WIDENED,
@@ -36,28 +34,25 @@ from engine.audit.observed import (
     Wanted,
 )
 from engine.audit.stages import STAGES
-from engine.audit.work import NOTHING, CountedWork, Needed
 from engine.checks.catalogue import skipped_ids
 from engine.checks.check import About, Answer, Result, unknown
 from engine.checks.weights import held, shape_of, weights_of
 from engine.data.tokens import TokenStream
 from engine.formats.open import open_weights
-from engine.log.events import DATA, StepDone, nan_if_absent
+from engine.log.events import StepDone, nan_if_absent
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, operand_dtype
 from engine.models.packed import tensor_names
 from engine.models.read_config import config_of
 from engine.models.transformers_decoder import TransformersDecoder
-from engine.runtime.ranks import is_shared, own_part, whole
+from engine.runtime.ranks import is_shared, whole
 from engine.spec import RunSpec
 from engine.teachers.build import DTYPES
 from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train.part_times import LAUNCHES, arithmetic, in_one_piece, in_pieces
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
-from engine.train.sampled_updates import SampledUpdates
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 
@@ -70,27 +65,17 @@ rounded, and the reference uses the same ones.
 SAMPLED_NUMBERS = 1024
 """Of each tensor, that are looked at before and after what must not change it."""
 COPYING_THREADS = 8
-EARLY = (4, 16)
-"""Steps that are audited after the first, where checks.every chooses: what is right in a first step may not be so once
-memory is used again, an epoch has ended, moments have grown.
-"""
-RARELY = 500
-"""Steps between two audits at least, where checks.every chooses; later as many as were done so far."""
-OF_UPDATE = 8.0
-"""Calls for each tensor in the part of a step that updates it."""
 
 
-def is_due(spec: RunSpec, step: int, *, first: bool) -> bool:
-    """Return whether `step`, counted from 1, is audited; the same on every rank and in every session."""
+def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
+    """Return whether `step`, counted from 1, is audited in a session that goes on from step `after`; the same on every
+    rank."""
     every = spec.checks.every
     if not spec.checks.enabled:
         return False
-    if first or step == spec.train.steps or (not every and step in EARLY):
-        return True
-    if every:
-        return every > 0 and step % every == 0
-    (word,) = np.random.Philox(key=np.array([spec.train.seed, step], dtype=np.uint64)).random_raw(1)
-    return int(word) % max(RARELY, step) == 0
+    # The second step is the first one with moments, and with what the first has left in memory.
+    early = after + 1 if every < 0 else after + 2
+    return step <= early or step == spec.train.steps or (every > 0 and step % every == 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +105,6 @@ class _Seen:
     """Some numbers of each tensor of the teacher, before the step."""
     rows: dict[str, Tensor]
     moments: dict[str, tuple[Tensor, Tensor, int]]
-    work: CountedWork | None = None
     passes: list[_SeenPass] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     squares: list[Tensor] = field(default_factory=list)
@@ -138,71 +122,27 @@ class StepAudit(StepObserver):
         spec: RunSpec,
         stream: TokenStream,
         teacher_decoder: Decoder | None,
-        *,
-        looks_after: Callable[[int], bool] = lambda step: False,
-        recomputes: bool = True,
-        chunk_rows: int = 0,
     ) -> None:
-        """`looks_after` says whether something is done after a step that reads the state and must not change it;
-        `recomputes`, whether the backward pass is to make activations again; `chunk_rows`, how many tokens the loss is
-        to take at a time, 0 where that is not decided."""
         self.trainer, self.spec = trainer, spec
         self.prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
         self._began_at, self._began_position = trainer.step, trainer.position
-        self._first = trainer.step + 1
         self._updates = max(
             (int(whole(state["step"])) for state in trainer.optimizer.state.values()), default=0
         )
         """Applied before the step that is looked at next."""
         self._skipped = skipped_ids(spec.checks.skip)
         self._seen: _Seen | None = None
-        self._begins: int | None = None
-        """The step whose first micro-batch comes next."""
-        self._looks_after, self._recomputes = looks_after, recomputes
-        self._chunk_rows = chunk_rows
-        self._left: dict[str, Tensor] = {}
-        """Some numbers of every tensor as a step left them, where more than a step comes before the next one."""
-        self._changed: dict[int, list[str]] = {}
-        """Tensors that were not as the step before had left them, by step."""
-        self._not_cleared: dict[int, str] = {}
-        """A parameter that had a gradient when a step's first backward pass began, by step."""
-        self._before: Logged | None = None
-        """The record of the step before."""
-        self._updates_of_rows = SampledUpdates(trainer)
-        self._work: CountedWork | None = None
         trainer.observers = (*trainer.observers, self)
 
     def due(self, step: int) -> bool:
-        return is_due(self.spec, step, first=step == self._first)
+        return is_due(self.spec, step, after=self._began_at)
 
     # What is observed
 
-    def around(self, step: int) -> AbstractContextManager[object]:
-        self._work = None
-        trainer, before = self.trainer, self.trainer.timer
-        models = [one for one in (trainer.student, self.teacher_decoder) if one is not None]
-        if not self.due(step) or trainer.graphs or any(one.compiled for one in models):
-            return nullcontext()
-
-        def part() -> str:
-            now = trainer.timer
-            return now.phase if now is not None and now is not before else ""
-
-        self._work = CountedWork(part)
-        return self._work
-
     @torch.no_grad()
     def begun(self, step: int) -> None:
-        self._seen, self._begins = None, step
-        if self._left:
-            now = self._samples()
-            left, self._left = self._left, {}
-            self._changed[step] = [
-                name
-                for name, sample in left.items()
-                if name not in now or not torch.equal(sample, now[name])
-            ]
+        self._seen = None
         if not self.due(step):
             return
         parameters = dict(self.trainer.student.named_parameters())
@@ -214,21 +154,11 @@ class StepAudit(StepObserver):
             teacher=self._teacher_samples(),
             rows={name: _some_rows(p, share, step) for name, p in parameters.items()},
             moments={},
-            work=self._work,
         )
         for name, p in parameters.items():
             if state := self.trainer.optimizer.state.get(p):
                 rows_R = self._seen.rows[name]
                 self._seen.moments[name] = _moments(state, rows_R)
-
-    def _samples(self) -> dict[str, Tensor]:
-        """Return some numbers of every tensor of student, optimizer and teacher, by its name in a sentence."""
-        found = {f"{name} of the teacher": t for name, t in self._teacher_samples().items()}
-        for name, p in self.trainer.student.named_parameters():
-            state = self.trainer.optimizer.state.get(p, {})
-            found[name] = _sample(own_part(p))
-            found |= {f"{key} of {name}": _sample(own_part(t)) for key, t in state.items()}
-        return found
 
     def _teacher_samples(self) -> dict[str, Tensor]:
         decoder = self.teacher_decoder
@@ -239,9 +169,6 @@ class StepAudit(StepObserver):
     def forwarded(
         self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
     ) -> None:
-        if self._begins is not None:
-            self._look_at_gradients(self._begins)
-            self._begins = None
         seen = self._seen
         if seen is None:
             return
@@ -267,13 +194,6 @@ class StepAudit(StepObserver):
             )
         seen.passes.append(one)
 
-    def _look_at_gradients(self, step: int) -> None:
-        # A CUDA graph writes into the same gradients at each step.
-        if self.trainer.graphs is None:
-            names = (n for n, p in self.trainer.student.named_parameters() if p.grad is not None)
-            if (name := next(names, None)) is not None:
-                self._not_cleared[step] = name
-
     @torch.no_grad()
     def gradients(self, step: int) -> None:
         if (seen := self._seen) is None:
@@ -288,8 +208,6 @@ class StepAudit(StepObserver):
     @torch.no_grad()
     def updated(self, step: int) -> None:
         parameters = dict(self.trainer.student.named_parameters())
-        if step < self.spec.train.steps and (self.due(step + 1) or self._looks_after(step)):
-            self._left = self._samples()
         if (seen := self._seen) is None:
             return
         now = self._teacher_samples()
@@ -303,32 +221,16 @@ class StepAudit(StepObserver):
     # What is judged
 
     def after(self, step: StepDone) -> Iterator[Result]:
-        """Judge a step once it is logged: its record, of which only failures are yielded, and every stage of one
-        that was observed.
+        """Judge every stage of a step that was observed, once it is logged.
 
-        Of an observed step with several ranks this is a collective: the first judges what all have seen, and tells
-        them.
+        With several ranks this is a collective: the first judges what all have seen, and tells them.
         """
-        logged = _logged(step)
-        self._updates_of_rows.pace(step.step_s or 0.0)
-        row, changed = self._updates_of_rows.take(step.step) or (None, ())
-        record = judge_record(
-            logged,
-            self._wanted(step.step),
-            self._not_cleared.pop(step.step, None),
-            [*self._changed.pop(step.step, ()), *changed],
-            row,
-            self._as_before(step.step, logged),
-        )
-        self._before = logged
-        broken = [self._result(step, about, answer, 0.0) for about, answer in record]
         try:
-            yield from (one for one in broken if one.id not in self._skipped)
-            yield from self._observed_answers(step, {one.id for one in broken} | self._skipped)
+            yield from self._answers(step)
         finally:
             self._updates += step.updated
 
-    def _observed_answers(self, step: StepDone, without: Set[str]) -> Iterator[Result]:
+    def _answers(self, step: StepDone) -> Iterator[Result]:
         seen = self._seen
         # The next step may have begun, and be the one that is observed.
         if seen is None or seen.step != step.step:
@@ -343,16 +245,7 @@ class StepAudit(StepObserver):
             answers = self._judge(seen, passes, step)
             found = [self._result(step, *answer) for answer in answers]
         found = cast(list[Result], ranks.tell(found))
-        yield from (one for one in found if one.id not in without)
-
-    def _as_before(self, step: int, logged: Logged) -> Logged | None:
-        """Return the record of the step before where it has this one's loss and had other tokens."""
-        if self._before is None or self._before.loss != logged.loss:
-            return None
-        begun, ended = self._position(step - 1), self._position(step)
-        ids = self.prescribed.ids_at(2 * begun - ended, 2 * (ended - begun)).reshape(2, -1)
-        before, now = (self.prescribed.rows(one).tokens_BT for one in ids)
-        return None if torch.equal(before, now) else self._before
+        yield from (one for one in found if one.id not in self._skipped)
 
     def _result(self, step: StepDone, about: About, answer: Answer, cost_s: float) -> Result:
         return Result(
@@ -407,7 +300,7 @@ class StepAudit(StepObserver):
                 if seen.step == 1 and student.config.native
                 else "",
             ),
-            teacher=self._teacher(seen.step == self._first),
+            teacher=self._teacher(seen.step == self._began_at + 1),
             teacher_changed=seen.teacher_changed,
             student_head=student_head,
             teacher_head=None if teacher is None else _head_rows(teacher),
@@ -417,46 +310,8 @@ class StepAudit(StepObserver):
             logged=_logged(step),
             wanted=self._wanted(seen.step),
             seed=spec.train.seed,
-            work=seen.work,
-            work_needed=self._work_needed(seen.passes),
             no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_FILES,
         )
-
-    def _work_needed(self, passes: Sequence[_SeenPass]) -> dict[str, Needed]:
-        student, decoder = self.trainer.student.config, self.teacher_decoder
-        teacher = None if decoder is None else decoder.config
-        if not student.native or (teacher is not None and not teacher.native):
-            return {}
-        tokens = sum(one.tokens_BT.numel() for one in passes)
-        needs = arithmetic(
-            student,
-            teacher,
-            tokens,
-            self.spec.data.seq_len,
-            self.spec.train.accumulation,
-            chunk_rows=self._chunk_rows,
-        )
-        most = {part: need.most for part, need in needs.items()}
-        # A norm and a few calls for each tensor; what the audit itself copies is among them.
-        tensors = len(list(self.trainer.parameters))
-        most["optimizer"] = replace(most["optimizer"], calls=float(LAUNCHES + OF_UPDATE * tensors))
-        # Divergences between two distributions that no kernel fuses.
-        most["loss"] = replace(most["loss"], numbers=1.5 * most["loss"].numbers)
-        if not self._recomputes:
-            # Of attention the scores are made again all the same: five matmuls where the forward pass has two.
-            backward = most["backward"]
-            flops = (2 * backward.flops + needs["backward"].masked_flops) / 3
-            most["backward"] = replace(backward, flops=flops, matmuls=2 / 3 * backward.matmuls)
-        stored, loss = self.trainer.teacher, most["loss"]
-        if isinstance(stored, CachedTeacher) and stored.gives_hidden and decoder is None:
-            # Stored hidden states become logits in the loss.
-            flops = loss.flops + 2.0 * student.vocab_size * stored.head().width * tokens
-            most["loss"] = replace(loss, flops=flops, matmuls=4 / 3 * loss.matmuls)
-        if not in_one_piece(decoder):
-            most |= {part: in_pieces(most[part]) for part in ("teacher", "loss")}
-        # A teacher may begin with the next batch while this one is trained on, and stored outputs are brought.
-        begun = most.get("teacher", NOTHING)
-        return {**most, DATA: Needed(flops=begun.flops, matmuls=begun.matmuls)}
 
     def _student_runs(self, seen: _Seen) -> reference.Runs:
         student, device = self.trainer.student, self.trainer.device
@@ -468,8 +323,7 @@ class StepAudit(StepObserver):
     def _wanted(self, step: int) -> Wanted:
         spec, trainer, train = self.spec, self.trainer, self.spec.train
         begun, ended = self._position(step - 1), self._position(step)
-        prescribed = self.prescribed
-        length = spec.data.seq_len
+        per_epoch = self.prescribed.per_epoch
         return Wanted(
             objective=reference.Objective(
                 alpha=spec.loss.alpha if trainer.has_teacher else 1.0,
@@ -488,12 +342,9 @@ class StepAudit(StepObserver):
             ),
             decay=train.weight_decay,
             clip_norm=train.clip_norm,
-            labelled=prescribed.labels_in(prescribed.ids_at(begun, ended - begun)),
-            tokens=(ended - begun) * length,
-            position=ended,
             passes=train.accumulation * trainer.ranks.world,
             updates=self._updates,
-            rows_distinct=begun // prescribed.per_epoch == (ended - 1) // prescribed.per_epoch,
+            rows_distinct=begun // per_epoch == (ended - 1) // per_epoch,
         )
 
     def _pass(self, begun: int, one: _SeenPass, place: int) -> ObservedPass:
@@ -701,16 +552,10 @@ def _head_rows(teacher: _SeenPass) -> reference.HeadRows:
     dtype = operand_dtype(hidden_NE)
     if not head.slices(1, dtype):
         return reference.LOGITS
-
-    def rows(first: int, count: int) -> Tensor:
-        parts, known = [], head
-        for begun, weight_RE in known.slices(min(first + count, known.vocab_size), dtype):
-            end = begun + len(weight_RE)
-            if end > first:
-                parts.append(weight_RE[max(0, first - begun) :].clone())
-        return torch.cat(parts)
-
-    return rows
+    # Whole, once: it is read for every chunk of the loss, and a slice in blocks is gone with the next one.
+    slices = head.slices(head.vocab_size, dtype)
+    weight_VE = torch.cat([weight_RE.clone() for _, weight_RE in slices])
+    return lambda first, count: weight_VE[first : first + count]
 
 
 def _logged(step: StepDone) -> Logged:
@@ -722,7 +567,5 @@ def _logged(step: StepDone) -> Logged:
         lr=nan_if_absent(step.lr),
         grad_norm=nan_if_absent(step.grad_norm),
         labelled=step.labelled or 0,
-        tokens=step.tokens or 0,
-        position=step.position or 0,
         applied=step.updated,
     )

@@ -115,8 +115,6 @@ class TrainingLoop:
         self.log, self.data, self.teacher_decoder = log, data, teacher_decoder
         self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
         self._teacher_is_shared = plan.memory.teacher_shard
-        self._recomputes = plan.memory.checkpointing
-        self._chunk_rows = plan.memory.chunk_rows
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
@@ -231,15 +229,7 @@ class TrainingLoop:
         self.log(Phase(name=TRAINING, detail=begun))
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         trainer.student.train()
-        audit = StepAudit(
-            trainer,
-            spec,
-            self.data.stream,
-            self.teacher_decoder,
-            looks_after=lambda step: self._due(step, begun_at, trainer.device).evaluate,
-            recomputes=self._recomputes,
-            chunk_rows=self._chunk_rows,
-        )
+        audit = StepAudit(trainer, spec, self.data.stream, self.teacher_decoder)
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
         teacher = self.inputs.teacher if trainer.has_teacher else None

@@ -23,13 +23,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.audit.work import Needed
 from engine.log.events import DATA, PartsMeasured, StepDone
 from engine.machine.accounts import Accounts, look
 from engine.models.config import ModelConfig, count_parameters
-from engine.models.decoder import Decoder
-from engine.models.head import PackedHead
-from engine.models.packed import PackedLinear, head_of
 from engine.plan.activations import linear_sizes, linear_weights, query_width
 from engine.teachers.protocol import KnowsRows, Prefetches
 from engine.teachers.store.teacher import CachedTeacher
@@ -79,16 +75,6 @@ class Arithmetic:
     matmuls: float = 0.0
     mask_numbers: float = 0.0
     """Of the masks of attention, where no kernel makes them."""
-
-    @property
-    def most(self) -> Needed:
-        return Needed(
-            flops=self.flops + self.masked_flops,
-            matmuls=self.matmuls,
-            # Chunks of the loss that are not known make as many calls.
-            calls=self.launches if math.isfinite(self.matmuls) else math.inf,
-            numbers=self.moved_bytes / 4 + self.mask_numbers,
-        )
 
 
 def arithmetic(
@@ -151,45 +137,6 @@ def forward_pass(config: ModelConfig, tokens: int, seq_len: int, passes: int) ->
         mask_numbers=float(OF_MASK * tokens * seq_len),
         matmuls=(len(linear_sizes(config)) + OF_ATTENTION) * config.num_hidden_layers * passes,
     )
-
-
-def in_one_piece(decoder: Decoder | None) -> bool:
-    """Return whether each linear layer of a model is one matmul: blocks may be dequantised a few rows at a time."""
-    return decoder is None or not (
-        isinstance(head_of(decoder), PackedHead)
-        or any(isinstance(one, PackedLinear) for one in decoder.modules())
-    )
-
-
-def forward_work(
-    decoder: Decoder,
-    tokens: int,
-    seq_len: int,
-    passes: int,
-    *,
-    logits: int = 0,
-    chunk_rows: int = 1,
-) -> Needed | None:
-    """Return what a model may need at most for the hidden states of N tokens, in `passes` batches, and the logits of
-    some of them, `chunk_rows` at a time; None where it is not known of its architecture."""
-    if not decoder.config.native:
-        return None
-    layers = forward_pass(decoder.config, tokens, seq_len, passes).most
-    head = 2.0 * decoder.config.vocab_size * decoder.config.hidden_size * logits
-    # Each batch may end with a chunk that is not full.
-    chunks = -(-logits // chunk_rows) + passes * (logits > 0)
-    need = layers + Needed(
-        flops=head,
-        matmuls=chunks,
-        calls=LAUNCHES * chunks,
-        numbers=float(OF_SOFTMAX * logits * decoder.config.vocab_size),
-    )
-    return need if in_one_piece(decoder) else in_pieces(need)
-
-
-def in_pieces(need: Needed) -> Needed:
-    """Return the need of a part for whose weights nobody knows in how many pieces they are dequantised."""
-    return Needed(flops=need.flops, matmuls=math.inf)
 
 
 class PartTimes:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from engine.audit import work
 from engine.audit.stages import STAGES
 from engine.data.batches import Batches
 from engine.data.corpus import open_corpus
@@ -365,12 +364,6 @@ def test_nothing_is_said_of_a_healthy_run_whatever_its_settings(
     spec = _spec(USUAL._replace(text=text), texts(text), tmp_path)
     run, code = carry_out(spec, tmp_path / "run", *sets.split())
     assert (_said(run, load_spec(spec, sets.split())[0]), code) == ([], 0)
-
-
-@pytest.fixture(autouse=True)
-def as_in_large_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What small parts may read and write beside would hide what large ones do."""
-    monkeypatch.setattr(work, "FEW_NUMBERS", 1 << 13)
 
 
 def _soak_but_first(names: Iterable[str]) -> list[Any]:

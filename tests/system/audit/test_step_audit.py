@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
-import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.audit import judge
 from engine.audit.stages import STAGES
-from engine.audit.work import CountedWork
-from engine.drills.defects_pace import loss_in_double, teacher_runs_twice
 from engine.drills.defects_training import BETWEEN_PARTS
-from engine.drills.planting import Defect, replaced
-from engine.models.activation_checkpointing import configure_layers
-from engine.models.decoder import RMSNorm
+from engine.drills.planting import Defect
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.auditing import StepAudit, _weights_of
-from engine.train.part_times import forward_work
-from engine.train.step import PhaseTimer
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
@@ -36,32 +24,6 @@ IDS = [about.id for about in STAGES]
 @pytest.fixture(scope="module")
 def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(kit, tmp_path_factory.mktemp("world"))
-
-
-def loss_measured_as_student() -> AbstractContextManager[None]:
-    def make(mark: Callable[..., None]) -> Callable[..., None]:
-        return lambda timer, phase: mark(timer, "student" if phase == "loss" else phase)
-
-    return replaced(PhaseTimer, "mark", make)
-
-
-def in_each_norm(look: Callable[[torch.Tensor], object]) -> AbstractContextManager[None]:
-    def make(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def spoilt(self: RMSNorm, x_BTD: torch.Tensor) -> torch.Tensor:
-            look(x_BTD.detach())
-            return forward(self, x_BTD)
-
-        return spoilt
-
-    return replaced(RMSNorm, "forward", make)
-
-
-def medians_of_layers() -> AbstractContextManager[None]:
-    return in_each_norm(torch.median)
-
-
-def norms_token_by_token() -> AbstractContextManager[None]:
-    return in_each_norm(lambda x_BTD: [x_D.norm() for x_D in x_BTD.flatten(0, -2)])
 
 
 def judged(run: Run) -> dict[str, str]:
@@ -78,38 +40,6 @@ def test_a_defect_between_the_parts_is_named_by_its_stage(world: World, planted:
             run.step(1)
     failed = [id for id in IDS if id in run.failures()]
     assert failed[:1] == [planted.named_by], judged(run)
-
-
-@pytest.mark.parametrize(
-    ("planted", "words"),
-    [
-        (teacher_runs_twice, "2.00 times as many"),
-        (loss_in_double, "of its numbers in float64"),
-        (loss_measured_as_student, "student does"),
-        (medians_of_layers, "numbers, which takes many times as long as reading them"),
-        (norms_token_by_token, "for each row or token by itself"),
-    ],
-)
-def test_work_that_the_models_do_not_need_is_named(
-    world: World, planted: Callable[[], AbstractContextManager[None]], words: str
-) -> None:
-    with planted():
-        run = make_run(world, train__accumulation=2)
-        run.step(1)
-    assert list(run.failures()) == ["step_work"], judged(run)
-    assert words in run.failures()["step_work"]
-
-
-@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-def test_attention_that_writes_its_scores_is_named(world: World, backend: SDPBackend) -> None:
-    decoder, length, work = load_decoder(world.teacher), 1024, CountedWork(lambda: "evaluating")
-    tokens_BT = torch.arange(length)[None] % decoder.config.vocab_size
-    with torch.no_grad(), sdpa_kernel(backend), work:
-        decoder.hidden(tokens_BT, torch.zeros_like(tokens_BT))
-    need = forward_work(decoder, length, length, 1)
-    assert need is not None
-    found = work.beyond({"evaluating": need})
-    assert ("attention writes its scores" in found) == (backend is SDPBackend.MATH), found
 
 
 @pytest.mark.parametrize(
@@ -158,34 +88,6 @@ def test_a_step_that_was_launched_ahead_is_audited(world: World) -> None:
     assert list(audit.after(trainer.finish(second))) == []
     run.answer(audit.after(trainer.finish(third)))
     assert {run.results[id].step for id in IDS} == {3} and run.failures() == {}
-
-
-@pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("recomputes", [True, False])
-def test_activations_that_are_made_again_against_the_plan_are_named(
-    world: World, planned: bool, recomputes: bool
-) -> None:
-    run = make_run(world)
-    configure_layers(run.trainer.student, compiled=None, packed=False, checkpointing=recomputes)
-    audit = StepAudit(
-        run.trainer, run.spec, world.train, run.context.teacher_decoder, recomputes=planned
-    )
-    run.answer(audit.after(run.trainer.finish(run.trainer.launch())))
-    found = run.results["step_work"].verdict
-    assert (found.level is Level.FAIL) == (recomputes and not planned), found
-    assert found.level is Level.PASS or "backward does" in found.reason
-
-
-@pytest.mark.parametrize("rows", [32, 128])
-def test_a_loss_in_smaller_chunks_than_were_decided_is_named(world: World, rows: int) -> None:
-    run = make_run(world, loss__chunk_rows=rows)
-    audit = StepAudit(
-        run.trainer, run.spec, world.train, run.context.teacher_decoder, chunk_rows=128
-    )
-    run.answer(audit.after(run.trainer.finish(run.trainer.launch())))
-    found = run.results["step_work"].verdict
-    assert found.level is (Level.PASS if rows == 128 else Level.FAIL), found
-    assert found.level is Level.PASS or "loss takes" in found.reason
 
 
 def test_an_audited_run_is_bit_for_bit_the_run_without(world: World) -> None:
@@ -258,106 +160,6 @@ def test_a_student_in_32_bits_may_follow_the_rounding_of_its_teacher_in_16(world
     run.step(1)
     assert run.failures() == {}
     assert run.results["step_gradients"].verdict.level is Level.PASS, judged(run)
-
-
-def rounded(trainer: Trainer) -> None:
-    for parameter in trainer.student.parameters():
-        parameter.copy_(parameter.bfloat16())
-
-
-def one_moment_doubled(trainer: Trainer) -> None:
-    trainer.optimizer.state[trainer.student.embed.weight]["exp_avg"].mul_(2)
-
-
-def moments_forgotten(trainer: Trainer) -> None:
-    trainer.optimizer.state.clear()
-
-
-@pytest.mark.parametrize(
-    ("changed", "what"),
-    [
-        (rounded, "embed.weight and "),
-        (one_moment_doubled, "exp_avg of embed.weight changed"),
-        (moments_forgotten, "of embed.weight and "),
-    ],
-)
-def test_what_an_evaluation_changes_is_named_at_the_next_step_though_that_is_not_observed(
-    world: World, changed: Callable[[Trainer], None], what: str
-) -> None:
-    run = make_run(world, checks__every=-1)
-    trainer = run.trainer
-    audit = StepAudit(
-        trainer,
-        run.spec,
-        world.train,
-        run.context.teacher_decoder,
-        looks_after=lambda step: step in (2, 3),
-    )
-    steps = trainer.steps()
-    for _ in range(3):
-        run.answer(audit.after(next(steps)))
-    assert run.failures() == {}
-    with torch.no_grad():
-        changed(trainer)
-    found, *_ = audit.after(next(steps))
-    assert found.id == "step_weights" and found.failed and found.step == 4
-    assert what in found.verdict.reason and "between the step before and this one" in str(found)
-
-
-def means_forgotten(trainer: Trainer) -> None:
-    for state in trainer.optimizer.state.values():
-        state["exp_avg"].zero_()
-
-
-def clipped_to_less(trainer: Trainer) -> None:
-    trainer.train = dataclasses.replace(trainer.train, clip_norm=0.1 * trainer.train.clip_norm)
-
-
-def decayed(trainer: Trainer) -> None:
-    for group in trainer.optimizer.param_groups:
-        group["weight_decay"] = 0.5
-
-
-def slower_moments(trainer: Trainer) -> None:
-    for group in trainer.optimizer.param_groups:
-        group["betas"] = (0.99, 0.999)
-
-
-@pytest.mark.parametrize(
-    ("changed", "stage", "words"),
-    [
-        (means_forgotten, "step_weights", "changed between the step before and this one"),
-        (clipped_to_less, "step_moments", "clipped by"),
-        (decayed, "step_weights", "AdamW at the spec's rate"),
-        (slower_moments, "step_moments", "AdamW makes"),
-    ],
-)
-def test_a_row_of_one_tensor_shows_at_every_step_what_is_wrong_with_all(
-    world: World, changed: Callable[[Trainer], None], stage: str, words: str
-) -> None:
-    run = make_run(world, train__clip_norm=0.01, checks__every=-1)
-    trainer, decoder = run.trainer, run.context.teacher_decoder
-    audit = StepAudit(trainer, run.spec, world.train, decoder)
-    steps = trainer.steps()
-    for _ in range(3):
-        run.answer(audit.after(next(steps)))
-    assert run.failures() == {} and not audit.due(4)
-    with torch.no_grad():
-        changed(trainer)
-    found = {one.id: one for one in audit.after(next(steps))}
-    assert found[stage].failed and words in found[stage].verdict.reason, found
-
-
-def test_numbers_of_another_step_are_named_where_the_rows_are_others(world: World) -> None:
-    run = make_run(world)
-    audit = StepAudit(run.trainer, run.spec, world.train, run.context.teacher_decoder)
-    steps = run.trainer.steps()
-    first, second = next(steps), next(steps)
-    run.answer(audit.after(first))
-    told = msgspec.structs.replace(second, loss=first.loss, grad_norm=first.grad_norm)
-    told = msgspec.structs.replace(told, ce=first.ce, kd=first.kd)
-    found = {one.id: one for one in audit.after(told)}
-    assert "those of the step before" in found["step_loss"].verdict.reason
 
 
 def test_what_a_teacher_chooses_anew_by_the_length_of_rows_is_no_weight_of_it() -> None:

@@ -92,7 +92,6 @@ def test_what_is_kept_of_drills_names_every_one_of_them_on_some_machine() -> Non
         "cpu-data",
         "cpu-files",
         "cpu-pace",
-        "cpu-work",
         "h200",
     )
     for file in (f"{kind}.json" for kind in kinds):
