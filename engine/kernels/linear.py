@@ -30,7 +30,7 @@ from engine.quant.planes import PackedMatrix
 
 # Shapes: M rows of x, K columns, N rows of W, C rows of W in the scratch
 
-Kernel: TypeAlias = Literal["auto", "fused", "dequantize"]
+Kernel: TypeAlias = Literal["by_shape", "fused", "dequantize"]
 LIMIT_BYTES = 260 << 20
 """The size of gate and up of a 7B model together (259 MiB in bf16). Larger weights lose little when
 they are processed in parts of this size. Parts small enough for a GPU's L2 cache lose more in the
@@ -107,11 +107,11 @@ def packed_linear(
     bias: Tensor | None,
     scratch: Scratch,
     *,
-    kernel: Kernel = "auto",
+    kernel: Kernel = "by_shape",
 ) -> Tensor:
     """Map x of shape (..., K) to (..., N), in the dtype of x, which must be the scratch's.
 
-    `kernel="auto"` uses the fused kernel for the row counts at which it is faster on this GPU, and
+    `kernel="by_shape"` uses the fused kernel for the row counts at which it is faster on this GPU, and
     dequantises on a CPU and without Triton. Raises `InternalError` for `kernel="fused"` if that
     kernel cannot run, and for an input that requires a gradient.
     """
@@ -131,7 +131,7 @@ def packed_linear_many(
     bias: Tensor | None,
     scratch: Scratch,
     *,
-    kernel: Kernel = "auto",
+    kernel: Kernel = "by_shape",
 ) -> tuple[Tensor, ...]:
     """Apply `packed_linear` to one input with several weights; `bias` is all their biases,
     concatenated.
@@ -177,7 +177,7 @@ def _is_fused(x_MK: Tensor, weight: PackedMatrix, kernel: Kernel) -> bool:
         from engine.kernels.registry import current_arch
 
         takes = small_m.takes(weight.type, len(x_MK), x_MK.device)
-        if takes and kernel == "auto":
+        if takes and kernel == "by_shape":
             arch = current_arch(x_MK.get_device())
             takes = len(x_MK) <= small_m.crossover_rows(weight.type, *weight.shape, arch)
     if kernel == "fused" and not takes:

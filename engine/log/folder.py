@@ -2,6 +2,7 @@
 
 spec.toml       what was requested      events.jsonl device.jsonl watch.jsonl   the logs
 effective.json  after defaults          stderr.txt               what the processes printed
+resolved.json   what `auto` became
 receipt.json    at the end              checkpoints/ student/    what was produced
 notes.json      tags and a note         rows/                    what every step trained on, by content
 reserve         disk space that is released when the disk is full, so that the end can be logged
@@ -15,7 +16,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -49,6 +50,11 @@ class RunFolder:
     @property
     def effective(self) -> Path:
         return self.path / "effective.json"
+
+    @property
+    def resolved(self) -> Path:
+        """The settings as each session decided them, the last one's; a run of before has none."""
+        return self.path / "resolved.json"
 
     @property
     def receipt(self) -> Path:
@@ -129,6 +135,10 @@ class RunFolder:
         if not os.path.lexists(self.receipt):
             return None
         return read_json_object(self.receipt, "receipt", limits.RUN_FILE, error=RunLogError)
+
+    def write_resolved(self, spec: Mapping[str, Any]) -> None:
+        """Raises DiskFull, RunLogError."""
+        write_whole(self.resolved, json.dumps({"spec": spec}, indent=2, sort_keys=True) + "\n")
 
     def read_effective(self) -> dict[str, Any]:
         """Read effective.json, whose `spec` has a table of settings per section. Raises RunLogError."""

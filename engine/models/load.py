@@ -237,7 +237,7 @@ def load_packed_decoder(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     *,
-    kernel: Kernel = "auto",
+    kernel: Kernel = "by_shape",
     loaded: Loaded | None = None,
 ) -> Decoder:
     """Load the decoder in a GGUF or .apr file, or in an open one, with its matrices block-quantised

@@ -54,7 +54,9 @@ class PackedLinear(_Packed):
     matmul (`engine.kernels.linear`). Raises InternalError for an input that requires a gradient.
     """
 
-    def __init__(self, weight: PackedMatrix, scratch: Scratch, *, kernel: Kernel = "auto") -> None:
+    def __init__(
+        self, weight: PackedMatrix, scratch: Scratch, *, kernel: Kernel = "by_shape"
+    ) -> None:
         super().__init__(weight, scratch)
         self.kernel = kernel
         self.bias: Tensor | None

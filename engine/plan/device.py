@@ -41,14 +41,10 @@ DEVICE_SHARE = 0.95
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeDevice:
     device: torch.device
-    precision: str
-    """Precision of the student's matmuls."""
     memory: MemoryScope
     """The allocator scope in which weights are allocated."""
     available: Reading
     """Bytes of the device's memory that this run may use."""
-    threads: int
-    """That torch computes with on the CPU."""
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -58,8 +54,9 @@ class ComputeDevice:
 
 def set_up_device(
     spec: RunSpec, log: Callable[[Decision | CompiledLibrary], None]
-) -> ComputeDevice:
-    """Choose and set up device, allocator, precision and threads; log each decision as it is made."""
+) -> tuple[RunSpec, ComputeDevice]:
+    """Choose and set up device, allocator, precision and threads; log each decision as it is made, and return the spec
+    with them."""
     chosen = choose_device(spec.compute.device)
     log(chosen)
     device = torch.device(chosen.choice)
@@ -79,18 +76,18 @@ def set_up_device(
     log(threads)
     torch.set_num_threads(int(threads.choice))
     # The supervisor sets this: OpenMP has read its environment before this line can run.
-    log(choose_thread_wait(spec.compute.thread_wait, os.environ))
+    wait = choose_thread_wait(spec.compute.thread_wait, os.environ)
+    log(wait)
     # Setting this makes torch import its compiler, for more than a second, so it is set only if it
     # changes.
     if spec.compute.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(spec.compute.deterministic)
     torch.manual_seed(spec.train.seed)
-    return ComputeDevice(
+    decided = {one.knob: one.choice for one in (chosen, allocator, precision, threads, wait)}
+    return spec.with_values(decided), ComputeDevice(
         device=device,
-        precision=precision.choice,
         memory=memory,
         available=limited(_available(device, facts), limit_bytes, on_gpu=device.type == "cuda"),
-        threads=int(threads.choice),
     )
 
 

@@ -42,8 +42,9 @@ def fit(
     fewer = [] if wanted_rows else [rows for rows in FEWER_CHUNK_ROWS if rows < usual]
 
     def with_rows(backend: str, again: bool, rows: int) -> MemoryPlan:
-        chunks = replace(spec, loss=replace(spec.loss, chunk_rows=rows))
-        return replace(plan, spec=chunks, backend=backend, checkpointing=again)
+        recomputes = "on" if again else "off"
+        chosen = {"teacher.backend": backend, "student.checkpointing": recomputes}
+        return plan.changed({**chosen, "loss.chunk_rows": rows})
 
     def fitted(backend: str, again: bool) -> MemoryPlan:
         """Return the plan with the most tokens per chunk that fits; if none fits, with the fewest."""

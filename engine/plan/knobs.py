@@ -115,10 +115,11 @@ def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | N
             rejected=(("transformers", f"without {ONLY_NATIVE}"),),
             overridden=wanted != "auto",
         )
+    every = all(not one.native for one in models.values() if one is not None)
     each = "; ".join(f"the {whose} is a {one.title}: {one.why}" for whose, one in others.items())
     return Decision(
         knob="model.engine",
-        choice="transformers",
+        choice="transformers" if every else "by_family",
         reason=f"{each}. Runs without {ONLY_NATIVE}",
         rejected=(("native", each),),
         overridden=wanted != "auto",

@@ -52,7 +52,7 @@ imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,7 @@ from engine.plan.activations import (
     query_width,
     shared_width,
 )
-from engine.spec import RunSpec
+from engine.spec import RunSpec, parse_set
 from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
@@ -93,14 +93,6 @@ CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS workspace of each thread that launches matmuls: the main one and autograd's."""
 
 _Settings = tuple[str, ...]
-_CHOSEN = {
-    "teacher.backend": "backend",
-    "teacher.precision": "teacher_precision",
-    "teacher.shard": "teacher_shard",
-    "student.precision": "student_precision",
-    "student.checkpointing": "checkpointing",
-}
-"""Settings for which the plan holds the chosen value, which may differ from the one in its spec."""
 
 MEMORY_PHASES = (
     "teacher evaluation",
@@ -225,58 +217,68 @@ def _hint(savings: tuple[Saving, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Everything that the memory need depends on: settings, shapes, chosen precisions, the device, and
-    how layers run (`engine.plan.run_plan.LayerExecution`).
-    """
+    """Everything that the memory need depends on: settings, of which `auto` counts as off, shapes and the device."""
 
     spec: RunSpec
     teacher: ModelConfig | None
-    backend: str
-    """The teacher's backend; `none` without a teacher."""
-    teacher_precision: str
-    student_precision: str
     student: ModelConfig
-    device: str
-    """`cpu` or `cuda`."""
     available: Reading
     """Bytes that the run may use."""
     teacher_packed_bytes: int | None = None
     """Size of a quantised teacher's weights without its scratch; for a dequantised one, what the
     quantised backend would need. None when the file has no quantised blocks.
     """
+    teacher_packed_layers: tuple[int, ...] = ()
+    """Bytes of each layer of a quantised teacher."""
     shares_heads: bool = True
     """Whether masked bf16 attention on this GPU accepts fewer key/value heads than query heads without
     copying them (`engine.models.decoder`: compute capability 9).
     """
-    compiled: bool = False
-    packed: bool = False
-    teacher_packed: bool = False
-    """Whether the teacher's attention is packed."""
-    checkpointing: bool = False
     kept_layers: int = 0
-    """With `checkpointing`: how many of the student's last layers keep their activations all the same."""
-    graphs: bool = False
-    """Whether the student's layers are captured as CUDA graphs, which own their activations and gradients."""
+    """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
     store: Identity | None = None
     """The identity of the store that the backend `cached` would read."""
-    fused_loss: bool = False
-    reshard: bool = True
-    """Whether a rank frees a layer's gathered weights between forward and backward."""
-    teacher_shard: bool = False
-    """Whether the teacher's layers are sharded over the ranks."""
-    teacher_packed_layers: tuple[int, ...] = ()
-    """Bytes of each layer of a quantised teacher."""
-    prefetches: bool = False
-    """Whether the teacher starts on the next batch early, on a stream of its own."""
+
+    @property
+    def teacher_precision(self) -> str:
+        return self.spec.teacher.precision
+
+    @property
+    def fused_loss(self) -> bool:
+        return self.spec.loss.kernel == "fused"
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.spec.student.checkpointing == "on"
+
+    @property
+    def graphs(self) -> bool:
+        """Whether the student's layers are captured as CUDA graphs, which own their activations and gradients."""
+        return self.spec.student.graphs == "on"
+
+    @property
+    def reshard(self) -> bool:
+        """Whether a rank frees a layer's gathered weights between forward and backward."""
+        return self.spec.student.reshard == "on"
+
+    @property
+    def teacher_shard(self) -> bool:
+        """Whether the teacher's layers are sharded over the ranks."""
+        return self.spec.teacher.shard == "on"
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether the teacher starts on the next batch early, on a stream of its own."""
+        return self.spec.teacher.prefetch == "on"
 
     @property
     def stored(self) -> Identity | None:
         """The identity of the stored teacher outputs when the run reads them."""
-        return self.store if self.backend == "cached" else None
+        return self.store if self.spec.teacher.backend == "cached" else None
 
     @property
     def quantized(self) -> bool:
-        return self.backend == "quantized"
+        return self.spec.teacher.backend == "quantized"
 
     @property
     def ranks(self) -> int:
@@ -286,7 +288,7 @@ class MemoryPlan:
     @property
     def each(self) -> int:
         """Bytes of a number in the student's matmuls."""
-        return ITEM_BYTES[self.student_precision]
+        return ITEM_BYTES[self.spec.student.precision]
 
     @property
     def teacher_each(self) -> int:
@@ -294,12 +296,7 @@ class MemoryPlan:
 
     @property
     def on_gpu(self) -> bool:
-        return self.device == "cuda"
-
-    @property
-    def evaluates_late(self) -> bool:
-        """Whether the evaluations of the start come behind the first step (`engine.train.run`)."""
-        return not self.on_gpu and self.ranks == 1
+        return self.spec.compute.device == "cuda"
 
     @property
     def teacher_in_loss(self) -> ModelConfig | None:
@@ -318,15 +315,16 @@ class MemoryPlan:
         forward = self._pass(self.student, rows, self.each, 4)
         return replace(
             forward,
-            packed=self.packed and self.each == 2,
-            compiled=self.compiled,
+            packed=self.spec.student.attention == "packed" and self.each == 2,
+            compiled=self.spec.student.compile == "on",
             checkpointing=self.checkpointing,
             kept_layers=self.kept_layers,
         )
 
     def teacher_pass(self, config: ModelConfig, rows: int) -> Forward:
         forward = self._pass(config, rows, self.teacher_each, self.teacher_each)
-        return replace(forward, packed=self.teacher_packed and self.teacher_each == 2)
+        packed = self.spec.teacher.attention == "packed" and self.teacher_each == 2
+        return replace(forward, packed=packed)
 
     def _pass(self, config: ModelConfig, rows: int, products: int, residual: int) -> Forward:
         return Forward(
@@ -343,22 +341,17 @@ class MemoryPlan:
     @property
     def chunk_rows(self) -> int:
         """Tokens whose logits are kept at a time."""
-        usual = default_chunk_rows(self.device, self.student.vocab_size, fused=self.fused_loss)
+        device, vocabulary = self.spec.compute.device, self.student.vocab_size
+        usual = default_chunk_rows(device, vocabulary, fused=self.fused_loss)
         return min(self.spec.loss.chunk_rows or usual, self.tokens)
 
-    def changed(self, settings: _Settings) -> MemoryPlan:
+    def changed(self, settings: Mapping[str, Any]) -> MemoryPlan:
+        """Return the plan with other settings."""
+        return replace(self, spec=self.spec.with_values(settings))
+
+    def with_sets(self, settings: _Settings) -> MemoryPlan:
         """Return the plan with other settings, each as on the command line."""
-        plan = self
-        for setting in settings:
-            key, _, value = setting.partition("=")
-            if field := _CHOSEN.get(key):
-                chosen: Any = value == "on" if value in ("on", "off") else value
-                plan = replace(plan, **{field: chosen}, kept_layers=0)
-                continue
-            section, _, name = key.partition(".")
-            changed = replace(getattr(plan.spec, section), **{name: int(value)})
-            plan = replace(plan, spec=replace(plan.spec, **{section: changed}))
-        return plan
+        return self.changed(dict(map(parse_set, settings)))
 
     def items(self) -> tuple[BudgetItem, ...]:
         """Return every item that is not empty."""
@@ -379,7 +372,9 @@ class MemoryPlan:
         return self._budget().total_bytes
 
     def _budget(self) -> MemoryBudget:
-        return MemoryBudget(device=self.device, items=self.items(), available=self.available)
+        return MemoryBudget(
+            device=self.spec.compute.device, items=self.items(), available=self.available
+        )
 
     def budget(self) -> MemoryBudget:
         """Return what the run will need and, if it does not fit, which settings would need less."""
@@ -387,6 +382,11 @@ class MemoryPlan:
         if budget.fits is not False or self.available.number is None:
             return budget
         return replace(budget, savings=_savings(self, self.available.number))
+
+
+def evaluates_late(spec: RunSpec) -> bool:
+    """Return whether a run on this device evaluates teacher and untrained student behind its first step."""
+    return spec.compute.device != "cuda" and spec.compute.gpus == 1
 
 
 def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
@@ -506,7 +506,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "AdamW moments",
         plan.share(8 * parameters),
         f"{count} x 2 x 4 bytes{of_all}, from the first step on",
-        phases=MEMORY_PHASES if plan.evaluates_late else MEMORY_PHASES[1:],
+        phases=MEMORY_PHASES if evaluates_late(plan.spec) else MEMORY_PHASES[1:],
         lasting=True,
     )
     accumulated = plan.spec.train.accumulation > 1
@@ -899,7 +899,7 @@ def _savings(plan: MemoryPlan, available: float) -> tuple[Saving, ...]:
     for ladder in _ladders(plan):
         if needed <= available or not ladder:
             continue
-        settings, less = _mildest(plan.changed(together), ladder, available)
+        settings, less = _mildest(plan.with_sets(together), ladder, available)
         if less < needed:
             together, needed = (*together, *settings), less
     return (*singles, saving(together, needed))
@@ -907,7 +907,7 @@ def _savings(plan: MemoryPlan, available: float) -> tuple[Saving, ...]:
 
 def _mildest(plan: MemoryPlan, ladder: list[_Settings], available: float) -> tuple[_Settings, int]:
     """Return the first setting that fits and what it needs; if none fits, the one that needs the least."""
-    steps = [(settings, plan.changed(settings).total_bytes) for settings in ladder]
+    steps = [(settings, plan.with_sets(settings).total_bytes) for settings in ladder]
     least = min(steps, key=lambda step: step[1])
     return next((step for step in steps if step[1] <= available), least)
 
@@ -934,7 +934,7 @@ def _ladders(plan: MemoryPlan) -> Iterator[list[_Settings]]:
         for rows in powers
         if SMALLEST_CHUNK_ROWS <= rows < plan.chunk_rows
     ]
-    if plan.student_precision != "bf16":
+    if spec.student.precision != "bf16":
         yield [("student.precision=bf16",)]
     if not plan.checkpointing:
         yield [("student.checkpointing=on",)]

@@ -2,18 +2,19 @@
 other.
 
     teacher outputs stored?  ->  its precision  ->  kernel of the loss  ->  how layers run
-      ->  what memory allows  ->  kernel of a quantised teacher
+      ->  what memory allows  ->  kernels of a quantised teacher and of the update
 
 Everything follows from the spec, the headers of files and the device, so a run that cannot work is
-refused in the first second. Each decision is logged as it is made, and the budget at the end. The
-choosers and their reasons are in `engine.plan.knobs`, the memory arithmetic in `engine.plan.memory`, and
-what is changed when the run does not fit in `engine.plan.fit_in_memory`.
+refused in the first second. Each decision is logged as it is made, and the budget at the end. The result is
+a spec without `auto`, with which alone the run then works. The choosers and their reasons are in
+`engine.plan.knobs`, the memory arithmetic in `engine.plan.memory`, and what is changed when the run does
+not fit in `engine.plan.fit_in_memory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,8 +24,8 @@ from engine.data.tokens import TokenStream
 from engine.decision import Decision
 from engine.kernels.dequantize import has_triton
 from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
-from engine.loss.chunks import LossKernel, default_chunk_rows
-from engine.models.config import ModelConfig
+from engine.loss.chunks import default_chunk_rows
+from engine.models.config import ModelConfig, count_parameters
 from engine.plan.activations import linear_weights
 from engine.plan.device import ComputeDevice, has_compiler
 from engine.plan.fit_in_memory import fit
@@ -118,16 +119,27 @@ def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RunFacts:
     """The facts of one run on its device, as the choosers use them."""
 
     spec: RunSpec
+    """What was asked for, with what is decided so far."""
     inputs: Inputs
     compute: ComputeDevice
-    teacher_precision: str = "fp32"
+    log: Log
     store: Stored | None = None
     """The store that replaces the teacher when the run reads its outputs."""
+
+    def take(self, key: str, **computed: Any) -> str:
+        """Decide one setting, log the decision and return the choice."""
+        decision = KNOBS[key].decide(self, **computed)
+        self.log(decision)
+        self.settle({key: decision.choice})
+        return decision.choice
+
+    def settle(self, values: Mapping[str, Any]) -> None:
+        self.spec = self.spec.with_values(values)
 
     @property
     def device(self) -> str:
@@ -154,12 +166,16 @@ class RunFacts:
         return self.inputs.teacher if self.spec.has_teacher else None
 
     @property
+    def teacher_precision(self) -> str:
+        return self.spec.teacher.precision
+
+    @property
     def student_precision(self) -> str:
-        return self.compute.precision
+        return self.spec.student.precision
 
     @property
     def allocator(self) -> str:
-        return self.compute.memory.choice
+        return self.spec.memory.allocator
 
     @property
     def available_bytes(self) -> int | None:
@@ -217,30 +233,22 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerExecution:
-    """How the layers of student and teacher run: compiled, with packed attention, one batch ahead."""
-
-    compiled: bool
-    packed: bool
-    teacher_packed: bool = False
-    teacher_compiled: bool = False
-    prefetches: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    facts: RunFacts
-    loss_kernel: LossKernel
-    execution: LayerExecution
-    memory: MemoryPlan
-    """The memory plan with the chosen backend, checkpointing, chunk size and sharding."""
+    spec: RunSpec
+    """The resolved spec: what was asked for, with the decided value in the place of each `auto` and 0, and off what has
+    no place in this run."""
+    inputs: Inputs
+    compute: ComputeDevice
+    store: Stored | None
+    """The store that replaces the teacher when the run reads its outputs."""
     budget: MemoryBudget
+    kept_layers: int
+    """With student.checkpointing: how many of the student's last layers keep their activations all the same."""
 
     @property
     def sparse(self) -> bool:
         """Whether the teacher gives sparse targets and no hidden states."""
-        store = self.facts.store
-        return store is not None and store.identity.form != HIDDEN
+        return self.store is not None and self.store.identity.form != HIDDEN
 
 
 def plan_run(
@@ -252,120 +260,122 @@ def plan_run(
 ) -> Plan:
     """Plan a run; log each decision and the budget.
 
-    `stream` is the training data, whose rows a store should have. Raises CacheError for a store that does
-    not fit this run, and BadInput for a run that does not fit into memory, unless memory.budget says to
-    only report it.
+    `spec` is that of `set_up_device`, `stream` the training data, whose rows a store should have. Raises CacheError for
+    a store that does not fit this run, and BadInput for a run that does not fit into memory, unless memory.budget says
+    to only report it.
     """
     store = find_stored(spec, inputs, stream)
-    facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store)
-    log(KNOBS["model.engine"].decide(facts))
-    if spec.has_teacher:
-        precision = store.precision if store else KNOBS["teacher.precision"].decide(facts)
-        log(precision)
-        facts = replace(facts, teacher_precision=precision.choice)
-    loss_kernel: LossKernel = "fused" if _taken(facts, log, "loss.kernel") == "fused" else "eager"
-    execution = choose_layer_execution(facts, log)
-    memory = plan_memory(facts, execution, log, fused_loss=loss_kernel == "fused")
+    facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store, log=log)
+    facts.take("model.engine")
+    facts.settle(without_place(facts))
+    if store:
+        log(store.precision)
+        facts.settle({"teacher.precision": store.precision.choice})
+    elif spec.has_teacher:
+        facts.take("teacher.precision")
+    facts.take("loss.kernel")
+    choose_layer_execution(facts)
+    memory = plan_memory(facts)
     budget = memory.budget()
     log(budget)
     if spec.memory.budget == "enforce":
         budget.refuse_if_too_big()
-    if memory.backend == "quantized":
-        log(KNOBS["teacher.kernel"].decide(facts))
+    if "quantized" in (facts.spec.teacher.backend, store and store.identity.backend):
+        facts.take("teacher.kernel")
+    else:
+        facts.settle({"teacher.kernel": "dequantize"})
+    facts.take("train.update")
+    if facts.ranks > 1:
+        # Weights and two moments, in fp32.
+        facts.take("checkpoint.sharded", whole_bytes=12 * count_parameters(facts.student))
     return Plan(
-        facts=facts, loss_kernel=loss_kernel, execution=execution, memory=memory, budget=budget
+        spec=facts.spec,
+        inputs=inputs,
+        compute=compute,
+        store=store,
+        budget=budget,
+        kept_layers=memory.kept_layers,
     )
 
 
-def _taken(facts: RunFacts, log: Log, key: str, **computed: Any) -> str:
-    """Decide one setting, log the decision and return the choice."""
-    decision = KNOBS[key].decide(facts, **computed)
-    log(decision)
-    return decision.choice
+def without_place(facts: RunFacts) -> dict[str, str]:
+    """Return settings that are not decided, because nothing of the run depends on them."""
+    found: dict[str, str] = {}
+    if facts.ranks == 1:
+        found |= dict.fromkeys(("teacher.shard", "student.reshard", "checkpoint.sharded"), "off")
+    if facts.teacher is None:
+        found |= {
+            "teacher.precision": "fp32",
+            "teacher.attention": "masked",
+            "teacher.shard": "off",
+        }
+    if facts.teacher is None or facts.store is not None:
+        found |= {"teacher.compile": "off", "teacher.prefetch": "off"}
+    return found
 
 
-def choose_layer_execution(facts: RunFacts, log: Log) -> LayerExecution:
+def choose_layer_execution(facts: RunFacts) -> None:
     """Decide whether layers are compiled and attention is packed.
 
     With stored teacher outputs, the teacher is neither compiled nor prefetched.
     """
-    compiled = _taken(facts, log, "student.compile")
-    packed = _taken(facts, log, "student.attention")
-    execution = LayerExecution(compiled=compiled == "on", packed=packed == "packed")
+    facts.take("student.compile")
+    facts.take("student.attention")
     if facts.teacher is None:
-        return execution
-    packed = _taken(facts, log, "teacher.attention")
-    execution = replace(execution, teacher_packed=packed == "packed")
-    if facts.store is not None:
-        return execution
-    compiled = _taken(facts, log, "teacher.compile")
-    prefetches = _taken(facts, log, "teacher.prefetch")
-    return replace(execution, teacher_compiled=compiled == "on", prefetches=prefetches == "on")
+        return
+    facts.take("teacher.attention")
+    if facts.store is None:
+        facts.take("teacher.compile")
+        facts.take("teacher.prefetch")
 
 
-def plan_memory(
-    facts: RunFacts, execution: LayerExecution, log: Log, *, fused_loss: bool
-) -> MemoryPlan:
+def plan_memory(facts: RunFacts) -> MemoryPlan:
     """Decide what memory depends on, and return the plan with those choices.
 
     These are the teacher's backend, checkpointing, tokens per chunk of the loss, sharding over ranks, and
     CUDA graphs.
     """
-    spec, compute = facts.spec, facts.compute
+    spec, compute, ranks = facts.spec, facts.compute, facts.ranks
     size = facts.inputs.teacher_size if facts.teacher is not None else None
     packed = size if size is not None and size.matrices else None
-    each = ITEM_BYTES[facts.teacher_precision]
+    each = ITEM_BYTES[spec.teacher.precision]
+    # What is decided last is as it is without that decision.
+    before = {"teacher.shard": "off", "student.graphs": "off"}
     whole = MemoryPlan(
-        spec=spec,
+        spec=spec.with_values({**before, "student.reshard": "on" if ranks > 1 else "off"}),
         teacher=facts.teacher,
-        backend="dequantized",
-        teacher_precision=facts.teacher_precision,
-        student_precision=facts.student_precision,
         student=facts.student,
-        device=facts.device,
         available=compute.available,
         teacher_packed_bytes=packed.weight_bytes(each) if packed else None,
         teacher_packed_layers=packed.layer_bytes(each) if packed else (),
         shares_heads=(facts.capability or (0, 0))[0] == 9,
-        compiled=execution.compiled,
-        packed=execution.packed,
-        teacher_packed=execution.teacher_packed,
-        prefetches=execution.prefetches,
         store=facts.store.identity if facts.store else None,
-        fused_loss=fused_loss,
     )
-    usual = default_chunk_rows(compute.device.type, facts.student.vocab_size, fused=fused_loss)
+    fused, vocabulary = spec.loss.kernel == "fused", facts.student.vocab_size
+    usual = default_chunk_rows(compute.device.type, vocabulary, fused=fused)
     usual = min(usual, facts.tokens)
     plan, decisions = fit(whole, usual_chunk_rows=usual, stored=facts.stored)
-    if facts.ranks > 1 and facts.teacher is not None:
+    if ranks > 1 and facts.teacher is not None:
         shared, theirs = fit(
-            replace(whole, teacher_shard=True), usual_chunk_rows=usual, stored=facts.stored
+            whole.changed({"teacher.shard": "on"}), usual_chunk_rows=usual, stored=facts.stored
         )
-        shard = _taken(
-            facts,
-            log,
-            "teacher.shard",
-            whole_bytes=plan.total_bytes,
-            shared_bytes=shared.total_bytes,
-        )
-        if shard == "on":
+        needed = {"whole_bytes": plan.total_bytes, "shared_bytes": shared.total_bytes}
+        if facts.take("teacher.shard", **needed) == "on":
             plan, decisions = shared, theirs
     for decision in decisions:
-        log(decision)
-    if facts.ranks > 1:
-        kept = replace(plan, reshard=False)
-        reshard = _taken(
-            facts, log, "student.reshard", kept_bytes=kept.total_bytes, given_bytes=plan.total_bytes
-        )
-        plan = kept if reshard == "off" else plan
-    captured = replace(plan, graphs=True)
-    graphs = _taken(
-        facts,
-        log,
+        facts.log(decision)
+    if ranks > 1:
+        kept = plan.changed({"student.reshard": "off"})
+        needed = {"kept_bytes": kept.total_bytes, "given_bytes": plan.total_bytes}
+        plan = kept if facts.take("student.reshard", **needed) == "off" else plan
+    captured = plan.changed({"student.graphs": "on"})
+    needed = {"needed_bytes": captured.total_bytes, "given_bytes": plan.total_bytes}
+    graphs = facts.take(
         "student.graphs",
-        packed=execution.packed,
+        packed=spec.student.attention == "packed",
         checkpointing=plan.checkpointing,
-        needed_bytes=captured.total_bytes,
-        given_bytes=plan.total_bytes,
+        **needed,
     )
-    return captured if graphs == "on" else plan
+    plan = captured if graphs == "on" else plan
+    facts.spec = plan.spec
+    return plan

@@ -57,9 +57,9 @@ class RunSection:
 class ModelSection:
     engine: str = setting(
         "auto",
-        "What runs teacher and student: this engine's own decoder (native), or the model's class in transformers. auto "
-        "is native where the decoder has the family.",
-        allowed=("auto", "native", "transformers"),
+        "What runs teacher and student: this engine's own decoder (native), the model's class in transformers, or of "
+        "two models native those whose family the decoder has (by_family). auto is native where both have one.",
+        allowed=("auto", "by_family", "native", "transformers"),
     )
     remote_code: bool = setting(
         False,
@@ -92,9 +92,9 @@ class TeacherSection:
     kernel: str = setting(
         "auto",
         "How a quantized teacher multiplies: dequantize inside the matmul (fused), or into a dense buffer first "
-        "(dequantize). "
-        "auto decides by the number of rows.",
-        allowed=("auto", "fused", "dequantize"),
+        "(dequantize), or "
+        "for each matmul what is faster with its shape (by_shape). auto is by_shape on a GPU.",
+        allowed=("auto", "by_shape", "fused", "dequantize"),
     )
     compile: str = setting(
         "auto",
@@ -620,6 +620,15 @@ class RunSpec:
         """Return the value of a setting by its dotted key."""
         section, name = key.split(".")
         return getattr(getattr(self, section), name)
+
+    def with_values(self, values: Mapping[str, Any]) -> RunSpec:
+        """Return the spec with other values, by dotted key; a number may be given as text."""
+        tree: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, name = key.split(".")
+            tree.setdefault(section, {})[name] = type(self.value(key))(value)
+        changed = {one: dataclasses.replace(getattr(self, one), **tree[one]) for one in tree}
+        return dataclasses.replace(self, **changed)
 
     @property
     def rows_per_step(self) -> int:

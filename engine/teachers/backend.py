@@ -160,12 +160,12 @@ def choose_teacher_precision(wanted: str, *, device: str, capability: Capability
 def choose_kernel(
     wanted: str, *, device: str, tokens: int, fused_up_to: int, most: int
 ) -> Decision:
-    """Choose how a quantised teacher multiplies `tokens` rows.
+    """Choose how a quantised teacher multiplies, with `tokens` rows in a forward pass of training.
 
     `fused_up_to` is the measured number of rows up to which multiplying with quantised blocks is faster
     than dequantising them first; `most` is the largest number of rows that the fused kernels support.
-    Each matmul is dispatched by its own shape; the reason is that of the largest. Raises BadInput for
-    `fused` when it cannot run.
+    `by_shape` decides for each matmul; the reason is that of the largest. Raises BadInput for `fused` when it cannot
+    run.
     """
     knob, refused = "teacher.kernel", {}
     why = f"{tokens} rows in a forward pass, and fused products are faster up to {fused_up_to}"
@@ -183,11 +183,11 @@ def choose_kernel(
     return decide(
         knob,
         wanted,
-        "fused" if device == "cuda" and tokens <= fused_up_to else "dequantize",
+        "by_shape" if device == "cuda" else "dequantize",
         why,
         against={
             "fused": why,
-            "dequantize": why if device != "cuda" else "reads more for so few rows",
+            "dequantize": why if device != "cuda" else "reads more where rows are few",
         },
         refused=refused,
         explained=True,

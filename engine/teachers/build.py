@@ -62,7 +62,7 @@ def build_teacher(
     An fp8 teacher is measured while it is loaded, on rows of `probe`, which it requires.
 
     `backend` is the result of `choose_backend`: `dequantized` or `quantized`. `kernel` selects the
-    matmul of the quantized backend (`engine.kernels.linear`). With `shards`, every rank keeps only
+    matmul of the quantized backend (`engine.kernels.linear`), `auto` by its shape. With `shards`, every rank keeps only
     its part of each layer; `joined` fuses the projections of dense layers that will be compiled
     before they are sharded.
 
@@ -71,6 +71,7 @@ def build_teacher(
     dtype = DTYPES[precision]
     frozen: FrozenDecoder
     loaded = None if shards is None else partial(_share, shards, joined)
+    of_blocks = cast(Kernel, "by_shape" if kernel == "auto" else kernel)
     if precision == "fp8":
         if probe is None:
             raise InternalError("fp8 teacher: expected rows to measure it on, found none")
@@ -79,7 +80,7 @@ def build_teacher(
         frozen = Fp8Teacher(decoder, watcher.result(decoder))
     elif backend == "quantized":
         decoder = load_packed_decoder(
-            path, dtype=dtype, device=device, kernel=cast(Kernel, kernel), loaded=loaded
+            path, dtype=dtype, device=device, kernel=of_blocks, loaded=loaded
         )
         frozen = QuantizedTeacher(decoder, precision)
     elif loaded is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -36,9 +36,9 @@ from engine.models.frozen import join
 from engine.models.head import Head
 from engine.models.load import load_decoder, new_decoder
 from engine.models.transformers_decoder import TransformersDecoder
-from engine.plan.knobs import KNOBS
-from engine.plan.run_plan import Plan, RunFacts, Stored, batches_of
+from engine.plan.run_plan import Plan, Stored, batches_of
 from engine.runtime.ranks import Ranks
+from engine.spec import RunSpec
 from engine.teachers.build import DTYPES, BuiltTeacher, build_teacher
 from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
@@ -89,8 +89,12 @@ class Builder:
     """Of the models, while threads compute them."""
 
     @property
-    def facts(self) -> RunFacts:
-        return self.plan.facts
+    def spec(self) -> RunSpec:
+        return self.plan.spec
+
+    @property
+    def device(self) -> torch.device:
+        return self.plan.compute.device
 
     def teacher(self, before: RunView | None) -> LoadedTeacher:
         """Return the teacher, ready to run.
@@ -98,46 +102,46 @@ class Builder:
         Raises CheckpointError when an earlier session, whose log is `before`, read different weights from
         the same file.
         """
-        spec, plan, log = self.facts.spec.teacher, self.plan, self.log
-        backend, precision = plan.memory.backend, plan.facts.teacher_precision
+        spec, log = self.spec.teacher, self.log
+        backend, precision, compiled = spec.backend, spec.precision, spec.compile == "on"
         if backend == "none":
             return LoadedTeacher()
-        if (store := plan.facts.store) is not None:
+        if (store := self.plan.store) is not None:
             cached = self._stored_teacher(store)
             cached.proof = self._proof(cached, store.config)
             return LoadedTeacher(teacher=cached, sha256=lambda: store.identity.teacher_sha256)
         log(Phase(name="loading the teacher", detail=spec.path))
         teacher, decoder = self._build(backend, precision)
         self._warm_up_teacher(decoder)
-        if plan.execution.teacher_compiled:
+        if compiled:
             # Later would be under the hands of the hash.
             join(decoder)
         ready = partial(record.model, "teacher", spec.path, decoder.config, precision)
-        sha256 = self._hashed(decoder, ready, beside=not plan.memory.teacher_shard)
+        sha256 = self._hashed(decoder, ready, beside=spec.shard == "off")
         if before is not None:
             check_same_teacher(before, sha256(), spec.path, backend, precision)
         if isinstance(teacher, TruncatingTeacher):
             log(Phase(name="measuring what the cut of the vocabulary drops"))
             dropped = teacher.dropped_mass(
                 self.data.heldout[:1],
-                self.facts.compute.device,
-                temperature=self.facts.spec.loss.temperature,
+                self.device,
+                temperature=self.spec.loss.temperature,
             )
             log(record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped))
-        if plan.execution.teacher_compiled:
+        if compiled:
             log(Phase(name="compiling the teacher's layers"))
             self.compiles.compile_teacher(
-                teacher, decoder, self.data.heldout[0], self.facts.spec.train.rows, precision, log
+                teacher, decoder, self.data.heldout[0], self.spec.train.rows, precision, log
             )
-        if plan.execution.prefetches:
-            teacher = PrefetchingTeacher(teacher, self.facts.compute.device)
+        if spec.prefetch == "on":
+            teacher = PrefetchingTeacher(teacher, self.device)
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=sha256)
 
     def fresh_student(self) -> Beside[tuple[Decoder, Beside[str]]] | None:
         """Begin to draw the weights of a fresh student, on the CPU, and to hash them; None where that is not to be done
         beside other work."""
-        config, seed = self.facts.inputs.student, self.facts.spec.train.seed
-        if self.facts.spec.student.path or not config.native:
+        config, seed = self.plan.inputs.student, self.spec.train.seed
+        if self.spec.student.path or not config.native:
             return None
 
         def draw() -> tuple[Decoder, Beside[str]]:
@@ -156,24 +160,24 @@ class Builder:
         Raises WeightsError when it is the same model as the teacher, unless teacher.allow_identical is
         set.
         """
-        spec = self.facts.spec.student
+        spec = self.spec.student
         if spec.path:
             self.log(Phase(name="loading the student", detail=spec.path))
         else:
-            detail = f"fresh weights, seed {self.facts.spec.train.seed}"
+            detail = f"fresh weights, seed {self.spec.train.seed}"
             self.log(Phase(name="making the student", detail=detail))
         drawn, sha256 = (None, None) if fresh is None else fresh.result()
-        student = self.untrained() if drawn is None else drawn.to(self.facts.compute.device)
-        look_at(student, "student", self.facts.spec.data.seq_len, self.log)
+        student = self.untrained() if drawn is None else drawn.to(self.device)
+        look_at(student, "student", self.spec.data.seq_len, self.log)
         source, precision = (
             spec.path or f"fresh weights of {spec.config}",
-            self.facts.compute.precision,
+            spec.precision,
         )
         ready = partial(record.model, "student", source, student.config, precision)
         self.hashes.append(ModelHash(sha256 or Tensors(student), ready, self.log))
         student_sha256 = self.hashes[-1].result
         if teacher_decoder is not None:
-            allowed = self.facts.spec.teacher.allow_identical
+            allowed = self.spec.teacher.allow_identical
             note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
             if note is not None:
                 self.log(Note(level="warning", text=note))
@@ -181,10 +185,10 @@ class Builder:
 
     def untrained(self) -> Decoder:
         """Return the student as it is before the first step, on its device; the same each time."""
-        spec, device = self.facts.spec, self.facts.compute.device
+        spec, device = self.spec, self.device
         if spec.student.path:
             return load_decoder(Path(spec.student.path), torch.float32, device, spec.model)
-        return new_decoder(self.facts.inputs.student, seed=spec.train.seed).to(device)
+        return new_decoder(self.plan.inputs.student, seed=spec.train.seed).to(device)
 
     def _hashed(
         self, decoder: Decoder, ready: Callable[[str], ModelReady], *, beside: bool
@@ -197,30 +201,25 @@ class Builder:
         self.log(ready(sha256))
         return lambda: sha256
 
-    def warm_up(self) -> str:
-        """Compile the kernels of the loss and the update; return the chosen implementation of the update."""
-        spec = self.facts.spec
-        if spec.kernels.prewarm and self.plan.loss_kernel == "fused":
+    def warm_up(self) -> None:
+        """Compile the kernels of the loss and the update."""
+        spec = self.spec
+        if spec.kernels.prewarm and spec.loss.kernel == "fused":
             self.compiles.warm_up_loss(self.plan, self.log)
-        update = KNOBS["train.update"].decide(self.facts)
-        self.log(update)
-        if spec.kernels.prewarm and update.choice == "fused":
+        if spec.kernels.prewarm and spec.train.update == "fused":
             self.compiles.warm_up_update(self.log)
-        return update.choice
 
-    def trainer(
-        self, student: Decoder, teacher: Teacher | None, *, update: str, ranks: Ranks
-    ) -> Trainer:
+    def trainer(self, student: Decoder, teacher: Teacher | None, ranks: Ranks) -> Trainer:
         """Return a trainer at step 0. `ranks` are those that shard `student`; for a full one, this rank alone."""
-        spec, plan = self.facts.spec, self.plan
+        spec = self.spec
         return Trainer(
             student=student,
             teacher=teacher,
             batches=batches_of(spec, self.data.stream),
-            train=replace(spec.train, update=update),
-            loss=replace(plan.memory.spec.loss, kernel=plan.loss_kernel),
-            device=self.facts.compute.device,
-            precision=self.facts.compute.precision,
+            train=spec.train,
+            loss=spec.loss,
+            device=self.device,
+            precision=spec.student.precision,
             slow_by=spec.compute.slow_by,
             ranks=ranks,
             stop_asked=lambda: self.stop.reason is not None,
@@ -238,8 +237,8 @@ class Builder:
         It is logged as a loaded one is. At the first miss the teacher itself is built, if
         teacher.cache_miss is online. Raises WeightsError and, at a miss, CacheError.
         """
-        spec, device, log = self.facts.spec.teacher, self.facts.compute.device, self.log
-        ids = self.facts.inputs.student.vocab_size
+        spec, device, log = self.spec.teacher, self.device, self.log
+        ids = self.plan.inputs.student.vocab_size
         store, identity, config = stored.store, stored.identity, stored.config
         for text in store.refusals:
             log(Note(level="warning", text=f"{text}; its rows are not used"))
@@ -279,7 +278,7 @@ class Builder:
         head = load_head(
             spec.path,
             packed=identity.backend == "quantized",
-            how=self.facts.spec.model,
+            how=self.spec.model,
             dtype=DTYPES[identity.precision],
             device=device,
         )
@@ -291,7 +290,7 @@ class Builder:
             if all(whole.holds(batch) for batch in self.data.heldout[:1]):
                 log(Phase(name="measuring what the cut of the vocabulary drops"))
                 dropped = cut.dropped_mass(
-                    self.data.heldout[:1], device, temperature=self.facts.spec.loss.temperature
+                    self.data.heldout[:1], device, temperature=self.spec.loss.temperature
                 )
                 log(record.vocabulary_cut(config.vocab_size, ids, dropped))
             else:
@@ -300,7 +299,7 @@ class Builder:
 
     def _proof(self, stored: CachedTeacher, config: ModelConfig) -> Fidelity | str:
         """Compare some stored rows of the run with the teacher, which is loaded for that, or return why not."""
-        spec, identity, device = self.facts.spec, stored.store.identity, self.facts.compute.device
+        spec, identity, device = self.spec, stored.store.identity, self.device
         if not spec.checks.enabled or "stored_outputs" in skipped_ids(spec.checks.skip):
             return "it was to be skipped"
         with open_weights(spec.teacher.path) as weights:
@@ -308,7 +307,7 @@ class Builder:
             size = sum(info.bytes for info in weights.tensors.values())
         if identity.backend != "quantized":
             size = count_parameters(config) * DTYPES[identity.precision].itemsize
-        room = self.facts.compute.available.number
+        room = self.plan.compute.available.number
         if room is not None and room < ROOM * size:
             return f"the teacher takes {format_bytes(size)}, {format_bytes(int(room))} are free: not compared"
         count = affordable_rows(config, spec.data.seq_len, device)
@@ -328,30 +327,30 @@ class Builder:
 
     def _build(self, backend: str, precision: str) -> BuiltTeacher:
         shards = None
-        if self.plan.memory.teacher_shard:
-            shards = ShardedLayers(self.ranks, self.facts.compute.device, self.entering)
+        if self.spec.teacher.shard == "on":
+            shards = ShardedLayers(self.ranks, self.device, self.entering)
         built = build_teacher(
-            self.facts.spec.teacher.path,
+            self.spec.teacher.path,
             backend=backend,
             precision=precision,
-            kernel=self.facts.spec.teacher.kernel,
-            device=self.facts.compute.device,
-            student_vocab=self.facts.inputs.student.vocab_size,
+            kernel=self.spec.teacher.kernel,
+            device=self.device,
+            student_vocab=self.plan.inputs.student.vocab_size,
             probe=self.data.heldout[0],
             shards=shards,
-            joined=self.plan.execution.teacher_compiled,
-            how=self.facts.spec.model,
+            joined=self.spec.teacher.compile == "on",
+            how=self.spec.model,
         )
-        built.decoder.packed = self.plan.execution.teacher_packed
-        look_at(built.decoder, "teacher", self.facts.spec.data.seq_len, self.log)
+        built.decoder.packed = self.spec.teacher.attention == "packed"
+        look_at(built.decoder, "teacher", self.spec.data.seq_len, self.log)
         return built
 
     def _warm_up_teacher(self, decoder: Decoder) -> None:
         """Compile every kernel that training and held-out batches launch in `decoder`."""
-        if self.facts.spec.kernels.prewarm:
-            rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
-            tokens = {count * self.facts.spec.data.seq_len for count in rows}
-            self.compiles.warm_up(decoder, tokens, self.facts.compute.device, self.log)
+        if self.spec.kernels.prewarm:
+            rows = {self.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
+            tokens = {count * self.spec.data.seq_len for count in rows}
+            self.compiles.warm_up(decoder, tokens, self.device, self.log)
 
 
 def look_at(decoder: Decoder, whose: str, length: int, log: Log) -> None:

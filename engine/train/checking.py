@@ -40,7 +40,7 @@ def context_of(
     late_compiles: Callable[[], Sequence[str]] = tuple,
 ) -> Context:
     """Return the context of the trainer's current state, before the first step of its session."""
-    fused = trainer.loss.kernel == "fused"
+    loss, fused = trainer.loss, trainer.loss.kernel == "fused"
 
     def objective(
         hidden_ND: Tensor,
@@ -57,12 +57,12 @@ def context_of(
             teacher_hidden_NE,
             teacher_head,
             labels_N,
-            alpha=spec.loss.alpha,
-            temperature=spec.loss.temperature,
+            alpha=loss.alpha,
+            temperature=loss.temperature,
             denominator=denominator,
-            chunk_rows=spec.loss.chunk_rows or None,
-            divergence=spec.loss.divergence,
-            beta=spec.loss.beta,
+            chunk_rows=loss.chunk_rows or None,
+            divergence=loss.divergence,
+            beta=loss.beta,
             # Some checks compute the loss in float64, which the fused kernel does not support.
             kernel="fused" if fused and hidden_ND.dtype != torch.float64 else "eager",
         )

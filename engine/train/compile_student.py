@@ -99,17 +99,17 @@ def configure_student(
     *,
     compiles: Compiles,
     plan: Plan,
-    length: int,
     compiled: bool,
     graphs_given_up: Callable[[str], None],
     log: Log,
 ) -> None:
-    """Compile or capture the student's layers as planned, for rows of `length` tokens.
+    """Compile or capture the student's layers as planned.
 
     Logs the distance of their output from the eager layers'. `compiled` says whether they are compiled
     now. `graphs_given_up` is called with the reason when layers that were to be captured are not, now or
     in a later step. Raises TrainingFailed when the distance is more than rounding.
     """
+    student, length = plan.spec.student, plan.spec.data.seq_len
     if compiled:
         log(Phase(name="compiling the student's layers"))
         compiles.compiler_imported()
@@ -117,15 +117,15 @@ def configure_student(
         trainer,
         length=length,
         compiled=compiled,
-        packed=plan.execution.packed,
-        checkpointing=plan.memory.checkpointing,
-        kept_layers=plan.memory.kept_layers,
+        packed=student.attention == "packed",
+        checkpointing=student.checkpointing == "on",
+        kept_layers=plan.kept_layers,
     )
     compiles.done(log)
     if agreement is not None:
         text = f"compiled layers are as far from the layers as written as rounding takes them: {agreement}"
         log(Note(level="info", text=text))
-    if plan.memory.graphs:
+    if student.graphs == "on":
         log(Phase(name="capturing the student's layers"))
         captured = capture_student(trainer, length=length, given_up=graphs_given_up)
         if captured is not None:

@@ -75,11 +75,11 @@ class Compiles:
         from engine.kernels import kd_loss, sparse_loss
         from engine.kernels.prewarm import warm_up
 
-        spec, vocabulary = plan.facts.spec, plan.facts.student.vocab_size
+        spec, vocabulary = plan.spec, plan.inputs.student.vocab_size
         teaching, temperature = spec.has_teacher and spec.loss.alpha < 1, spec.loss.temperature
         log(Phase(name="compiling the loss", detail=f"for {vocabulary} ids"))
         # The checks of the loss use fp32, whatever the dtype of the matmuls.
-        dtypes = (torch_dtype(plan.facts.student_precision), torch.float32)
+        dtypes = (torch_dtype(spec.student.precision), torch.float32)
         wanted = kd_loss.variants(
             vocabulary,
             dtypes,

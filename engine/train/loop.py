@@ -113,8 +113,7 @@ class TrainingLoop:
         stop: StopRequest,
     ) -> None:
         self.log, self.data, self.teacher_decoder = log, data, teacher_decoder
-        self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
-        self._teacher_is_shared = plan.memory.teacher_shard
+        self.spec, self.inputs, self.budget = plan.spec, plan.inputs, plan.budget
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
@@ -234,7 +233,7 @@ class TrainingLoop:
         self.keeper.sync_rows = rows.sync
         teacher = self.inputs.teacher if trainer.has_teacher else None
         # Ranks wait for one another in the parts of a model that they share.
-        waits = ALL_PARTS if self._teacher_is_shared else OF_STUDENT
+        waits = ALL_PARTS if spec.teacher.shard == "on" else OF_STUDENT
         parts = PartTimes(
             trainer,
             self.inputs.student,
@@ -344,7 +343,8 @@ class TrainingLoop:
         device = trainer.device
         return context_of(
             trainer,
-            self.spec,
+            # By its hash a checkpoint is known to be of this run.
+            self.keeper.spec,
             teacher_decoder=self.teacher_decoder,
             train_stream=self.data.stream,
             heldout_stream=self.data.heldout_stream,

@@ -33,7 +33,6 @@ from engine.models.head import LogitsHead
 from engine.models.packed import head_of
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
-from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES
 from engine.plan.run_plan import RunFacts, batches_of, choose_layer_execution, rows_of_run
 from engine.runtime.device import choose_device
@@ -221,9 +220,9 @@ def _prepare(
             say(text)
             log.write(Note(level="warning", text=text))
 
-        compute = set_up_device(job.spec, write)
+        spec, compute = set_up_device(job.spec, write)
         with compute.memory.use():
-            built, identity = _load_teacher(job, compute, say, write)
+            built, identity = _load_teacher(job, spec, compute, say, write)
         if (out / MANIFEST).exists():
             store = open_store(out)
             same_identity(store, identity)
@@ -282,13 +281,14 @@ def _check_stored(job: Job, built: BuiltTeacher, store: Store, device: torch.dev
 
 
 def _load_teacher(
-    job: Job, compute: ComputeDevice, say: Say, log: record.Log
+    job: Job, spec: RunSpec, compute: ComputeDevice, say: Say, log: record.Log
 ) -> tuple[BuiltTeacher, Identity]:
-    spec, config = job.spec, job.inputs.teacher
+    config = job.inputs.teacher
     assert config is not None
     log(job.precision)
     precision = job.precision.choice
-    facts = RunFacts(spec=spec, inputs=job.inputs, compute=compute, teacher_precision=precision)
+    facts = RunFacts(spec=spec, inputs=job.inputs, compute=compute, log=log)
+    facts.settle({"teacher.precision": precision})
     each = ITEM_BYTES[precision]
     size = job.inputs.teacher_size
     packed = size.weight_bytes(each) if size is not None and size.matrices else None
@@ -320,20 +320,21 @@ def _load_teacher(
             hint="teacher.precision=bf16 needs half of fp32, and blocks need less again",
         )
     if backend == "quantized":
-        log(KNOBS["teacher.kernel"].decide(facts))
-    execution = choose_layer_execution(facts, log)
+        facts.take("teacher.kernel")
+    choose_layer_execution(facts)
+    teacher = facts.spec.teacher
     say(f"loading the teacher: {spec.teacher.path}")
     built = build_teacher(
         spec.teacher.path,
         backend=backend,
         precision=precision,
-        kernel=spec.teacher.kernel,
+        kernel=teacher.kernel,
         device=compute.device,
         student_vocab=job.inputs.student.vocab_size,
         probe=job.heldout[0],
         how=spec.model,
     )
-    built.decoder.packed = execution.teacher_packed
+    built.decoder.packed = teacher.attention == "packed"
     decoder = built.decoder
     look_at(decoder, "teacher", spec.data.seq_len, log)
     if job.wanted.form == HIDDEN and isinstance(head_of(decoder), LogitsHead):
@@ -351,7 +352,7 @@ def _load_teacher(
     compiles.warm_up(
         built.decoder, {count * spec.data.seq_len for count in rows}, compute.device, log
     )
-    if execution.teacher_compiled:
+    if teacher.compile == "on":
         say("compiling the teacher's layers")
         compiles.compile_teacher(
             built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision, log

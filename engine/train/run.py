@@ -38,7 +38,7 @@ from engine.models.packed import head_of
 from engine.models.transformers_config import forget_warnings, library_warnings
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
-from engine.plan.knobs import choose_sharded
+from engine.plan.memory import evaluates_late
 from engine.plan.run_plan import Plan, plan_run
 from engine.receipts.context import view_of
 from engine.receipts.receipt import largest_rate
@@ -166,7 +166,9 @@ class _Job:
         before: RunView | None,
         ranks: Ranks,
     ) -> None:
-        self.spec, self.folder, self.stop = spec, folder, stop
+        self.folder, self.stop = folder, stop
+        self.asked = self.spec = spec
+        """What was asked for, which identifies the run; and with what was decided, by which it works."""
         self._write = partial(record.write, log)
         self.ranks = ranks
         self.before = before
@@ -216,19 +218,23 @@ class _Job:
         thread.join(LAST_LINE_S)
 
     def carry_out(self, *, allow_fallback: bool, allow_restart: bool) -> RunFinished:
-        spec, log, ranks = self.spec, self.log, self.ranks
-        inputs = check_inputs(spec, self.folder.path)
+        log, ranks = self.log, self.ranks
+        inputs = check_inputs(self.asked, self.folder.path)
         for text in inputs.models:
             log(Note(level="info", text=text))
         for note in inputs.notes:
             log(Note(level="warning", text=note))
         compute = self._join_ranks()
         seen = self.before.data if self.before else None
-        data = prepare_data(spec, inputs, seen, self.log)
+        data = prepare_data(self.asked, inputs, seen, self.log)
         with compute.memory.use():
             log(Phase(name="planning"))
-            plan = plan_run(spec, inputs, compute, data.stream, self.log)
-            if plan.execution.compiled or plan.execution.teacher_compiled:
+            plan = plan_run(self.spec, inputs, compute, data.stream, self.log)
+            spec = self.spec = plan.spec
+            if ranks.first:
+                self.folder.write_resolved(spec.to_dict())
+            compiled = spec.student.compile == "on"
+            if compiled or spec.teacher.compile == "on":
                 self.compiles.import_compiler()
             builder = Builder(
                 plan=plan,
@@ -245,8 +251,8 @@ class _Job:
             student, student_sha256 = builder.student(fresh, taught.decoder)
             untrained = samples_of(student)  # before a resume replaces the weights
             log(Phase(name="setting up the trainer"))
-            update = builder.warm_up()
-            trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
+            builder.warm_up()
+            trainer = builder.trainer(student, taught.teacher, Ranks())
         self.loop = loop = TrainingLoop(
             log,
             plan,
@@ -261,9 +267,9 @@ class _Job:
             student_sha256()  # of the weights that a resume replaces
         resumed_from = self._resume(trainer, loop, allow_fallback, allow_restart)
         # A compiler sees sharded layers as different ones, so those are compiled after sharding.
-        self._put_to_run(trainer, plan, compiled=plan.execution.compiled and not ranks.many)
+        self._put_to_run(trainer, plan, compiled=compiled and not ranks.many)
         bound = self._bound(trainer, inputs)
-        begun = record.start(self.folder.name, spec, trainer, resumed_from, bound)
+        begun = record.start(self.folder.name, self.asked, trainer, resumed_from, bound)
         log(begun)
         if changed := versions_changed(self.before, begun):
             log(Note(level="warning", text=changed))
@@ -274,7 +280,7 @@ class _Job:
             trainer = self._shard(trainer, builder)
             loop.look_at(trainer)
             # After this, nothing references the unsharded state that every rank had.
-            self._put_to_run(trainer, plan, compiled=plan.execution.compiled)
+            self._put_to_run(trainer, plan, compiled=compiled)
         with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = loop.train(trainer)
         if taught.sha256 is not None and self.stop.reason is None:
@@ -309,7 +315,6 @@ class _Job:
             trainer,
             compiles=self.compiles,
             plan=plan,
-            length=self.spec.data.seq_len,
             compiled=compiled,
             graphs_given_up=given_up,
             log=self.log,
@@ -318,7 +323,7 @@ class _Job:
     def _join_ranks(self) -> ComputeDevice:
         """Return this rank's device, once all ranks have joined and agreed on the memory to plan with."""
         use_own_gpu(self.ranks, self.spec.compute.device)
-        compute = set_up_device(self.spec, self.log)
+        self.spec, compute = set_up_device(self.asked, self.log)
         device = compute.device
         if self.ranks.many:
             world = f"{self.ranks.world} of them"
@@ -377,7 +382,7 @@ class _Job:
             student = untrained()
             loop.evaluate("untrained", student.hidden, head_of(student), trainer)
 
-        if not builder.plan.memory.evaluates_late:
+        if not evaluates_late(self.spec):
             if trainer.step == 0:
                 evaluate(lambda: trainer.student)
         # A stop may have come before.
@@ -407,7 +412,7 @@ class _Job:
         """
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.optimizer.state.clear()
-        saved = load_decoder(self.folder.student, torch.float32, trainer.device, self.spec.model)
+        saved = load_decoder(self.folder.student, torch.float32, trainer.device, self.asked.model)
         saved.run_like(trainer.student)
         loop.evaluate("student", saved.hidden, head_of(saved), trainer, saved=True)
 
@@ -420,17 +425,11 @@ class _Job:
             alone,
             self.spec,
             self.ranks,
-            build=lambda student: builder.trainer(
-                student, alone.teacher, update=alone.train.update, ranks=self.ranks
-            ),
-            reshard=builder.plan.memory.reshard,
+            build=lambda student: builder.trainer(student, alone.teacher, self.ranks),
+            reshard=self.spec.student.reshard == "on",
             entering=builder.entering,
         )
-        # Weights and two moments, in fp32: 12 bytes a parameter.
-        size = 12 * sum(p.numel() for p in trainer.parameters)
-        choice = choose_sharded(self.spec.checkpoint.sharded, whole_bytes=size)
-        self.log(choice)
-        self.keeper.sharded = choice.choice == "on"
+        self.keeper.sharded = self.spec.checkpoint.sharded == "on"
         return trainer
 
     def _leave_results(
@@ -455,7 +454,7 @@ class _Job:
         proof = Artefact(
             folder=self.folder.student,
             dtype=torch_dtype(self.spec.student.save_as),
-            how=self.spec.model,
+            how=self.asked.model,
             start=untrained,
             rate=largest_rate(view_of(self.folder)),
             sha256=saved.sha256,
@@ -469,7 +468,7 @@ class _Job:
         self._evaluate_saved(trainer, loop)
         self.log(Phase(name="writing the receipt"))
         outcome = Outcome(
-            spec=self.spec,
+            spec=self.asked,
             data=data.ready,
             model_sha256=hashes | {"student": saved.sha256},
             heldout_losses=loop.heldout_losses,

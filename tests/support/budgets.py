@@ -77,16 +77,25 @@ def budget_of(
     available: Reading = PLENTY,
     **changes: Any,
 ) -> MemoryBudget:
-    chosen: dict[str, Any] = {
-        "teacher_packed_bytes": None,
-        "backend": "dequantized" if teacher else "none",
-        "teacher_precision": "bf16",
-        "student_precision": "bf16",
-        "device": "cuda",
-    }
-    return MemoryPlan(
-        spec=spec, teacher=teacher, student=student, available=available, **(chosen | changes)
+    """`changes` are settings, with `__` for the dot, and other fields of a MemoryPlan."""
+    teaching = {"teacher__backend": "dequantized" if teacher else "none"}
+    return planned(
+        spec, teacher=teacher, student=student, available=available, **(teaching | changes)
     ).budget()
+
+
+def planned(spec: RunSpec, **changes: Any) -> MemoryPlan:
+    """As `budget_of`, of a run on a GPU in bf16 with a dense teacher where nothing else is said."""
+    settings: dict[str, Any] = {
+        "teacher.backend": "dequantized",
+        "teacher.precision": "bf16",
+        "student.precision": "bf16",
+        "student.reshard": "on",
+        "compute.device": "cuda",
+    }
+    settings |= {k.replace("__", "."): v for k, v in changes.items() if "__" in k}
+    fields = {k: v for k, v in changes.items() if "__" not in k}
+    return MemoryPlan(spec=spec.with_values(settings), **fields)
 
 
 def item(budget: MemoryBudget, name: str) -> int:

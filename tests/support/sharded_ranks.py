@@ -20,12 +20,11 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Tensors
 from engine.models.packed import tensor_names
 from engine.models.packed_size import packed_size
-from engine.plan.memory import MemoryPlan
 from engine.runtime.ranks import Ranks, join, leave, ranks_here
-from engine.spec import spec_from_dict
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.teachers.identity import value_digest
 from engine.teachers.sharded import ShardedLayers
+from tests.support.budgets import planned, spec_of
 from tests.support.packed_models import make_batch, make_config
 
 LAYERS = {"dense": 5, "joined": 6, "blocks": 5, "fp8": 5}
@@ -76,23 +75,17 @@ def predicted_bytes(folder: Path, kind: str) -> int:
     with open_weights(path) as weights:
         size = packed_size(config, weights)
     each = 2 if PRECISION[kind] in ("bf16", "fp8") else 4
-    budget = MemoryPlan(
-        spec=spec_from_dict(
-            {
-                "teacher": {"path": "t"},
-                "student": {"config": "s.json"},
-                "compute": {"gpus": 2},
-            }
-        ),
+    budget = planned(
+        spec_of(compute__gpus=2),
         teacher=config,
         teacher_packed_bytes=size.weight_bytes(each),
         teacher_packed_layers=size.layer_bytes(each),
-        teacher_shard=True,
-        backend="quantized" if kind == "blocks" else "dequantized",
-        teacher_precision=PRECISION[kind],
-        student_precision="fp32",
+        teacher__shard="on",
+        teacher__backend="quantized" if kind == "blocks" else "dequantized",
+        teacher__precision=PRECISION[kind],
+        student__precision="fp32",
         student=make_config(),
-        device="cpu",
+        compute__device="cpu",
         available=measured(1 << 60, "a test"),
     ).budget()
     sizes = {item.name: item.bytes for item in budget.items}

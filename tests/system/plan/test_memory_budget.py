@@ -20,7 +20,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
 from engine.plan.activations import Forward
 from engine.plan.memory import MEMORY_PHASES
-from engine.spec import RunSpec
+from engine.spec import parse_set
 from engine.train import record
 from tests.support.budgets import (
     DEMO_STUDENT,
@@ -211,9 +211,9 @@ def test_a_run_on_the_cpu_holds_what_was_predicted(
         spec,
         student,
         teacher,
-        device="cpu",
-        teacher_precision="fp32",
-        student_precision="fp32",
+        compute__device="cpu",
+        teacher__precision="fp32",
+        student__precision="fp32",
     )
     student_model = new_decoder(student, 0)
     teacher_model = None if teacher is None else new_decoder(teacher, 1)
@@ -230,7 +230,7 @@ def test_a_run_on_the_cpu_holds_what_was_predicted(
 
 
 def test_what_lasts_is_counted_from_the_shapes() -> None:
-    budget = budget_of(spec_of(), teacher_precision="bf16")
+    budget = budget_of(spec_of(), teacher__precision="bf16")
     student, teacher = new_decoder(DEMO_STUDENT, 0), new_decoder(DEMO_TEACHER, 0, torch.bfloat16)
     size = sum(p.nbytes for p in student.parameters())
     assert item(budget, "student weights") == item(budget, "gradients") == size
@@ -274,7 +274,7 @@ def test_packed_weights_stay_packed() -> None:
     packed = 4_680_000_000
     dense = budget_of(spec_of(), SMALL, SEVEN_B)
     quantized = budget_of(
-        spec_of(), SMALL, SEVEN_B, backend="quantized", teacher_packed_bytes=packed
+        spec_of(), SMALL, SEVEN_B, teacher__backend="quantized", teacher_packed_bytes=packed
     )
     assert item(quantized, "teacher weights") == packed < item(dense, "teacher weights") / 3
     assert item(quantized, "dequantisation scratch") == 2 * 2 * 3584 * 18944
@@ -282,7 +282,9 @@ def test_packed_weights_stay_packed() -> None:
 
 def test_tf32_is_fp32_in_memory() -> None:
     for name in ("teacher weights", "teacher temporaries"):
-        found = {p: item(budget_of(spec_of(), teacher_precision=p), name) for p in ("fp32", "tf32")}
+        found = {
+            p: item(budget_of(spec_of(), teacher__precision=p), name) for p in ("fp32", "tf32")
+        }
         assert found["tf32"] == found["fp32"]
 
 
@@ -300,24 +302,6 @@ def test_a_run_that_just_fits_is_taken_and_one_byte_less_refuses_it() -> None:
         budget_of(spec_of(), available=measured(total - 1, "a test")).refuse_if_too_big()
 
 
-def with_settings(
-    spec: RunSpec, texts: tuple[str, ...], **given_changes: Any
-) -> tuple[RunSpec, dict[str, Any]]:
-    """The spec and the arguments of `budget_of` as the user would have set them."""
-    for text in texts:
-        key, value = text.split("=")
-        section, name = key.split(".")
-        if key in ("teacher.backend", "teacher.precision", "student.precision"):
-            argument = {"teacher.backend": "backend"}.get(key, key.replace(".", "_"))
-            given_changes[argument] = value
-        elif key == "student.checkpointing":
-            given_changes["checkpointing"] = value == "on"
-        else:
-            part = replace(getattr(spec, section), **{name: int(value)})
-            spec = replace(spec, **{section: part})
-    return spec, given_changes
-
-
 @pytest.mark.parametrize("gib", [40, 24, 12])
 def test_every_knob_does_what_the_refusal_says(gib: int) -> None:
     spec = spec_of(data__seq_len=2048, train__rows=12, train__accumulation=2)
@@ -331,11 +315,13 @@ def test_every_knob_does_what_the_refusal_says(gib: int) -> None:
     assert budget.savings
     for knob in budget.savings:
         assert knob.text in message
-        changed, arguments = with_settings(spec, knob.settings, **known)
-        rebuilt = budget_of(changed, SMALL, SEVEN_B, tight, **arguments)
+        found = dict(map(parse_set, knob.settings))
+        settings = {key.replace(".", "__"): value for key, value in found.items()}
+        rebuilt = budget_of(spec, SMALL, SEVEN_B, tight, **known, **settings)
         assert rebuilt.total_bytes == knob.total_bytes
         assert budget.total_bytes - rebuilt.total_bytes == knob.saved_bytes > 0
         assert rebuilt.fits is knob.fits
+        changed = spec.with_values(found)
         assert changed.train.rows * changed.train.accumulation == 24
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("`--set") == any(knob.fits for knob in budget.savings)
@@ -360,7 +346,7 @@ def test_the_rows_that_are_proposed_are_the_most_that_fit(
     for fewer in range(1, rows):
         if budget.fits is False and product % fewer == 0:
             parts = (f"train.rows={fewer}", f"train.accumulation={product // fewer}")
-            changed, _ = with_settings(spec, parts)
+            changed = spec.with_values(dict(map(parse_set, parts)))
             if budget_of(changed, SMALL, SEVEN_B, available).fits:
                 fitting.append(parts)
     assert [knob.settings for knob in proposed] == fitting[-1:]
@@ -372,7 +358,7 @@ def test_where_nothing_fits_each_knob_saves_what_it_can() -> None:
     needed = {}
     for rows in (6, 4, 3, 2, 1):
         settings_of = (f"train.rows={rows}", f"train.accumulation={12 // rows}")
-        changed, _ = with_settings(spec, settings_of)
+        changed = spec.with_values(dict(map(parse_set, settings_of)))
         needed[settings_of] = budget_of(changed, SMALL, SEVEN_B, none).total_bytes
     found = {knob.settings: knob for knob in budget_of(spec, SMALL, SEVEN_B, none).savings}
     best = min(needed, key=lambda settings_of: needed[settings_of])
@@ -389,7 +375,7 @@ def test_where_nothing_fits_each_knob_saves_what_it_can() -> None:
 def test_more_of_anything_never_needs_less(rows: int, seq_len: int, precision: str) -> None:
     def total(**changes: Any) -> int:
         shape = {"train__rows": rows, "data__seq_len": seq_len}
-        return budget_of(spec_of(**(shape | changes)), student_precision=precision).total_bytes
+        return budget_of(spec_of(**(shape | changes)), student__precision=precision).total_bytes
 
     here = total()
     assert total(train__rows=rows + 1) >= here
@@ -466,8 +452,8 @@ def test_a_run_on_the_gpu_takes_what_was_predicted(
         spec,
         student,
         teacher,
-        teacher_precision=precision,
-        student_precision=precision,
+        teacher__precision=precision,
+        student__precision=precision,
         shares_heads=major == 9,
     )
     assert budget.total_bytes == pytest.approx(peak, rel=0.1), "\n".join(budget.lines())

@@ -27,13 +27,14 @@ from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import choose_teacher_shard
 from engine.plan.memory import MemoryPlan
-from engine.plan.run_plan import LayerExecution, RunFacts, plan_memory
+from engine.plan.run_plan import RunFacts, plan_memory
 from engine.runtime.managed import memory_scope
 from engine.runtime.ranks import Ranks
 from engine.spec import spec_from_dict
 from engine.teachers.sharded import ShardedLayers
 from engine.train import record
 from engine.units import format_bytes
+from tests.support.budgets import budget_of, spec_of
 from tests.support.packed_models import lively, make_config, write
 from tests.support.running import environment
 from tests.support.sharded_ranks import LAYERS
@@ -112,30 +113,18 @@ def test_a_layer_that_is_trained_is_refused() -> None:
 
 
 def _needs(shard: bool, gpus: int = 4, **changes: Any) -> int:
-    budget = MemoryPlan(
-        spec=spec_from_dict(
-            {
-                "teacher": {"path": "teacher.gguf"},
-                "student": {"config": "student.json"},
-                "data": {"seq_len": 1024},
-                "compute": {"gpus": gpus},
-            }
-        ),
+    budget = budget_of(
+        spec_of(data__seq_len=1024, compute__gpus=gpus),
         **(
             dict(
                 teacher=config_named("qwen2.5-7b"),
-                teacher_packed_bytes=None,
-                teacher_shard=shard,
-                backend="dequantized",
-                teacher_precision="bf16",
-                student_precision="bf16",
+                teacher__shard="on" if shard else "off",
                 student=config_named("qwen2.5-0.5b"),
-                device="cuda",
                 available=measured(200 * GIB, "a test"),
             )
             | changes
         ),
-    ).budget()
+    )
     return budget.total_bytes
 
 
@@ -172,23 +161,12 @@ def test_auto_shares_only_what_does_not_fit_whole_and_says_the_arithmetic() -> N
 
 
 def test_the_budget_of_a_teacher_that_does_not_fit_names_the_setting() -> None:
-    budget = MemoryPlan(
-        spec=spec_from_dict(
-            {
-                "teacher": {"path": "teacher.gguf"},
-                "student": {"config": "student.json"},
-                "compute": {"gpus": 4},
-            }
-        ),
+    budget = budget_of(
+        spec_of(compute__gpus=4),
         teacher=config_named("qwen2.5-7b"),
-        teacher_packed_bytes=None,
-        backend="dequantized",
-        teacher_precision="bf16",
-        student_precision="bf16",
         student=config_named("qwen2.5-0.5b"),
-        device="cuda",
         available=measured(22 * GIB, "a test"),
-    ).budget()
+    )
     with pytest.raises(BadInput, match=r"teacher\.shard=on"):
         budget.refuse_if_too_big()
 
@@ -200,11 +178,11 @@ def _planned(
     teacher = make_config(num_hidden_layers=12)
     spec = spec_from_dict(
         {
-            "teacher": {"path": "teacher", "shard": wanted},
-            "student": {"config": "student.json", "checkpointing": "off"},
+            "teacher": {"path": "teacher", "shard": wanted, "precision": "fp32"},
+            "student": {"config": "student.json", "checkpointing": "off", "precision": "fp32"},
             "data": {"seq_len": 32},
             "loss": {"chunk_rows": 16},
-            "compute": {"gpus": 2},
+            "compute": {"gpus": 2, "device": "cpu"},
         }
     )
     device = torch.device("cpu")
@@ -218,20 +196,15 @@ def _planned(
     )
     compute = ComputeDevice(
         device=device,
-        precision="fp32",
         memory=memory_scope("native", device),
         available=measured(available_bytes, "a test"),
-        threads=1,
-    )
-    execution = LayerExecution(
-        compiled=False, packed=False, teacher_packed=False, teacher_compiled=False, prefetches=False
     )
     folder.mkdir()
     run = RunFolder(folder)
     with LogWriter(run.events, writer="trainer") as log:
-        facts = RunFacts(spec=spec, inputs=inputs, compute=compute)
         write = partial(record.write, log)
-        fitted = plan_memory(facts, execution, write, fused_loss=False)
+        facts = RunFacts(spec=spec, inputs=inputs, compute=compute, log=write)
+        fitted = plan_memory(facts)
         write(fitted.budget())
     return fitted, Follower(run).read_all()
 

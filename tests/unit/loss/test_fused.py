@@ -30,7 +30,6 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.head import Head, PackedHead
 from engine.models.packed import reserve
-from engine.plan import memory
 from tests.support.budgets import (
     DEMO_STUDENT,
     DEMO_TEACHER,
@@ -39,6 +38,7 @@ from tests.support.budgets import (
     SMALL,
     budget_of,
     item,
+    planned,
     spec_of,
 )
 from tests.support.driven_runs import drive
@@ -289,17 +289,7 @@ def test_what_the_kernel_does_not_know_is_refused() -> None:
 
 def test_the_plan_knows_the_buffers_of_each_form() -> None:
     spec = spec_of(train__rows=10**6)
-    plan = memory.MemoryPlan(
-        spec=spec,
-        teacher=None,
-        backend="none",
-        teacher_precision="bf16",
-        student_precision="bf16",
-        student=SMALL,
-        device="cuda",
-        available=PLENTY,
-        fused_loss=True,
-    )
+    plan = planned(spec, teacher=None, student=SMALL, available=PLENTY, loss__kernel="fused")
     assert plan.chunk_rows == default_chunk_rows("cuda", SMALL.vocab_size, fused=True)
     few = spec_of(train__rows=4, data__seq_len=64)
     logits = SMALL.vocab_size * 256
@@ -310,14 +300,14 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         ("jsd", False, 4 * 6 + 2),
     ):
         spec = spec_of(train__rows=4, data__seq_len=64, loss__divergence=divergence)
-        budget = budget_of(spec, SMALL, SEVEN_B, fused_loss=fused)
+        budget = budget_of(spec, SMALL, SEVEN_B, loss__kernel="fused" if fused else "eager")
         assert item(budget, "loss workspace") == each * logits, (divergence, fused)
-    budget = budget_of(few, SMALL, None, fused_loss=True)
+    budget = budget_of(few, SMALL, None, loss__kernel="fused")
     assert item(budget, "loss workspace") == (4 + 2) * logits
     # Two buffers of one chunk, and dz of four, or of all there are.
     for rows, held in ((64, 256), (32, 128), (128, 256)):
         spec = spec_of(train__rows=4, data__seq_len=64, loss__chunk_rows=rows)
-        budget = budget_of(spec, SMALL, SEVEN_B, fused_loss=True)
+        budget = budget_of(spec, SMALL, SEVEN_B, loss__kernel="fused")
         assert item(budget, "loss workspace") == SMALL.vocab_size * (8 * rows + 2 * held)
 
 
@@ -353,10 +343,10 @@ def test_a_run_with_the_fused_loss_takes_what_was_predicted(
         spec,
         student,
         teacher,
-        teacher_precision=precision,
-        student_precision=precision,
+        teacher__precision=precision,
+        student__precision=precision,
         shares_heads=torch.cuda.get_device_capability()[0] == 9,
-        fused_loss=True,
+        loss__kernel="fused",
     )
     assert peak == pytest.approx(budget.total_bytes, rel=0.1), "\n".join(budget.lines())
 

@@ -16,6 +16,7 @@ from engine.plan.device import CONTEXT_BYTES, limit_allocator, limited
 from engine.plan.fit_in_memory import FEWER_CHUNK_ROWS, fit
 from engine.plan.memory import MemoryPlan
 from engine.spec import spec_from_dict
+from tests.support.budgets import planned
 
 GIB = 2**30
 SPEC: dict[str, dict[str, Any]] = {
@@ -44,22 +45,20 @@ def fitted(
     for key, value in settings.items():
         section, name = key.split("__")
         tree.setdefault(section, {})[name] = value
-    whole = MemoryPlan(
-        spec=spec_from_dict(tree),
+    asked = tree["teacher"].get("backend", "auto")
+    whole = planned(
+        spec_from_dict(tree),
         teacher=TEACHER,
         teacher_packed_bytes=4_677_000_000,
-        backend="dequantized",
-        teacher_precision="bf16",
-        student_precision="bf16",
+        teacher__backend=asked,
         student=STUDENT,
-        device="cuda",
         available=absent("Not Supported", "a test")
         if available_gib is None
         else measured(round(available_gib * GIB), "a test"),
-        compiled=compiled,
-        packed=True,
-        teacher_packed=True,
-        fused_loss=True,
+        student__compile="on" if compiled else "off",
+        student__attention="packed",
+        teacher__attention="packed",
+        loss__kernel="fused",
     )
     plan, decisions = fit(whole, usual_chunk_rows=usual_chunk_rows, stored=None)
     return plan, {decision.knob: decision for decision in decisions}
@@ -67,7 +66,7 @@ def fitted(
 
 def given_up(found: tuple[MemoryPlan, Any]) -> tuple[str, bool, int]:
     plan, _ = found
-    return plan.backend, plan.checkpointing, plan.chunk_rows
+    return plan.spec.teacher.backend, plan.checkpointing, plan.chunk_rows
 
 
 def test_a_run_that_fits_is_left_as_it_is() -> None:
@@ -139,7 +138,7 @@ def test_what_the_settings_name_is_kept_whatever_it_needs() -> None:
 
 def test_a_run_that_fits_in_no_way_is_refused_with_what_it_needs_at_least() -> None:
     plan, _ = fitted(8.0)
-    assert plan.backend == "quantized" and plan.chunk_rows == min(FEWER_CHUNK_ROWS)
+    assert plan.spec.teacher.backend == "quantized" and plan.chunk_rows == min(FEWER_CHUNK_ROWS)
     with pytest.raises(BadInput, match="found one of"):
         plan.budget().refuse_if_too_big()
 

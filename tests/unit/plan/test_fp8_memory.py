@@ -10,8 +10,9 @@ import torch
 from engine.machine.reading import measured
 from engine.models.fp8 import round_layer
 from engine.models.frozen import freeze
-from engine.plan.memory import MEMORY_PHASES, BudgetItem, MemoryBudget, MemoryPlan
+from engine.plan.memory import MEMORY_PHASES, BudgetItem, MemoryBudget
 from engine.spec import spec_from_dict
+from tests.support.budgets import planned
 from tests.support.packed_models import lively, make_config
 
 PLENTY = measured(1 << 60, "a test")
@@ -28,15 +29,11 @@ SPEC: dict[str, dict[str, Any]] = {
 def budget(available: Any = PLENTY, **changes: Any) -> MemoryBudget:
     values: dict[str, Any] = dict(
         teacher=make_config(),
-        teacher_packed_bytes=None,
-        backend="dequantized",
-        teacher_precision="fp8",
-        student_precision="bf16",
+        teacher__precision="fp8",
         student=make_config(hidden_size=64, intermediate_size=96, head_dim=16),
-        device="cuda",
         available=available,
     )
-    return MemoryPlan(spec=spec_from_dict(SPEC), **(values | changes)).budget()
+    return planned(spec_from_dict(SPEC), **(values | changes)).budget()
 
 
 def item(budget: MemoryBudget, name: str) -> BudgetItem:
@@ -60,7 +57,7 @@ def test_the_weights_of_a_teacher_in_fp8_are_the_bytes_that_it_holds(
 
 
 def test_fp8_needs_half_of_bf16_in_its_layers_and_the_same_activations() -> None:
-    narrow, wide = budget(), budget(teacher_precision="bf16")
+    narrow, wide = budget(), budget(teacher__precision="bf16")
     for name in ("teacher temporaries", "teacher hidden states"):
         assert item(narrow, name).bytes == item(wide, name).bytes
     assert item(narrow, "teacher weights").bytes < item(wide, "teacher weights").bytes
@@ -73,7 +70,7 @@ def test_a_teacher_that_does_not_fit_in_fp8_is_not_told_to_keep_its_blocks() -> 
 
 
 def test_prefetching_keeps_another_batch_and_the_temporaries_of_its_stream() -> None:
-    without, ahead = budget(), budget(prefetches=True)
+    without, ahead = budget(), budget(teacher__prefetch="on")
     temporaries = item(ahead, "teacher temporaries")
     assert temporaries.phases == MEMORY_PHASES[1:] and temporaries.lasting
     assert temporaries.bytes == item(without, "teacher temporaries").bytes

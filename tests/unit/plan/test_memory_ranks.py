@@ -8,14 +8,18 @@ from engine.models.config import count_parameters
 from engine.plan.memory import MEMORY_PHASES, MemoryBudget
 from tests.support.budgets import SEVEN_B, SMALL, budget_of, spec_of
 
-BODY = dict(student=SMALL, teacher=SEVEN_B, device="cuda", teacher_precision="bf16")
+BODY = dict(student=SMALL, teacher=SEVEN_B, compute__device="cuda", teacher__precision="bf16")
 RUN = dict(train__rows=8, data__seq_len=1024, eval__rows=4)
 
 
 def budget(gpus: int, **changes: object) -> MemoryBudget:
     found: MemoryBudget = budget_of(
         spec_of(compute__gpus=gpus, **RUN),
-        **(BODY | dict(student_precision="bf16", compiled=True, packed=True) | changes),
+        **(
+            BODY
+            | dict(student__precision="bf16", student__compile="on", student__attention="packed")
+            | changes
+        ),
     )
     return found
 
@@ -43,10 +47,12 @@ def test_one_process_has_nothing_of_what_ranks_add() -> None:
 
 
 def test_keeping_gathered_layers_costs_all_of_them_and_giving_them_back_a_few() -> None:
-    kept, given = (sizes(budget(2, reshard=again))["gathered layers"] for again in (False, True))
+    kept, given = (
+        sizes(budget(2, student__reshard=again))["gathered layers"] for again in ("off", "on")
+    )
     layers = 4 * (count_parameters(SMALL) - SMALL.vocab_size * SMALL.hidden_size)
     assert kept == layers and given == pytest.approx(layers / 6, rel=1e-4)
-    assert budget(2, reshard=False).total_bytes > budget(2, reshard=True).total_bytes
+    assert budget(2, student__reshard="off").total_bytes > budget(2).total_bytes
 
 
 def test_many_ranks_need_no_less_than_the_checks_of_the_whole_student_do() -> None:

@@ -78,7 +78,8 @@ def test_layers_are_captured_where_that_is_asked_for() -> None:
 def test_captured_layers_keep_activations_and_gradients_in_memory(tied: bool) -> None:
     shape = config(896, 4864, 24, 14, 2, 32_000, tied=tied)
     plain, captured = (
-        budget_of(spec_of(), student=shape, packed=True, graphs=graphs) for graphs in (False, True)
+        budget_of(spec_of(), shape, student__attention="packed", student__graphs=graphs)
+        for graphs in ("off", "on")
     )
     inside = sum(p.numel() for p in layers_of(shape).parameters())
     assert item(captured, "gradients in the graph") == 4 * inside
