@@ -133,7 +133,7 @@ drills: .venv/.dev
 
 # One of each way in which a drill is carried out: a training with a check of its first minute, resume, device, late,
 # hang, kill, memory. Tests plant the other defects of a training (tests/system/checks/test_defects.py).
-FEW_DRILLS = labels_shifted_twice optimizer_lost host_operators rows_dropped_later deadlock killed_from_outside \
+FEW_DRILLS = padding_trained optimizer_lost host_operators rows_dropped_later deadlock killed_from_outside \
 	plan_that_cannot_fit
 few-drills: .venv/.dev
 	printf '%s\n' $(FEW_DRILLS) | xargs -n 1 -P 2 $(BIN)/engine drill

@@ -7,7 +7,6 @@ the data are bit for bit what they would be without it.
     before the models run
       vocabulary_by_bytes        a token id that means one token to the teacher and another to the student
       batch_not_degenerate       one token repeated, the same row everywhere, a loader that is stuck
-      labels_are_next_tokens     labels that are unshifted or shifted twice
       documents_in_rows          documents of the corpus that are in no row, twice, cut, altered or wrongly labelled
       padding_not_trained        padding with labels, which teaches the student to produce padding
       end_is_learnt              ends of texts and turns that are never a label
@@ -15,8 +14,7 @@ the data are bit for bit what they would be without it.
                                  is not as in the checkpoint's files
     at the start
       weights_alive              zero, constant or non-finite matrices
-      forward_is_the_model       a token that attends to later ones or to another document, another norm eps, a
-                                 student whose formula is another in fp32: interleaved rotary pairs, or none
+      no_token_leaks             a model that transformers runs whose tokens attend to later ones or to another document
       teacher_knows_text         a teacher whose cross entropy is no better than guessing: random weights, wrong
                                  tokenizer, wrong forward pass; of text that it does not know it is unknown
       eval_baseline              an evaluation that gives a good score to a model that knows nothing
@@ -24,7 +22,6 @@ the data are bit for bit what they would be without it.
                                  a teacher whose outputs fp8 changes more than 4-bit weights would
       stored_outputs             stored teacher outputs of another model or of other rows
       teacher_not_student        the same model on both sides
-      nan_not_masked             NaN logits that give a finite loss
     of a real step: the first of a session, some later ones, the last (engine/audit)
       step_rows                  rows that are not the corpus's, or are met twice
       step_labels                labels that are missing, shifted, or stand where none belongs
@@ -51,7 +48,7 @@ What they are, what a failure means and what to do is in `catalogue.py`, which n
     check.py, catalogue.py     the types, the catalogue       no torch
     context.py                 what a check may look at
     runner.py                  when each check runs, and the guarantee that it changes nothing
-    data.py vocabulary.py weights.py forward.py teacher.py objective.py checkpoint.py
+    data.py vocabulary.py weights.py forward.py teacher.py checkpoint.py
     artefact.py resources.py   the checks
     logits.py                  cross entropies that several of them use
 

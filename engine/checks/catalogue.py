@@ -28,13 +28,6 @@ CATALOGUE: tuple[About, ...] = (
         when=When.BEFORE,
     ),
     About(
-        id="labels_are_next_tokens",
-        question="Is every label of the next rows, and of the held-out ones, the next token of its document?",
-        means="Labels are unshifted or shifted twice: the student learns to copy its input or to skip a token.",
-        remedy="Shift exactly once, between rows and loss.",
-        when=When.BEFORE,
-    ),
-    About(
         id="documents_in_rows",
         question="Are all documents of the corpus in the rows, whole, in one split, with labels on answers alone?",
         means="Text is lost, cut, doubled, altered or wrongly labelled before the rows, and every step looks "
@@ -74,11 +67,11 @@ CATALOGUE: tuple[About, ...] = (
         when=When.AT_START,
     ),
     About(
-        id="forward_is_the_model",
-        question="Does a token move only later ones of its document, a norm by the eps of config.json, and is the "
-        "student in fp32 a plain forward pass?",
-        means="It computes another model: a missing mask, neighbouring rotary pairs, another eps, a wrong kernel.",
-        remedy="The numbers say which side; mask the future and other documents, and bisect by layer.",
+        id="no_token_leaks",
+        question="Does a token move only later ones of its document, in a model that transformers runs?",
+        means="It sees the tokens that it is to predict, or other documents of its row: its losses mean nothing.",
+        remedy="Take another version of transformers, `model.engine=native` where the family allows it, or "
+        "`data.packing=documents`.",
         when=When.AT_START,
     ),
     About(
@@ -115,13 +108,6 @@ CATALOGUE: tuple[About, ...] = (
         question="Are teacher and student different models, with a KL above zero at the start?",
         means="The student has nothing to learn: the KL is zero from the first step on and stays there.",
         remedy="Give student.path other weights.",
-        when=When.AT_START,
-    ),
-    About(
-        id="nan_not_masked",
-        question="Does a NaN in either model's hidden states make the loss NaN?",
-        means="Broken weights would train to a finite loss, for example ln V, and nobody would know.",
-        remedy="Remove the guard that replaces NaN in the softmax or the loss.",
         when=When.AT_START,
     ),
     *STAGES,
@@ -168,11 +154,14 @@ CATALOGUE: tuple[About, ...] = (
 ABOUT = {about.id: about for about in CATALOGUE}
 
 RETIRED = {
-    "causal_mask": "forward_is_the_model",
-    "documents_isolated": "forward_is_the_model",
-    "positions_matter": "forward_is_the_model",
-    "shift_proof": "labels_are_next_tokens",
-    "student_shift": "labels_are_next_tokens",
+    "causal_mask": "no_token_leaks",
+    "documents_isolated": "no_token_leaks",
+    "forward_is_the_model": "no_token_leaks",
+    "positions_matter": "step_student",
+    "shift_proof": "step_labels",
+    "student_shift": "step_labels",
+    "labels_are_next_tokens": "step_labels",
+    "nan_not_masked": "",
     "effective_settings": "step_weights",
     "ignored_rows_have_no_part": "step_gradients",
     "loss_invariants": "step_loss_parts",

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,26 +20,10 @@ from engine.data.batches import Batch, Batches
 from engine.data.token_cache import Made
 from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
-from engine.loss.objective import LossTerms
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
 from engine.teachers.protocol import Teacher
-
-
-class Objective(Protocol):
-    """The loss of the run, with its alpha and temperature applied."""
-
-    def __call__(
-        self,
-        hidden_ND: Tensor,
-        head_VD: Tensor | None,
-        teacher_hidden_NE: Tensor | None,
-        teacher_head: Head | None,
-        labels_N: Tensor,
-        *,
-        denominator: float,
-    ) -> LossTerms: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +81,6 @@ class Context:
     tokenizers: Mapping[str, Tokenizer | None]
     """Tokenizers by their owner; None for an unknown one."""
 
-    objective: Objective
     evaluate: Callable[[Callable[[Tensor, Tensor], Tensor], Head, Sequence[Batch]], float]
     """Returns the held-out loss of hidden states and a head on some batches."""
     autocast: Callable[[], contextlib.AbstractContextManager[object]]

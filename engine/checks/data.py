@@ -106,27 +106,6 @@ def batch_not_degenerate(context: Context) -> Answer:
     )
 
 
-def labels_are_next_tokens(context: Context) -> Answer:
-    """Compare every label with the token after it; a row's last label is of a token that is not in the row."""
-    numbers = Numbers(labelled=0)
-    for whose, batch in (("training", next_rows(context)), ("held-out", context.heldout[0])):
-        labels_BT, next_BT = batch.labels_BT[:, :-1], batch.tokens_BT[:, 1:]
-        labelled_BT = labels_BT != IGNORED
-        same_BT = batch.documents_BT[:, 1:] == batch.documents_BT[:, :-1]
-        wrong = np.argwhere(labelled_BT & ~(same_BT & (labels_BT == next_BT)))
-        numbers["labelled"] += int(labelled_BT.sum())
-        if len(wrong):
-            row, place = wrong[0]
-            return numbers.failed(
-                f"{whose} row {row + 1}, token {place + 1}: the label is {labels_BT[row, place]}, the token "
-                f"{batch.tokens_BT[row, place]} and the next one {next_BT[row, place]}; {len(wrong):,} labels are "
-                "not the next token of their document"
-            )
-    return numbers.passed(
-        f"{numbers['labelled']:,.0f} labels are the next tokens of their documents"
-    )
-
-
 def documents_in_rows(context: Context) -> Answer:
     """Count the documents of both streams, and compare some with what is read and tokenized anew."""
     if context.made is None:

@@ -35,12 +35,10 @@ from engine.checks.data import (
     batch_not_degenerate,
     documents_in_rows,
     end_is_learnt,
-    labels_are_next_tokens,
     padding_not_trained,
     split_disjoint,
 )
-from engine.checks.forward import forward_is_the_model
-from engine.checks.objective import nan_not_masked
+from engine.checks.forward import no_token_leaks
 from engine.checks.resources import memory_as_planned, no_late_compile
 from engine.checks.teacher import (
     eval_baseline,
@@ -60,19 +58,17 @@ from engine.verdict import Verdict
 _ASKED: tuple[Callable[..., Answer | None], ...] = (
     vocabulary_by_bytes,
     batch_not_degenerate,
-    labels_are_next_tokens,
     documents_in_rows,
     padding_not_trained,
     end_is_learnt,
     resume_continues,
     weights_alive,
-    forward_is_the_model,
+    no_token_leaks,
     teacher_knows_text,
     eval_baseline,
     teacher_fp8_within_noise_floor,
     stored_outputs,
     teacher_not_student,
-    nan_not_masked,
     split_disjoint,
     memory_as_planned,
     no_late_compile,

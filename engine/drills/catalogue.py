@@ -477,7 +477,6 @@ DRILLS: tuple[Drill, ...] = (
     ),
     _other(
         "kernel_key_deaf",
-        Expected(kind=CHECK, id="forward_is_the_model"),
         Expected(kind=CHECK, id="teacher_knows_text"),
         Expected(kind=CHECK, id="step_teacher"),
         Expected(kind=REFUSAL, id="kernel", text="found another"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +19,7 @@ from engine.data.batches import IGNORED, Batch
 from engine.drills.planting import replaced
 from engine.loss.objective import LossTerms
 from engine.models.decoder import Decoder
-from engine.train import checking, trainer
+from engine.train import trainer
 from engine.train.checkpoint import keeper as keep
 from engine.train.checkpoint import state
 from engine.train.trainer import Trainer
@@ -99,7 +98,7 @@ def ends_masked() -> AbstractContextManager[None]:
 def _loss(make: Callable[[Callable[..., LossTerms]], Callable[..., LossTerms]]) -> Iterator[None]:
     """Replace the loss in the trainer and in the checks."""
     name = "distillation_loss"
-    with replaced(trainer, name, make), replaced(checking, name, make):
+    with replaced(trainer, name, make):
         yield
 
 
@@ -129,22 +128,6 @@ def denominator_per_pass() -> AbstractContextManager[None]:
             terms = loss(*tensors, denominator=denominator, **others)
             used = terms.loss * denominator / terms.labelled.clamp(min=1)
             return dataclasses.replace(terms, loss=used + (terms.loss - used).detach())
-
-        return spoilt
-
-    return _loss(make)
-
-
-def nan_masked() -> AbstractContextManager[None]:
-    """A softmax that falls back to uniform: NaN logits have a loss of ln V."""
-
-    def make(loss: Callable[..., LossTerms]) -> Callable[..., LossTerms]:
-        def spoilt(hidden_ND: Tensor, head_VD: Tensor, *others: Any, **settings: Any) -> LossTerms:
-            terms = loss(hidden_ND, head_VD, *others, **settings)
-            uniform = math.log(head_VD.shape[0])
-            return dataclasses.replace(
-                terms, loss=torch.nan_to_num(terms.loss, nan=uniform, posinf=uniform)
-            )
 
         return spoilt
 

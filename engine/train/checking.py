@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
-import torch
 from torch import Tensor
 
 from engine.checks.context import Context, Memory, Resumed
@@ -13,7 +12,6 @@ from engine.data.chat_template import ChatTemplate
 from engine.data.token_cache import Made
 from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
-from engine.loss.objective import LossTerms, distillation_loss
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
@@ -40,32 +38,6 @@ def context_of(
     late_compiles: Callable[[], Sequence[str]] = tuple,
 ) -> Context:
     """Return the context of the trainer's current state, before the first step of its session."""
-    loss, fused = trainer.loss, trainer.loss.kernel == "fused"
-
-    def objective(
-        hidden_ND: Tensor,
-        head_VD: Tensor | None,
-        teacher_hidden_NE: Tensor | None,
-        teacher_head: Head | None,
-        labels_N: Tensor,
-        *,
-        denominator: float,
-    ) -> LossTerms:
-        return distillation_loss(
-            hidden_ND,
-            head_VD,
-            teacher_hidden_NE,
-            teacher_head,
-            labels_N,
-            alpha=loss.alpha,
-            temperature=loss.temperature,
-            denominator=denominator,
-            chunk_rows=loss.chunk_rows or None,
-            divergence=loss.divergence,
-            beta=loss.beta,
-            # Some checks compute the loss in float64, which the fused kernel does not support.
-            kernel="fused" if fused and hidden_ND.dtype != torch.float64 else "eager",
-        )
 
     def evaluate(
         hidden: Callable[[Tensor, Tensor], Tensor], head: Head, batches: Sequence[Batch]
@@ -91,7 +63,6 @@ def context_of(
         left_out=left_out,
         copies=copies,
         writes_system=template is not None and template.writes_system,
-        objective=objective,
         evaluate=evaluate,
         autocast=trainer.autocast,
         memory=memory,

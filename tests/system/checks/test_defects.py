@@ -31,12 +31,12 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 SAID = [
-    ("labels_unshifted", "labels_are_next_tokens", "are not the next token"),
+    ("labels_unshifted", "step_labels", "the label is"),
     ("t_squared_missing", "step_gradients", "the gradient of the hidden states is"),
     ("denominator_per_pass", "step_gradients", "the gradient of the hidden states is"),
     ("last_row_only", "step_gradients", "(relative) from the plain decoder's"),
     ("last_position_only", "step_gradients", "(relative) from the plain decoder's"),
-    ("norm_eps_fixed", "forward_is_the_model", "as with eps 1.0e-05"),
+    ("norm_eps_fixed", "step_student", "from a plain forward pass"),
     ("frozen_embedding", "step_weights", "embed.weight is not in the optimizer"),
     ("random_teacher", "teacher_knows_text", "guessing at random"),
 ]

@@ -29,8 +29,8 @@ def test_planted_defects_are_named_through_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["drill"]: row for row in json.loads(done.stdout)["drills"]}
     turned, stalled = rows["rotary_neighbours"], rows["loader_stalls"]
-    assert turned["named_by"] == "check forward_is_the_model" and turned["before_step_1"]
-    assert turned["state"] == "failed" and turned["steps"] == 0
+    assert turned["named_by"] == "check step_teacher"
+    assert turned["state"] == "failed" and turned["steps"] == 1
     assert stalled["named_by"] == "alert stalled" and not stalled["also_said"]
     assert "engine/drills/defects_process.py" in stalled["evidence"]
     assert str(tmp_path) not in done.stdout
@@ -49,7 +49,7 @@ def test_a_drill_without_its_defect_fails(tmp_path: Path) -> None:
     done = carry_out(sound, tmp_path)
     assert done.verdict.level == Level.FAIL and done.named is None
     assert done.verdict.reason == (
-        "expected check forward_is_the_model, found nothing was said; the run: completed"
+        "expected check step_teacher, found nothing was said; the run: completed"
     )
 
 
@@ -130,7 +130,7 @@ def test_what_was_said_of_healthy_runs_is_counted_and_their_folders_are_kept(
         (folder / f"healthy-{seed}").mkdir()
         spoke = ("alert stalled",) if seed == 1 else ()
         verdict = Verdict(Level.FAIL if spoke else Level.PASS, ", ".join(spoke) or "nothing said")
-        unknown = ("nan_not_masked",)
+        unknown = ("no_token_leaks",)
         return Healthy(
             seed=seed,
             verdict=verdict,
@@ -147,7 +147,7 @@ def test_what_was_said_of_healthy_runs_is_counted_and_their_folders_are_kept(
     assert done.stdout.splitlines()[-2:] == [
         "1 of 2 healthy runs were left alone; "
         "19 to 20 checks passed and 11 alert rules judged in each",
-        "could not answer in some: nan_not_masked",
+        "could not answer in some: no_token_leaks",
     ]
     assert (tmp_path / "healthy-1").exists() and not (tmp_path / "healthy-0").exists()
     assert json.loads((tmp_path / "healthy.json").read_text())["spoke"] == ["alert stalled"]

@@ -4,7 +4,6 @@ room is asked for than will be written.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -15,16 +14,13 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint_folders import published
-from engine.checks.runner import CHECKS
-from engine.data.batches import IGNORED, Batch
 from engine.errors import DiskFull
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.plan.inputs import check_inputs
 from engine.spec import load_spec
 from engine.train import run as trainer_module
-from engine.verdict import Level
-from tests.support.checked_runs import World, make_run, make_world
+from tests.support.checked_runs import World, make_world
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit
 from tests.support.running import engine, engine_here
@@ -36,21 +32,6 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 # A check that is not certain says so
-
-
-def test_a_nan_is_looked_for_where_there_is_a_label(world: World) -> None:
-    looked_at = make_run(world).context
-
-    class FirstTokenEndsItsDocument:
-        def take(self, position: int, rows: int) -> Batch:
-            batch = looked_at.batches.take(position, rows)
-            labels_BT = batch.labels_BT.copy()
-            labels_BT[:, :3] = IGNORED
-            return dataclasses.replace(batch, labels_BT=labels_BT)
-
-    ended = dataclasses.replace(looked_at, batches=FirstTokenEndsItsDocument())  # type: ignore[arg-type]
-    found = CHECKS["nan_not_masked"](ended)
-    assert found is not None and found.verdict.level is Level.PASS
 
 
 # A run that goes on

@@ -55,7 +55,7 @@ ASSERTIONS = (
         "A3",
         "a forward pass of another model, at positions beyond the first",
         checks=(
-            "forward_is_the_model",
+            "no_token_leaks",
             "step_student",
             "step_teacher",
         ),
@@ -98,9 +98,8 @@ ASSERTIONS = (
     Failure(
         "A8",
         "a NaN that is masked",
-        checks=("nan_not_masked",),
         rules=("non_finite",),
-        drills=("nan_masked",),
+        tests=("loss/objective::a_non_finite_logit_gives_a_non_finite_loss",),
     ),
     Failure(
         "A9",
@@ -194,7 +193,6 @@ GAPS = (
         "G4",
         "shift and mask",
         checks=(
-            "labels_are_next_tokens",
             "step_labels",
             "padding_not_trained",
             "end_is_learnt",
