@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -94,12 +93,10 @@ def ends_masked() -> AbstractContextManager[None]:
 # The loss and the update
 
 
-@contextlib.contextmanager
-def _loss(make: Callable[[Callable[..., LossTerms]], Callable[..., LossTerms]]) -> Iterator[None]:
-    """Replace the loss in the trainer and in the checks."""
-    name = "distillation_loss"
-    with replaced(trainer, name, make):
-        yield
+def _loss(
+    make: Callable[[Callable[..., LossTerms]], Callable[..., LossTerms]],
+) -> AbstractContextManager[None]:
+    return replaced(trainer, "distillation_loss", make)
 
 
 def t_squared_missing() -> AbstractContextManager[None]:
