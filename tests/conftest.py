@@ -43,9 +43,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Reports of internal errors that tests provoke stay out of the home of whoever runs them."""
     state = tmp_path_factory.mktemp("state")
-    # A file where the times of earlier runs would be kept: one test's run is not to be compared with another's.
     (state / "apr-workbench").mkdir()
-    (state / "apr-workbench" / "earlier-runs").touch()
     os.environ["XDG_STATE_HOME"] = str(state)
 
 

@@ -41,6 +41,7 @@ from engine.log.events import nan_if_absent
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, load_packed_decoder, new_decoder
+from engine.plan.cost import flops_per_token
 from engine.plan.device import has_compiler
 from engine.plan.knobs import choose_attention, choose_loss_kernel
 from engine.spec import LossSection, TrainSection
@@ -50,7 +51,6 @@ from engine.teachers.protocol import Teacher
 from engine.teachers.truncating import TruncatingTeacher
 from engine.terminal import aligned
 from engine.train.compile_student import compile_student
-from engine.train.roofline import flops_per_token
 from engine.train.trainer import Trainer
 from engine.units import format_bytes, format_count
 

@@ -9,17 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from engine.machine.rates import Rates
 from engine.terminal import aligned
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """The best rates of this machine, measured in the same run."""
-
-    copy_bytes_per_s: float
-    """Bytes read plus bytes written by a large device-to-device copy."""
-    matmul_flop_per_s: float
-    """The rate of the large bf16 matmul (fp32 on a CPU)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +70,15 @@ class BenchRow:
             ratio=None if base is None else base.seconds / timing.seconds,
         )
 
-    def bound_s(self, roof: Roofline) -> float:
-        """The roofline's time: the larger of the times that the bytes and the arithmetic need."""
-        return max(self.bytes / roof.copy_bytes_per_s, self.flop / roof.matmul_flop_per_s)
+    def bound_s(self, roof: Rates) -> float:
+        """The time that the bytes and the arithmetic need at least, the larger of both."""
+        return max(self.bytes / roof.bytes, self.flop / roof.flops)
 
-    def share(self, roof: Roofline) -> float:
+    def share(self, roof: Rates) -> float:
         """Fraction of the roofline that was reached, 0 to 1."""
         return self.bound_s(roof) / self.seconds
 
-    def as_dict(self, roof: Roofline) -> dict[str, float | int | str | None]:
+    def as_dict(self, roof: Rates) -> dict[str, float | int | str | None]:
         return {
             **dataclasses.asdict(self),
             "flop_per_s": self.flop / self.seconds,
@@ -100,7 +91,7 @@ class BenchRow:
 HEADER = ("arm", "shape", "M", "us", "+-", "TFLOP/s", "GB/s", "of bound", "ratio")
 
 
-def table(rows: list[BenchRow], roof: Roofline) -> list[str]:
+def table(rows: list[BenchRow], roof: Rates) -> list[str]:
     """Aligned lines for people."""
     cells = [HEADER] + [
         (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.bench.rows import Roofline, Timing
+from engine.bench.rows import Timing
 
 WAIT_CYCLES = 20_000_000
 """Cycles of the GPU's clock: about 10 ms, longer than a host needs for its launches."""
@@ -80,21 +80,3 @@ def _summary(values: list[float]) -> Timing:
     median = statistics.median(values)
     low, high = values[len(values) // 10], values[-1 - len(values) // 10]
     return Timing(seconds=median, spread=(high - low) / median)
-
-
-def measure_roofline(device: torch.device) -> Roofline:
-    """Measure the copy bandwidth and the matmul rate of this device now (bf16 on a GPU, fp32 on a CPU)."""
-    big = device.type == "cuda"
-    source = torch.empty((1 << 30) if big else (1 << 26), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    source.random_(0, 255)
-    side = 8192 if big else 512
-    dtype = torch.bfloat16 if big else torch.float32
-    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    times = time_arms(
-        {"copy": lambda: target.copy_(source), "matmul": lambda: left @ right}, device, rounds=10
-    )
-    return Roofline(
-        copy_bytes_per_s=2 * source.numel() / times["copy"].seconds,
-        matmul_flop_per_s=2 * side**3 / times["matmul"].seconds,
-    )

@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from engine.bench.rows import table
     from engine.bench.teacher import SHAPES
-    from engine.bench.timing import measure_roofline
     from engine.runtime.device import choose_device
+    from engine.runtime.rates import measure_rates
 
     device = torch.device(choose_device(arguments.device).choice)
     shape = arguments.shape or ("qwen2.5-7b" if device.type == "cuda" else "tiny")
@@ -83,14 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "kd":
         _check_kd(arguments)
     say(f"measuring on {_name(device)}")
-    roof = measure_roofline(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    roof = measure_rates(device, dtype)
     rows: list[Any]
     if arguments.what == "kd":
         from engine.bench.kd import table as kd_table
 
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the arms are other processes
-        found, work = _kd(arguments, shape, device, roof.matmul_flop_per_s)
+        found, work = _kd(arguments, shape, device, roof.flops)
         rows, lines = [row.as_dict() for row in found], kd_table(found)
         extra: dict[str, Any] = {"work": work}
     else:
@@ -109,8 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         "machine": _name(device),
         "torch": str(torch.__version__),
         "roofline": {
-            "copy_bytes_per_s": roof.copy_bytes_per_s,
-            "matmul_flop_per_s": roof.matmul_flop_per_s,
+            "copy_bytes_per_s": roof.bytes,
+            "matmul_flop_per_s": roof.flops,
         },
         "rows": rows,
         **extra,
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         put_json(result)
         return code
     put("\n".join(lines))
-    copy, matmul = roof.copy_bytes_per_s / 1e12, roof.matmul_flop_per_s / 1e12
+    copy, matmul = roof.bytes / 1e12, roof.flops / 1e12
     put(f"roofline: copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s, in this run")
     for name, value in extra.items():
         put(f"{name}: {value}")

@@ -223,7 +223,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
     from engine.watch.rules.rule import read_settings
 
     folder = open_run(arguments.run)
-    found = replay(folder, read_settings(folder))
+    found = replay(folder, read_settings(folder), beside=True)
     if arguments.json:
         put_json(as_json(str(folder.path), found))
     else:

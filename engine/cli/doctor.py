@@ -4,8 +4,9 @@ engine doctor            for people: every number with its source, then what is 
                          that rules out
 engine doctor --json     the same as one JSON value
 
-No torch is loaded and no CUDA context is made. The CUDA driver and NVML are queried once for everything,
-which takes some seconds on a machine with many GPUs.
+No torch is loaded and no CUDA context is made here. The CUDA driver and NVML are queried once for everything,
+which takes some seconds on a machine with many GPUs. Another process measures one matmul and one copy, and the best
+that was ever measured is kept in the user's cache: alerts compare with it what each part of a step takes.
 
 Exit code: 0 the machine can be used and everything that a run reads can be read (a machine without
 a GPU too), 2 something cannot be measured, 1 something is broken.
@@ -18,6 +19,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.cli.arguments import add_json
@@ -55,6 +57,7 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     from engine.machine.facts import read_facts
     from engine.machine.nvml import open_nvml
     from engine.machine.nvml_capability import probe_gpu
+    from engine.machine.rates import measure_in_child
     from engine.machine.reading import Reading, absent, measured
     from engine.machine.surroundings import read_surroundings
     from engine.runtime.c_library import COMPILERS
@@ -75,7 +78,12 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     _, unreadable = find_kernel_line(0)
     log = "/dev/kmsg, dmesg"
     kernel_log = measured("readable", log) if unreadable is None else absent(unreadable, log)
-    return diagnose(facts, probes, read_surroundings(kernel_log, COMPILERS), wanted_allocator)
+    _say("measuring a matmul and a copy")
+    matmul, copy = measure_in_child()
+    around = replace(
+        read_surroundings(kernel_log, COMPILERS), matmul_flops_per_s=matmul, copy_bytes_per_s=copy
+    )
+    return diagnose(facts, probes, around, wanted_allocator)
 
 
 def _say(text: str) -> None:
@@ -143,6 +151,8 @@ def _surroundings(diagnosis: Diagnosis) -> Iterator[str]:
         ("OOM kills since boot", around.vmstat_oom_kill),
         ("OOM kills of the control group", around.memcg_oom_kill),
         ("NVIDIA GPUs on the PCI bus", around.pci_gpus),
+        ("matmul, FLOP/s", around.matmul_flops_per_s),
+        ("copy, bytes/s", around.copy_bytes_per_s),
     ):
         yield f"{name}: {_value(reading)}"
 

@@ -157,6 +157,13 @@ OTHERS: tuple[Defect, ...] = tuple(
             "a norm that was applied when outputs were stored, and not when they are read",
         ),
         (
+            "checkpoint_stale",
+            _SAVING,
+            "checkpoint_reloads",
+            "from the second one on a checkpoint has the weights of the first",
+            "writers that copy into a buffer once, and write it every time",
+        ),
+        (
             "saved_untrained",
             _SAVING,
             "artefact",
@@ -248,13 +255,6 @@ OTHERS: tuple[Defect, ...] = tuple(
             "seldom_training",
             "an evaluation takes as long as ten steps, and comes after every fourth",
             "evaluations that were set up for a short run, or that generate token by token",
-        ),
-        (
-            "teacher_in_a_loop",
-            _PACE,
-            "slow_part",
-            "the teacher's forward pass over the whole batch is run once for each of its rows, and more",
-            "a loop over rows around a call that takes them all: right outputs, at a thirtieth of the speed",
         ),
         (
             "loader_stalls",
@@ -426,7 +426,6 @@ DRILLS: tuple[Drill, ...] = (
             ("rows_slow_ahead", "waiting for data"),
             ("observer_slow", "most in: observers"),
             ("log_slow", "most in: log"),
-            ("teacher_in_a_loop", "teacher takes"),
         )
     ),
     _other(

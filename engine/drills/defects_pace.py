@@ -9,20 +9,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
-
 from engine.data.batches import Batch, Batches
 from engine.drills.planting import replaced
 from engine.log.events import StepDone
 from engine.log.write import LogWriter
-from engine.teachers.frozen import DequantizedTeacher
 from engine.train import loop
 from engine.train.step import StepObserver
 from engine.train.trainer import Trainer
 
 EVALUATED_S = 3.0
 """Of each evaluation."""
-PASSES = 32
 WAIT_S = 0.75
 """Seconds of each step, of which the short run of a drill has some tenths of its own."""
 
@@ -39,18 +35,6 @@ def rows_slow_ahead() -> AbstractContextManager[None]:
         return spoilt
 
     return replaced(Batches, "take", make)
-
-
-def teacher_in_a_loop() -> AbstractContextManager[None]:
-    def make(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def spoilt(self: DequantizedTeacher, *given: Any) -> Tensor:
-            for _ in range(PASSES - 1):
-                hidden(self, *given)
-            return hidden(self, *given)
-
-        return spoilt
-
-    return replaced(DequantizedTeacher, "hidden", make)
 
 
 class _Slow(StepObserver):

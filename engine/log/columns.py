@@ -74,6 +74,7 @@ from engine.log.read import (
     id_of,
 )
 from engine.log.table import NOT_A_READING, Batch, batches_of, fields_of, split
+from engine.log.view import PHASES_KEPT
 from engine.log.write import read_boot_id
 
 if TYPE_CHECKING:
@@ -236,9 +237,10 @@ def _batch(tables: dict[str, dict[str, Numbers]], told: list[AnyEvent]) -> Batch
 
 def _telling(table: str, rows: list[Any]) -> list[Any]:
     """Return the rows that carry the newest value of each reading and the reason for each missing one: per
-    reading the last row that has it and the last that gives a reason, and the last row of all."""
+    reading the last row that has it and the last that gives a reason, and the last row of all; of steps those whose
+    phases a view keeps."""
     if table == "step":
-        return rows[-1:]
+        return rows[-PHASES_KEPT:]
     telling = {len(rows) - 1}
     said: dict[str, int] = {}
     for place, row in enumerate(rows):

@@ -121,6 +121,11 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     """The device's dense bf16 peak in FLOP/s, from its datasheet."""
     peak_source: str = ""
     """The source of the peak, or why it is not known."""
+    costs: dict[str, tuple[Number, Number, Number]] = {}
+    """FLOPs, bytes moved and launches of the parts of one rank's step, from the shapes alone (`engine.plan.cost`), of
+    parts in which no rank waits for another."""
+    machine: str = ""
+    """Device, dtype and threads: the name under which `engine doctor` keeps the rates of this machine."""
 
 
 class Watched(Event, frozen=True, kw_only=True, tag="watched"):
@@ -374,23 +379,6 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     def updated(self) -> bool:
         """False when a non-finite number kept the update from being applied."""
         return all(math.isfinite(nan_if_absent(n)) for n in (self.loss, self.grad_norm))
-
-
-class PartsMeasured(Event, frozen=True, kw_only=True, tag="parts_measured"):
-    """What the parts of a step take, beside what their arithmetic needs on this machine (`engine.train.part_times`)."""
-
-    step: Count
-    seconds: dict[str, Number]
-    """Medians of the newest steps, by the device's clock."""
-    needed: dict[str, Number]
-    slow: list[str] = []
-    """Parts that take many times what they need, after the machine was measured once more."""
-    matmul_flops_per_s: Number
-    copy_bytes_per_s: Number
-    """Bytes that are read and bytes that are written, together."""
-    usual_flops_per_s: Number | None = None
-    """The median of earlier runs on this machine; None where it is not known, or others wanted the CPUs."""
-    usual_bytes_per_s: Number | None = None
 
 
 STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
@@ -711,7 +699,6 @@ Known: TypeAlias = (
     | NonFinite
     | CheckpointSaved
     | StudentSaved
-    | PartsMeasured
     | ReceiptWritten
     | StopRequested
     | Note

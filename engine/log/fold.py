@@ -46,7 +46,6 @@ from engine.log.events import (
     ModelReady,
     NonFinite,
     Note,
-    PartsMeasured,
     Phase,
     ProcessFound,
     ReceiptWritten,
@@ -63,7 +62,17 @@ from engine.log.events import (
 )
 from engine.log.read import LINES_KEPT
 from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
-from engine.log.view import Clock, LineKey, LogLine, RankSaid, RunView, Source, rank_of, said
+from engine.log.view import (
+    PHASES_KEPT,
+    Clock,
+    LineKey,
+    LogLine,
+    RankSaid,
+    RunView,
+    Source,
+    rank_of,
+    said,
+)
 
 if TYPE_CHECKING:
     from engine.log.table import Numbers
@@ -77,7 +86,6 @@ _NEWEST: dict[type, str] = {
     VocabularyCut: "vocabulary_cut",
     StudentSaved: "student",
     ReceiptWritten: "receipt",
-    PartsMeasured: "parts",
     Watched: "watched",
     ScriptEnded: "script_ended",
     ProcessFound: "process",
@@ -187,7 +195,9 @@ class _Changes:
                 both = (
                     None if step.batch is None or not step.batches else (step.batch, step.batches)
                 )
-                self.changes |= {"phases": step.phases, "host_s": step.host, "batch": both}
+                recent = (*self.get("recent_phases"), *(row.phases for row in rows))
+                self.changes["recent_phases"] = recent[-PHASES_KEPT:]
+                self.changes |= {"host_s": step.host, "batch": both}
                 self.changes["planned_steps"] = step.total_steps
             elif name == "host":
                 self.changes["host"] = self.newest(self.get("host"), rows, "")
@@ -386,7 +396,7 @@ class _Changes:
         self.changes["session_row"] = keep
         for name in ("evals", "non_finite", "checkpoints"):
             self.lists[name] = [event for event in self.list_of(name) if event.step <= step]
-        self.changes["student"] = self.changes["receipt"] = self.changes["parts"] = None
+        self.changes["student"] = self.changes["receipt"] = None
 
     def newest(self, before: Sample | None, samples: Sequence[Sample], prefix: str) -> Sample:
         """Return the newest value of each reading, and put the reasons for missing ones into `absent`.

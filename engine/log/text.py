@@ -39,7 +39,6 @@ from engine.log.events import (
     ModelReady,
     NonFinite,
     Note,
-    PartsMeasured,
     Phase,
     ProcessFound,
     ReceiptWritten,
@@ -210,17 +209,6 @@ def _event_text(event: AnyEvent) -> str:
         case StudentSaved():
             size = format_bytes(event.size_bytes)
             return f"student saved: {event.path} ({size}, sha256 {event.sha256[:12]})"
-        case PartsMeasured():
-            listed = ", ".join(
-                f"{part} {times_text(event, part)}"
-                for part in event.seconds
-                if part in event.needed
-            )
-            return (
-                f"parts of a step, beside their arithmetic on this machine: {listed} (matmul "
-                f"{_beside_usual(event.matmul_flops_per_s, event.usual_flops_per_s, 1e9)} GFLOP/s, copy "
-                f"{_beside_usual(event.copy_bytes_per_s, event.usual_bytes_per_s, 1e9)} GB/s)"
-            )
         case ReceiptWritten():
             return f"receipt written: {event.files} files by hash, its own is {event.sha256[:12]}"
         case StopRequested():
@@ -744,15 +732,6 @@ def sample_lines(view: RunView) -> list[str]:
             f"  {_quoted(done.sample)}",
         ]
     return lines
-
-
-def _beside_usual(rate: float, usual: float | None, unit: float) -> str:
-    return f"{rate / unit:,.3g}" + ("" if usual is None else f" (usually {usual / unit:,.3g})")
-
-
-def times_text(parts: PartsMeasured, part: str) -> str:
-    """How many times what it needs a part takes."""
-    return f"{parts.seconds[part] / max(parts.needed[part], 1e-9):.2g}x"
 
 
 def _sample_text(done: Evaluated) -> str:

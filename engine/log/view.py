@@ -35,7 +35,6 @@ from engine.log.events import (
     ModelReady,
     NonFinite,
     Note,
-    PartsMeasured,
     Phase,
     ProcessFound,
     ReceiptWritten,
@@ -58,6 +57,8 @@ SOURCES: tuple[Source, ...] = ("events", "device", "watch")
 
 GOING_ON = ("not started", "starting", "running", "stopping")
 """States that a run leaves by itself."""
+PHASES_KEPT = 8
+"""Of so many newest steps the phases are kept: a step's row in the table has none."""
 LONGEST_STATE = 32
 
 LineKey: TypeAlias = tuple[float, Source, int]
@@ -157,8 +158,8 @@ class RunView:
     data: DataReady | None = None
     models: dict[str, ModelReady] = field(default_factory=dict)
     steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase of the newest step, by the device's clock."""
+    recent_phases: tuple[Mapping[str, float], ...] = ()
+    """Seconds of each phase of the newest steps, PHASES_KEPT at most, by the device's clock."""
     host_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each of HOST_PARTS before the newest step's record."""
     planned_steps: int | None = None
@@ -190,7 +191,6 @@ class RunView:
     """Steps of this session that were audited, in order."""
     student: StudentSaved | None = None
     receipt: ReceiptWritten | None = None
-    parts: PartsMeasured | None = None
     stop_requested: str | None = None
     own_finished: RunFinished | None = None
     """How this session ended on the first rank; None again as soon as the run is resumed."""
@@ -323,6 +323,11 @@ class RunView:
         """The steps of the whole training: what our own run was configured to do, or what a watched script's
         framework says; None where nobody knows."""
         return self.started.steps if self.started else self.planned_steps
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds of each phase of the newest step."""
+        return self.recent_phases[-1] if self.recent_phases else {}
 
     @property
     def last_step(self) -> int:

@@ -75,6 +75,9 @@ LET_ATTACH = (
 """What to do where another process may not be read."""
 
 
+NOT_TRIED = absent("not tried", "engine.runtime.rates")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     versions: dict[str, Reading]
@@ -90,6 +93,8 @@ class Surroundings:
     pci_gpus: Reading
     """NVIDIA display devices on the PCI bus. They are listed even without a driver, and in a container that was
     not given them."""
+    matmul_flops_per_s: Reading = NOT_TRIED
+    copy_bytes_per_s: Reading = NOT_TRIED
 
 
 def is_run_variable(name: str) -> bool:

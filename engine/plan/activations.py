@@ -40,6 +40,10 @@ from dataclasses import dataclass
 
 from engine.model_families import LAST_NORM, layer_tensors
 from engine.models.config import ModelConfig, shape_of
+from engine.plan.cost import linear_sizes as linear_sizes
+from engine.plan.cost import linear_weights as linear_weights
+from engine.plan.cost import query_width as query_width
+from engine.plan.cost import shared_width as shared_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,30 +206,3 @@ class Forward:
 
 def _rounded_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def query_width(config: ModelConfig) -> int:
-    return config.num_attention_heads * config.head_dim
-
-
-def shared_width(config: ModelConfig) -> int:
-    return config.num_key_value_heads * config.head_dim
-
-
-def linear_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the number of elements in each linear weight of one layer."""
-    width = config.hidden_size
-    return {
-        "q": width * query_width(config),
-        "k": width * shared_width(config),
-        "v": width * shared_width(config),
-        "o": width * query_width(config),
-        "gate": width * config.intermediate_size,
-        "up": width * config.intermediate_size,
-        "down": width * config.intermediate_size,
-    }
-
-
-def linear_weights(config: ModelConfig) -> int:
-    """Return the number of elements in the linear weights of all layers, without the head."""
-    return config.num_hidden_layers * sum(linear_sizes(config).values())

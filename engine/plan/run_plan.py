@@ -26,7 +26,7 @@ from engine.kernels.dequantize import has_triton
 from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
 from engine.loss.chunks import default_chunk_rows
 from engine.models.config import ModelConfig, count_parameters
-from engine.plan.activations import linear_weights
+from engine.plan.cost import linear_weights
 from engine.plan.device import ComputeDevice, has_compiler
 from engine.plan.fit_in_memory import fit
 from engine.plan.inputs import Inputs

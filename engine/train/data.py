@@ -24,7 +24,6 @@ from engine.plan.inputs import Inputs
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.spec import RunSpec
 from engine.train import record
-from engine.train.machine_rates import others_want_the_cpus
 from engine.train.record import Log
 from engine.units import format_bytes
 
@@ -95,7 +94,8 @@ def one_cpu_of_many(tokenizer: Tokenizer) -> str:
     cpus, took_s = len(os.sched_getaffinity(0)), tokenizer.encoded_s
     if took_s < TOKENIZED_S or tokenizer.encoded_cpu_s > LEAST_CPUS * took_s:
         return ""
-    if cpus == 1 or others_want_the_cpus():
+    # Where others want the CPUs, one may be all there was.
+    if cpus == 1 or os.getloadavg()[0] > cpus + 1:
         return ""
     return (
         f"tokens: texts were tokenized by one CPU of {cpus}, in {took_s:.0f} s: TOKENIZERS_PARALLELISM=false does so, "

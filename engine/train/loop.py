@@ -9,19 +9,21 @@ it, the next step is launched before the numbers of this one are read, so that t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.checkpoint_folders import published
+from engine.checkpoint_folders import folder_name, published, step_of
 from engine.checks.artefact import Artefact
 from engine.checks.check import Result
+from engine.checks.checkpoint import Kept
 from engine.checks.context import Context, Memory
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
@@ -39,8 +41,10 @@ from engine.log.events import (
     StepDone,
     StopRequested,
 )
+from engine.log.follow import Follower
 from engine.log.held import HeldWriter
-from engine.machine.accounts import Accounts, look
+from engine.log.read import BrokenLog
+from engine.log.view import RunView
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
@@ -56,7 +60,6 @@ from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
-from engine.train.part_times import ALL_PARTS, OF_STUDENT, PartTimes, evaluated_slowly
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
 from engine.train.step import LaunchedStep, broken_invariants
@@ -112,11 +115,14 @@ class TrainingLoop:
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last logged step, or the step that a resumed run continues from; 0 before the first."""
-        self._newest: StepDone | None = None
         self.heldout_losses: dict[str, float] = {}
         """Nats per token: `teacher`, `untrained`, `student`."""
         self._evaluated: tuple[int, float | None] = -1, None
         """The step of the newest evaluation of the student, and its loss."""
+        self._kept: Sequence[int] = ()
+        """Steps of the checkpoints that were there before the newest was saved."""
+        self._record: Follower | None = None
+        """The run's own log, read back where it is judged."""
         self._continued: list[int] = []
         """What the last evaluation made of the prompt: the next one's guess."""
         self.after_first_step: Callable[[], None] | None = None
@@ -154,12 +160,9 @@ class TrainingLoop:
                 done = f"{of}, {number} of {len(self.data.heldout)} batches"
                 self.log(Phase(name="evaluating", detail=done))
 
-        stored, before = isinstance(_owner(hidden), CachedTeacher), look()
         loss, labelled = heldout_loss(
             hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
         )
-        if not stored and not trainer.ranks.many:
-            self._warn(self._slow(subject, time.perf_counter() - begun_s, before))
         self.heldout_losses[subject] = loss
         if subject == "student":
             self._evaluated = trainer.step, loss
@@ -179,14 +182,6 @@ class TrainingLoop:
         self.log(made)
         if not math.isfinite(loss):
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
-
-    def _slow(self, subject: str, seconds: float, since: Accounts | None) -> str:
-        tokens = sum(len(one.row_ids) for one in self.data.heldout) * self.spec.data.seq_len
-        return evaluated_slowly(self._newest, subject, seconds, tokens, since)
-
-    def _warn(self, text: str) -> None:
-        if text:
-            self.log(Note(level="warning", text=text))
 
     @property
     def _tokenizer(self) -> Tokenizer | None:
@@ -222,19 +217,6 @@ class TrainingLoop:
         audit = StepAudit(trainer, spec, self.data.stream, self.teacher_decoder)
         rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
-        teacher = self.inputs.teacher if trainer.has_teacher else None
-        # Ranks wait for one another in the parts of a model that they share.
-        waits = ALL_PARTS if spec.teacher.shard == "on" else OF_STUDENT
-        parts = PartTimes(
-            trainer,
-            self.inputs.student,
-            teacher,
-            spec.data.seq_len,
-            waits=waits if trainer.ranks.many else frozenset(),
-            read=lambda position, count: audit.prescribed.rows(
-                audit.prescribed.ids_at(position, count)
-            ),
-        )
         self._answer(self.checks.going_on(), trainer.ranks)
         launched: LaunchedStep | None = None
         rank_stops = False
@@ -246,20 +228,18 @@ class TrainingLoop:
             launched = launched or trainer.launch()
             due = self._due(launched.step, begun_at, trainer.device)
             ahead = None
-            settled = not (any(due) or audit.due(launched.step) or parts.due(launched.step))
+            settled = not (any(due) or audit.due(launched.step))
             if settled and self._may_run_ahead(trainer) and not rank_stops:
                 ahead = trainer.launch(launched)
             step = rows.record(trainer.finish(launched))
 
             # Log.
-            self.step, self._newest = step.step, step
+            self.step = step.step
             with host.of(LOGGING):
                 log_step(self.log, step, spec.loss.temperature)
                 if trainer.ranks.first:
                     held.look(step.step)
                 self.compiles.done(self.log)
-                if (found := parts.look(step)) is not None:
-                    self.log(found)
 
             # Check.
             with host.of(CHECKS):
@@ -300,7 +280,14 @@ class TrainingLoop:
                 return self._pause(trainer)
             rank_stops = rank_stops or launched.numbers.asked_to_stop > 0
             launched = ahead
+        if spec.checkpoint.at_end:
+            self._look_at_saved(trainer, quick=True)
         return None
+
+    def _logged(self) -> RunView:
+        """Return what the run's own log holds by now. Raises BrokenLog."""
+        self._record = self._record or Follower(self.keeper.folder, files=True)
+        return self._record.read_all()
 
     def _due(self, step: int, begun_at: int, device: torch.device) -> _Due:
         """Return what follows `step` in a session that began after step `begun_at`."""
@@ -385,17 +372,27 @@ class TrainingLoop:
             f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
         )
 
-    def _save(self, trainer: Trainer) -> None:
-        """Save a checkpoint unless that was done, read it back, and delete those that are no longer kept."""
-        if self.keeper.saved_step == self.step:
-            return
-        step, loss = self._evaluated
-        path = self.keeper.save(trainer, loss if step == self.step else None)
+    def _save(self, trainer: Trainer, *, quick: bool = False) -> None:
+        """Save a checkpoint unless that was done, and run the check that reads it back."""
+        if self.keeper.saved_step != self.step:
+            self._kept = [step_of(path) for path in published(self.keeper.folder.checkpoints)]
+            step, loss = self._evaluated
+            self.keeper.save(trainer, loss if step == self.step else None)
+        self._look_at_saved(trainer, quick=quick)
+
+    def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:
+        """Compare the newest checkpoint on disk with the run as it is after the last logged step."""
+        folder = self.keeper.folder
+        newest = next(published(folder.checkpoints), folder.checkpoints / folder_name(self.step))
+        kept = None
+        if trainer.ranks.first:
+            # A log that cannot be read, of the supervisor's too, is no reason to stop training.
+            with contextlib.suppress(BrokenLog):
+                resumable = partial(self.keeper.check_resumable, trainer=trainer)
+                kept = Kept(self._logged(), self._kept, resumable)
+        looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
         with trainer.host.of(CHECKS):
-            resumable = partial(self.keeper.check_resumable, trainer=trainer)
-            looked = self.checks.at_checkpoint(path, self.step, resumable)
-            self._answer(looked if trainer.ranks.first else iter(()), trainer.ranks)
-        self.keeper.prune()
+            self._answer(looked, trainer.ranks)
 
     def _pause(self, trainer: Trainer) -> RunFinished:
         self.log(record.memory_peak(self.step, self.budget, trainer.device))
@@ -412,7 +409,7 @@ class TrainingLoop:
         self.stop.answered()
         reason = self.stop.reason or "asked of another rank"
         self.log(StopRequested(reason=reason, step=self.step))
-        self._save(trainer)
+        self._save(trainer, quick=True)
         return RunFinished(
             state="stopped",
             reason=f"{reason}: the step was finished and saved",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -34,12 +34,14 @@ from engine.log.events import (
 from engine.log.held import ALLOCATOR, PROCESS, Held
 from engine.log.write import LogWriter
 from engine.machine.host import Host
+from engine.machine.reading import Reading
 from engine.models.config import ModelConfig, count_parameters
+from engine.plan.cost import Cost
 from engine.plan.memory import MemoryBudget
 from engine.runtime.c_library import CompiledLibrary
+from engine.runtime.rates import name_here
 from engine.spec import RunSpec
 from engine.teachers.truncating import DroppedMass
-from engine.train.roofline import Bound
 from engine.train.trainer import Trainer
 from engine.version import VERSION
 
@@ -210,7 +212,13 @@ def checked(result: Result) -> Checked:
 
 
 def start(
-    name: str, spec: RunSpec, trainer: Trainer, resumed_from: int | None, bound: Bound
+    name: str,
+    spec: RunSpec,
+    trainer: Trainer,
+    resumed_from: int | None,
+    flops_per_token: float,
+    peak: Reading,
+    costs: Mapping[str, Cost],
 ) -> RunStarted:
     return RunStarted(
         name=name,
@@ -227,7 +235,9 @@ def start(
         engine=VERSION,
         python=platform.python_version(),
         torch=str(torch.__version__),
-        flops_per_token=bound.flops_per_token,
-        peak_flops_per_s=bound.peak.number,
-        peak_source=bound.peak.absent or bound.peak.source,
+        flops_per_token=flops_per_token,
+        peak_flops_per_s=peak.number,
+        peak_source=peak.absent or peak.source,
+        costs={part: (cost.flops, cost.moved_bytes, cost.launches) for part, cost in costs.items()},
+        machine=name_here(trainer.device, trainer.dtype),
     )

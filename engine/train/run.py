@@ -27,7 +27,7 @@ from engine.checks.runner import Checks
 from engine.crash import as_engine_error, is_memory_error, trace_of
 from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError
 from engine.log.beats import BeatWriter, log_of
-from engine.log.events import Evaluated, Note, Phase, RunFinished
+from engine.log.events import Evaluated, Note, Phase, RunFinished, RunStarted
 from engine.log.folder import RunFolder, open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -36,6 +36,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
 from engine.models.transformers_config import forget_warnings, library_warnings
+from engine.plan.cost import flops_per_token, peak_flops, step_costs
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.memory import evaluates_late
@@ -64,7 +65,6 @@ from engine.train.ranks.sharding import (
     whole_student,
 )
 from engine.train.receipt import Outcome, save_student, write_receipt
-from engine.train.roofline import Bound, flops_per_token, peak_flops
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 
@@ -268,8 +268,7 @@ class _Job:
         resumed_from = self._resume(trainer, loop, allow_fallback, allow_restart)
         # A compiler sees sharded layers as different ones, so those are compiled after sharding.
         self._put_to_run(trainer, plan, compiled=compiled and not ranks.many)
-        bound = self._bound(trainer, inputs)
-        begun = record.start(self.folder.name, self.asked, trainer, resumed_from, bound)
+        begun = self._begun(trainer, plan, resumed_from)
         log(begun)
         if changed := versions_changed(self.before, begun):
             log(Note(level="warning", text=changed))
@@ -356,16 +355,34 @@ class _Job:
             self.ranks.wait_for_all()
         return trainer.step
 
-    def _bound(self, trainer: Trainer, inputs: Inputs) -> Bound:
+    def _begun(self, trainer: Trainer, plan: Plan, resumed_from: int | None) -> RunStarted:
         on_gpu = trainer.device.type == "cuda"
         name = torch.cuda.get_device_name(trainer.device) if on_gpu else "a CPU"
-        return Bound(
-            flops_per_token=flops_per_token(
-                inputs.student,
-                inputs.teacher if trainer.has_teacher else None,
-                self.spec.data.seq_len,
-            ),
-            peak=peak_flops(name, self.ranks.world),
+        inputs, spec, seq_len = plan.inputs, plan.spec, plan.spec.data.seq_len
+        teacher = inputs.teacher if trainer.has_teacher else None
+        costs = step_costs(
+            inputs.student,
+            teacher,
+            trainer.train.rows * trainer.train.accumulation * seq_len,
+            seq_len,
+            trainer.train.accumulation,
+            stored=isinstance(trainer.teacher, CachedTeacher),
+            recomputes=spec.student.checkpointing == "on",
+            chunk_rows=trainer.loss.chunk_rows,
+        )
+        known = {"teacher"} if teacher is not None and teacher.native else set()
+        if inputs.student.native and not self.ranks.many:
+            known |= costs.keys() - {"teacher"}
+        # Ranks wait for one another in the parts of a model that they share.
+        known -= {"teacher"} if spec.teacher.shard == "on" else set()
+        return record.start(
+            self.folder.name,
+            self.asked,
+            trainer,
+            resumed_from,
+            flops_per_token(inputs.student, teacher, seq_len),
+            peak_flops(name, self.ranks.world),
+            {part: cost for part, cost in costs.items() if part in known},
         )
 
     def _evaluate_untrained(

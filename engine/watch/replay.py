@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
 
+from engine.errors import BadInput
 from engine.log.events import (
     AlertCleared,
     AlertRaised,
@@ -30,18 +31,22 @@ from engine.log.events import (
     StepDone,
 )
 from engine.log.fold import OF_RANKS, fold, of_rank
-from engine.log.folder import RunFolder
+from engine.log.folder import RunFolder, find_runs
+from engine.log.follow import Follower
 from engine.log.in_order import BLOCK_BYTES, InOrder, Line, blocks
 from engine.log.read import BrokenLog, LogReader
 from engine.log.table import batches_of
 from engine.log.view import SOURCES, ErrorNote, Failed, RunView, rank_of, told_once
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
+from engine.watch.rules.pace import median_step_s
 from engine.watch.rules.rule import Alert, Case, Unknown, earlier_settings
 
 LOOK_S = 1.0
 MOST_LOOKS = 5000
 STEPS_PER_LOOK = 50
+MOST_BESIDE = 5
+"""Earlier runs that one is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +77,41 @@ class Diagnosis:
     """Why a log could not be read to its end; None when all were."""
 
 
-def diagnose(run: RunFolder, settings: RunSpec | None) -> Diagnosis:
-    """Replay a run under every rule."""
+def diagnose(run: RunFolder, settings: RunSpec | None, *, beside: bool = False) -> Diagnosis:
+    """Replay a run under every rule; with `beside` compare its end with the runs in the folders beside it, too."""
     replay, stretches = _Replay(settings, _interval_s(run), earlier_settings(run)), InOrder(run)
     for stretch in stretches:
         for line in stretch.in_order():
             replay.take(line)
+    replay.fold_waiting()
+    if beside:
+        replay.beside = _step_times_beside(run, replay.view)
     return replay.end(stretches.fault)
+
+
+def _step_times_beside(run: RunFolder, view: RunView) -> dict[str, float]:
+    """Return the median step times of the newest MOST_BESIDE runs beside this one that completed with its settings on
+    its machine, and began before it."""
+    found: dict[str, float] = {}
+    with suppress(BadInput):
+        spec = run.read_effective()["spec"]
+        for other in find_runs(run.path.parent):
+            if other.name == run.name or len(found) == MOST_BESIDE:
+                continue
+            with suppress(BadInput):
+                if other.read_effective()["spec"] == spec:
+                    seen = Follower(other, files=True).read_all()
+                    if _is_comparable(seen, view):
+                        found[other.name] = median_step_s(seen)
+    return found
+
+
+def _is_comparable(seen: RunView, view: RunView) -> bool:
+    if seen.started is None or view.started is None or not view.started.machine:
+        return False
+    ended = seen.finished is not None and seen.finished.state == "completed"
+    before = (seen.first_unix_s or 0.0) < (view.first_unix_s or 0.0)
+    return ended and before and seen.started.machine == view.started.machine
 
 
 def _interval_s(run: RunFolder) -> float:
@@ -101,6 +134,7 @@ class _Replay:
     ) -> None:
         self.settings, self.interval_s, self.earlier = settings, interval_s, earlier
         self.view, self.alerts = RunView(), ActiveAlerts()
+        self.beside: dict[str, float] | None = None
         self.waiting: list[Line] = []
         self.steps = 0
         self.next_look_s: float | None = None
@@ -162,7 +196,13 @@ class _Replay:
 
     def look(self, now_s: float) -> None:
         self.fold_waiting()
-        case = Case(view=self.view, settings=self.settings, now_unix_s=now_s, earlier=self.earlier)
+        case = Case(
+            view=self.view,
+            settings=self.settings,
+            now_unix_s=now_s,
+            earlier=self.earlier,
+            beside=self.beside,
+        )
         for event in self.alerts.look(case):
             if isinstance(event, AlertRaised):
                 self.raised.append(Raised(alert=event, unix_s=now_s, cleared_unix_s=None))

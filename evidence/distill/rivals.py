@@ -66,12 +66,12 @@ from engine.bench.kd import (
 )
 from engine.bench.loss import BETA, Forms, LossShape, LossWork, arm_of, bench_loss
 from engine.bench.rows import table
-from engine.bench.timing import measure_roofline
 from engine.models.config import CONFIG_FILE
 from engine.models.decoder import Decoder
 from engine.models.names import hf_names, joined
 from engine.models.transformers_config import read_transformers_config
 from engine.models.transformers_decoder import TransformersDecoder
+from engine.runtime.rates import measure_rates
 from engine.spec.sections import ModelSection
 from engine.teachers.frozen import DequantizedTeacher
 from engine.terminal import put, say
@@ -391,7 +391,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"--against: expected some of {', '.join(NEEDS)}, found {', '.join(unknown)}")
     shape = given.shape_of(**{f.name: getattr(given, f.name) for f in fields(given.shape_of)})
     device = torch.device(given.device)
-    roof = measure_roofline(device)
+    roof = measure_rates(device, torch.bfloat16)
     if given.what == "steps":
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the arms are other processes
@@ -400,7 +400,7 @@ def main(arguments: Sequence[str]) -> None:
             rivals,
             given.device,
             shape,
-            flop_per_s=roof.matmul_flop_per_s,
+            flop_per_s=roof.flops,
             timeout_s=given.timeout,
         )
         rows: list[dict[str, Any]] = [row.as_dict() | told(row) for row in found]
@@ -418,7 +418,7 @@ def main(arguments: Sequence[str]) -> None:
             "bench": {"steps": "kd"}.get(given.what, given.what),
             "machine": torch.cuda.get_device_name(device) if cuda else platform.machine(),
             "torch": str(torch.__version__),
-            "roofline": asdict(roof),
+            "roofline": {"copy_bytes_per_s": roof.bytes, "matmul_flop_per_s": roof.flops},
             "rows": rows,
             "work": asdict(shape),
             **extra,

@@ -5,8 +5,7 @@ python3 -m engine drill --all --out "$OUT/cpu"                 # 2: drills that 
 python3 -m engine drill load_hangs --out "$OUT/cpu-late"
 python3 -m engine drill saved_untrained saved_one_of_start saved_through_fp8 saved_head_untied reported_of_training_rows reported_of_easy_tokens checkpoint_stale \
   layer_not_restored moment_zeroed counters_reset random_not_restored position_off --out "$OUT/cpu-files"
-python3 -m engine drill rows_slow_ahead observer_slow log_slow evaluation_slow teacher_in_a_loop --out "$OUT/cpu-pace"
-python3 -m engine drill teacher_runs_twice loss_in_double --out "$OUT/cpu-work"
+python3 -m engine drill rows_slow_ahead observer_slow log_slow evaluation_slow --out "$OUT/cpu-pace"
 # Those that a stage of the audit names.
 python3 -m engine drill $(python3 -m engine drill --list --json | python3 -c "
 import json, sys
@@ -21,7 +20,7 @@ python3 -m engine drill --device cuda --out "$OUT/h200" \
 python3 -m engine drill --healthy --seeds 3 --device cuda --out "$OUT/healthy-h200"
 # The drills of cpu-data, cpu-files and cpu-pace on one H100: the same names with --device cuda.
 python3 -m engine drill --healthy --seeds 3 --resumes 3 --device cuda --out "$OUT/healthy-resumed-h100"
-python3 -m engine drill --device cuda teacher_in_a_loop stored_rows_turned_later --out "$OUT/h100-late"
+python3 -m engine drill --device cuda stored_rows_turned_later --out "$OUT/h100-late"
 python3 -m engine drill --device cuda document_left_out document_in_place_of_another documents_cut batch_met_again training_rows_evaluated position_off \
-  teacher_in_a_loop stored_rows_turned_later --out "$OUT/h100-documents"
+  stored_rows_turned_later --out "$OUT/h100-documents"
 python3 -m engine drill --device cuda saved_through_fp8 reported_of_training_rows reported_of_easy_tokens checkpoint_stale --out "$OUT/h100-reported"

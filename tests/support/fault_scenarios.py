@@ -194,7 +194,6 @@ class Checkpoint(Scenario):
     def act(self) -> None:
         try:
             self.done.append(self.keeper.save(self.trainer, None).name)
-            self.keeper.prune()
         except OSError:
             raise
         finally:

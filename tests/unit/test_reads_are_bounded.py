@@ -28,6 +28,7 @@ ALLOWED: dict[str, str] = {
             "engine/demo/make_chats.py",
             "engine/demo/train_tokenizer.py",
             "engine/machine/cuda_facts.py",
+            "engine/machine/rates.py",
             "engine/train/receipt.py",
             "engine/drills/defects_kernels.py",
             "engine/evaluate/hostile.py",
@@ -48,7 +49,6 @@ ALLOWED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "engine/machine/accounts.py",
             "engine/machine/family.py",
             "engine/machine/kernel_files.py",
             "engine/machine/surroundings.py",

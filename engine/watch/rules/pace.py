@@ -6,13 +6,24 @@ from the record of one step to that of the next.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from engine.log.events import DATA, OUTSIDE
+from engine.log.events import OUTSIDE
+from engine.log.view import PHASES_KEPT, RunView
+from engine.machine.rates import Rates, kept_rates
 from engine.units import format_seconds
 from engine.watch.rules.rule import OTHERS, WARNING, CannotJudge, Case, Symptom, median, rule
 
-SLOW_SHARE = 0.4
+PART_WARM_UP = 4
+"""Steps in which compilers and caches are still at work."""
+BESIDE_TIMES, OTHERS_TIMES, PART_TIMES = 4.0, 3.0, 10.0
+PART_SHARE, PART_LEAST_S = 0.1, 0.02
+"""Of the step, and in seconds: a smaller part is not worth fixing."""
+MACHINE_TIMES = 5.0
+"""A part of many small operations takes up to three times its arithmetic on a machine at its usual clock."""
+OF_MATMULS = frozenset({"student", "loss", "backward", "teacher"})
+LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
 DATA_STEPS = 20
 DATA_SHARE = 0.2
 MORE_WORKERS = "loader.workers=4"
@@ -29,6 +40,9 @@ BIMODAL_SHARE = 0.15
 """Share of the steps in the smaller group: single slow steps are not a second mode."""
 BIMODAL_GAP = 3.0
 """Gap between the groups, divided by the wider spread within one of them."""
+SLOWER_RATIO, SLOWER_RUNS = 1.5, 2
+SLOWER_LEAST_S = 0.05
+"""A shorter step varies by as much with what else runs."""
 DRIFT_WARM_UP, DRIFT_STEPS = 20, 50
 DRIFT_RATIO = 1.5
 LEAST_STEP_S = 0.005
@@ -60,66 +74,110 @@ def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
     return _Lost(rows, len(times), share, seconds, least_s)
 
 
+class _Part(NamedTuple):
+    seconds: float
+    """Median of the newest steps."""
+    needs_s: float
+
+    @property
+    def times(self) -> float:
+        return self.seconds / self.needs_s
+
+
+def _parts(case: Case) -> tuple[range, Rates, dict[str, _Part]]:
+    """Return what each part of the newest steps takes, and what it needs: FLOPs at the matmul's rate, bytes at the
+    copy's, and launches."""
+    started = case.started
+    if not started.costs:
+        raise CannotJudge("what the parts of a step cost is not logged")
+    rates = kept_rates(started.machine)
+    if rates is None:
+        raise CannotJudge(
+            f"the rates of {started.machine} are not known: `engine doctor` measures them there"
+        )
+    rows = case.steps(PHASES_KEPT, at_least=PART_WARM_UP + PHASES_KEPT)
+    launch_s = LAUNCH_S["cuda" if started.device.startswith("cuda") else "cpu"]
+    parts = {}
+    for part, (flops, moved, launches) in started.costs.items():
+        taken = [one.get(part, math.nan) for one in case.view.recent_phases]
+        if all(map(math.isfinite, taken)) and len(taken) == PHASES_KEPT:
+            needs_s = flops / rates.flops + moved / rates.bytes + launches * launch_s
+            parts[part] = _Part(median(taken), needs_s)
+    if not parts:
+        raise CannotJudge("the parts of its steps are not timed")
+    return rows, rates, parts
+
+
+def _numbers(rates: Rates, parts: dict[str, _Part]) -> list[tuple[str, float, str]]:
+    return [
+        *(
+            (f"{part}, seconds", one.seconds, f"needs {one.needs_s:.3g} at the rates below")
+            for part, one in parts.items()
+        ),
+        ("matmul, GFLOP/s", rates.flops / 1e9, "measured by `engine doctor`"),
+        ("copy, GB/s", rates.bytes / 1e9, "measured by `engine doctor`"),
+    ]
+
+
 @rule(
     WARNING,
-    asks="Does a part of the step take many times what its arithmetic needs on this machine?",
-    reads=("parts_measured",),
-    threshold="10 times what its FLOPs, bytes and launches need at the machine's own matmul and copy rates, measured "
-    "again before it is said, or 4 times and 3 times what the other parts take of theirs, a tenth of the step or more; "
-    "of data 5 times what other code takes to read the rows, and a twentieth of the step",
+    asks="Does one part of the step take many times what its arithmetic needs on this machine?",
+    reads=("costs", "phases", "rates of `engine doctor`"),
+    threshold=f"{BESIDE_TIMES:g} times what its FLOPs, bytes and launches need at the rates that `engine doctor` has "
+    f"measured, and {OTHERS_TIMES:g} times what the other parts take of theirs; {PART_TIMES:g} times where fewer than "
+    f"two others are known; median of {PHASES_KEPT} steps, {PART_SHARE:.0%} of the step or more",
 )
 def slow_part(case: Case) -> Symptom | None:
-    parts = case.view.parts
-    if parts is None:
-        raise CannotJudge("the machine was not measured: that is after step 12 of a session")
-    if not parts.slow:
+    rows, rates, parts = _parts(case)
+    least_s = max(PART_LEAST_S, PART_SHARE * median(case.column("step_s", rows)))
+
+    def is_slow(part: str) -> bool:
+        others = [parts[one].times for one in parts.keys() & OF_MATMULS - {part}]
+        beside = max(BESIDE_TIMES, OTHERS_TIMES * median(others or [0.0]))
+        limit = PART_TIMES if len(others) < 2 else beside
+        return parts[part].seconds >= least_s and parts[part].times >= limit
+
+    slow = [part for part in parts if is_slow(part)]
+    if not slow:
         return None
-    part = max(parts.slow, key=lambda one: parts.seconds[one])
-    what = "reading its rows takes" if part == DATA else "its arithmetic needs"
-    taken, needed = parts.seconds[part], parts.needed[part]
+    part = max(slow, key=lambda one: parts[one].seconds)
     return Symptom(
-        f"{part} takes {taken / needed:.0f} times what {what} on this machine",
-        [
-            (f"{part}, seconds", taken, "median of 8 steps"),
-            (f"{part} needs, seconds", needed, "at the rates below; of data, by other code"),
-            ("matmul, GFLOP/s", parts.matmul_flops_per_s / 1e9, "measured again"),
-            ("copy, GB/s", parts.copy_bytes_per_s / 1e9, "measured again"),
-        ],
-        case.recent(0.0),
+        f"{part} takes {parts[part].times:.0f} times what its arithmetic needs on this machine",
+        _numbers(rates, parts),
+        case.span(rows),
         meaning="it does something else than its arithmetic: another kernel, another device, a loop over rows, weights "
-        "that are converted or an order that is made anew at each step",
+        "that are converted at each step",
         no_flip="profile that part; its precision, kernel and compile settings are what decides its kernels",
     )
 
 
 @rule(
     WARNING,
-    asks="Is this machine as fast as it was in earlier runs?",
-    reads=("parts_measured",),
-    threshold=f"{SLOW_SHARE:.0%} of its usual matmul or copy rate, the median of 3 runs or more in the same dtype with "
-    "as many threads; measured twice, and not judged where others want the CPUs",
+    asks="Is this machine as fast as it was when `engine doctor` measured it?",
+    reads=("costs", "phases", "rates of `engine doctor`"),
+    threshold=f"every part with matmuls takes {MACHINE_TIMES:g} times what its FLOPs, bytes and launches need at the "
+    f"rates that `engine doctor` has measured: median of {PHASES_KEPT} steps, together {PART_LEAST_S:g} s or more",
 )
 def slow_machine(case: Case) -> Symptom | None:
-    parts = case.view.parts
-    if parts is None:
-        raise CannotJudge("the machine was not measured: that is after step 12 of a session")
-    if parts.usual_flops_per_s is None or parts.usual_bytes_per_s is None:
-        raise CannotJudge(
-            "what is usual is not known: fewer than 3 runs before, or others want the CPUs"
-        )
-    rates = (
-        ("multiplies", "matmul, GFLOP/s", parts.matmul_flops_per_s, parts.usual_flops_per_s),
-        ("copies", "copy, GB/s", parts.copy_bytes_per_s, parts.usual_bytes_per_s),
-    )
-    what, _, rate, usual = min(rates, key=lambda one: one[2] / one[3])
-    if rate >= SLOW_SHARE * usual:
+    rows, rates, parts = _parts(case)
+    # A part that needs no matmul may wait for a disk.
+    of = {
+        part: one
+        for part, one in parts.items()
+        if part in OF_MATMULS and case.started.costs[part][0]
+    }
+    if len(of) < 2:
+        raise CannotJudge("fewer than two parts of its steps have matmuls and are timed")
+    least = min(one.times for one in of.values())
+    if least < MACHINE_TIMES or sum(one.seconds for one in of.values()) < PART_LEAST_S:
         return None
     return Symptom(
-        f"this machine {what} at {rate / usual:.0%} of its usual rate",
-        [(name, rate / 1e9, f"usually {usual / 1e9:.4g}") for _, name, rate, usual in rates],
-        case.recent(0.0),
-        meaning="its clock is throttled or limited, or somebody else uses it: the run is slow, and not by its settings",
-        no_flip="look at clocks, temperature and power (`engine tail RUN`), and at what else runs here",
+        f"every part of a step takes {least:.0f} times what it needs on this machine, or more",
+        _numbers(rates, of),
+        case.span(rows),
+        meaning="not one part is slow but the machine: its clock is throttled or limited, or somebody else uses it",
+        no_flip="look at clocks, temperature and power (`engine tail RUN`), and at what else runs here; `engine "
+        "doctor` measures the machine now, and says what it reached before",
     )
 
 
@@ -283,6 +341,46 @@ def step_time_drift(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="the run slows down: heat, memory in pieces, a growing list, or another job on the machine",
         no_flip="resume the run: if a fresh process is fast again, the cause is inside it",
+    )
+
+
+def median_step_s(view: RunView) -> float:
+    """Return the median step time of a run after its first steps; NaN where too few are timed."""
+    times = view.steps.values("step_s", PART_WARM_UP, len(view.steps))
+    found = [one for one in times if one is not None and math.isfinite(one)]
+    return median(found) if len(found) >= PHASES_KEPT else math.nan
+
+
+@rule(
+    WARNING,
+    asks="Do steps take longer than in earlier runs of the same settings on this machine?",
+    reads=("step_s", "the runs beside it"),
+    threshold=f"the median step {SLOWER_RATIO:g} times that of {SLOWER_RUNS} completed runs or more in the folders "
+    f"beside it, and {SLOWER_LEAST_S:g} s or more; judged by `engine diagnose`",
+)
+def slower_than_before(case: Case) -> Symptom | None:
+    if case.beside is None:
+        raise CannotJudge("the runs beside it are read by `engine diagnose`, at the end of the log")
+    before = {name: step_s for name, step_s in case.beside.items() if math.isfinite(step_s)}
+    if len(before) < SLOWER_RUNS:
+        raise CannotJudge(
+            f"{len(before)} earlier run(s) of the same settings on this machine completed beside it, "
+            f"expected {SLOWER_RUNS}"
+        )
+    now_s, usual_s = median_step_s(case.view), median(list(before.values()))
+    if math.isnan(now_s):
+        raise CannotJudge("too few of its steps are timed")
+    if now_s < max(SLOWER_LEAST_S, SLOWER_RATIO * usual_s):
+        return None
+    return Symptom(
+        f"a step takes {format_seconds(now_s)}; in {len(before)} earlier runs it took {format_seconds(usual_s)}",
+        [
+            ("seconds of a step, median", now_s, f"expected less than {SLOWER_RATIO:g} times"),
+            *((f"seconds in {name}", step_s, "median") for name, step_s in before.items()),
+        ],
+        case.span(case.steps(len(case.view.steps), at_least=1, session=False)),
+        meaning="settings and machine are the same: a driver, a library, a clock, or what else runs here is another",
+        no_flip="compare the versions and surroundings of both runs (`engine report RUN`), and what else runs here",
     )
 
 

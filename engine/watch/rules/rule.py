@@ -72,6 +72,8 @@ class Case:
     now_unix_s: float
     earlier: Mapping[str, RunSpec] = field(default_factory=dict)
     """The settings before each change that a resume was allowed to make, by their hash."""
+    beside: Mapping[str, float] | None = None
+    """Median step times of earlier runs of the same settings on its machine, by folder; None where nobody read them."""
 
     # What the run is.
 

@@ -10,7 +10,7 @@ import torch
 from engine.bench.kd import ARMS, KdRow, KdShape, batches_of, row_of, run_arm, table
 from engine.cli.main import main
 from engine.errors import BadInput
-from engine.train.roofline import flops_per_token
+from engine.plan.cost import flops_per_token
 
 CPU = torch.device("cpu")
 TINY = KdShape(teacher="tiny", student="tiny", rows=2, seq_len=16, steps=2, warm_up=1)

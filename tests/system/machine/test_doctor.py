@@ -20,6 +20,7 @@ from engine.machine.cuda_facts import CudaState
 from engine.machine.doctor import Diagnosis, diagnose
 from engine.machine.host import Host
 from engine.machine.nvml_capability import CAPABILITIES, Probe, probe_gpu
+from engine.machine.rates import kept_rates, measure_in_child
 from engine.machine.reading import Reading, absent, measured
 from engine.machine.surroundings import Surroundings, find_command, read_surroundings
 from engine.verdict import Level
@@ -408,3 +409,17 @@ def test_on_a_gpu_the_class_of_its_memory_is_known() -> None:
     assert facts["cuda0_usable_bytes"] > 0
     asked = {q["what"]: q["works"] for q in record["nvml_queries"] if q["gpu"] == 0}
     assert asked["utilisation"] and asked["uuid"]
+
+
+def test_the_doctor_keeps_the_best_rates_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    matmul, copy = measure_in_child()
+    assert isinstance(matmul.value, int) and isinstance(copy.value, int)
+    assert matmul.value > 1e8 and copy.value > 1e7
+    machine = matmul.source.partition(";")[0]
+    kept = kept_rates(machine)
+    assert kept is not None and kept.flops == pytest.approx(matmul.value, rel=0.01)
+    monkeypatch.setattr("engine.child.command", lambda module: ["false"])
+    assert "could not measure" in str(measure_in_child()[0].absent)

@@ -54,4 +54,6 @@ def test_the_log_says_where_the_time_of_each_step_went(whole: Path) -> None:
     ahead = [step.step for step in steps if "idle" in step.phases]  # type: ignore[union-attr]
     assert ahead and not {1, 2, 3, 6, 11, 16} & set(ahead), ahead
     assert view.started is not None and view.started.flops_per_token
+    assert view.started.costs.keys() == {"teacher", "student", "loss", "backward", "optimizer"}
+    assert "CPUs" in view.started.machine and "float32" in view.started.machine
     assert view.started.peak_flops_per_s is None and "CPU" in view.started.peak_source

@@ -214,9 +214,7 @@ GAPS = (
     Failure(
         "G7",
         "where the time of a step goes, as shares of what the device could do",
-        tests=(
-            "train/roofline::a_share_is_of_the_device_that_is_named_and_an_unknown_one_has_none",
-        ),
+        tests=("plan/cost::a_peak_is_of_the_device_that_is_named_and_an_unknown_one_has_none",),
     ),
     Failure(
         "G8",
@@ -231,10 +229,11 @@ GAPS = (
         checks=("checkpoint_reloads", "resume_continues"),
         drills=(
             *("optimizer_lost", "position_lost", "layer_not_restored", "moment_zeroed"),
+            "checkpoint_stale",
             *("counters_reset", "random_not_restored", "position_off"),
         ),
         tests=(
-            "checks/single::a_checkpoint_that_a_resume_would_refuse_is_found_when_it_is_saved",
+            "checks/single::a_checkpoint_that_would_go_on_as_another_run_is_found",
             "train/run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
         ),
     ),

@@ -29,7 +29,7 @@ def test_texts_that_one_cpu_of_many_tokenizes_are_told(
     told: bool,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cpus)))
-    monkeypatch.setattr(data, "others_want_the_cpus", lambda: busy)
+    monkeypatch.setattr("os.getloadavg", lambda: (cpus + 2.0 if busy else 0.0,) * 3)
     tokenizer = open_tokenizer(kit.teacher)
     tokenizer.encode_documents(["def f(x):"])
     assert 0 < tokenizer.encoded_s < 5

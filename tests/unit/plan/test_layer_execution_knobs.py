@@ -9,7 +9,7 @@ import pytest
 from engine.bench.teacher import config_named
 from engine.decision import Decision
 from engine.errors import BadInput
-from engine.plan.activations import linear_weights
+from engine.plan.cost import linear_weights
 from engine.plan.knobs import choose_attention, choose_checkpointing, choose_compile
 from tests.support.budgets import config
 

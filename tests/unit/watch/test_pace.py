@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from engine.log.events import (
     Evaluated,
     Event,
     FactsRead,
-    PartsMeasured,
     RunFinished,
 )
+from engine.machine.rates import Rates, keep_rates, kept_rates
 from engine.watch.rules import memory, pace
+from engine.watch.rules.rule import Case
 from tests.support.diagnosing import GIB, Log, quiet, raised, spec, unknown
 from tests.support.run_events import example_of, fold_events
 
@@ -45,55 +48,127 @@ def test_one_hiccup_is_no_pattern_and_a_long_one_is() -> None:
         check("data_wait", log.case())
 
 
-def measured(taken_s: float, slow: list[str]) -> Log:
-    parts = PartsMeasured(
-        step=20,
-        seconds={"teacher": taken_s, "student": 0.1},
-        needed={"teacher": 0.01, "student": 0.05},
-        slow=slow,
-        matmul_flops_per_s=1e12,
-        copy_bytes_per_s=1e10,
+MACHINE = "some GPU bfloat16"
+NEEDS = {
+    "teacher": (10e9, 0.0, 0.0),
+    "student": (5e9, 5e7, 0.0),
+    "loss": (10e9, 0.0, 0.0),
+    "backward": (10e9, 0.0, 1000.0),
+    "optimizer": (0.0, 1e8, 0.0),
+}
+"""Each 10 ms at the rates of `rated`, and as much again for the launches of a backward pass."""
+
+
+@pytest.fixture
+def rated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_rates(MACHINE, Rates(1e12, 1e10))
+
+
+def timed(times: dict[str, float], **start: Any) -> Log:
+    """Steps whose parts take so many times what they need; parts that are not named take as much as that."""
+    needs = {part: 0.02 if part == "backward" else 0.01 for part in NEEDS}
+    phases = {part: needs_s * times.get(part, 1.0) for part, needs_s in needs.items()}
+    return Log(
+        count=30,
+        change=lambda n: {"phases": phases if n > 3 else {}, "step_s": sum(phases.values())},
+        start_changes={"costs": NEEDS, "machine": MACHINE} | start,
     )
-    return Log(count=30, extra=[(22.0, parts)])
 
 
-def test_a_part_that_takes_many_times_its_arithmetic_is_named_with_both_times() -> None:
-    alert = raised("slow_part", measured(0.5, ["teacher"]).case())
-    assert alert.title == "teacher takes 50 times what its arithmetic needs on this machine"
-    assert [number[1] for number in alert.numbers] == [0.5, 0.01, 1000.0, 10.0]
-    quiet("slow_part", measured(0.05, []).case())
-    data = PartsMeasured(
-        step=20,
-        seconds={"data": 0.02},
-        needed={"data": 0.001},
-        slow=["data"],
-        matmul_flops_per_s=1e12,
-        copy_bytes_per_s=1e10,
-    )
-    alert = raised("slow_part", Log(count=30, extra=[(22.0, data)]).case())
-    assert alert.title.startswith("data takes 20 times what reading its rows takes")
-    unknown("slow_part", Log(count=30).case(), "not measured")
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [
+        ({}, ""),
+        ({"teacher": 3.9}, ""),
+        ({"teacher": 4.1}, "teacher"),
+        ({"backward": 50.0}, "backward"),
+        # As each other: the machine is slow.
+        (dict.fromkeys(NEEDS, 30.0), ""),
+        (dict.fromkeys(NEEDS, 3.0) | {"loss": 8.5}, ""),
+        (dict.fromkeys(NEEDS, 3.0) | {"loss": 9.5}, "loss"),
+        # No tenth of the step.
+        ({"optimizer": 5.0, "backward": 3.0, "teacher": 3.0, "student": 3.0, "loss": 30.0}, "loss"),
+    ],
+)
+@pytest.mark.usefixtures("rated")
+def test_a_part_is_slow_beside_what_it_needs_and_beside_the_others(
+    times: dict[str, float], slow: str
+) -> None:
+    case = timed(times).case()
+    if not slow:
+        quiet("slow_part", case)
+        return
+    alert = raised("slow_part", case)
+    assert alert.title.startswith(f"{slow} takes {times[slow]:.0f} times what its arithmetic")
+    assert alert.numbers[-2][1:] == (1000.0, "measured by `engine doctor`")
 
 
-def test_a_machine_that_is_slower_than_in_earlier_runs_is_named() -> None:
-    def at(matmul: float, copy: float, **usual: float | None) -> Log:
-        parts = PartsMeasured(
-            step=20,
-            seconds={},
-            needed={},
-            matmul_flops_per_s=matmul,
-            copy_bytes_per_s=copy,
-            **({"usual_flops_per_s": 1e12, "usual_bytes_per_s": 1e10} | usual),
-        )
-        return Log(count=30, extra=[(22.0, parts)])
+@pytest.mark.usefixtures("rated")
+def test_a_part_without_two_others_is_slow_by_itself() -> None:
+    only = {"teacher": NEEDS["teacher"]}
+    quiet("slow_part", timed({"teacher": 9.5}, costs=only).case())
+    raised("slow_part", timed({"teacher": 10.5}, costs=only).case())
+    unknown("slow_machine", timed({"teacher": 10.5}, costs=only).case(), "fewer than two")
 
-    alert = raised("slow_machine", at(0.9e12, 0.3e10).case())
-    assert alert.title == "this machine copies at 30% of its usual rate"
-    assert [number[1] for number in alert.numbers] == [900.0, 3.0]
-    raised("slow_machine", at(0.39e12, 1e10).case())
-    quiet("slow_machine", at(0.41e12, 0.41e10).case())
-    unknown("slow_machine", at(0.1e12, 1e10, usual_flops_per_s=None).case(), "is not known")
-    unknown("slow_machine", Log(count=30).case(), "not measured")
+
+@pytest.mark.usefixtures("rated")
+def test_a_machine_is_slow_when_every_part_is() -> None:
+    every = dict.fromkeys(NEEDS, pace.MACHINE_TIMES + 0.1)
+    alert = raised("slow_machine", timed(every).case())
+    assert alert.title.startswith("every part of a step takes 5 times")
+    quiet("slow_machine", timed(every | {"student": 4.9}).case())
+    quiet("slow_machine", timed({"teacher": 50.0}).case())
+    # A teacher that is read from a store needs no matmul, and may wait for its disk.
+    stored = {**NEEDS, "teacher": (0.0, 1e8, 0.0)}
+    raised("slow_machine", timed(every | {"teacher": 1.0}, costs=stored).case())
+
+
+@pytest.mark.usefixtures("rated")
+@pytest.mark.parametrize("rule", ["slow_part", "slow_machine"])
+def test_parts_are_not_judged_without_costs_rates_or_times(rule: str) -> None:
+    every = dict.fromkeys(NEEDS, 50.0)
+    unknown(rule, timed(every, costs={}).case(), "cost is not logged")
+    unknown(rule, timed(every, machine="another").case(), "`engine doctor` measures")
+    few, untimed = timed(every), timed(every)
+    few.count = pace.PART_WARM_UP + pace.PHASES_KEPT - 1
+    untimed.change = lambda n: {"phases": {}}
+    unknown(rule, few.case(), "needs 12 steps")
+    unknown(rule, untimed.case(), "not timed")
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [("", None), ("[1]", None), ('{"flops": 1}', None), ('{"flops": "a", "bytes": 1}', None)],
+)
+def test_kept_rates_are_the_best_and_none_where_they_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, found: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept_rates(MACHINE) is None
+    assert keep_rates(MACHINE, Rates(2.0, 3.0)) == Rates(2.0, 3.0)
+    assert keep_rates(MACHINE, Rates(1.0, 4.0)) == kept_rates(MACHINE) == Rates(2.0, 4.0)
+    (kept,) = tmp_path.rglob("*.json")
+    kept.write_text(content)
+    assert kept_rates(MACHINE) is found
+    kept.unlink()
+    kept.parent.rmdir()
+    kept.parent.touch()
+    # What cannot be written is not kept.
+    assert keep_rates(MACHINE, Rates(2.0, 3.0)) == Rates(2.0, 3.0) and kept_rates(MACHINE) is None
+
+
+def test_steps_that_take_longer_than_in_earlier_runs_are_named_with_the_runs() -> None:
+    def case(now_s: float, **beside: float) -> Case:
+        log = Log(count=30, change=lambda n: {"step_s": now_s})
+        return dataclasses.replace(log.case(), beside=beside)
+
+    alert = raised("slower_than_before", case(0.16, a=0.1, b=0.1, c=0.09))
+    assert [name for name, _, _ in alert.numbers[1:]] == [f"seconds in {one}" for one in "abc"]
+    quiet("slower_than_before", case(0.14, a=0.1, b=0.1))
+    quiet("slower_than_before", case(0.04, a=0.01, b=0.01))
+    unknown("slower_than_before", case(0.16, a=0.1, b=math.nan), "1 earlier run(s)")
+    unknown("slower_than_before", Log(count=30).case(), "`engine diagnose`")
 
 
 def beside(eval_s: float, save_s: float = 0.1) -> Log:

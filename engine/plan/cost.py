@@ -1,0 +1,147 @@
+"""What the parts of a training step cost: FLOPs, bytes moved and kernel launches, from the shapes alone. No torch.
+
+Letters: N tokens of a step in P micro-batches of rows of S tokens; L layers, D width, Q all query heads together, W the
+elements in the linear weights of all layers, A all parameters, V the vocabulary. A
+multiply-add counts as two FLOPs, and O is LAUNCHES.
+
+    part        FLOPs                               bytes                        launches
+    student     N (2 W + 2 S Q L)                   4 W P + 4 O N D L            O L P
+    teacher     the same of its shape               the same                     the same
+      stored    none                                8 N D                        O P
+    loss        3 x 2 N V D, teacher 2 N V D        12 x 4 N V for each model    O for each chunk
+    backward    twice the student's, three times    twice the student's + 4 A    as its FLOPs
+                where activations are recomputed
+    optimizer   none                                7 x 4 A                      O
+
+2 W forward and 4 W backward are the count of Kaplan et al. 2020 (arXiv:2001.08361, section 2.1). Attention is that of
+PaLM (arXiv:2204.02311, appendix B), halved: a token attends to half of its row on average, in q k^T and in p v, and to
+less in rows that hold several documents. Bytes and launches are those of layers in fp32 in which no operation is fused.
+So a step needs no more than this, and what takes many times as long does something else.
+
+FLOPs per token leave recomputation out (the convention of MFU), and so are an upper bound of a useful rate. The
+datasheet's dense bf16 rate is one that no matmul reaches (on an H200 the largest reach 0.8 of it), so a share of 1 is
+not attainable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.machine.reading import Reading, absent, measured
+from engine.models.config import ModelConfig, count_parameters
+
+LAUNCHES = 40
+"""Operations of one layer's forward pass where none are fused; each reads or writes the layer's hidden states."""
+SOFTMAX_TIMES = 12
+"""How often each fp32 logit is read or written for a softmax, a loss and its gradient where none are fused."""
+ADAMW_TIMES = 7
+"""Numbers of 4 bytes that an update reads and writes for each parameter."""
+DENSE_BF16_FLOPS = {
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 80GB HBM3": 989.4e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+"""Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's datasheets, keyed by a part of the device name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a part of a step does."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    launches: float = 0.0
+
+
+def query_width(config: ModelConfig) -> int:
+    return config.num_attention_heads * config.head_dim
+
+
+def shared_width(config: ModelConfig) -> int:
+    return config.num_key_value_heads * config.head_dim
+
+
+def linear_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the number of elements in each linear weight of one layer."""
+    width = config.hidden_size
+    return {
+        "q": width * query_width(config),
+        "k": width * shared_width(config),
+        "v": width * shared_width(config),
+        "o": width * query_width(config),
+        "gate": width * config.intermediate_size,
+        "up": width * config.intermediate_size,
+        "down": width * config.intermediate_size,
+    }
+
+
+def linear_weights(config: ModelConfig) -> int:
+    """Return the number of elements in the linear weights of all layers, without the head."""
+    return config.num_hidden_layers * sum(linear_sizes(config).values())
+
+
+def forward_cost(config: ModelConfig, tokens: int, seq_len: int, passes: int = 1) -> Cost:
+    """Return the cost of a model's hidden states, without its head."""
+    layers, weights = config.num_hidden_layers, linear_weights(config)
+    return Cost(
+        flops=2.0 * tokens * (weights + seq_len * query_width(config) * layers),
+        moved_bytes=4.0 * (weights * passes + LAUNCHES * tokens * config.hidden_size * layers),
+        launches=LAUNCHES * layers * passes,
+    )
+
+
+def step_costs(
+    student: ModelConfig,
+    teacher: ModelConfig | None,
+    tokens: int,
+    seq_len: int,
+    passes: int = 1,
+    *,
+    stored: bool = False,
+    recomputes: bool = False,
+    chunk_rows: int = 0,
+) -> dict[str, Cost]:
+    """Return the cost of each part of a step of N tokens in `passes` micro-batches, of which the loss takes
+    `chunk_rows` tokens at a time (0: not known). `teacher` is None when the objective uses none; one whose outputs are
+    `stored` is not run."""
+    layers, parameters = forward_cost(student, tokens, seq_len, passes), count_parameters(student)
+    again = 3.0 if recomputes else 2.0
+    found = {
+        "student": layers,
+        "backward": Cost(
+            flops=again * layers.flops,
+            moved_bytes=2 * layers.moved_bytes + 4.0 * parameters,
+            launches=again * layers.launches,
+        ),
+        "optimizer": Cost(moved_bytes=4.0 * ADAMW_TIMES * parameters, launches=LAUNCHES),
+    }
+    # Logits, and the gradients of hidden states and head.
+    heads, models = 6.0 * tokens * student.vocab_size * student.hidden_size, 1
+    if teacher is not None:
+        read = Cost(moved_bytes=8.0 * tokens * teacher.hidden_size, launches=LAUNCHES * passes)
+        found["teacher"] = read if stored else forward_cost(teacher, tokens, seq_len, passes)
+        heads, models = heads + 2.0 * tokens * teacher.vocab_size * teacher.hidden_size, 2
+    chunks = -(-tokens // passes // chunk_rows) if chunk_rows else 4
+    found["loss"] = Cost(
+        flops=heads,
+        moved_bytes=SOFTMAX_TIMES * 4.0 * tokens * student.vocab_size * models,
+        launches=LAUNCHES * passes * chunks,
+    )
+    return found
+
+
+def flops_per_token(student: ModelConfig, teacher: ModelConfig | None, seq_len: int) -> float:
+    """Return the FLOPs per token of one training step; `teacher` is None when the objective uses none."""
+    costs = step_costs(student, teacher, seq_len, seq_len)
+    return sum(cost.flops for cost in costs.values()) / seq_len
+
+
+def peak_flops(device_name: str, gpus: int = 1) -> Reading:
+    """Return the dense bf16 FLOP/s of `gpus` devices of this name; absent when the name is unknown."""
+    for name, rate in DENSE_BF16_FLOPS.items():
+        if name in device_name:
+            several = "" if gpus == 1 else f", of {gpus} GPUs"
+            return measured(gpus * rate, f"NVIDIA's datasheet of {name}, dense bf16{several}")
+    return absent(f"no rate is known for {device_name}", "datasheets")
