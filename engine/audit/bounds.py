@@ -6,11 +6,11 @@ MOST_FLOPS = {"cpu": 4e10, "cuda": 1e14}
 """Of the reference of a model in one audit, by device: half a second on two cores, or on one GPU."""
 MOST_TOKENS = 4096
 """Of a row whose hidden states are compared, where not all rows are."""
-COMPARED_NUMBERS = 1 << 24
+COMPARED_NUMBERS = 1 << 22
 """Numbers of the student whose update is compared, in all its parameters together."""
 GROUP_NUMBERS = 1 << 24
 """Of the widest part of a layer, for the tokens of a plain forward pass at a time; at least one row."""
-QUERIES = 256
+QUERIES = 1024
 """Query tokens whose attention weights are in memory at a time (`engine.audit.reference`)."""
 LOGITS = 1 << 24
 """Logits of one side that are in memory at a time, in fp32."""

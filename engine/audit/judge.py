@@ -1,4 +1,5 @@
-"""Judge each stage of an observed step against plain references.
+"""Judge each stage of an observed step against plain references: models, loss and gradients before the update, and then
+the update.
 
 Each stage is judged from the input that was observed at that stage, with the rounding of its own arithmetic as the
 tolerance. What a stage takes in is what was observed of the stage before, so that together they follow the step from
@@ -15,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +28,12 @@ from engine.audit import reference
 from engine.audit.bounds import LOGITS, MOST_FLOPS, MOST_TOKENS, group_tokens
 from engine.audit.files import open_files
 from engine.audit.observed import (
+    Logged,
     Model,
     ObservedParameter,
     ObservedPass,
     ObservedStep,
+    UpdatedParameter,
 )
 from engine.audit.reference import IGNORED, Forward
 from engine.audit.stages import STAGES
@@ -61,8 +64,9 @@ ROUNDED_PER_SEEN = 4
 
 @dataclass(slots=True)
 class _Loss:
-    """The reference of the loss, from some hidden states."""
+    """The reference of the loss, from the hidden states that it got."""
 
+    labelled: int
     ce: float
     kd: float
     agreement: float
@@ -212,23 +216,26 @@ class _Step:
             teacher: tuple[Tensor, reference.HeadRows] | reference.Targets | None = one.targets
             if one.teacher_hidden_NE is not None and seen.teacher_head is not None:
                 teacher = (one.teacher_hidden_NE, seen.teacher_head)
-            sums, gradient_ND = reference.loss(
-                seen.wanted.objective,
-                one.student_hidden_ND,
-                seen.student_head,
-                _labels(one),
-                teacher,
-                vocabulary=seen.student.vocabulary,
-                denominator=count,
-                head_gradient_VD=head_gradient_VD,
-                chunk_numbers=LOGITS,
-            )
+            # TF32 holds what 16 bits do: products of such operands are exact.
+            with self.products(seen.student):
+                sums, gradient_ND = reference.loss(
+                    seen.wanted.objective,
+                    one.student_hidden_ND,
+                    seen.student_head,
+                    _labels(one),
+                    teacher,
+                    vocabulary=seen.student.vocabulary,
+                    denominator=count,
+                    head_gradient_VD=head_gradient_VD,
+                    chunk_numbers=LOGITS,
+                )
             gradients.append(gradient_ND)
             total.ce += sums.ce
             total.divergence += sums.divergence
             total.agreeing += sums.agreeing
             total.largest_logit = max(total.largest_logit, sums.largest_logit)
         return _Loss(
+            labelled=count,
             ce=total.ce / count,
             kd=total.divergence / count * seen.wanted.objective.temperature**2,
             agreement=total.agreeing / count,
@@ -247,23 +254,50 @@ def _labels(one: ObservedPass) -> Tensor:
     return one.labels_BT.flatten().to(one.student_hidden_ND.device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Updated:
+    """A step that is done: what was observed before its update, and what the update left."""
+
+    seen: ObservedStep
+    loss: _Loss | str
+    """The reference; why there is none."""
+    logged: Logged
+    after: Mapping[str, UpdatedParameter]
+
+
 # contract: distill-batch-honesty-v1
-def judge(seen: ObservedStep) -> list[tuple[About, Answer, float]]:
-    """Judge every stage, with the seconds that it took. A stage whose judgement breaks is unknown, with the reason."""
-    step = _Step(seen)
-    found: list[tuple[About, Answer, float]] = []
-    for about in STAGES:
-        begun_s = time.perf_counter()
-        answer = _answer(JUDGES[about.id], step)
-        found.append((about, answer, time.perf_counter() - begun_s))
-    return found
+class StepJudge:
+    """Judges a step in two parts: models, loss and gradients while its weights are those that it was computed with, the
+    update once it is logged. A stage whose judgement breaks is unknown, with the reason."""
+
+    def __init__(self, seen: ObservedStep) -> None:
+        """Judges the first part. What it needs as a whole is not kept."""
+        step = _Step(seen)
+        self._found = {id: _timed(judge, step) for id, judge in BEFORE_UPDATE.items()}
+        self._loss: _Loss | str = "its reference could not be computed"
+        if "loss" in step.__dict__:
+            self._loss = replace(step.loss, hidden_gradients=[], head_gradient_VD=None)
+        self._seen = replace(seen, passes=(), student_head=reference.LOGITS, teacher_head=None)
+
+    def after_update(
+        self, logged: Logged, after: Mapping[str, UpdatedParameter]
+    ) -> list[tuple[About, Answer, float]]:
+        """Return the answers of all stages, with the seconds that each took."""
+        done = _Updated(self._seen, self._loss, logged, after)
+        found = self._found | {id: _timed(judge, done) for id, judge in AFTER_UPDATE.items()}
+        return [(about, *found[about.id]) for about in STAGES]
 
 
-def _answer(judge_: Judge, step: _Step) -> Answer:
+_T = TypeVar("_T")
+
+
+def _timed(judge: Callable[[_T], Answer], of: _T) -> tuple[Answer, float]:
+    begun_s = time.perf_counter()
     try:
-        return judge_(step)
+        answer = judge(of)
     except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
-        return unknown(f"the audit broke: {type(error).__name__}: {error}")
+        answer = unknown(f"the audit broke: {type(error).__name__}: {error}")
+    return answer, time.perf_counter() - begun_s
 
 
 # Rows and labels
@@ -635,8 +669,10 @@ def _first_beyond(
 # Loss
 
 
-def _loss_parts(step: _Step) -> Answer:
-    ref, seen, logged = step.loss, step.seen, step.seen.logged
+def _loss_parts(step: _Updated) -> Answer:
+    ref, seen, logged = step.loss, step.seen, step.logged
+    if isinstance(ref, str):
+        return unknown(ref)
     # A logit is a sum of products, each rounded; what that does to a log-sum-exp is at most the largest of them.
     rounding = 8 * step.seen.logit_rounding * ref.largest_logit
     T = seen.wanted.objective.temperature
@@ -656,15 +692,15 @@ def _loss_parts(step: _Step) -> Answer:
     if logged.agreement is not None:
         numbers |= dict(agreement=logged.agreement, agreement_reference=ref.agreement)
         # A tie that rounding decides is rare.
-        if not abs(logged.agreement - ref.agreement) <= 0.005 + 2 / max(logged.labelled, 1):
+        if not abs(logged.agreement - ref.agreement) <= 0.005 + 2 / ref.labelled:
             return numbers.failed(
                 f"agreement is logged as {logged.agreement:.2%}, the step's own hidden states give {ref.agreement:.2%}"
             )
     return numbers.passed("cross entropy and divergence are those of the step's hidden states")
 
 
-def _total_loss(step: _Step) -> Answer:
-    logged, alpha = step.seen.logged, step.seen.wanted.objective.alpha
+def _total_loss(step: _Updated) -> Answer:
+    logged, alpha = step.logged, step.seen.wanted.objective.alpha
     loss = alpha * logged.ce + (1 - alpha) * (logged.kd or 0.0)
     allowed = 4e-6 * (1 + abs(logged.ce) + abs(logged.kd or 0.0))
     numbers = Numbers(loss=logged.loss, reference=loss, alpha=alpha)
@@ -702,13 +738,12 @@ def _hidden_gradients(step: _Step) -> Answer:
     ref, seen = step.loss, step.seen
     square = size = 0.0
     worst: tuple[float, int, int] = (0.0, 0, 0)
-    count = max(seen.logged.labelled, 1)
     # What rounding a logit does to the gradient of its row, for one whose head has rows of this length.
     length = 1.0
     if seen.student_head is not reference.LOGITS:
         rows_RD = seen.student_head(0, min(64, seen.student.vocabulary)).float()
         length = float(rows_RD.norm(dim=1).mean())
-    floor = 16 * seen.logit_rounding * ref.largest_logit * length / count
+    floor = 16 * seen.logit_rounding * ref.largest_logit * length / ref.labelled
     relative = max(1e-4, 4 * seen.student.rounding)
     for number, (one, wanted_ND) in enumerate(zip(seen.passes, ref.hidden_gradients, strict=True)):
         if one.student_gradient_ND is None:
@@ -848,7 +883,7 @@ def _wanted_gradients(
                 continue
             places_R = one.rows_R.to(step.device)
             zero = torch.zeros((), device=step.device)
-            yield one, sum((g[places_R].double() for g in gradients), zero).cpu()
+            yield one, sum((g[places_R].double() for g in gradients), zero)
 
 
 def _with_head(
@@ -868,9 +903,9 @@ def _with_head(
 # The update
 
 
-def _clipping(step: _Step) -> Answer:
+def _clipping(step: _Updated) -> Answer:
     # Summed in fp32 on a CPU, the squares of a large matrix lose some 1e-4.
-    found, wanted = step.seen.logged.grad_norm, step.seen.gradient_norm
+    found, wanted = step.logged.grad_norm, step.seen.gradient_norm
     numbers = Numbers(logged=found, reference=wanted, limit=step.seen.wanted.clip_norm)
     if not abs(found - wanted) <= 2e-3 * wanted:
         return numbers.failed(f"the norm is logged as {found:.6g}, the gradients have {wanted:.6g}")
@@ -879,33 +914,32 @@ def _clipping(step: _Step) -> Answer:
     return numbers.passed(f"{found:.6g} is the norm of the gradients{clipped}")
 
 
-def _moments(step: _Step) -> Answer:
-    seen, device = step.seen, step.device
-    if not seen.logged.applied:
+def _moments(step: _Updated) -> Answer:
+    seen = step.seen
+    if not step.logged.applied:
         return unknown(NOT_APPLIED)
-    factor = reference.clip_factor(seen.logged.grad_norm, seen.wanted.clip_norm)
+    factor = reference.clip_factor(step.logged.grad_norm, seen.wanted.clip_norm)
     compared = 0
     for one in seen.parameters:
-        if one.gradient is None or one.moments_after is None:
+        after = step.after[one.name]
+        if one.gradient is None or after.moments is None:
             continue
-        before, after = one.updates
-        counted = seen.wanted.updates
-        if (before, after) != (counted, counted + 1):
-            anew = ": it began anew" if one.moments_before is None else ""
-            return Numbers(before=before, after=after, wanted=counted).failed(
-                f"the optimizer counts {before:,} updates of {one.name} before the step and {after:,} after it, "
-                f"{counted:,} came before{anew}; AdamW corrects both moments by that count"
+        counted = step.logged.updates
+        if (one.updates, after.updates) != (counted, counted + 1):
+            anew = ": it began anew" if one.moments is None else ""
+            return Numbers(before=one.updates, after=after.updates, wanted=counted).failed(
+                f"the optimizer counts {one.updates:,} updates of {one.name} before the step and {after.updates:,} "
+                f"after it, {counted:,} came before{anew}; AdamW corrects both moments by that count"
             )
-        g = one.gradient.to(device).double() * factor
+        g = one.gradient.double() * factor
         zero = torch.zeros_like(g)
-        mean, square = one.moments_before or (zero, zero)
-        mean, square = mean.to(device), square.to(device)
+        mean, square = one.moments or (zero, zero)
         wanted = reference.moments(seen.wanted.adam, g, mean, square)
         scales = (mean.double().abs() + g.abs(), square.double() + g * g)
         for what, found, want, scale, floor in zip(
-            ("mean", "mean square"), one.moments_after, wanted, scales, (1e-37, 1e-36), strict=True
+            ("mean", "mean square"), after.moments, wanted, scales, (1e-37, 1e-36), strict=True
         ):
-            error = (found.to(device).double() - want).abs()
+            error = (found.double() - want).abs()
             beyond = _first_beyond(error, 1e-5 * scale + floor, one.name, one.rows_R)
             if beyond is not None:
                 where, place = beyond
@@ -921,30 +955,29 @@ def _moments(step: _Step) -> Answer:
     )
 
 
-def _weights(step: _Step) -> Answer:
-    seen, device, wanted = step.seen, step.device, step.seen.wanted
-    numbers = Numbers(rate=wanted.rate, logged=seen.logged.lr)
-    if not abs(seen.logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
+def _weights(step: _Updated) -> Answer:
+    seen, logged, wanted = step.seen, step.logged, step.seen.wanted
+    numbers = Numbers(rate=wanted.rate, logged=logged.lr)
+    if not abs(logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
         return numbers.failed(
-            f"the rate is logged as {seen.logged.lr:.4g}, the schedule of the spec has {wanted.rate:.4g}"
+            f"the rate is logged as {logged.lr:.4g}, the schedule of the spec has {wanted.rate:.4g}"
         )
-    if not seen.logged.applied:
+    if not logged.applied:
         return numbers.unknown(NOT_APPLIED)
     compared = due = moved = total = 0
     for one in seen.parameters:
         total += one.numbers
-        if one.moments_after is None:
+        updated = step.after[one.name]
+        if updated.moments is None:
             return numbers.failed(f"{one.name} is not in the optimizer: it is never trained")
-        before, after = one.before.to(device), one.after.to(device)
-        mean, square = one.moments_after
+        before, after = one.before, updated.after
         update = reference.step_of_adamw(
             wanted.adam,
             before,
-            mean.to(device),
-            square.to(device),
+            *updated.moments,
             rate=wanted.rate,
             decay=wanted.decay if one.decays else 0.0,
-            count=one.updates[1],
+            count=updated.updates,
         )
         error = (after.double() - before.double() - update).abs()
         beyond = _first_beyond(
@@ -956,7 +989,7 @@ def _weights(step: _Step) -> Answer:
         if beyond is not None:
             where, place = beyond
             return numbers.failed(
-                f"{where} went from {float(one.before[place]):.7g} to {float(one.after[place]):.7g}, AdamW at the "
+                f"{where} went from {float(before[place]):.7g} to {float(after[place]):.7g}, AdamW at the "
                 f"spec's rate of {wanted.rate:.3g} moves it by {float(update[place]):.4g}"
             )
         compared += one.before.numel()
@@ -973,15 +1006,16 @@ def _weights(step: _Step) -> Answer:
     )
 
 
-Judge = Callable[[_Step], Answer]
-JUDGES: dict[str, Judge] = {
+BEFORE_UPDATE: dict[str, Callable[[_Step], Answer]] = {
     "step_rows": _rows,
     "step_labels": _labels_are_next,
     "step_teacher": _teacher,
     "step_student": _student,
+    "step_gradients": _gradients,
+}
+AFTER_UPDATE: dict[str, Callable[[_Updated], Answer]] = {
     "step_loss_parts": _loss_parts,
     "step_loss": _total_loss,
-    "step_gradients": _gradients,
     "step_clipping": _clipping,
     "step_moments": _moments,
     "step_weights": _weights,

@@ -96,19 +96,26 @@ class ObservedParameter:
     rows_R: Tensor
     """Which rows; of a vector, which numbers."""
     before: Tensor
-    after: Tensor
     gradient: Tensor | None
     """As the update found it, before clipping; None when there was none."""
-    moments_before: tuple[Tensor, Tensor] | None
+    moments: tuple[Tensor, Tensor] | None
     """None before the first update."""
-    moments_after: tuple[Tensor, Tensor] | None
-    """None for a parameter that the optimizer does not have."""
-    updates: tuple[int, int]
-    """The optimizer's count before and after the step."""
+    updates: int
+    """The optimizer's count of those before the step."""
     numbers: int
     """Of the whole parameter."""
     decays: bool
     """Whether it is a matrix, which weight decay is for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatedParameter:
+    """The same rows as the update leaves them."""
+
+    after: Tensor
+    moments: tuple[Tensor, Tensor] | None
+    """None for a parameter that the optimizer does not have."""
+    updates: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +129,8 @@ class Logged:
     lr: float
     grad_norm: float
     labelled: int
+    updates: int
+    """Applied before the step."""
     applied: bool
     """Whether there was an update: there is none where a number of the step is not finite."""
 
@@ -137,14 +146,14 @@ class Wanted:
     clip_norm: float
     passes: int
     """Micro-batches of all ranks."""
-    updates: int
-    """Applied before the step."""
     rows_distinct: bool
     """Whether the rows of the step are of one epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedStep:
+    """A step when its gradients are there and its update is not."""
+
     step: int
     passes: Sequence[ObservedPass]
     student: Model
@@ -160,7 +169,6 @@ class ObservedStep:
     parameters: Sequence[ObservedParameter]
     gradient_norm: float
     """Of all gradients, summed in float64."""
-    logged: Logged
     wanted: Wanted
     seed: int
     no_teacher: str = NOT_IN_FILES

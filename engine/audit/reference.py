@@ -35,7 +35,7 @@ from torch import Tensor
 
 IGNORED = -100
 """The label of a position that predicts nothing."""
-QUERIES = 256
+QUERIES = 1024
 """Query tokens whose attention weights are in memory at a time."""
 FP32_ROUNDING = 2.0**-24
 """Largest relative error of one rounding to fp32."""
@@ -157,7 +157,7 @@ class Forward:
     with one.
     """
     inputs: list[Tensor]
-    """The input of each layer, then of the last norm, (N, D), in host memory."""
+    """The input of each layer, then of the last norm, (N, D)."""
     hidden_ND: Tensor
     """After the last norm."""
     rounding: float = 0.0
@@ -213,11 +213,11 @@ class PlainDecoder:
         inputs = []
         for index in range(shape.layers):
             if keep:
-                inputs.append(x_ND.cpu())
+                inputs.append(x_ND)
             parts = {name: weight(f"layers.{index}.{name}") for name in _names(shape)}
             x_ND = _layer(shape, index, x_ND, turns, parts, rounding)
         if keep:
-            inputs.append(x_ND.cpu())
+            inputs.append(x_ND)
         hidden_ND = _norm(shape, x_ND, weight("norm.weight"))
         return Forward(tokens_N, turns, inputs, hidden_ND, rounding)
 
@@ -237,7 +237,7 @@ class PlainDecoder:
             parts = {name: weight(prefix + name).detach().requires_grad_() for name in names}
             sums = [torch.zeros_like(part) for part in parts.values()]
             for number, one in enumerate(passes):
-                x_ND = one.inputs[place].to(flows[number].device).requires_grad_()
+                x_ND = one.inputs[place].detach().requires_grad_()
                 with torch.enable_grad():
                     # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
                     # A factor on the way forward, its rounding, is one on the way back.

@@ -52,8 +52,8 @@ class Head(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def width(self) -> int: ...
-    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
-        """Return rows 0 to `columns`, at most `vocab_size`, as `dtype`."""
+    def slices(self, columns: int, dtype: torch.dtype, *, first: int = 0) -> Slices:
+        """Return rows `first` to `columns`, at most `vocab_size`, as `dtype`."""
         ...
 
 
@@ -71,8 +71,8 @@ class DenseHead:
     def width(self) -> int:
         return self._weight_WE.shape[1]
 
-    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
-        return ((0, self._weight_WE[:columns].to(dtype)),)
+    def slices(self, columns: int, dtype: torch.dtype, *, first: int = 0) -> Slices:
+        return ((first, self._weight_WE[first:columns].to(dtype)),)
 
 
 class LogitsHead:
@@ -89,7 +89,7 @@ class LogitsHead:
     def width(self) -> int:
         return self._vocab_size
 
-    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
+    def slices(self, columns: int, dtype: torch.dtype, *, first: int = 0) -> Slices:
         return ()
 
 
@@ -109,8 +109,8 @@ class PackedHead:
     def width(self) -> int:
         return self._weight.columns
 
-    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
-        return _PackedSlices(self._weight, self._scratch, columns, dtype)
+    def slices(self, columns: int, dtype: torch.dtype, *, first: int = 0) -> Slices:
+        return _PackedSlices(self._weight, self._scratch, first, columns, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,13 @@ class _PackedSlices:
 
     weight: PackedMatrix
     scratch: Scratch
+    first: int
     columns: int
     dtype: torch.dtype
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         step = self.scratch.fitting(self.columns, self.weight.columns)
-        for first in range(0, self.columns, step):
+        for first in range(self.first, self.columns, step):
             count = min(step, self.columns - first)
             slice_RE = self.scratch.take(count, self.weight.columns)
             dequantize_rows(self.weight, slice_RE, first, count)

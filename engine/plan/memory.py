@@ -56,7 +56,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.audit.bounds import LOGITS, QUERIES, WIDENED, group_tokens
+from engine.audit.bounds import LOGITS, MOST_FLOPS, QUERIES, WIDENED, group_tokens
 from engine.errors import BadInput
 from engine.loss.chunks import (
     FUSED_HELD,
@@ -666,7 +666,7 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """What the references of a step's audit need on a GPU (`engine.audit`); the copy of the weights is on the host."""
+    """What the references of a step's audit need on a GPU (`engine.audit`)."""
     if not plan.spec.checks.enabled or not plan.on_gpu:
         return
     student, teacher = plan.student, plan.teacher_in_loss
@@ -689,14 +689,15 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         sum(plan.each * tokens * one.hidden_size for one in models)
         + 8 * tokens * student.hidden_size
     )
+    if 8 * count_parameters(student) * tokens <= MOST_FLOPS["cuda"]:
+        # The input of every layer, for its gradients.
+        hidden += 4 * tokens * student.hidden_size * (student.num_hidden_layers + 1)
     logits = 10 * 4 * min(LOGITS, plan.tokens * student.vocab_size)
     head = 6 * student.vocab_size * student.hidden_size
-    if teacher is not None:
-        head += 2 * plan.teacher_each * student.vocab_size * teacher.hidden_size
     yield BudgetItem(
         "audit of a step",
         layer + 4 * wide + attention + hidden + logits + head,
-        "a layer in fp32 with some tokens of it, logits in fp32, both heads",
+        "a layer in fp32 with some tokens of it, logits in fp32, gradients of the head",
         phases=(_AUDIT,),
     )
 

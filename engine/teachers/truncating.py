@@ -115,8 +115,8 @@ class _CutHead:
     def width(self) -> int:
         return self._inner.width
 
-    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
-        return self._inner.slices(min(columns, self._vocab_size), dtype)
+    def slices(self, columns: int, dtype: torch.dtype, *, first: int = 0) -> Slices:
+        return self._inner.slices(min(columns, self._vocab_size), dtype, first=first)
 
 
 def _dropped(hidden_NE: Tensor, head: Head, vocab_size: int, temperature: float) -> Tensor:

@@ -1,8 +1,9 @@
 """Observe the real steps of a trainer for the audit, and say what spec, files and corpus have of the same step.
 
-Nothing is judged here (`engine.audit.judge`). What is observed is copied when it exists: hidden states before the loss
-gets them, gradients before the update, some rows of every weight and moment before and after it. So the audited step
-runs the same code as any other, and may be judged after the next one has begun.
+Nothing is judged here (`engine.audit.judge`). Hidden states and the gradients that they get are copied when they exist.
+Models, loss and gradients are judged when the step's gradients are there, with the weights that they were computed
+with; some rows of every weight and moment are copied before and after the update, which is judged once it is logged. So
+the audited step runs the same code as any other.
 """
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, R rows of a parameter
@@ -11,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from engine.audit import reference
 from engine.audit.bounds import COMPARED_NUMBERS, WIDENED
 from engine.audit.files import open_files
-from engine.audit.judge import judge
+from engine.audit.judge import StepJudge
 from engine.audit.observed import (
     NOT_IN_FILES,
     NOT_WIDENED,
@@ -31,6 +31,7 @@ from engine.audit.observed import (
     ObservedParameter,
     ObservedPass,
     ObservedStep,
+    UpdatedParameter,
     Wanted,
 )
 from engine.audit.stages import STAGES
@@ -39,7 +40,7 @@ from engine.checks.check import About, Answer, Result, unknown
 from engine.checks.weights import held, shape_of, weights_of
 from engine.data.tokens import TokenStream
 from engine.formats.open import open_weights
-from engine.log.events import StepDone, nan_if_absent
+from engine.log.events import CHECKS, StepDone, nan_if_absent
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, operand_dtype
@@ -64,7 +65,6 @@ rounded, and the reference uses the same ones.
 """
 SAMPLED_NUMBERS = 1024
 """Of each tensor, that are looked at before and after what must not change it."""
-COPYING_THREADS = 8
 
 
 def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
@@ -99,18 +99,17 @@ class _Seen:
     """A step that is being observed."""
 
     step: int
-    weights: dict[str, Tensor]
-    """The student's, before the step."""
     teacher: dict[str, Tensor]
     """Some numbers of each tensor of the teacher, before the step."""
     rows: dict[str, Tensor]
-    moments: dict[str, tuple[Tensor, Tensor, int]]
+    """Which rows of each parameter are compared."""
+    before: dict[str, UpdatedParameter]
     passes: list[_SeenPass] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    squares: list[Tensor] = field(default_factory=list)
-    teacher_changed: list[str] = field(default_factory=list)
-    after: dict[str, Tensor] = field(default_factory=dict)
-    moments_after: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    judge: StepJudge | None = None
+    """Of the first rank, from the step's gradients on."""
+    broke: str = ""
+    """Why there is none."""
+    after: dict[str, UpdatedParameter] = field(default_factory=dict)
 
 
 class StepAudit(StepObserver):
@@ -130,7 +129,7 @@ class StepAudit(StepObserver):
         self._updates = max(
             (int(whole(state["step"])) for state in trainer.optimizer.state.values()), default=0
         )
-        """Applied before the step that is looked at next."""
+        """Applied in the steps that are logged."""
         self._skipped = skipped_ids(spec.checks.skip)
         self._seen: _Seen | None = None
         trainer.observers = (*trainer.observers, self)
@@ -148,17 +147,26 @@ class StepAudit(StepObserver):
         parameters = dict(self.trainer.student.named_parameters())
         total = sum(p.numel() for p in parameters.values())
         share = min(1.0, COMPARED_NUMBERS / total)
+        rows = {name: _some_rows(p, share, step) for name, p in parameters.items()}
         self._seen = _Seen(
             step=step,
-            weights=_whole_copies(parameters),
             teacher=self._teacher_samples(),
-            rows={name: _some_rows(p, share, step) for name, p in parameters.items()},
-            moments={},
+            rows=rows,
+            before=self._parameters(rows),
         )
-        for name, p in parameters.items():
+
+    def _parameters(self, rows: Mapping[str, Tensor]) -> dict[str, UpdatedParameter]:
+        """Return a copy of some rows of every parameter of the student and of its moments, as they are now."""
+        found = {}
+        for name, p in self.trainer.student.named_parameters():
+            rows_R, moments, updates = rows[name], None, 0
             if state := self.trainer.optimizer.state.get(p):
-                rows_R = self._seen.rows[name]
-                self._seen.moments[name] = _moments(state, rows_R)
+                mean, square = (whole(state[key])[rows_R] for key in ("exp_avg", "exp_avg_sq"))
+                moments, updates = (mean, square), int(whole(state["step"]))
+            found[name] = UpdatedParameter(
+                after=whole(p.detach())[rows_R], moments=moments, updates=updates
+            )
+        return found
 
     def _teacher_samples(self) -> dict[str, Tensor]:
         decoder = self.teacher_decoder
@@ -196,83 +204,88 @@ class StepAudit(StepObserver):
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
-        if (seen := self._seen) is None:
-            return
-        for name, p in self.trainer.student.named_parameters():
+        """Judge all but the update. With several ranks this is a collective: the first judges what all have seen."""
+        if (seen := self._seen) is not None:
+            with self.trainer.host.of(CHECKS):
+                self._look_at_models(seen)
+
+    def _look_at_models(self, seen: _Seen) -> None:
+        trainer = self.trainer
+        weights, gradients, squares = {}, {}, []
+        for name, p in trainer.student.named_parameters():
+            weights[name] = whole(p.detach())
+            if is_shared(p):
+                # All of them together would not be there but for the audit.
+                weights[name] = weights[name].cpu()
             if p.grad is not None:
                 gradient = whole(p.grad)
-                seen.gradients[name] = _rows(gradient, seen.rows[name])
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-                seen.squares.append(norm.square())
+                gradients[name] = gradient[seen.rows[name]]
+                squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+        ranks = trainer.ranks
+        passes = ranks.collect(
+            [_on_host(one) for one in seen.passes] if ranks.many else seen.passes
+        )
+        now = self._teacher_samples()
+        changed = [n for n, t in seen.teacher.items() if not torch.equal(t, now[n])]
+        if ranks.first:
+            try:
+                norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+                with torch.enable_grad():
+                    seen.judge = StepJudge(
+                        self._observed(seen, passes, weights, gradients, norm, changed)
+                    )
+            except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
+                seen.broke = f"the audit broke: {type(error).__name__}: {error}"
+        seen.passes = []
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        parameters = dict(self.trainer.student.named_parameters())
-        if (seen := self._seen) is None:
-            return
-        now = self._teacher_samples()
-        seen.teacher_changed = [n for n, t in seen.teacher.items() if not torch.equal(t, now[n])]
-        for name, p in parameters.items():
-            rows_R = seen.rows[name]
-            seen.after[name] = _rows(p.detach(), rows_R)
-            if state := self.trainer.optimizer.state.get(p):
-                seen.moments_after[name] = _moments(state, rows_R)
+        if (seen := self._seen) is not None:
+            seen.after = self._parameters(seen.rows)
 
     # What is judged
 
     def after(self, step: StepDone) -> Iterator[Result]:
-        """Judge every stage of a step that was observed, once it is logged.
-
-        With several ranks this is a collective: the first judges what all have seen, and tells them.
-        """
-        try:
-            yield from self._answers(step)
-        finally:
-            self._updates += step.updated
-
-    def _answers(self, step: StepDone) -> Iterator[Result]:
+        """Yield the answers of every stage of a step that was observed, once it is logged. With several ranks this is a
+        collective."""
+        updates = self._updates
+        self._updates += step.updated
         seen = self._seen
         # The next step may have begun, and be the one that is observed.
         if seen is None or seen.step != step.step:
             return
         self._seen = None
-        ranks = self.trainer.ranks
-        passes = ranks.collect(
-            [_on_host(one) for one in seen.passes] if ranks.many else seen.passes
-        )
-        found: list[Result] = []
-        if ranks.first:
-            answers = self._judge(seen, passes, step)
-            found = [self._result(step, *answer) for answer in answers]
-        found = cast(list[Result], ranks.tell(found))
-        yield from (one for one in found if one.id not in self._skipped)
+        found: list[tuple[About, Answer, float]] = []
+        if seen.judge is not None:
+            found = seen.judge.after_update(_logged(step, updates), seen.after)
+        elif self.trainer.ranks.first:
+            found = [(about, unknown(seen.broke), 0.0) for about in STAGES]
+        for about, answer, cost_s in cast(list[Any], self.trainer.ranks.tell(found)):
+            if about.id not in self._skipped:
+                yield Result(
+                    about=about,
+                    verdict=answer.verdict,
+                    numbers=answer.numbers,
+                    cost_s=cost_s,
+                    step=step.step,
+                )
 
-    def _result(self, step: StepDone, about: About, answer: Answer, cost_s: float) -> Result:
-        return Result(
-            about=about,
-            verdict=answer.verdict,
-            numbers=answer.numbers,
-            cost_s=cost_s,
-            step=step.step,
-        )
-
-    def _judge(
-        self, seen: _Seen, passes: list[list[_SeenPass]], step: StepDone
-    ) -> list[tuple[About, Answer, float]]:
-        try:
-            return judge(self._observed(seen, passes, step))
-        except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
-            broke = unknown(f"the audit broke: {type(error).__name__}: {error}")
-            return [(about, broke, 0.0) for about in STAGES]
-
-    def _observed(self, seen: _Seen, passes: list[list[_SeenPass]], step: StepDone) -> ObservedStep:
+    def _observed(
+        self,
+        seen: _Seen,
+        passes: list[list[_SeenPass]],
+        weights: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        gradient_norm: float,
+        teacher_changed: list[str],
+    ) -> ObservedStep:
         trainer, spec = self.trainer, self.spec
         student = trainer.student
         narrow = operand_dtype(seen.passes[0].hidden_ND.to(trainer.dtype))
         student_head, head_name = reference.LOGITS, _head_name(student)
         if head_name:
             # As the matmul to logits takes it: read for every chunk of the loss.
-            head = seen.weights[head_name].to(trainer.device, narrow)
+            head = weights[head_name].to(trainer.device, narrow)
 
             def student_head(first: int, count: int) -> Tensor:
                 return head[first : first + count]
@@ -288,37 +301,48 @@ class StepAudit(StepObserver):
             ],
             student=Model(
                 shape=shape_of(student.config),
-                weight=_weight(seen.weights, trainer.device),
+                weight=_weight(weights, trainer.device),
                 head_name=head_name,
-                runs=self._student_runs(seen),
+                runs=self._student_runs(weights),
                 proved=student.config.native,
                 vocabulary=student.config.vocab_size,
                 rounding=ROUNDING[trainer.dtype],
-                parameters=sum(p.numel() for p in seen.weights.values()),
+                parameters=sum(p.numel() for p in weights.values()),
                 # A resumed session has its weights from a checkpoint.
                 files=(spec.student.path or spec.student.config)
                 if seen.step == 1 and student.config.native
                 else "",
             ),
             teacher=self._teacher(seen.step == self._began_at + 1),
-            teacher_changed=seen.teacher_changed,
+            teacher_changed=teacher_changed,
             student_head=student_head,
             teacher_head=None if teacher is None else _head_rows(teacher),
             logit_rounding=ROUNDING[torch.float32],
-            parameters=[self._parameter(seen, name, p) for name, p in student.named_parameters()],
-            gradient_norm=float(torch.stack(seen.squares).sum().sqrt()) if seen.squares else 0.0,
-            logged=_logged(step),
+            parameters=[
+                ObservedParameter(
+                    name=name,
+                    rows_R=seen.rows[name],
+                    before=one.after,
+                    gradient=gradients.get(name),
+                    moments=one.moments,
+                    updates=one.updates,
+                    numbers=weights[name].numel(),
+                    decays=weights[name].ndim >= 2,
+                )
+                for name, one in seen.before.items()
+            ],
+            gradient_norm=gradient_norm,
             wanted=self._wanted(seen.step),
             seed=spec.train.seed,
             no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_FILES,
         )
 
-    def _student_runs(self, seen: _Seen) -> reference.Runs:
+    def _student_runs(self, weights: dict[str, Tensor]) -> reference.Runs:
         student, device = self.trainer.student, self.trainer.device
         if isinstance(student, TransformersDecoder):
             buffers = dict(student.named_buffers())
-            return SameModule(student, {**buffers, **seen.weights}, device)
-        return reference.PlainDecoder(shape_of(student.config), _weight(seen.weights, device))
+            return SameModule(student, {**buffers, **weights}, device)
+        return reference.PlainDecoder(shape_of(student.config), _weight(weights, device))
 
     def _wanted(self, step: int) -> Wanted:
         spec, trainer, train = self.spec, self.trainer, self.spec.train
@@ -343,7 +367,6 @@ class StepAudit(StepObserver):
             decay=train.weight_decay,
             clip_norm=train.clip_norm,
             passes=train.accumulation * trainer.ranks.world,
-            updates=self._updates,
             rows_distinct=begun // per_epoch == (ended - 1) // per_epoch,
         )
 
@@ -429,22 +452,6 @@ class StepAudit(StepObserver):
         decoder = self.teacher_decoder
         return isinstance(decoder, TransformersDecoder) and decoder.config.counted > WIDENED
 
-    def _parameter(self, seen: _Seen, name: str, p: Tensor) -> ObservedParameter:
-        rows_R = seen.rows[name]
-        before, after = seen.moments.get(name), seen.moments_after.get(name)
-        return ObservedParameter(
-            name=name,
-            rows_R=rows_R,
-            before=seen.weights[name][rows_R.cpu()],
-            after=seen.after[name],
-            gradient=seen.gradients.get(name),
-            moments_before=None if before is None else before[:2],
-            moments_after=None if after is None else after[:2],
-            updates=(0 if before is None else before[2], 0 if after is None else after[2]),
-            numbers=p.numel(),
-            decays=p.ndim >= 2,
-        )
-
 
 def _head_name(decoder: Decoder) -> str:
     """Return the tensor that is the decoder's head; empty where its hidden states are logits."""
@@ -476,35 +483,6 @@ def _weight(weights: dict[str, Tensor], device: torch.device) -> reference.Weigh
 
 def _size(decoder: Decoder) -> int:
     return sum(math.prod(held(decoder, name).shape) for name in tensor_names(decoder))
-
-
-def _whole_copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if any(is_shared(p) or not p.is_cuda for p in parameters.values()):
-        return {name: _whole_copy(p) for name, p in parameters.items()}
-    # New pages of host memory are slower to get than a GPU is to fill them: several threads get them. A thread copies
-    # on the default stream, which does not wait for the one that the weights are computed on.
-    torch.cuda.current_stream().synchronize()
-    with ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="copy") as pool:
-        return dict(zip(parameters, pool.map(_whole_copy, parameters.values()), strict=True))
-
-
-def _whole_copy(parameter: Tensor) -> Tensor:
-    """Return a copy of a parameter, gathered if it is in parts; that of a GPU in host memory, where there is room."""
-    found = whole(parameter.detach())
-    if found.device.type != "cpu":
-        return found.cpu()
-    return found if is_shared(parameter) else found.clone()
-
-
-def _rows(tensor: Tensor, rows_R: Tensor) -> Tensor:
-    """Return a copy of some rows in host memory."""
-    return whole(tensor)[rows_R].cpu()
-
-
-def _moments(state: dict[str, Tensor], rows_R: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return some rows of both moments, and the optimizer's count of updates."""
-    mean, square = (_rows(state[name], rows_R) for name in ("exp_avg", "exp_avg_sq"))
-    return mean, square, int(whole(state["step"]))
 
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -552,13 +530,15 @@ def _head_rows(teacher: _SeenPass) -> reference.HeadRows:
     dtype = operand_dtype(hidden_NE)
     if not head.slices(1, dtype):
         return reference.LOGITS
-    # Whole, once: it is read for every chunk of the loss, and a slice in blocks is gone with the next one.
-    slices = head.slices(head.vocab_size, dtype)
-    weight_VE = torch.cat([weight_RE.clone() for _, weight_RE in slices])
-    return lambda first, count: weight_VE[first : first + count]
+
+    def rows(first: int, count: int) -> Tensor:
+        slices = head.slices(first + count, dtype, first=first)
+        return torch.cat([weight_RE.clone() for _, weight_RE in slices])
+
+    return rows
 
 
-def _logged(step: StepDone) -> Logged:
+def _logged(step: StepDone, updates: int) -> Logged:
     return Logged(
         loss=nan_if_absent(step.loss),
         ce=nan_if_absent(step.ce),
@@ -567,5 +547,6 @@ def _logged(step: StepDone) -> Logged:
         lr=nan_if_absent(step.lr),
         grad_norm=nan_if_absent(step.grad_norm),
         labelled=step.labelled or 0,
+        updates=updates,
         applied=step.updated,
     )

@@ -23,7 +23,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -68,10 +67,6 @@ class StepObserver:
     An observer must change nothing that it sees. On a GPU it sees tensors whose values are still being
     computed: reading them waits for the device, copying them does not.
     """
-
-    def around(self, step: int) -> AbstractContextManager[object]:
-        """What the whole step is launched within."""
-        return contextlib.nullcontext()
 
     def begun(self, step: int) -> None:
         """Weights and moments are those before `step`."""
@@ -180,7 +175,7 @@ class PhaseTimer:
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, phase: str) -> None:
-        """Count the work launched from now on as `phase`."""
+        """Count the work launched from now on as `phase`; empty: as no part of the step."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -206,7 +201,8 @@ class PhaseTimer:
         """Return the seconds of each phase, and `idle` where it is known. Call `wait` first."""
         found: dict[str, float] = {}
         for (phase, begun), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
-            found[phase] = found.get(phase, 0.0) + self._between(begun, ended)
+            if phase:
+                found[phase] = found.get(phase, 0.0) + self._between(begun, ended)
         if self._before is not None:
             found[IDLE] = self._between(self._before, self._marks[0][1])
         return found

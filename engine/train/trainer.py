@@ -119,9 +119,7 @@ class Trainer:
         # The clock starts here: what the caller does between two steps (evaluate, save) is not part of a
         # step.
         begun_s, number = time.perf_counter(), self.step + 1
-        with self.host.of(LAUNCH), contextlib.ExitStack() as around:
-            for observer in self.observers:
-                around.enter_context(observer.around(number))
+        with self.host.of(LAUNCH):
             return self._launch(number, begun_s, before)
 
     def _launch(self, number: int, begun_s: float, before: LaunchedStep | None) -> LaunchedStep:
@@ -148,10 +146,12 @@ class Trainer:
                 elif self._fetches_ahead and number < self.train.steps:
                     self._ahead = self._on_device(*self._part_at(self.position, self.ranks.rank))
                     self._prefetch(self._ahead)
-        timer.mark("optimizer")
+        # What an observer does here is no part of the step.
+        timer.mark("")
         with self.host.of(OBSERVERS):
             for observer in self.observers:
                 observer.gradients(number)
+        timer.mark("optimizer")
         numbers = self._update(done)
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
         timer.end()

@@ -42,7 +42,7 @@ class Cut:
     def width(self) -> int:
         return self.weight_WE.shape[1]
 
-    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
+    def slices(self, columns: int, dtype: torch.dtype, *, first: int = 0) -> Slices:
         head = self
 
         class Walk:
