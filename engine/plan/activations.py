@@ -40,10 +40,7 @@ from dataclasses import dataclass
 
 from engine.model_families import LAST_NORM, layer_tensors
 from engine.models.config import ModelConfig, shape_of
-from engine.plan.cost import linear_sizes as linear_sizes
-from engine.plan.cost import linear_weights as linear_weights
-from engine.plan.cost import query_width as query_width
-from engine.plan.cost import shared_width as shared_width
+from engine.plan.cost import linear_weights, query_width, shared_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

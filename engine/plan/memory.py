@@ -68,13 +68,8 @@ from engine.machine.reading import Reading
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
 from engine.models.transformers_config import TransformersConfig
-from engine.plan.activations import (
-    Forward,
-    linear_sizes,
-    linear_weights,
-    query_width,
-    shared_width,
-)
+from engine.plan.activations import Forward
+from engine.plan.cost import linear_sizes, linear_weights, query_width, shared_width
 from engine.spec import RunSpec, parse_set
 from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
