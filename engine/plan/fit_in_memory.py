@@ -26,19 +26,16 @@ fewer rows are slower, and a quantised head is dequantised again for each chunk.
 """
 
 
-def fit(
-    plan: MemoryPlan, *, usual_chunk_rows: int, stored: str | None
-) -> tuple[MemoryPlan, list[Decision]]:
+def fit(plan: MemoryPlan, *, stored: str | None) -> tuple[MemoryPlan, list[Decision]]:
     """Return the plan with the backend, checkpointing and chunk size that make it fit, and the decisions.
 
-    `usual_chunk_rows` is used when memory is plenty; `stored` describes the stored teacher outputs, if
-    any. When the available memory is unknown, everything counts as fitting. Raises BadInput for a backend
-    that the teacher does not have.
+    `stored` describes the stored teacher outputs, if any. When the available memory is unknown, everything
+    counts as fitting. Raises BadInput for a backend that the teacher does not have.
     """
     spec, number = plan.spec, plan.available.number
     available_bytes = None if number is None else int(number)
     wanted_rows = spec.loss.chunk_rows
-    usual = wanted_rows or usual_chunk_rows
+    usual = wanted_rows or plan.chunk_rows
     fewer = [] if wanted_rows else [rows for rows in FEWER_CHUNK_ROWS if rows < usual]
 
     def with_rows(backend: str, again: bool, rows: int) -> MemoryPlan:

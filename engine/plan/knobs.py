@@ -66,6 +66,17 @@ SHARDED_FROM_BYTES = 16 * 2**30
 """Size of a checkpoint, at 12 bytes a parameter; below it, gathering on the first rank takes only seconds."""
 
 
+SETTINGS = {
+    "device": "compute.device",
+    "ranks": "compute.gpus",
+    "steps": "train.steps",
+    "accumulation": "train.accumulation",
+    "divergence": "loss.divergence",
+    "allocator": "memory.allocator",
+}
+"""Facts that are settings, as they are decided by then."""
+
+
 @dataclass(frozen=True)
 class Knob:
     key: str
@@ -73,12 +84,12 @@ class Knob:
     choose: Callable[..., Decision]
     """Called with the value that the user set (`auto` or 0 for an automatic choice) and the facts."""
     known_as: tuple[tuple[str, str], ...] = ()
-    """Facts that the run has under another name than the chooser."""
+    """Facts that the run has under another name than the chooser, or as a setting."""
 
     @property
-    def facts(self) -> tuple[str, ...]:
+    def facts(self) -> set[str]:
         """The names of the facts that the choice depends on."""
-        return tuple(inspect.signature(self.choose).parameters)[1:]
+        return set(inspect.getfullargspec(self.choose).kwonlyargs)
 
     @cached_property
     def option(self) -> Option:
@@ -88,14 +99,14 @@ class Knob:
     def decide(self, known: Any, **computed: Any) -> Decision:
         """Return the decision for a run.
 
-        `known` has a `spec` and the facts as attributes; a fact in `computed` takes precedence.
+        `known` has a `spec` and the other facts as attributes; a fact in `computed` takes precedence.
         """
-        names = dict(self.known_as)
-        found = {
-            fact: computed[fact] if fact in computed else getattr(known, names.get(fact, fact))
-            for fact in self.facts
-        }
-        return self.choose(known.spec.value(self.key), **found)
+        names = SETTINGS | dict(self.known_as)
+
+        for fact in self.facts - computed.keys():
+            name = names.get(fact, fact)
+            computed[fact] = known.spec.value(name) if "." in name else getattr(known, name)
+        return self.choose(known.spec.value(self.key), **computed)
 
 
 # What runs the models
@@ -115,11 +126,10 @@ def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | N
             rejected=(("transformers", f"without {ONLY_NATIVE}"),),
             overridden=wanted != "auto",
         )
-    every = all(not one.native for one in models.values() if one is not None)
     each = "; ".join(f"the {whose} is a {one.title}: {one.why}" for whose, one in others.items())
     return Decision(
         knob="model.engine",
-        choice="transformers" if every else "by_family",
+        choice="transformers" if teacher is None or len(others) == 2 else "by_family",
         reason=f"{each}. Runs without {ONLY_NATIVE}",
         rejected=(("native", each),),
         overridden=wanted != "auto",
@@ -553,8 +563,8 @@ def _helps(plain_bytes: int, less_bytes: int, available_bytes: int | None) -> tu
     return less_bytes <= available_bytes, less_bytes > available_bytes
 
 
-_OF_STUDENT = (("config", "student"), ("precision", "student_precision"))
-_OF_TEACHER = (("config", "teacher"), ("precision", "teacher_precision"))
+_OF_STUDENT = (("config", "student"), ("precision", "student.precision"))
+_OF_TEACHER = (("config", "teacher"), ("precision", "teacher.precision"))
 
 _KNOBS = (
     Knob("model.engine", choose_engine),

@@ -235,10 +235,6 @@ class MemoryPlan:
     """The identity of the store that the backend `cached` would read."""
 
     @property
-    def teacher_precision(self) -> str:
-        return self.spec.teacher.precision
-
-    @property
     def fused_loss(self) -> bool:
         return self.spec.loss.kernel == "fused"
 
@@ -287,7 +283,7 @@ class MemoryPlan:
 
     @property
     def teacher_each(self) -> int:
-        return ITEM_BYTES[self.teacher_precision]
+        return ITEM_BYTES[self.spec.teacher.precision]
 
     @property
     def on_gpu(self) -> bool:
@@ -438,7 +434,7 @@ def _teacher_weights(plan: MemoryPlan, config: ModelConfig) -> BudgetItem:
             "blocks as they are in the file, and the rest as floats",
             lasting=True,
         )
-    if plan.teacher_precision == "fp8":
+    if plan.spec.teacher.precision == "fp8":
         return _fp8_weights(config, plan.teacher_each)
     parameters = count_parameters(config)
     return BudgetItem(
@@ -911,10 +907,10 @@ def _mildest(plan: MemoryPlan, ladder: list[_Settings], available: float) -> tup
 def _ladders(plan: MemoryPlan) -> Iterator[list[_Settings]]:
     spec = plan.spec
     loaded = plan.teacher is not None and plan.stored is None
-    if loaded and not plan.quantized and plan.teacher_precision != "fp8":
+    if loaded and not plan.quantized and plan.spec.teacher.precision != "fp8":
         if plan.teacher_packed_bytes is not None:
             yield [("teacher.backend=quantized",)]
-        if plan.teacher_precision != "bf16":
+        if plan.spec.teacher.precision != "bf16":
             yield [("teacher.precision=bf16",)]
     if loaded and plan.ranks > 1 and not plan.teacher_shard:
         yield [("teacher.shard=on",)]

@@ -24,7 +24,6 @@ from engine.data.tokens import TokenStream
 from engine.decision import Decision
 from engine.kernels.dequantize import has_triton
 from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
-from engine.loss.chunks import default_chunk_rows
 from engine.models.config import ModelConfig, count_parameters
 from engine.plan.cost import linear_weights
 from engine.plan.device import ComputeDevice, has_compiler
@@ -142,10 +141,6 @@ class RunFacts:
         self.spec = self.spec.with_values(values)
 
     @property
-    def device(self) -> str:
-        return self.compute.device.type
-
-    @property
     def capability(self) -> tuple[int, int] | None:
         return self.compute.capability
 
@@ -155,7 +150,7 @@ class RunFacts:
 
     @property
     def has_compiler(self) -> bool:
-        return has_compiler(self.device)
+        return has_compiler(self.compute.device.type)
 
     @property
     def student(self) -> ModelConfig:
@@ -164,18 +159,6 @@ class RunFacts:
     @property
     def teacher(self) -> ModelConfig | None:
         return self.inputs.teacher if self.spec.has_teacher else None
-
-    @property
-    def teacher_precision(self) -> str:
-        return self.spec.teacher.precision
-
-    @property
-    def student_precision(self) -> str:
-        return self.spec.student.precision
-
-    @property
-    def allocator(self) -> str:
-        return self.spec.memory.allocator
 
     @property
     def available_bytes(self) -> int | None:
@@ -187,29 +170,13 @@ class RunFacts:
         return None if self.store is None else self.store.words
 
     @property
-    def ranks(self) -> int:
-        return self.spec.compute.gpus
-
-    @property
-    def steps(self) -> int:
-        return self.spec.train.steps
-
-    @property
-    def accumulation(self) -> int:
-        return self.spec.train.accumulation
-
-    @property
     def tokens(self) -> int:
         """Tokens of one forward pass."""
         return self.spec.train.rows * self.spec.data.seq_len
 
     @property
     def tokens_per_step(self) -> int:
-        return self.tokens * self.accumulation
-
-    @property
-    def divergence(self) -> str:
-        return self.spec.loss.divergence
+        return self.tokens * self.spec.train.accumulation
 
     @property
     def layers(self) -> int:
@@ -232,7 +199,7 @@ class RunFacts:
         return MAX_ROWS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     spec: RunSpec
     """The resolved spec: what was asked for, with the decided value in the place of each `auto` and 0, and off what has
@@ -285,23 +252,16 @@ def plan_run(
     else:
         facts.settle({"teacher.kernel": "dequantize"})
     facts.take("train.update")
-    if facts.ranks > 1:
+    if facts.spec.compute.gpus > 1:
         # Weights and two moments, in fp32.
         facts.take("checkpoint.sharded", whole_bytes=12 * count_parameters(facts.student))
-    return Plan(
-        spec=facts.spec,
-        inputs=inputs,
-        compute=compute,
-        store=store,
-        budget=budget,
-        kept_layers=memory.kept_layers,
-    )
+    return Plan(facts.spec, inputs, compute, store, budget, memory.kept_layers)
 
 
 def without_place(facts: RunFacts) -> dict[str, str]:
     """Return settings that are not decided, because nothing of the run depends on them."""
     found: dict[str, str] = {}
-    if facts.ranks == 1:
+    if facts.spec.compute.gpus == 1:
         found |= dict.fromkeys(("teacher.shard", "student.reshard", "checkpoint.sharded"), "off")
     if facts.teacher is None:
         found |= {
@@ -335,7 +295,7 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
     These are the teacher's backend, checkpointing, tokens per chunk of the loss, sharding over ranks, and
     CUDA graphs.
     """
-    spec, compute, ranks = facts.spec, facts.compute, facts.ranks
+    spec, ranks = facts.spec, facts.spec.compute.gpus
     size = facts.inputs.teacher_size if facts.teacher is not None else None
     packed = size if size is not None and size.matrices else None
     each = ITEM_BYTES[spec.teacher.precision]
@@ -345,20 +305,15 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         spec=spec.with_values({**before, "student.reshard": "on" if ranks > 1 else "off"}),
         teacher=facts.teacher,
         student=facts.student,
-        available=compute.available,
+        available=facts.compute.available,
         teacher_packed_bytes=packed.weight_bytes(each) if packed else None,
         teacher_packed_layers=packed.layer_bytes(each) if packed else (),
         shares_heads=(facts.capability or (0, 0))[0] == 9,
         store=facts.store.identity if facts.store else None,
     )
-    fused, vocabulary = spec.loss.kernel == "fused", facts.student.vocab_size
-    usual = default_chunk_rows(compute.device.type, vocabulary, fused=fused)
-    usual = min(usual, facts.tokens)
-    plan, decisions = fit(whole, usual_chunk_rows=usual, stored=facts.stored)
+    plan, decisions = fit(whole, stored=facts.stored)
     if ranks > 1 and facts.teacher is not None:
-        shared, theirs = fit(
-            whole.changed({"teacher.shard": "on"}), usual_chunk_rows=usual, stored=facts.stored
-        )
+        shared, theirs = fit(whole.changed({"teacher.shard": "on"}), stored=facts.stored)
         needed = {"whole_bytes": plan.total_bytes, "shared_bytes": shared.total_bytes}
         if facts.take("teacher.shard", **needed) == "on":
             plan, decisions = shared, theirs
@@ -369,12 +324,12 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         needed = {"kept_bytes": kept.total_bytes, "given_bytes": plan.total_bytes}
         plan = kept if facts.take("student.reshard", **needed) == "off" else plan
     captured = plan.changed({"student.graphs": "on"})
-    needed = {"needed_bytes": captured.total_bytes, "given_bytes": plan.total_bytes}
     graphs = facts.take(
         "student.graphs",
         packed=spec.student.attention == "packed",
         checkpointing=plan.checkpointing,
-        **needed,
+        needed_bytes=captured.total_bytes,
+        given_bytes=plan.total_bytes,
     )
     plan = captured if graphs == "on" else plan
     facts.spec = plan.spec

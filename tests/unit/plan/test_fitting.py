@@ -36,7 +36,6 @@ def fitted(
     available_gib: float | None,
     *,
     compiled: bool = True,
-    usual_chunk_rows: int = USUAL,
     **settings: Any,
 ) -> tuple[MemoryPlan, dict[str, Decision]]:
     """For a Q4_K_M 7B teacher and a 0.5B student, 8 x 1024 tokens in bf16 on a GPU; `settings` with `__` for
@@ -60,7 +59,7 @@ def fitted(
         teacher__attention="packed",
         loss__kernel="fused",
     )
-    plan, decisions = fit(whole, usual_chunk_rows=usual_chunk_rows, stored=None)
+    plan, decisions = fit(whole, stored=None)
     return plan, {decision.knob: decision for decision in decisions}
 
 
@@ -83,7 +82,7 @@ def test_smaller_chunks_are_given_up_first_then_dense_weights_then_kept_activati
         (25.0, ("quantized", False, USUAL)),
         (23.0, ("quantized", False, 1024)),
         (21.0, ("quantized", False, 512)),
-        (17.0, ("quantized", True, USUAL)),
+        (17.5, ("quantized", True, USUAL)),
     ]
     assert [(gib, given_up(fitted(gib))) for gib, _ in wanted] == wanted
     needs = [fitted(gib)[0].total_bytes for gib, _ in wanted]
@@ -144,7 +143,7 @@ def test_a_run_that_fits_in_no_way_is_refused_with_what_it_needs_at_least() -> N
 
 
 def test_chunks_that_are_small_already_are_no_decision() -> None:
-    plan, said = fitted(141.0, usual_chunk_rows=256)
+    plan, said = fitted(141.0, data__seq_len=256, train__rows=1)
     assert plan.chunk_rows == 256 and "loss.chunk_rows" not in said
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from engine.decision import SET_BY_USER, Decision, decide
 from engine.errors import BadInput
-from engine.plan.knobs import KNOBS, Knob
+from engine.plan.knobs import KNOBS, SETTINGS, Knob
 from engine.plan.memory import MemoryPlan
 from engine.plan.run_plan import RunFacts
-from engine.spec import RunSpec, options
+from engine.spec import KEYS, RunSpec, options
 
 BY_NUMBER = {"loss.chunk_rows", "compute.threads"}
 """Settings that are numbers: 0 asks the engine to choose."""
@@ -28,8 +28,8 @@ def test_every_setting_that_may_be_auto_is_a_row_and_no_other() -> None:
 def test_the_facts_of_a_choice_are_known_of_a_run_or_computed_for_it(key: str) -> None:
     """None is a name that nobody gives: of a run, of its memory, or in bytes and rows for one decision."""
     known = {name for kind in (RunFacts, MemoryPlan) for name in dir(kind)}
-    known |= {"packed", "checkpointing", "quantised_blocks", "facts", "compute_device"}
-    names = dict(KNOBS[key].known_as)
+    known |= {"packed", "checkpointing", "quantised_blocks", "facts", "compute_device", *KEYS}
+    names = SETTINGS | dict(KNOBS[key].known_as)
     facts = {names.get(fact, fact) for fact in KNOBS[key].facts}
     assert {f for f in facts if not f.endswith(("_bytes", "_rows"))} <= known
 
@@ -52,7 +52,7 @@ def test_a_row_is_all_that_a_new_choice_needs() -> None:
         )
 
     knob = Knob("student.compile", choose, (("hue", "colour"),))
-    assert knob.facts == ("hue", "size")
+    assert knob.facts == {"hue", "size"}
     found = knob.decide(Known(RunSpec(), "red"), size=2)
     assert (found.choice, found.reason, found.overridden) == ("on", "it is red", False)
     assert found.rejected == (("off", "too slow"),) and found.override.endswith("compile=off")

@@ -38,6 +38,7 @@ def layer_execution(
         "teacher": {"path": "teacher", "precision": precision},
         "student": {"config": "student.json", "precision": "bf16"},
         "data": {"seq_len": 32},
+        "compute": {"device": "cuda"},
     }
     for name, value in settings.items():
         section, key = name.split(".")
