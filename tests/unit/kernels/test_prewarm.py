@@ -89,7 +89,7 @@ def fake(type_: BlockType, rows: int, columns: int) -> PackedMatrix:
     dtype=st.sampled_from(DTYPES),
     biased=st.booleans(),
     counts=st.lists(st.integers(1, 80) | st.integers(81, 5000), min_size=1, max_size=4),
-    kernel=st.sampled_from(["auto", "fused", "dequantize"]),
+    kernel=st.sampled_from(["by_shape", "fused", "dequantize"]),
     limit_rows=st.sampled_from([16, 48, 1000]),
 )
 def test_products_launch_nothing_that_was_not_warmed(
@@ -158,7 +158,7 @@ def packed_decoder(config: ModelConfig, dtype: torch.dtype, kernel: Kernel) -> D
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", ["auto", "dequantize"])
+@pytest.mark.parametrize("kernel", ["by_shape", "dequantize"])
 @pytest.mark.parametrize("tokens", [(1, 1), (1, 7), (2, 20), (3, 128)])
 def test_a_forward_pass_launches_nothing_that_was_not_warmed(
     launches: Launches, dtype: torch.dtype, kernel: Kernel, tokens: tuple[int, int]
