@@ -29,11 +29,10 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="documents_in_rows",
-        question="Are all documents of the corpus in the rows, whole, in one split, with labels on answers alone?",
-        means="Text is lost, cut, doubled, altered or wrongly labelled before the rows, and every step looks "
-        "right.",
-        remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); look at what reads, tokenizes "
-        "and packs documents.",
+        question="Are documents that are read and tokenized again in the rows of their split, whole?",
+        means="The rows are not of this corpus and tokenizer: text is lost, cut, altered, or in both splits.",
+        remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); see that nothing writes to the "
+        "corpus, and that tokenizer.json truncates nothing.",
         when=When.BEFORE,
     ),
     About(

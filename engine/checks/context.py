@@ -9,7 +9,7 @@ the checks test the code that trains and not a copy of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from engine.data.batches import Batch, Batches
-from engine.data.token_cache import Made
 from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decoder import Decoder
@@ -68,16 +67,8 @@ class Context:
     train_stream: TokenStream
     heldout_stream: TokenStream
     heldout: Sequence[Batch]
-    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]]
-    """Yields documents of the corpus by name, read and tokenized alone."""
-    made: tuple[Made, Made] | None
-    """What was made of the documents of the training and the held-out split; None where it is not known."""
-    left_out: int
-    """Documents of the corpus that are in neither split, copies among them."""
-    copies: int
-    """Training documents that are left out because their text is held out."""
-    writes_system: bool
-    """Whether the chat template writes what a system message says."""
+    read_again: Callable[[], Iterator[tuple[str, Encoded]]]
+    """Yields some documents of the corpus by name, read and tokenized alone."""
     tokenizers: Mapping[str, Tokenizer | None]
     """Tokenizers by their owner; None for an unknown one."""
 

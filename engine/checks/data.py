@@ -8,35 +8,17 @@ The rows of LOOKED_AT steps are taken from the current position, as the trainer 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.audit.corpus import (
-    Records,
-    bytes_of_tokens,
-    copies_of,
-    files_of,
-    is_held_out,
-    plain,
-    read_records,
-    size_of_text,
-    spelling_of,
-    taken,
-    text_of,
-)
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
+from engine.data.corpus import is_held_out
 from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
-from engine.data.sources import column_names
-from engine.data.token_cache import Made
 from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
-from engine.formats.tokenizer import Tokenizer
 
 LOOKED_AT = 4
 """Number of steps whose rows are checked."""
@@ -44,12 +26,6 @@ LOOKED_AT = 4
 SMALLEST_DISTINCT = 8
 SMALLEST_ENTROPY = 1.0
 """Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
-
-LARGEST_DEVIATION = 5.5
-LEAST_TAKEN = 0.95
-"""Of the documents that data.max_bytes has room for, where some are left out: what takes their room may be larger."""
-WEIGHED = 1 << 24
-"""Tokens of a split whose bytes are counted."""
 
 PADDING_RUN = 8
 """Number of equal tokens at the end of a row that look like padding and not like text."""
@@ -107,304 +83,27 @@ def batch_not_degenerate(context: Context) -> Answer:
 
 
 def documents_in_rows(context: Context) -> Answer:
-    """Count the documents of both streams, and compare some with what is read and tokenized anew."""
-    if context.made is None:
-        return unknown("what the rows were made of is not known")
-    numbers = Numbers(looked_at=0)
-    for wrong in _wrong_documents(context, context.made, numbers):
-        return numbers.failed(wrong)
-    if not numbers["looked_at"]:
-        return numbers.unknown("no document is small enough to be read again")
-    return numbers.passed(
-        f"{numbers['looked_at']:.0f} documents, read and tokenized again, are in the rows of their split; no other is "
-        "missing or there twice"
-    )
-
-
-def _wrong_documents(context: Context, made: tuple[Made, Made], numbers: Numbers) -> Iterator[str]:
-    """Yield what is wrong with the documents in the rows; `numbers` gets what was counted on the way."""
-    for (split, stream), wanted in zip(context.streams.items(), made, strict=True):
-        filled = stream.lengths > 0
-        if stream.padding is not None:
-            filled &= ~stream.padding
-        expected = wanted.documents - sum(one.count for one in stream.left_out)
-        if (found := int(filled.sum())) != expected:
-            yield f"the {split} rows have {found:,} documents, the corpus has {expected:,} for them"
-        if wanted.missing or wanted.doubled:
-            yield (
-                f"{wanted.missing:,} documents of the {split} split are in no row, {wanted.doubled:,} are in the rows "
-                "too often or altered"
-            )
-    data = context.spec.data
-    source, columns, fraction = data.corpus, column_names(data.columns), data.heldout_fraction
-    records = read_records(source, columns)
-    there, names = (None, ()) if records is None else (records.sizes, records.names)
-    # With columns a folder is one of records, whatever else is in it.
-    if records is None and not columns:
-        files = files_of(source, include_tests=data.include_tests) or {}
-        there, names = [*files.values()] or None, [*files]
-    if there is not None:
-        yield from _miscounted(context, made, there, records, numbers)
-    again = {
-        name: split for split, one in zip(context.streams, made, strict=True) for name in one.again
-    }
-    if wrong := [n for n in again if (again[n] == "held-out") != is_held_out(n, fraction)]:
-        yield (
-            f"{len(wrong)} of {len(again)} documents are on the other side of the split than their names say, as "
-            f"{wrong[0]}, which is among the {again[wrong[0]]} ones at a data.heldout_fraction of {fraction:g}"
-        )
-    if there is not None and (otherwise := _split_otherwise(context, made, names, there, records)):
-        yield otherwise
-    yield from _read_otherwise(context, again, records, numbers)
-    if records is None or records.are_texts:
-        yield from _weighed_otherwise(context, made, there)
-
-
-def _read_otherwise(
-    context: Context, again: Mapping[str, str], records: Records | None, numbers: Numbers
-) -> Iterator[str]:
-    """Yield how documents that are read and tokenized anew, by name with their split, are not those in the rows."""
-    source, tokenizer = context.spec.data.corpus, context.tokenizer
-    answers = Answers.of(context, records)
-    gone = set(again)
-    for name, one in context.read_again(again.keys()):
-        numbers["looked_at"] += 1
-        gone.discard(name)
-        found_in = [split for split, stream in context.streams.items() if _has(stream, one)]
-        if found_in != [again[name]] and len(one.ids):
-            where = " and ".join(found_in) or "no"
-            yield (
-                f"{name}, read and tokenized again, is whole in {where} rows, and belongs into the {again[name]} ones"
-            )
-        if answers is not None and (other := answers.not_said(one)) is not None:
-            yield (
-                f"{name} has labels on {other!r:.80}: the records of {source}, read by another library, have no "
-                "conversation whose answers these are"
-            )
-        if answers is not None and (missing := answers.not_asked(one)):
-            yield (
-                f"{name} has not in it what its record of {source} says in front of an answer: {missing!r:.80}"
-            )
-        if tokenizer is None or one.left_out or one.labelled is not None:
+    """Read and tokenize the first documents of the corpus again, for a second, and look for them in the rows."""
+    data, numbers = context.spec.data, Numbers(looked_at=0, in_rows=0)
+    for name, one in context.read_again():
+        if one.left_out or not len(one.ids):
             continue
-        if (text := text_of(source, name)) is not None:
-            (ids,) = tokenizer.encode_documents([text])
-            if len(one.ids) > len(ids) + 1 or not np.array_equal(ids, one.ids[: len(ids)]):
-                yield f"{name} in the rows is not the text of that file of {source}"
-    if gone:
-        yield (
-            f"{len(gone)} documents that are in the rows are no longer in the corpus, first {min(gone)}"
-        )
-
-
-def _miscounted(
-    context: Context,
-    made: tuple[Made, Made],
-    there: Sequence[int],
-    records: Records | None,
-    numbers: Numbers,
-) -> Iterator[str]:
-    """Hold the number of documents against the sizes of the texts that the source has."""
-    data, documents = context.spec.data, [one.documents for one in made]
-    sizes, known = np.sort(there)[::-1], context.left_out + sum(documents)
-    what = "records, read by another library" if records else "files of text"
-    numbers |= dict(there=len(sizes), documents=known)
-    budgets = (data.max_bytes, int(data.max_bytes * data.heldout_fraction))
-    # Where as many documents as there are, and one more, fit whichever they are, none is left out by max_bytes.
-    all_fit = not data.max_bytes or all(
-        sizes[: count + 1].sum() <= budget for count, budget in zip(documents, budgets, strict=True)
+        numbers["looked_at"] += 1
+        found_in = [split for split, stream in context.streams.items() if _has(stream, one)]
+        wanted = "held-out" if is_held_out(name, data.heldout_fraction) else "training"
+        # What is a copy of held-out text is not trained on.
+        if found_in in ([wanted], ["held-out"]):
+            numbers["in_rows"] += 1
+        elif found_in or not data.max_bytes:
+            where = " and ".join(found_in) or "no"
+            return numbers.failed(
+                f"{name}, read and tokenized again, is whole in {where} rows, and belongs into the {wanted} ones"
+            )
+    if not numbers["in_rows"]:
+        return numbers.unknown(f"of {numbers['looked_at']:.0f} documents read again none was taken")
+    return numbers.passed(
+        f"{numbers['in_rows']:.0f} documents, read and tokenized again, are in the rows of their split"
     )
-    # What is left out of a folder is not only records.
-    counted = records is not None and records.of_one_file
-    if (all_fit and known < len(sizes)) or (counted and known > len(sizes)):
-        yield (
-            f"{data.corpus} has {len(sizes):,} {what}; {known:,} are in a split or known to be left out"
-        )
-    if data.max_bytes and (least := int(sizes[::-1][: documents[0]].sum())) > data.max_bytes:
-        yield (
-            f"{documents[0]:,} training documents of {data.corpus} are {least:,} bytes long at least, data.max_bytes "
-            f"allows {data.max_bytes:,}"
-        )
-
-
-def _split_otherwise(
-    context: Context,
-    made: tuple[Made, Made],
-    names: Sequence[str],
-    sizes: Sequence[int],
-    records: Records | None,
-) -> str:
-    """Say how the documents of the two splits are others, or another number, than their names and sizes prescribe;
-    empty where they are not. Copies and what cannot be read are not known here, so some may be others."""
-    data, held = context.spec.data, made[1].documents
-    fraction, said = data.heldout_fraction, f"data.heldout_fraction of {data.heldout_fraction:g}"
-    if names and data.max_bytes:
-        wanted = taken(zip(names, sizes, strict=True), fraction, data.max_bytes)
-        for one, those, split in zip(made, wanted, ("training", "held-out"), strict=True):
-            least = LEAST_TAKEN if context.left_out else 1.0
-            if one.documents < least * len(those) - context.left_out:
-                return (
-                    f"{one.documents:,} {split} documents are taken, {len(those):,} fit into a data.max_bytes of "
-                    f"{data.max_bytes:,}"
-                )
-            other = [name for name in one.again if name not in those]
-            if len(other) > max(1, len(one.again) // 2):
-                return (
-                    f"{len(other)} of {len(one.again)} {split} documents, as {other[0]}, are none of the first by the "
-                    f"hash of their names that fit into a data.max_bytes of {data.max_bytes:,}"
-                )
-    elif names:
-        wanted_held = sum(is_held_out(name, fraction) for name in names)
-        if abs(held - wanted_held) > context.left_out:
-            return f"{held:,} documents are held out, by their names and a {said} it is {wanted_held:,}"
-        # Records of one text have one name, so none is a copy across the split.
-        known = dict(zip(names, sizes, strict=True)) if records is None else {}
-        copies = copies_of(data.corpus, known, fraction)
-        if abs(copies - context.copies) > context.left_out - context.copies:
-            return (
-                f"{context.copies:,} training documents are left out as copies of held-out text, "
-                f"{copies:,} of {data.corpus} are"
-            )
-    elif records is not None and not data.max_bytes:
-        # Records of one content have one name, and are in one split.
-        deviation = math.sqrt(fraction * (1 - fraction) * sum(n * n for n in records.alike))
-        expected = fraction * sum(records.alike)
-        if abs(held - expected) > LARGEST_DEVIATION * deviation + context.left_out:
-            return f"{held:,} documents are held out, a {said} gives some {expected:,.0f}"
-    return ""
-
-
-def _weighed_otherwise(
-    context: Context, made: tuple[Made, Made], there: Sequence[int] | None
-) -> Iterator[str]:
-    """Weigh every document by the bytes of its tokens: each is as long as a text of the source, whose sizes are
-    `there`, and the passages of a source that is one file of text are all of it."""
-    data, tokenizer = context.spec.data, context.tokenizer
-    file_size = size_of_text(data.corpus)
-    if tokenizer is None or (there is None and file_size is None):
-        return
-    table, spelt = bytes_of_tokens(tokenizer.raw), spelling_of(tokenizer.raw)
-    if table is None:
-        return
-    train, held = (_bytes_of_documents(stream, table) for stream in context.streams.values())
-    if there is not None:
-        if data.max_bytes and (total := int(train.sum())) > data.max_bytes:
-            yield f"the training text is {total:,} bytes long, data.max_bytes allows {data.max_bytes:,}"
-        weighed = Counter([*train.tolist(), *held.tolist()])
-        other = weighed - Counter(there)
-        # Only texts that are not in their normal form, which few are, must be read for that.
-        if other and spelt is not None:
-            records = read_records(data.corpus, column_names(data.columns), spelt)
-            files = files_of(data.corpus, include_tests=data.include_tests, spelt=spelt) or {}
-            other = weighed - Counter(records.sizes if records is not None else files.values())
-        if other:
-            yield (
-                f"{other.total():,} of {len(train) + len(held):,} documents are as long as no text of {data.corpus}, "
-                f"as one of {min(other):,} bytes: something of them is lost or added on the way to the rows"
-            )
-    documents, total = sum(one.documents for one in made), int(train.sum() + held.sum())
-    is_all = not context.left_out and not data.max_bytes and len(train) + len(held) == documents
-    if file_size is not None and spelt is None and is_all and total != file_size:
-        yield (
-            f"the {documents:,} passages of {data.corpus} are {total:,} bytes long in all, the file {file_size:,}: "
-            "something of it is in no row, or twice"
-        )
-
-
-def _bytes_of_documents(stream: TokenStream, table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the bytes of each of the first documents without the token that ends it; none of those that are empty,
-    fill a row, or have a token whose bytes are not known."""
-    last = int(np.searchsorted(stream.starts, WEIGHED, side="right")) - 1
-    starts = stream.starts[: last + 1]
-    known = np.diff(starts) > 0
-    if stream.padding is not None:
-        known &= ~stream.padding[:last]
-    # Of all tokens before each one.
-    bytes_before = np.zeros(int(starts[-1]) + 1, np.int64)
-    for first in range(0, int(starts[-1]), READ_AT_ONCE):
-        ids = stream.tokens[first : min(first + READ_AT_ONCE, int(starts[-1]))]
-        sizes = table[np.minimum(ids, len(table) - 1)]
-        unknown_at = first + np.flatnonzero((sizes < 0) | (ids >= len(table)))
-        known[np.searchsorted(starts, unknown_at, side="right") - 1] = False
-        bytes_before[first + 1 : first + 1 + len(ids)] = sizes
-        stream.release()
-    np.cumsum(bytes_before, out=bytes_before)
-    begin, last_token = starts[:-1][known], starts[1:][known] - 1
-    found: NDArray[np.int64] = bytes_before[last_token] - bytes_before[begin]
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """What the assistant says in the records of a source, to be compared with what has labels."""
-
-    tokenizer: Tokenizer
-    special: tuple[str, ...]
-    known: frozenset[tuple[str, ...]]
-    last: bool
-    """Whether only last answers are to have labels."""
-    asked: Mapping[tuple[str, ...], Sequence[Sequence[str]]]
-    """What stands in front of them, by the answers: of each record that has these."""
-
-    @staticmethod
-    def of(context: Context, records: Records | None) -> Answers | None:
-        """Return None where a record is more than plain text: what a template writes of it is its own matter."""
-        tokenizer = context.tokenizer
-        if records is None or tokenizer is None:
-            return None
-        special = tuple(sorted(tokenizer.special_tokens, key=len, reverse=True))
-        known: dict[tuple[str, ...], list[Sequence[str]]] = {}
-        for one, asked in zip(records.answers, records.asked, strict=True):
-            if one is None:
-                return None
-            said = tuple(plain(text, special) for text in one)
-            known.setdefault(said, []).append(
-                [plain(text, special, reasoning=True) for text in asked]
-            )
-        last = context.spec.data.turns == "last"
-        asked_before = known if context.writes_system else {}
-        return Answers(tokenizer, special, frozenset(known), last, asked_before)
-
-    def not_asked(self, one: Encoded) -> str:
-        """Return what a record says in front of an answer and its conversation does not; empty when all is there."""
-        if one.labelled is None or not len(one.ids) or self.last or one.partly_labelled:
-            return ""
-        said = tuple(
-            plain(self.tokenizer.decode(one.ids[first:end]), self.special)
-            for first, end in _runs(one.labelled)
-        )
-        whole = plain(self.tokenizer.decode(one.ids), self.special, reasoning=True)
-        missing = [
-            next((text for text in asked if text not in whole), "")
-            for asked in self.asked.get(said, [])
-        ]
-        return "" if not missing or "" in missing else missing[0]
-
-    def not_said(self, one: Encoded) -> str | None:
-        """Return what has labels in a conversation that has other ones than the answers of a record."""
-        if one.labelled is None or not len(one.ids):
-            return None
-        runs = _runs(one.labelled)
-        texts = tuple(self.tokenizer.decode(one.ids[first:end]) for first, end in runs)
-        exact = tuple(plain(text, self.special) for text in texts)
-        # A token that begins with the prompt's white space and reaches into the answer has no label.
-        before = [self.tokenizer.decode(one.ids[max(0, first - 1) : first]) for first, _ in runs]
-        whole = tuple(
-            plain(head + text, self.special) if head[:1].isspace() else own
-            for head, text, own in zip(before, texts, exact, strict=True)
-        )
-        known = {one[-1:] for one in self.known} if self.last else self.known
-        said = {text for one in self.known for text in one}
-        if exact in known or whole in known:
-            return None
-        if one.partly_labelled and (said.issuperset(exact) or said.issuperset(whole)):
-            return None
-        return next((t for t, own in zip(texts, exact, strict=True) if own not in said), texts[0])
-
-
-def _runs(labelled: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return where each run of labels begins and ends, (runs, 2)."""
-    return np.flatnonzero(np.diff(labelled, prepend=False, append=False)).reshape(-1, 2)
 
 
 def _has(stream: TokenStream, one: Encoded) -> bool:
@@ -467,10 +166,6 @@ def end_is_learnt(context: Context) -> Answer:
 def split_disjoint(context: Context, step: object = None) -> Answer:
     """Asked after the first step, whichever it is: no run ends by it, and a large corpus takes seconds."""
     train, held = context.train_stream, context.heldout_stream
-    if other := _other_rows(context):
-        return Numbers(other_rows=other).failed(
-            f"{other} of the rows that are evaluated are not rows of the held-out text"
-        )
     wanted = set(_digests(held, np.ones(len(held.lengths), dtype=bool)))
     # Only documents with the length of a held-out one can be copies of it.
     candidates = np.isin(train.lengths, held.lengths)
@@ -520,17 +215,6 @@ def _beginning(context: Context, document: int) -> str:
     ids = stream.tokens[begin : min(end, begin + SHINGLE)].tolist()
     tokenizer = context.tokenizer
     return f"document {document:,}" if tokenizer is None else repr(tokenizer.decode(ids))
-
-
-def _other_rows(context: Context) -> int:
-    """Return how many rows that are evaluated are not what the held-out text has in their place."""
-    length, tokens = context.spec.data.seq_len, context.heldout_stream.tokens
-    other = 0
-    for batch in context.heldout:
-        places_BT = batch.row_ids[:, None] * length + np.arange(length)
-        there_BT = tokens[np.minimum(places_BT, len(tokens) - 1)]
-        other += int((batch.tokens_BT != there_BT).any(1).sum())
-    return other
 
 
 def _digests(stream: TokenStream, wanted: NDArray[np.bool_]) -> Iterator[bytes]:

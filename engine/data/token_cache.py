@@ -36,11 +36,10 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,10 +59,6 @@ FORMAT = 4
 COPY = "a copy of a held-out document, token by token"
 NAMED = 8
 """Documents that are dropped as copies, by name."""
-AGAIN, AGAIN_AMONG = 16, 4096
-"""Documents of a split that a run reads again, among so many first ones of the source."""
-AGAIN_BYTES, LONG_BYTES = 1 << 16, 1 << 18
-"""The largest of them, and of one more, which is cut before it is tokenized."""
 MOST_BYTES = 64 << 30
 """Size of the cache beyond which the folders that were not used for longest are removed."""
 _READ_AT_ONCE = 1 << 22
@@ -122,31 +117,6 @@ class Recipe:
         written = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(written.encode()).hexdigest()[:32]
 
-    def facts(self, content_sha256: str) -> dict[str, Any]:
-        """Return all that two starts with the same tokens have in common, to be compared without a key."""
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "encoder"}
-        found["others"] = [content_sha256, self.encoder.tokenizer.sha256, self.encoder.turns]
-        found["versions"] = [FORMAT, VERSION, version("tokenizers"), version("jinja2")]
-        if (template := self.encoder.template) is not None:
-            texts = {**template.texts, **template.special_tokens, **template.variables}
-            now = template.now.isoformat() if template.reads_clock else ""
-            found["template"] = [sorted(texts.items(), key=itemgetter(0)), now]
-        # As a file has it.
-        return cast(dict[str, Any], json.loads(json.dumps(found)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """What a split has, and what of it was written."""
-
-    documents: int
-    missing: int
-    """Documents that were tokenized and are not in the rows, by the hash of their tokens."""
-    doubled: int
-    """Documents that are in the rows and were not tokenized, or not as often."""
-    again: tuple[str, ...]
-    """Some documents by name, to be read again."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
@@ -154,7 +124,7 @@ class Tokens:
 
     train: TokenStream
     heldout: TokenStream
-    made: tuple[Made, Made]
+    documents: tuple[int, int]
     """Of the training and the held-out split."""
     skipped: int
     """Documents that are in neither split for another reason than `max_bytes`."""
@@ -171,12 +141,6 @@ class Tokens:
     """Where they come from."""
     is_kept: bool
     """Whether the next start finds them."""
-    twin: Path | None = None
-    """Another folder of the cache that has the same, where these were made all the same."""
-    is_remade: bool = False
-    """Whether it was made of the same, too."""
-    times: float = 0.0
-    """How often each character of the texts was tokenized for them, at least; 0 where they were kept."""
 
 
 def remarks_of(tokens: Tokens) -> tuple[LeftOut, ...]:
@@ -220,22 +184,20 @@ def load_tokens(
             partial = entry.with_name(f".{entry.name}-{secrets.token_hex(4)}")
             with partial_output(partial):
                 partial.mkdir(mode=0o700)
-                times = _make(recipe, corpus, partial, content, stamp, progress)
+                _make(recipe, corpus, partial, content, stamp, progress)
                 if entry.exists():
                     shutil.rmtree(entry)
                 partial.rename(entry)
             _bound(entry)
-            made = _open(entry, f"{found}, and kept in {entry}", progress, is_kept=True)
-            twin, is_remade = _twin(entry)
-            return replace(made, twin=twin, is_remade=is_remade, times=times)
+            return _open(entry, f"{found}, and kept in {entry}", progress, is_kept=True)
     except OSError as error:
         why = f"the cache {root} cannot be used ({error.strerror or error})"
     try:
         with scratch_folder("apr-workbench-tokens-") as folder:
-            times = _make(recipe, corpus, folder, content, stamp, progress)
+            _make(recipe, corpus, folder, content, stamp, progress)
             # The files stay mapped when their names are gone.
             note = f"{why}: they are made for this process alone"
-            return replace(_open(folder, note, progress, is_kept=False), times=times)
+            return _open(folder, note, progress, is_kept=False)
     except OSError as error:
         raise write_error(
             "tokens of the corpus",
@@ -244,26 +206,6 @@ def load_tokens(
             error,
             when_full="free space, or set XDG_CACHE_HOME or TMPDIR to a folder that has some",
         ) from error
-
-
-def _twin(entry: Path) -> tuple[Path | None, bool]:
-    """Return another folder of the cache whose content is that of `entry`, and whether it was made of the same."""
-
-    def read(folder: Path) -> dict[str, Any]:
-        having = ("streams", "made_of")
-        return read_json_object(folder / _MANIFEST, "tokens", limits.MANIFEST, having=having)
-
-    own, twin = read(entry), None
-    for other in sorted(entry.parent.iterdir()):
-        with contextlib.suppress(BadInput, OSError):
-            if other == entry or other.name[0] == ".":
-                continue
-            found = read(other)
-            if found["streams"] == own["streams"]:
-                twin = other
-                if found["made_of"] == own["made_of"]:
-                    return other, True
-    return twin, False
 
 
 def _find(entry: Path, progress: Progress) -> Tokens | str:
@@ -382,8 +324,8 @@ def _make(
     content: str,
     stamp: str,
     progress: Progress,
-) -> float:
-    """Write the tokens of a corpus into an empty folder, and return how often its texts were tokenized for that."""
+) -> None:
+    """Write the tokens of a corpus into an empty folder."""
     corpus = corpus or open_corpus(
         recipe.source,
         heldout_fraction=recipe.heldout_fraction,
@@ -395,11 +337,7 @@ def _make(
     )
     with (folder / "tokens").open("w+b") as tokens, (folder / "labelled").open("w+b") as labelled:
         made = _Making(recipe=recipe, corpus=corpus, tokens=tokens, labelled=labelled)
-        before = recipe.encoder.tokenizer.encoded
         made.encode(progress)
-        # A character has a byte or more.
-        encoded = recipe.encoder.tokenizer.encoded - before
-        size = corpus.train.size_bytes + corpus.heldout.size_bytes
         streams = {}
         for side in _SIDES:
             streams[side] = made.arrange(side, folder, progress)
@@ -408,7 +346,6 @@ def _make(
     _check_unchanged(recipe, stamp)
     manifest = {
         "format": FORMAT,
-        "made_of": recipe.facts(content),
         "skipped": len(corpus.skipped) + len(corpus.dropped) + sum(n.count for n in corpus.faults),
         "faults": [asdict(one) for one in corpus.faults],
         "beside": dict(corpus.remarks),
@@ -420,7 +357,6 @@ def _make(
     }
     manifest["sha256"] = _digest(manifest)
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    return encoded / max(size, 1)
 
 
 class _Making:
@@ -433,10 +369,6 @@ class _Making:
         self._tokens, self._labelled = tokens, labelled
         self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
         self._starts = np.zeros(1, dtype=np.int64)
-        self._again: dict[int, str] = dict.fromkeys(
-            (*_to_read_again(corpus.train), *_to_read_again(corpus.heldout)), ""
-        )
-        """The names of documents that a run reads again."""
         self._hashes = np.zeros(len(self._index), dtype=np.uint64)
         """Of the tokens of each document. Shape (P,)."""
         self.repeated = 0
@@ -458,8 +390,6 @@ class _Making:
         def documents() -> Iterator[Document]:
             for number, document in self._corpus.read():
                 numbers.append(number)
-                if number in self._again:
-                    self._again[number] = document.name
                 yield document
 
         for one in self._recipe.encoder.encode(documents()):
@@ -522,7 +452,6 @@ class _Making:
         has_labels = split.chats > 0 or is_packed
         dtype, width = encoder.dtype, np.dtype(encoder.dtype).itemsize
         digest, placed, fills = StreamDigest(), array("q"), bytearray()
-        written = array("Q")
         tokens, labels = bytearray(), bytearray()
         with contextlib.ExitStack() as files:
             token_file = files.enter_context((folder / f"{side}.tokens").open("wb"))
@@ -545,8 +474,6 @@ class _Making:
                 else:
                     begin = int(begins[place])
                     document = _read_at(self._tokens, begin * width, length * width)
-                    if length:
-                        written.append(_short_hash(document))
                     tokens += document
                     if has_labels and self._has_chats:
                         labels += _read_at(self._labelled, begin, length)
@@ -559,11 +486,6 @@ class _Making:
             write()
             starts = starts_of(np.frombuffer(placed, dtype=np.int64))
             sha256 = digest.end(starts, () if label_file is None else _labels_in(label_file))
-        tokenized = self._hashes[split.numbers[lengths > 0]]
-        both = np.concatenate([tokenized, np.frombuffer(written, dtype=np.uint64)])
-        _, which = np.unique(both, return_inverse=True)
-        # How many times more often each was tokenized than written.
-        more = np.bincount(which, weights=np.where(np.arange(len(both)) < len(tokenized), 1, -1))
         starts.astype("<i8").tofile(folder / f"{side}.starts")
         if is_packed:
             (folder / f"{side}.padding").write_bytes(fills)
@@ -571,31 +493,10 @@ class _Making:
             "sha256": sha256,
             "dtype": np.dtype(dtype).name,
             "documents": split.document_count,
-            "missing": int(more[more > 0].sum()),
-            "doubled": int(-more[more < 0].sum()),
-            "again": [
-                self._again[number]
-                for number in _to_read_again(split)
-                if number not in self._copies or side != "train"
-            ],
             "left_out": [asdict(one) for one in left_out],
             "partly_labelled": self._partly_labelled[side],
             "remarks": [asdict(one) for one in self._remarks[side].values()],
         }
-
-
-def _to_read_again(split: Split) -> list[int]:
-    """Return AGAIN documents, spread evenly over the small ones among the first of the files, and the longest of these
-    that takes no second to read again."""
-    first = np.sort(split.numbers[split.numbers < AGAIN_AMONG])
-    sizes = split.index.sizes[first]
-    small = first[sizes <= AGAIN_BYTES]
-    count = min(AGAIN, len(small))
-    chosen: list[int] = small[np.arange(count) * len(small) // max(count, 1)].tolist()
-    long = sizes * (sizes <= LONG_BYTES)
-    if len(first) and long.max() > AGAIN_BYTES:
-        chosen.append(int(first[np.argmax(long)]))
-    return chosen
 
 
 def _names(index: Index, numbers: NDArray[np.int64]) -> list[str]:
@@ -638,11 +539,12 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
     for name, expected in manifest["files"].items():
         if (found := _size_and_hash(folder / name, progress)) != expected:
             raise CorpusError.expected("tokens", folder / name, str(expected), str(found))
+    streams = manifest["streams"]
     sides = {side: _stream(folder, side, manifest) for side in _SIDES}
     return Tokens(
         train=sides["train"],
         heldout=sides["heldout"],
-        made=(_made(manifest, "train"), _made(manifest, "heldout")),
+        documents=(streams["train"]["documents"], streams["heldout"]["documents"]),
         skipped=manifest["skipped"],
         faults=tuple(LeftOut(**one) for one in manifest["faults"]),
         beside=manifest["beside"],
@@ -651,16 +553,6 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
         repeated=manifest["repeated"],
         note=note,
         is_kept=is_kept,
-    )
-
-
-def _made(manifest: dict[str, Any], side: str) -> Made:
-    about = manifest["streams"][side]
-    return Made(
-        documents=about["documents"],
-        missing=about["missing"],
-        doubled=about["doubled"],
-        again=tuple(about["again"]),
     )
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Sequence, Set
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,8 @@ from engine.formats.tokenizer import TextTooLong, Tokenizer
 
 BATCH_BYTES = 1 << 20
 """Text that is tokenized at a time; with its tokens as Python integers it takes some twenty times as much."""
+AGAIN_SECONDS, AGAIN_BYTES = 1.0, 1 << 16
+"""For how long documents are read again, and the largest of them."""
 READ_AT_ONCE = 1 << 22
 """Tokens or labels that are looked at before the memory of a file is given back."""
 _HASHED_AT_ONCE = 1 << 20
@@ -186,20 +189,20 @@ class Encoder:
 
 
 def read_again(
-    names: Set[str], encoder: Encoder, source: str, *, include_tests: bool, columns: Sequence[str]
+    encoder: Encoder, source: str, *, include_tests: bool, columns: Sequence[str]
 ) -> Iterator[tuple[str, Encoded]]:
-    """Yield documents of a source by name, each read and tokenized alone, until all `names` are found. Raises
-    CorpusError and TokenizerError."""
-    wanted = set(names)
+    """Yield the first documents of a source that are not long by name, each read and tokenized alone, for
+    AGAIN_SECONDS and one at least. Raises CorpusError and TokenizerError."""
+    begun_s, found = time.monotonic(), False
     for piece in list_pieces(source, include_tests=include_tests, columns=columns):
-        if not wanted:
+        if found and time.monotonic() > begun_s + AGAIN_SECONDS:
             return
-        if piece.name not in wanted or isinstance(piece, Skipped):
+        if isinstance(piece, Skipped) or piece.size_bytes > AGAIN_BYTES:
             continue
-        wanted.discard(piece.name)
         text = piece.read()
         if isinstance(text, Skipped):
             continue
+        found = True
         if piece.is_chat:
             document = Document(name=piece.name, text=text, is_chat=True)
             yield from ((piece.name, one) for one in encoder.encode([document]))

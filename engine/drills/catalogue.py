@@ -108,13 +108,6 @@ OTHERS: tuple[Defect, ...] = tuple(
                 ),
             )
         ),
-        (
-            "training_rows_evaluated",
-            "defects_rows",
-            "split_disjoint",
-            "the rows that are evaluated are rows of the training text",
-            "aprender #2252: an evaluation that reported 100 %; loaders that are given the wrong split",
-        ),
         *(
             (id, "defects_rows", "documents_in_rows", what, happened)
             for id, what, happened in (
@@ -378,7 +371,6 @@ DRILLS: tuple[Drill, ...] = (
         Expected(kind=CHECK, id="step_rows"),
         sets={"train.steps": 200, "checkpoint.every": 0, "data.max_bytes": 40_000},
     ),
-    _other("training_rows_evaluated", Expected(kind=CHECK, id="split_disjoint")),
     *(
         _other(id, Expected(kind=CHECK, id="documents_in_rows"))
         for id in ("document_left_out", "document_in_place_of_another", "documents_cut")

@@ -7,7 +7,6 @@ rows of a step are other ones than spec and corpus prescribe, and every number t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,8 +18,6 @@ from engine.data.batches import Batch, Batches
 from engine.data.packing import FILLS
 from engine.drills.planting import own_folder, replaced
 from engine.formats.tokenizer import Tokenizer
-from engine.train import run
-from engine.train.data import Data
 from engine.train.loop import TrainingLoop
 
 LATE = 23
@@ -98,21 +95,6 @@ def epochs_alike() -> AbstractContextManager[None]:
         return lambda rows, seed, epoch: order(rows, seed, 0)
 
     return replaced(batches, "epoch_order", make)
-
-
-def training_rows_evaluated() -> AbstractContextManager[None]:
-    """The held-out rows are taken from the training text."""
-
-    def make(prepare: Callable[..., Data]) -> Callable[..., Data]:
-        def spoilt(*given: Any) -> Data:
-            data = prepare(*given)
-            length = data.heldout[0].tokens_BT.shape[1]
-            heldout = [batches.gather_rows(data.stream, length, b.row_ids) for b in data.heldout]
-            return dataclasses.replace(data, heldout=heldout)
-
-        return spoilt
-
-    return replaced(run, "prepare_data", make)
 
 
 @contextlib.contextmanager

@@ -128,8 +128,6 @@ class Tokenizer:
         """SHA-256 of the bytes of the file."""
         self._end_of_text = end_of_text
         self._cuts = _cuts_of(inner)
-        self.encoded = 0
-        """Characters of the texts that became documents so far."""
         self.encoded_s = self.encoded_cpu_s = 0.0
         """What that took, and the seconds of all CPUs meanwhile."""
         ids = inner.get_vocab(with_added_tokens=True).values()
@@ -172,7 +170,6 @@ class Tokenizer:
         import numpy as np
 
         # An array grows in place: a list of the pieces' ids, joined at the end, would hold them twice.
-        self.encoded += sum(map(len, texts))
         encoded = [array("I") for _ in texts]
         for batch in _batches(self._pieces(texts)):
             pieces = [piece for _, piece in batch]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from engine.checks.context import Context, Memory, Resumed
 from engine.data.batches import Batch
-from engine.data.chat_template import ChatTemplate
-from engine.data.token_cache import Made
 from engine.data.tokens import Encoded, TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decoder import Decoder
@@ -28,11 +26,7 @@ def context_of(
     heldout_stream: TokenStream,
     heldout: Sequence[Batch],
     tokenizers: Mapping[str, Tokenizer | None],
-    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]] = lambda names: iter(()),
-    made: tuple[Made, Made] | None = None,
-    left_out: int = 0,
-    copies: int = 0,
-    template: ChatTemplate | None = None,
+    read_again: Callable[[], Iterator[tuple[str, Encoded]]] = lambda: iter(()),
     memory: Callable[[], Memory | None] = lambda: None,
     resumed: Resumed | None = None,
     late_compiles: Callable[[], Sequence[str]] = tuple,
@@ -59,10 +53,6 @@ def context_of(
         heldout=heldout,
         tokenizers=tokenizers,
         read_again=read_again,
-        made=made,
-        left_out=left_out,
-        copies=copies,
-        writes_system=template is not None and template.writes_system,
         evaluate=evaluate,
         autocast=trainer.autocast,
         memory=memory,

@@ -11,11 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 
-import numpy as np
-
 from engine.data.batches import Batch, heldout_rows
-from engine.data.packing import DOCUMENTS, WINDOW
-from engine.data.token_cache import Made
 from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
 from engine.formats.tokenizer import Tokenizer
@@ -27,8 +23,6 @@ from engine.train import record
 from engine.train.record import Log
 from engine.units import format_bytes
 
-MORE_ROWS, MORE_ENCODED = 1.05, 1.1
-"""Times the rows that documents may take, and that texts may be tokenized."""
 TOKENIZED_S, LEAST_CPUS = 3.0, 1.25
 """Seconds of tokenizing from which on more than one CPU is expected, and how many are more than one."""
 SAID_EVERY_S = 10.0
@@ -40,32 +34,7 @@ class Data:
     stream: TokenStream
     heldout_stream: TokenStream
     heldout: list[Batch]
-    made: tuple[Made, Made]
-    """What was made of the documents of both splits."""
     ready: DataReady
-    tokenized: bool
-    """Now; False where the tokens were kept."""
-
-
-def rows_needed(stream: TokenStream, seq_len: int) -> tuple[int, int]:
-    """Return how many rows the first documents of a stream take that is packed by whole documents, and how many are
-    enough when each document, longest first, goes into the fullest row that has room for it."""
-    assert stream.padding is not None
-    places = np.flatnonzero(~stream.padding & (stream.lengths > 0))[:WINDOW]
-    room = np.zeros(seq_len + 1, np.int64)
-    """Number of rows by the tokens that they have room for."""
-    needed = 0
-    for length in np.sort(stream.lengths[places])[::-1].tolist():
-        fits = np.flatnonzero(room[length:])
-        if len(fits):
-            left = int(fits[0])
-            room[length + left] -= 1
-        else:
-            needed += -(-length // seq_len)
-            left = -length % seq_len
-        room[left] += left > 0
-    taken = -(-int(stream.starts[places[-1] + 1]) // seq_len) if len(places) else 0
-    return taken, needed
 
 
 class _Said:
@@ -113,16 +82,6 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     tokens = inputs.load_tokens(data, _Said(log, data.corpus))
     if not tokens.is_kept:
         log(Note(level="warning", text=f"tokens: {tokens.note}"))
-    if tokens.twin is not None and (tokens.is_remade or seen is not None):
-        why = "" if tokens.is_remade else "another version made them, or "
-        text = (
-            f"tokens: made again, though the same are kept in {tokens.twin}: {why}the key of the cache "
-            "is not the same at each start (engine.data.token_cache)"
-        )
-        log(Note(level="warning", text=text))
-    if tokens.times > MORE_ENCODED:
-        text = f"tokens: the texts were tokenized {tokens.times:.1f} times, once is enough"
-        log(Note(level="warning", text=text))
     if text := one_cpu_of_many(inputs.tokenizer):
         log(Note(level="warning", text=text))
     log(Phase(name="taking the rows", detail=tokens.note))
@@ -130,14 +89,6 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
     ready = record.data(data.corpus, tokens, data.seq_len)
     log(ready)
-    if data.packing == DOCUMENTS:
-        taken, needed = rows_needed(train, data.seq_len)
-        if taken > MORE_ROWS * needed + 1:
-            text = (
-                f"packing: the first documents take {taken:,} rows where {needed:,} are enough, and the padding of "
-                "the others is computed for nothing: look at what places documents (engine.data.packing)"
-            )
-            log(Note(level="warning", text=text))
     begun = ready if seen is None else seen
     for split, before, now in (
         ("training", begun.train_sha256, ready.train_sha256),
@@ -153,7 +104,5 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
         stream=train,
         heldout_stream=held,
         heldout=list(rows.split(EVAL_ROWS_AT_ONCE)),
-        made=tokens.made,
         ready=ready,
-        tokenized=tokens.times > 0,
     )

@@ -92,10 +92,10 @@ def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
         left_out[f"{one.reason} ({one.example})"] += one.count
     return DataReady(
         source=source,
-        train_files=tokens.made[0].documents,
+        train_files=tokens.documents[0],
         train_tokens=train.token_count,
         train_sha256=train.sha256,
-        heldout_files=tokens.made[1].documents,
+        heldout_files=tokens.documents[1],
         heldout_tokens=held.token_count,
         heldout_sha256=held.sha256,
         skipped_files=tokens.skipped,

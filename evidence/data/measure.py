@@ -84,7 +84,7 @@ def take_rows(path: str, root: str) -> dict[str, object]:
         batches.batch_at(index)
     return {
         "tokens": tokens.train.token_count + tokens.heldout.token_count,
-        "documents": sum(one.documents for one in tokens.made),
+        "documents": sum(tokens.documents),
         "train_sha256": tokens.train.sha256,
         "load_s": round(seconds, 1),
         "phases_s": {what: round(spent, 1) for what, spent in phases.items() if what},

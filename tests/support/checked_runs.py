@@ -4,7 +4,7 @@ everything that a check may read."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from engine.checks.context import Context
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
-from engine.data.packing import STREAM
-from engine.data.token_cache import Made, Recipe, load_tokens
 from engine.data.tokens import Encoded, Encoder, TokenStream, read_again, tokenize
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import StepDone
@@ -46,8 +44,7 @@ class World:
     train: TokenStream
     heldout: TokenStream
     tokenizer: Any
-    made: tuple[Made, Made]
-    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]]
+    read_again: Callable[[], Iterator[tuple[str, Encoded]]]
 
 
 _WORLDS: dict[Path, World] = {}
@@ -63,25 +60,14 @@ def make_world(kit: Kit, folder: Path) -> World:
 def _make_world(kit: Kit, folder: Path) -> World:
     corpus = open_corpus(str(kit.corpus), heldout_fraction=0.2)
     tokenizer = open_tokenizer(kit.teacher)
-    recipe = Recipe(
-        source=str(kit.corpus),
-        include_tests=False,
-        columns=(),
-        heldout_fraction=0.2,
-        max_bytes=None,
-        encoder=Encoder(tokenizer=tokenizer),
-        packing=STREAM,
-        seq_len=SEQ_LEN,
-    )
     world = World(
         teacher=folder / "teacher",
         corpus=kit.corpus,
         train=tokenize(corpus.train.documents, tokenizer),
         heldout=tokenize(corpus.heldout.documents, tokenizer),
         tokenizer=tokenizer,
-        made=load_tokens(recipe).made,
-        read_again=lambda names: read_again(
-            names, recipe.encoder, recipe.source, include_tests=False, columns=()
+        read_again=lambda: read_again(
+            Encoder(tokenizer=tokenizer), str(kit.corpus), include_tests=False, columns=()
         ),
     )
     config = ModelConfig.from_dict(tiny_config(hidden_size=48), "teacher")
@@ -228,7 +214,6 @@ def context(world: World, spec: RunSpec, trainer: Trainer, **changes: Any) -> Co
         heldout_stream=world.heldout,
         heldout=list(heldout_rows(world.heldout, SEQ_LEN, 16).split(8)),
         tokenizers={"teacher": world.tokenizer},
-        made=world.made,
         read_again=world.read_again,
     )
     return dataclasses.replace(found, **changes)

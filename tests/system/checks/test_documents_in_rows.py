@@ -1,36 +1,23 @@
-"""What the rows are made of is held against the corpus: counts, and documents that are read and tokenized again."""
+"""Documents of the corpus that are read and tokenized again are in the rows of their split."""
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import itertools
-import json
-import math
-from collections.abc import Callable, Iterator, Set
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.audit.corpus import read_records
 from engine.checks.context import Context
-from engine.checks.data import Answers, _split_otherwise, documents_in_rows
-from engine.data import chat, conversations, corpus, sources
-from engine.data.batches import gather_rows, labelled_rows
-from engine.data.corpus import Document
+from engine.checks.data import documents_in_rows
+from engine.data import tokens as tokens_module
 from engine.data.packing import PACKINGS
 from engine.data.token_cache import Recipe, load_tokens
-from engine.data.tokens import Encoded, Encoder, TokenStream, make_stream, read_again
+from engine.data.tokens import Encoder, TokenStream, make_stream, read_again
 from engine.drills.catalogue import planted
-from engine.formats.tokenizer import Tokenizer
-from engine.train.prescribed_rows import PrescribedRows
-from engine.verdict import Level, Verdict
-from tests.support.chats import CHATML, STYLES, Style, make_tokenizer
-from tests.support.chats import conversations as odd_conversations
+from engine.verdict import Level
 from tests.support.checked_runs import World, make_run, make_world
 from tests.support.kit import Kit
 
@@ -40,46 +27,19 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(kit, tmp_path_factory.mktemp("world"))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations and texts, some twice, and some that the template cannot write."""
-    turns = [
-        [("user", f"what is {n}?"), ("assistant", f"{n} is a number of the {n % 7}th kind")]
-        for n in range(60)
-    ]
-    turns += [[("user", f"{n}: nobody answers")] for n in range(9)]
-    records: list[dict[str, Any]] = [
-        {"messages": [{"role": role, "content": text} for role, text in each]} for each in turns
-    ]
-    records += [{"text": f"record {n % 20} " + "words of it " * (n % 20)} for n in range(25)]
-    path = tmp_path_factory.mktemp("chats") / "a.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    return path
-
-
-def looked_at(
-    world: World, source: Path, tokenizer: Tokenizer, root: Path | None = None, **other: Any
-) -> Context:
+def with_rows(world: World, source: Path, root: Path, **other: Any) -> Context:
     """The context of a run whose rows are made of this source; tokens are kept in `root`."""
-    encoder = Encoder(tokenizer=tokenizer, template=CHATML.template())
+    encoder = Encoder(tokenizer=world.tokenizer)
     recipe = Recipe(
         source=str(source),
         include_tests=False,
+        columns=(),
         heldout_fraction=0.2,
         encoder=encoder,
         seq_len=32,
-        **({"max_bytes": None, "packing": "stream", "columns": ()} | other),
+        **({"max_bytes": None, "packing": "stream"} | other),
     )
     tokens = load_tokens(recipe, root=root)
-
-    def again(names: Set[str]) -> Iterator[tuple[str, Encoded]]:
-        return read_again(names, encoder, str(source), include_tests=False, columns=recipe.columns)
-
     context = make_run(world).context
     data = dataclasses.replace(
         context.spec.data, corpus=str(source), max_bytes=recipe.max_bytes or 0
@@ -87,571 +47,82 @@ def looked_at(
     return dataclasses.replace(
         context,
         spec=dataclasses.replace(context.spec, data=data),
-        tokenizers={"teacher": tokenizer},
-        left_out=tokens.skipped,
-        copies=tokens.dropped_count,
-        writes_system=True,
         train_stream=tokens.train,
         heldout_stream=tokens.heldout,
-        made=tokens.made,
-        read_again=again,
+        read_again=lambda: read_again(encoder, str(source), include_tests=False, columns=()),
     )
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("max_bytes", [None, 4000])
-def test_rows_of_conversations_and_texts_hold_their_documents(
-    world: World, chats: Path, tokenizer: Tokenizer, packing: str, max_bytes: int | None
+@pytest.mark.parametrize("max_bytes", [None, 3000])
+def test_rows_hold_the_documents_of_their_corpus(
+    world: World, kit: Kit, tmp_path: Path, packing: str, max_bytes: int | None
 ) -> None:
-    context = looked_at(world, chats, tokenizer, packing=packing, max_bytes=max_bytes)
+    context = with_rows(world, kit.corpus, tmp_path, packing=packing, max_bytes=max_bytes)
     found = documents_in_rows(context)
     assert found.verdict.level is Level.PASS, found.verdict
-    assert context.made is not None
-    names = {name for made in context.made for name in made.again}
-    assert found.numbers["looked_at"] == len(names) >= 10
+    assert found.numbers["looked_at"] >= found.numbers["in_rows"] >= 5
+    assert (found.numbers["looked_at"] == found.numbers["in_rows"]) == (max_bytes is None)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize(
-    "defect", ["document_left_out", "document_in_place_of_another", "documents_cut"]
-)
+@pytest.mark.parametrize("defect", ["document_left_out", "document_in_place_of_another"])
 def test_what_is_lost_between_corpus_and_rows_is_named(
-    world: World, kit: Kit, packing: str, defect: str
+    world: World, kit: Kit, tmp_path: Path, defect: str
 ) -> None:
     with planted(defect).plant():
-        context = looked_at(world, kit.corpus, world.tokenizer, packing=packing)
-        if defect == "documents_cut":
-            # No document of this corpus has 256 tokens.
-            assert documents_in_rows(context).verdict.level is Level.PASS
-            return
+        context = with_rows(world, kit.corpus, tmp_path)
         assert documents_in_rows(context).verdict.level is Level.FAIL
 
 
-def altered(stream: TokenStream, **changes: Any) -> TokenStream:
-    known = {"labelled": stream.labelled, "padding": stream.padding}
-    return make_stream(changes.pop("tokens", stream.tokens), stream.starts, **known | changes)
+def other_token(held: TokenStream) -> TokenStream:
+    tokens = held.tokens.copy()
+    tokens[held.starts[1:][held.lengths > 0] - 1] += 1
+    return make_stream(tokens, held.starts)
 
 
-def test_one_token_or_label_of_a_document_that_is_another_is_named(
-    world: World, chats: Path, tokenizer: Tokenizer
+def nothing_at_all(held: TokenStream) -> TokenStream:
+    return make_stream(held.tokens[:1], held.starts[:2].clip(max=1))
+
+
+@pytest.mark.parametrize("change", [other_token, nothing_at_all])
+def test_rows_of_another_corpus_are_named(
+    world: World, kit: Kit, tmp_path: Path, change: Callable[[TokenStream], TokenStream]
 ) -> None:
-    context = looked_at(world, chats, tokenizer)
-    held = context.heldout_stream
-    assert held.labelled is not None
-    # In each document, since some are read again: its last token, or the label of that.
-    last = held.starts[1:][held.lengths > 0] - 1
-    tokens, labelled = held.tokens.copy(), held.labelled.copy()
-    tokens[last] += 1
-    labelled[last] ^= True
-    for stream in (altered(held, tokens=tokens), altered(held, labelled=labelled)):
-        found = documents_in_rows(dataclasses.replace(context, heldout_stream=stream))
-        assert found.verdict.level is Level.FAIL
-        assert "belongs into the held-out ones" in found.verdict.reason
+    context = with_rows(world, kit.corpus, tmp_path)
+    stale = dataclasses.replace(context, heldout_stream=change(context.heldout_stream))
+    found = documents_in_rows(stale).verdict
+    assert (
+        found.level is Level.FAIL
+        and "is whole in no rows, and belongs into the held" in found.reason
+    )
 
 
-def test_a_document_of_both_splits_is_named(world: World, kit: Kit) -> None:
-    context = looked_at(world, kit.corpus, world.tokenizer)
+def test_a_document_of_both_splits_is_named(world: World, kit: Kit, tmp_path: Path) -> None:
+    context = with_rows(world, kit.corpus, tmp_path)
     train, held = context.train_stream, context.heldout_stream
     both = make_stream(
         np.concatenate([train.tokens, held.tokens]),
         np.append(train.starts, held.starts[1:] + len(train)),
     )
-    assert context.made is not None
-    made = dataclasses.replace(
-        context.made[0], documents=sum(one.documents for one in context.made)
-    )
-    leaked = dataclasses.replace(context, train_stream=both, made=(made, context.made[1]))
-    found = documents_in_rows(leaked)
-    assert found.verdict.level is Level.FAIL
-    assert "is whole in training and held-out rows" in found.verdict.reason
+    found = documents_in_rows(dataclasses.replace(context, train_stream=both)).verdict
+    assert found.level is Level.FAIL and "is whole in training and held-out rows" in found.reason
 
 
-def test_without_documents_that_can_be_read_again_nothing_is_said(world: World, kit: Kit) -> None:
-    context = looked_at(world, kit.corpus, world.tokenizer)
-    assert context.made is not None
-    made = tuple(dataclasses.replace(one, again=()) for one in context.made)
-    nobody = dataclasses.replace(context, made=cast(Any, made))
-    assert documents_in_rows(nobody).verdict.level is Level.UNKNOWN
-    assert documents_in_rows(dataclasses.replace(context, made=None)).verdict.level is Level.UNKNOWN
-
-
-def every_third_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    all_of = sources.read_records
-
-    def some_of(file: Any) -> Iterator[Any]:
-        return (one for number, one in enumerate(all_of(file)) if number % 3)
-
-    monkeypatch.setattr(sources, "read_records", some_of)
-
-
-def first_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "_joined", lambda parts, where: parts[0]["text"])
-
-
-def label_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = np.searchsorted
-    monkeypatch.setattr(
-        chat, "np", SimpleNamespace(**vars(np) | {"searchsorted": partial(exact, side="right")})
-    )
-
-
-def labels_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = chat._labelled
-
-    def all_behind(*arguments: Any) -> Any:
-        found = exact(*arguments)
-        if isinstance(found, chat.Chat):
-            found.labelled[int(found.labelled.argmax()) :] = True
-        return found
-
-    monkeypatch.setattr(chat, "_labelled", all_behind)
-
-
-def system_prompts_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = conversations._messages
-
-    def without(*arguments: Any) -> Any:
-        return tuple(one for one in exact(*arguments) if one["role"] != "system")
-
-    monkeypatch.setattr(conversations, "_messages", without)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text, some of it in folders and not in ASCII, with what is left out of such a one."""
-    root = tmp_path_factory.mktemp("texts")
-    for n in range(40):
-        folder = root / ("a" if n % 2 else "b/c")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{n}.txt").write_text(f"übung {n} – größer\r\n" + f"words of {n} " * (n % 9 + 1))
-    (root / "README.md").write_text("what is here")
-    (root / "empty.txt").write_text("")
-    (root / "same.txt").write_text((root / "a" / "1.txt").read_text())
-    (root / ".hidden").mkdir()
-    (root / ".hidden" / "x.txt").write_text("hidden")
-    (root / "link").symlink_to(root / "a")
-    (root / "records.jsonl").write_text('{"text": "one"}\n')
-    return root
-
-
-def folders_not_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = sources._walk
-
-    def flat(root: Path, *parts: Any) -> Iterator[Any]:
-        return (one for one in exact(root, *parts) if getattr(one, "parent", root) != root / "a")
-
-    monkeypatch.setattr(sources, "_walk", flat)
-
-
-def split_turned(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = corpus._position
-    monkeypatch.setattr(
-        corpus, "_position", lambda text: exact(text) ^ (0x80 << 56 if len(text) < 12 else 0)
-    )
-
-
-def another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "decoded", lambda raw, where, start: raw.decode("latin-1"))
-
-
-@pytest.mark.parametrize(
-    ("planted_in", "said"),
-    [
-        (folders_not_entered, "42 files of text; "),
-        (split_turned, "on the other side of the split than their names say"),
-        (another_encoding, "in the rows is not the text of that file of"),
-    ],
-)
-def test_a_folder_of_text_is_read_a_second_time(
-    world: World,
-    texts: Path,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    planted_in: Callable[[pytest.MonkeyPatch], None],
-    said: str,
-) -> None:
-    healthy = documents_in_rows(looked_at(world, texts, tokenizer, tmp_path / "healthy"))
-    assert healthy.verdict.level is Level.PASS, healthy.verdict
-    planted_in(monkeypatch)
-    found = documents_in_rows(looked_at(world, texts, tokenizer, tmp_path / "planted"))
-    assert found.verdict.level is Level.FAIL and said in found.verdict.reason, found.verdict
-
-
-@pytest.fixture(scope="module")
-def long_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records of text, one of which is tokenized in three pieces, and one is not in ASCII, nor in its normal form."""
-    path = tmp_path_factory.mktemp("long") / "a.jsonl"
-    long = "".join(f"line {n} of many\n" for n in range(12_000))
-    records = [long, "gro\u0308ßer – und kleiner", *(f"text {n} " * (n + 1) for n in range(30))]
-    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in records))
-    return path
-
-
-def tails_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = Tokenizer._pieces
-
-    def first_piece(self: Tokenizer, texts: Any) -> Iterator[tuple[int, str]]:
-        seen: set[int] = set()
-        return ((n, s) for n, s in exact(self, texts) if n not in seen and not seen.add(n))  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr(Tokenizer, "_pieces", first_piece)
-
-
-def only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = sources.read_records
-    monkeypatch.setattr(
-        sources,
-        "read_records",
-        lambda file: (
-            dataclasses.replace(one, text=one.text.encode("ascii", "ignore").decode())
-            for one in exact(file)
-        ),
-    )
-
-
-def cut_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pieces(self: Tokenizer, texts: Any) -> Iterator[tuple[int, str]]:
-        for number, text in enumerate(texts):
-            for first in range(0, len(text), 50_003):
-                yield number, text[first : first + 50_003]
-
-    monkeypatch.setattr(Tokenizer, "_pieces", pieces)
-
-
-def test_a_long_document_that_is_cut_within_a_token_is_named(
-    world: World, long_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = make_tokenizer(tmp_path)
-    cut_anywhere(monkeypatch)
-    found = documents_in_rows(looked_at(world, long_texts, tokenizer, tmp_path / "planted"))
-    assert found.verdict.level is Level.FAIL
-    assert "read and tokenized again, is whole in no rows" in found.verdict.reason
-
-
-@pytest.mark.parametrize("planted_in", [tails_lost, only_ascii])
-@pytest.mark.parametrize(
-    ("packing", "composes"), [*((packing, False) for packing in PACKINGS), ("stream", True)]
-)
-def test_a_document_of_which_something_is_lost_is_named_though_it_is_not_read_again(
-    world: World,
-    long_texts: Path,
-    composes: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    planted_in: Callable[[pytest.MonkeyPatch], None],
-    packing: str,
-) -> None:
-    monkeypatch.setattr("engine.data.token_cache.LONG_BYTES", 0)
-    tokenizer = make_tokenizer(tmp_path, nfc=composes)
-    healthy = looked_at(world, long_texts, tokenizer, tmp_path / "healthy", packing=packing)
-    assert documents_in_rows(healthy).verdict.level is Level.PASS
-    planted_in(monkeypatch)
-    spoilt = looked_at(world, long_texts, tokenizer, tmp_path / "planted", packing=packing)
-    found = documents_in_rows(spoilt)
-    assert found.verdict.level is Level.FAIL
-    assert f"1 of 32 documents are as long as no text of {long_texts}" in found.verdict.reason
-
-
-def test_a_text_beside_records_whose_columns_are_named_is_no_document(
-    world: World, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    source = tmp_path / "records"
+def test_a_copy_of_held_out_text_is_not_missed(world: World, tmp_path: Path) -> None:
+    source = tmp_path / "texts"
     source.mkdir()
-    (source / "notes.txt").write_text("what these are")
-    records = [{"body": f"record {n} " * (n % 7 + 1)} for n in range(40)]
-    (source / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    context = looked_at(world, source, tokenizer, tmp_path / "tokens", columns=("body",))
-    data = dataclasses.replace(context.spec.data, columns="body")
-    named = dataclasses.replace(context, spec=dataclasses.replace(context.spec, data=data))
-    assert documents_in_rows(named).verdict.level is not Level.FAIL
-
-
-@pytest.mark.parametrize("kind", ["texts", "talks", "chats", "long_texts"])
-def test_more_than_max_bytes_and_less_than_fit_are_named(
-    world: World, request: pytest.FixtureRequest, tokenizer: Tokenizer, kind: str
-) -> None:
-    source: Path = request.getfixturevalue(kind)
-    context = looked_at(world, source, tokenizer, max_bytes=3000)
-    assert documents_in_rows(context).verdict.level is Level.PASS
-
-    def with_most(most: int) -> Verdict:
-        data = dataclasses.replace(context.spec.data, max_bytes=most)
-        spec = dataclasses.replace(context.spec, data=data)
-        return documents_in_rows(dataclasses.replace(context, spec=spec)).verdict
-
-    more, less = with_most(500), with_most(10_000_000)
-    assert more.level is Level.FAIL and "max_bytes allows 500" in more.reason
-    # Of a folder, what is known to be left out may be no text.
-    if kind != "texts":
-        assert less.level is Level.FAIL and "are in a split or known to be left out" in less.reason
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_the_prescribed_rows_with_labels_are_those_of_the_loader(
-    world: World, talks: Path, chats: Path, tokenizer: Tokenizer, packing: str
-) -> None:
-    for source in (talks, chats):
-        stream = looked_at(world, source, tokenizer, packing=packing).train_stream
-        for length in (3, 8, 32):
-            prescribed = PrescribedRows(stream, length, 0)
-            wanted = labelled_rows(stream, length, "train")
-            assert sorted(prescribed.ids_at(0, prescribed.per_epoch)) == wanted.tolist()
-
-
-def test_the_prescribed_rows_number_documents_without_a_token_as_the_loader_does() -> None:
-    starts = np.array([0, 3, 3, 3, 9, 9, 16], dtype=np.int64)
-    stream = TokenStream(tokens=np.arange(16, dtype=np.uint16), starts=starts, sha256="")
-    rows = np.array([0, 1], dtype=np.int64)
-    found = PrescribedRows(stream, 8, 0).rows(rows)
-    assert found.documents_BT.tolist() == gather_rows(stream, 8, rows).documents_BT.tolist()
-    assert found.documents_BT.tolist() == [[0] * 3 + [3] * 5, [3] + [5] * 7]
-
-
-@pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations of two turns, some with contents in parts."""
-    path = tmp_path_factory.mktemp("talks") / "a.jsonl.gz"
-    records = []
-    for n in range(80):
-        said = [f"what is {n}?", f"{n} is a number", "what kind of one?", f"the {n % 7}th kind"]
-        parts: list[Any] = [{"type": "text", "text": f"{n} and"}, {"type": "text", "text": " one"}]
-        contents: list[Any] = [*said[:3], parts] if n % 2 else said
-        roles = ("user", "assistant") * 2
-        records.append(
-            {
-                "messages": [
-                    {"role": "system", "content": "you count"},
-                    *[
-                        {"role": role, "content": content}
-                        for role, content in zip(roles, contents, strict=True)
-                    ],
-                ]
-            }
-        )
-    with gzip.open(path, "wt") as file:
-        file.writelines(json.dumps(one) + "\n" for one in records)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("planted_in", "said"),
-    [
-        (every_third_lost, "80 records, read by another library; 53 are in a split"),
-        (first_part_alone, "has labels on '"),
-        (label_moved, "has labels on '"),
-        (labels_to_the_end, "has labels on '"),
-        (system_prompts_lost, "in front of an answer: 'youcount'"),
-    ],
-)
-def test_what_is_lost_or_mislabelled_between_file_and_documents_is_named(
-    world: World,
-    talks: Path,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    planted_in: Callable[[pytest.MonkeyPatch], None],
-    said: str,
-) -> None:
-    healthy = documents_in_rows(looked_at(world, talks, tokenizer, tmp_path / "healthy"))
-    assert healthy.verdict.level is Level.PASS, healthy.verdict
-    planted_in(monkeypatch)
-    # Where only a part is taken, nothing says how many records there are to be.
-    for most in (None, 100_000) if "records, read" not in said else (None,):
-        context = looked_at(world, talks, tokenizer, tmp_path / f"planted-{most}", max_bytes=most)
-        found = documents_in_rows(context)
-        assert found.verdict.level is Level.FAIL and said in found.verdict.reason, found.verdict
-
-
-@pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
-@pytest.mark.parametrize("turns", ["all", "last"])
-def test_labels_of_every_style_are_the_answers_of_the_file(
-    world: World, tokenizer: Tokenizer, tmp_path: Path, style: Style, turns: str
-) -> None:
-    records = [
-        one
-        for one in odd_conversations()
-        if all(message.keys() == {"role", "content"} for message in one["messages"])
-    ]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    context = make_run(world).context
-    data = dataclasses.replace(context.spec.data, turns=turns)
-    context = dataclasses.replace(
-        context,
-        spec=dataclasses.replace(context.spec, data=data),
-        tokenizers={"teacher": tokenizer},
-        writes_system=style.template().writes_system,
-    )
-    answers = Answers.of(context, read_records(str(path), ()))
-    assert answers is not None
-    encoder = Encoder(tokenizer=tokenizer, template=style.template(), turns=cast(Any, turns))
-    found = [
-        encoder.encode([Document(name="x", text=json.dumps(one), is_chat=True)]) for one in records
-    ]
-    encoded = [one for each in found for one in each]
-    labelled = [one for one in encoded if len(one.ids)]
-    assert len(labelled) > 40
-    assert [said for one in labelled if (said := answers.not_said(one)) is not None] == []
-    assert [text for one in labelled if (text := answers.not_asked(one))] == []
-
-
-def test_documents_that_are_no_longer_in_the_corpus_are_named(
-    world: World, talks: Path, tokenizer: Tokenizer
-) -> None:
-    context = looked_at(world, talks, tokenizer)
-    some = dataclasses.replace(
-        context, read_again=lambda names: context.read_again(set(sorted(names)[1:]))
-    )
-    found = documents_in_rows(some)
-    assert found.verdict.level is Level.FAIL
-    assert "1 documents that are in the rows are no longer in the corpus" in found.verdict.reason
-
-
-@pytest.fixture(scope="module")
-def sources_of(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> dict[str, Path]:
-    """A folder of records in several files, one file of text, a folder of text in two encodings, and 400 chats."""
-    root = tmp_path_factory.mktemp("sources")
-    (root / "records").mkdir()
-    for part in range(3):
-        lines = [json.dumps({"text": f"{part} text {n} " * 20}) for n in range(40)]
-        with gzip.open(root / "records" / f"{part}.jsonl.gz", "wt") as file:
-            file.write("\n".join(lines))
-    text = "".join(f"line {n} of one file\n" + "\n" * (n % 50 == 0) for n in range(3000))
-    (root / "one.txt").write_text(text)
-    (root / "latin").mkdir()
-    for n in range(30):
-        encoding = "latin-1" if n == 3 else "utf-8"
-        (root / "latin" / f"{n:02}.txt").write_text(f"größer als {n}\n" * 30, encoding=encoding)
-    (root / "texts").mkdir()
     for n in range(60):
-        (root / "texts" / f"{n:02}.txt").write_text(f"{n} is a number\n" * (30 + n))
-    (root / "mixed").mkdir()
-    for n in range(80):
-        (root / "mixed" / f"{n:02}.txt").write_text(f"{n} is a number\n" * (9 if n % 4 else 2000))
-    (root / "tree" / "below").mkdir(parents=True)
-    for n in range(60):
-        folder = root / "tree" / "below" if n % 2 else root / "tree"
-        line = {"text": f"{n} is in a tree of folders " * 9}
-        (folder / f"{n:02}.jsonl").write_text(json.dumps(line))
-    (root / "twice").mkdir()
-    for n in range(60):
-        (root / "twice" / f"{n:02}.txt").write_text(f"{n // 3} is there three times\n" * 30)
-    records = [json.loads(line) for line in chats.read_text().splitlines() if "messages" in line]
-    for record in records * 7:
-        record["messages"][0]["content"] += "?"
-        with (root / "chats.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    return {path.stem: path for path in root.iterdir()}
+        (source / f"{n}.txt").write_text(f"{n // 2} is there twice\n" * 9)
+    context = with_rows(world, source, tmp_path / "tokens")
+    found = documents_in_rows(context)
+    assert found.verdict.level is Level.PASS and found.numbers["in_rows"] == 60
 
 
-def member_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = sources.read_records
-    monkeypatch.setattr(sources, "read_records", lambda file: itertools.islice(exact(file), 30))
-
-
-def last_passage_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = sources._passages
-    monkeypatch.setattr(sources, "_passages", lambda file: iter([*exact(file)][:-1]))
-
-
-def undecodable_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "decoded", lambda raw, *_: raw.decode(errors="ignore"))
-
-
-def boundary_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    halved = SimpleNamespace(ceil=lambda found: math.ceil(found / 2), inf=math.inf)
-    monkeypatch.setattr(corpus, "math", halved)
-
-
-def ends_at_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = corpus.Index.take
-
-    def first_that_fit(self: Any, numbers: Any, max_bytes: Any, heldout: Any = None) -> Any:
-        if max_bytes is not None:
-            large = np.flatnonzero(self.sizes[numbers] > max_bytes)
-            numbers = numbers[: large[0]] if len(large) else numbers
-        return exact(self, numbers, max_bytes, heldout)
-
-    monkeypatch.setattr(corpus.Index, "take", first_that_fit)
-
-
-def only_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_matches", lambda parts, names: len(names) > 1)
-
-
-def deduplicated(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = corpus.Index.take
-
-    def first_of_each(self: Any, numbers: Any, max_bytes: Any, heldout: Any = None) -> Any:
-        taken, copies = exact(self, numbers, max_bytes, heldout)
-        first = taken[np.sort(np.unique(self.digests[taken], return_index=True)[1])]
-        if heldout is None:
-            return taken, copies
-        return first, np.concatenate([copies, np.setdiff1d(taken, first)])
-
-    monkeypatch.setattr(corpus.Index, "take", first_of_each)
-
-
-def first_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = corpus.Index.take
-    monkeypatch.setattr(
-        corpus.Index, "take", lambda self, numbers, *more: exact(self, np.sort(numbers), *more)
-    )
-
-
-@pytest.mark.parametrize(
-    ("plant", "source", "max_bytes", "said"),
-    [
-        (
-            member_lost,
-            "records",
-            None,
-            "has 120 records, read by another library; 90 are in a split",
-        ),
-        (last_passage_lost, "one", None, "bytes long in all, the file"),
-        (undecodable_dropped, "latin", None, "1 of 30 documents are as long as no text"),
-        (boundary_halved, "texts", None, "of the split than their names say"),
-        (only_below, "tree/**/*.jsonl", None, "has 60 records, read by another library; 30 are in"),
-        (deduplicated, "twice", None, "training documents are left out as copies of held-out"),
-        (ends_at_a_large_one, "mixed", 20_000, "fit into a data.max_bytes of 20,000"),
-        (first_by_name, "texts", 8_000, "that fit into a data.max_bytes of 8,000"),
-    ],
-)
-def test_what_is_read_split_or_taken_otherwise_than_the_source_says_is_named(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    source: str,
-    max_bytes: int | None,
-    said: str,
-    world: World,
-    sources_of: dict[str, Path],
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_documents_are_read_again_for_no_longer_than_a_second(
+    world: World, kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, *pattern = source.split("/")
-    path = sources_of[name].joinpath(*pattern)
-    if source != "latin":  # which the engine refuses
-        healthy = looked_at(world, path, tokenizer, tmp_path / "healthy", max_bytes=max_bytes)
-        assert documents_in_rows(healthy).verdict.level is Level.PASS, documents_in_rows(healthy)
-    plant(monkeypatch)
-    spoilt = looked_at(world, path, tokenizer, tmp_path / "planted", max_bytes=max_bytes)
-    found = documents_in_rows(spoilt).verdict
-    assert found.level is Level.FAIL and said in found.reason, found
-
-
-def test_a_split_of_conversations_is_as_large_as_chance_makes_it(
-    world: World, sources_of: dict[str, Path], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    source = sources_of["chats"]
-    context = looked_at(world, source, tokenizer, tmp_path)
-    records = read_records(str(source), ())
-    assert records is not None and context.made is not None and not records.names
-    train, held = context.made
-
-    def said(documents: int) -> str:
-        made = train, dataclasses.replace(held, documents=documents)
-        return _split_otherwise(context, made, (), records.sizes, records)
-
-    assert said(held.documents) == ""
-    assert "a data.heldout_fraction of 0.2 gives some 97" in said(28)
+    monkeypatch.setattr(tokens_module, "AGAIN_SECONDS", -1.0)
+    context = with_rows(world, kit.corpus, tmp_path)
+    assert documents_in_rows(context).numbers["looked_at"] == 1
+    nobody = dataclasses.replace(context, read_again=lambda: iter(()))
+    assert documents_in_rows(nobody).verdict.level is Level.UNKNOWN

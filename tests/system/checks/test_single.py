@@ -106,16 +106,6 @@ def test_a_held_out_document_that_is_trained_on_is_found(world: World) -> None:
     assert found.verdict.level is Level.FAIL and found.numbers["copied_documents"] == 1
 
 
-def test_rows_of_another_text_that_are_evaluated_are_found(world: World) -> None:
-    looked_at = make_run(world).context
-    (first, *others) = looked_at.heldout
-    tokens_BT = first.tokens_BT.copy()
-    tokens_BT[1, 3] += 1
-    spoilt = [dataclasses.replace(first, tokens_BT=tokens_BT), *others]
-    found = split_disjoint(dataclasses.replace(looked_at, heldout=spoilt))
-    assert found.verdict.level is Level.FAIL and found.numbers["other_rows"] == 1
-
-
 def test_held_out_text_inside_another_document_is_found(world: World) -> None:
     looked_at = make_run(world).context
     tokens = np.concatenate([world.train.tokens, world.heldout.tokens[1:]])

@@ -9,7 +9,6 @@ import pytest
 from engine.data.batches import IGNORED, Batches, gather_rows
 from engine.data.packing import WINDOW, pack
 from engine.data.tokens import TokenStream, make_stream, starts_of
-from engine.train.data import rows_needed
 
 PADDING = 7
 LENGTHS = [
@@ -89,6 +88,27 @@ def test_whole_documents_take_hardly_more_rows_than_their_tokens_need() -> None:
     assert 1 - packed.token_count / len(packed) < 0.01
     alone = pack(stream_of(lengths, labelled=False), 64, "off", PADDING)
     assert 1 - alone.token_count / len(alone) > 0.4
+
+
+def rows_needed(stream: TokenStream, seq_len: int) -> tuple[int, int]:
+    """Return how many rows the first documents of a stream take that is packed by whole documents, and how many are
+    enough when each document, longest first, goes into the fullest row that has room for it."""
+    assert stream.padding is not None
+    places = np.flatnonzero(~stream.padding & (stream.lengths > 0))[:WINDOW]
+    room = np.zeros(seq_len + 1, np.int64)
+    """Number of rows by the tokens that they have room for."""
+    needed = 0
+    for length in np.sort(stream.lengths[places])[::-1].tolist():
+        fits = np.flatnonzero(room[length:])
+        if len(fits):
+            left = int(fits[0])
+            room[length + left] -= 1
+        else:
+            needed += -(-length // seq_len)
+            left = -length % seq_len
+        room[left] += left > 0
+    taken = -(-int(stream.starts[places[-1] + 1]) // seq_len) if len(places) else 0
+    return taken, needed
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda one: str(one[:5]))

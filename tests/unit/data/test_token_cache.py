@@ -122,9 +122,8 @@ def test_tokens_of_the_cache_are_those_that_are_made_in_memory(
     first, second = load_tokens(recipe, root=root), load_tokens(recipe, root=root)
     assert made(first) and not made(second) and second.is_kept
     for found in (first, second):
-        assert found.made[0].documents == split.train.document_count
-        assert found.made[1].documents == split.heldout.document_count
-        assert [(one.missing, one.doubled) for one in found.made] == [(0, 0), (0, 0)]
+        assert found.documents[0] == split.train.document_count
+        assert found.documents[1] == split.heldout.document_count
         for side, stream in ((split.train, found.train), (split.heldout, found.heldout)):
             whole = tokenize(side.documents, tokenizer, template=CHATML.template())
             assert_equal(stream, pack(whole, SEQ_LEN, packing, tokenizer.padding_id))
@@ -149,7 +148,6 @@ def test_copies_are_counted_and_named_from_the_cache_too(
         found = load_tokens(recipe, root=root)
         assert (found.dropped_count, found.repeated, found.skipped) == (2, 1, 2)
         assert set(found.dropped) == {train[2].name, train[5].name}
-        assert [one.missing for one in found.made] == [0, 0]
 
 
 def test_what_the_tokens_depend_on_is_in_the_key(
@@ -414,41 +412,3 @@ def test_no_more_than_a_batch_of_documents_is_alive(
 
     load_tokens(recipe, progress, root=root)
     assert len(alive) > 50 and max(alive) < 15
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_how_often_texts_are_tokenized_is_known(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    recipe = recipe_of(write(tmp_path / "a.jsonl", CORPORA["texts"]), tokenizer)
-    exact = Encoder.encode
-
-    def again(self: Encoder, documents: Any) -> Any:
-        documents = list(documents)
-        for _ in range(times - 1):
-            list(exact(self, documents))
-        return exact(self, documents)
-
-    monkeypatch.setattr(Encoder, "encode", again)
-    found = load_tokens(recipe, root=tmp_path / "cache").times
-    assert 0.5 < found / times <= 1.0
-
-
-def test_tokens_that_are_made_again_under_another_key_know_their_twin(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of(write(tmp_path / "a.jsonl", CORPORA["texts"]), tokenizer)
-    other = recipe_of(write(tmp_path / "b.jsonl", CORPORA["both"]), tokenizer)
-    root = tmp_path / "cache"
-    assert load_tokens(recipe, root=root).twin is None
-    assert load_tokens(other, root=root).twin is None
-    assert load_tokens(recipe, root=root).twin is None
-    first = {path for path in root.iterdir() if path.is_dir()}
-    exact = Recipe.key
-    monkeypatch.setattr(Recipe, "key", lambda self, content: exact(self, content)[::-1])
-    found = load_tokens(recipe, root=root)
-    assert found.twin in first and found.is_remade
-    monkeypatch.setattr("engine.data.token_cache.VERSION", "another")
-    monkeypatch.setattr(Recipe, "key", lambda self, content: exact(self, content)[1:])
-    found = load_tokens(recipe, root=root)
-    assert found.twin is not None and not found.is_remade

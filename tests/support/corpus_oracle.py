@@ -1,5 +1,5 @@
-"""What a corpus holds, read by the libraries of its formats and by none of the engine's readers: where the chain from
-the corpus to the labels begins.
+"""What a corpus holds, read by the libraries of its formats and by none of the engine's readers, and what in rows is
+not as it says: counts, splits, texts, labels and bytes.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
+from engine.formats.tokenizer import Tokenizer
 
 MOST_BYTES = 1 << 25
 """Of a file, as it lies on disk; and eight times as many decompressed. Larger ones are not read a second time."""
@@ -33,6 +37,12 @@ ASKING = ("system", "user", "human")
 BEHIND_REASONING = "</think>"
 COMPOSED = {"type": "NFC"}
 Spelling: TypeAlias = Callable[[str], str]
+
+LARGEST_DEVIATION = 5.5
+LEAST_TAKEN = 0.95
+"""Of the documents that data.max_bytes has room for, where some are left out: what takes their room may be larger."""
+WEIGHED = 1 << 24
+"""Tokens of a split whose bytes are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,3 +390,285 @@ def plain(text: str, special: Sequence[str], *, reasoning: bool = False) -> str:
     for token in special:
         text = text.replace(token, "")
     return "".join((text if reasoning else text.rpartition(BEHIND_REASONING)[2]).split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """The rows that were made of a source, and what was said of it; 0 as `max_bytes` is none."""
+
+    source: str
+    streams: Mapping[str, TokenStream]
+    """Training and held-out ones."""
+    documents: tuple[int, int]
+    left_out: int
+    copies: int
+    again: Mapping[str, Encoded]
+    """Documents of the source by name, read and tokenized alone."""
+    tokenizer: Tokenizer
+    fraction: float
+    max_bytes: int = 0
+    columns: tuple[str, ...] = ()
+    turns: str = "all"
+    writes_system: bool = True
+
+
+def what_is_wrong(made: Made) -> list[str]:
+    return list(_wrong(made))
+
+
+def _wrong(made: Made) -> Iterator[str]:
+    for (split, stream), documents in zip(made.streams.items(), made.documents, strict=True):
+        filled = stream.lengths > 0
+        if stream.padding is not None:
+            filled &= ~stream.padding
+        expected = documents - sum(one.count for one in stream.left_out)
+        if (found := int(filled.sum())) != expected:
+            yield f"the {split} rows have {found:,} documents, the corpus has {expected:,} for them"
+    records = read_records(made.source, made.columns)
+    there, names = (None, ()) if records is None else (records.sizes, records.names)
+    # With columns a folder is one of records, whatever else is in it.
+    if records is None and not made.columns:
+        files = files_of(made.source, include_tests=False) or {}
+        there, names = [*files.values()] or None, [*files]
+    if there is not None:
+        yield from _miscounted(made, there, records)
+    again = {}
+    for name, one in made.again.items():
+        found_in = [split for split, stream in made.streams.items() if has(stream, one)]
+        if not len(one.ids) or (not found_in and made.max_bytes):
+            continue
+        wanted = "held-out" if is_held_out(name, made.fraction) else "training"
+        if found_in not in ([wanted], ["held-out"]):
+            where = " and ".join(found_in) or "no"
+            yield f"{name} is whole in {where} rows, and belongs into the {wanted} ones"
+        again[name] = found_in[0] if found_in else ""
+    if there is not None and (otherwise := _split_otherwise(made, again, names, there, records)):
+        yield otherwise
+    yield from _read_otherwise(made, records)
+    if records is None or records.are_texts:
+        yield from _weighed_otherwise(made, there)
+
+
+def _read_otherwise(made: Made, records: Records | None) -> Iterator[str]:
+    answers = Answers.of(made, records)
+    for name, one in made.again.items():
+        if answers is not None and (other := answers.not_said(one)) is not None:
+            yield f"{name} has labels on {other!r:.80}: no conversation has these answers"
+        if answers is not None and (missing := answers.not_asked(one)):
+            yield f"{name} has not in it what its record says in front of an answer: {missing!r:.80}"
+        if one.left_out or one.labelled is not None:
+            continue
+        if (text := text_of(made.source, name)) is not None:
+            (ids,) = made.tokenizer.encode_documents([text])
+            if len(one.ids) > len(ids) + 1 or not np.array_equal(ids, one.ids[: len(ids)]):
+                yield f"{name} in the rows is not the text of that file of {made.source}"
+
+
+def _miscounted(made: Made, there: Sequence[int], records: Records | None) -> Iterator[str]:
+    """Hold the number of documents against the sizes of the texts that the source has."""
+    documents = made.documents
+    sizes, known = np.sort(there)[::-1], made.left_out + sum(documents)
+    what = "records, read by another library" if records else "files of text"
+    budgets = (made.max_bytes, int(made.max_bytes * made.fraction))
+    # Where as many documents as there are, and one more, fit whichever they are, none is left out by max_bytes.
+    all_fit = not made.max_bytes or all(
+        sizes[: count + 1].sum() <= budget for count, budget in zip(documents, budgets, strict=True)
+    )
+    # What is left out of a folder is not only records.
+    counted = records is not None and records.of_one_file
+    if (all_fit and known < len(sizes)) or (counted and known > len(sizes)):
+        yield (
+            f"{made.source} has {len(sizes):,} {what}; {known:,} are in a split or known to be left out"
+        )
+    if made.max_bytes and (least := int(sizes[::-1][: documents[0]].sum())) > made.max_bytes:
+        yield (
+            f"{documents[0]:,} training documents of {made.source} are {least:,} bytes long at least, data.max_bytes "
+            f"allows {made.max_bytes:,}"
+        )
+
+
+def _split_otherwise(
+    made: Made,
+    again: Mapping[str, str],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    records: Records | None,
+) -> str:
+    """Say how the documents of the two splits are others, or another number, than their names and sizes prescribe;
+    empty where they are not. Copies and what cannot be read are not known here, so some may be others."""
+    held, fraction = made.documents[1], made.fraction
+    said = f"data.heldout_fraction of {fraction:g}"
+    if names and made.max_bytes:
+        wanted = taken(zip(names, sizes, strict=True), fraction, made.max_bytes)
+        for count, those, split in zip(made.documents, wanted, made.streams, strict=True):
+            least = LEAST_TAKEN if made.left_out else 1.0
+            if count < least * len(those) - made.left_out:
+                return (
+                    f"{count:,} {split} documents are taken, {len(those):,} fit into a data.max_bytes of "
+                    f"{made.max_bytes:,}"
+                )
+            ours = [name for name, where in again.items() if where == split]
+            other = [name for name in ours if name not in those]
+            if len(other) > max(1, len(ours) // 2):
+                return (
+                    f"{len(other)} of {len(ours)} {split} documents, as {other[0]}, are none of the first by the "
+                    f"hash of their names that fit into a data.max_bytes of {made.max_bytes:,}"
+                )
+    elif names:
+        wanted_held = sum(is_held_out(name, fraction) for name in names)
+        if abs(held - wanted_held) > made.left_out:
+            return f"{held:,} documents are held out, by their names and a {said} it is {wanted_held:,}"
+        # Records of one text have one name, so none is a copy across the split.
+        known = dict(zip(names, sizes, strict=True)) if records is None else {}
+        copies = copies_of(made.source, known, fraction)
+        if abs(copies - made.copies) > made.left_out - made.copies:
+            return (
+                f"{made.copies:,} training documents are left out as copies of held-out text, "
+                f"{copies:,} of {made.source} are"
+            )
+    elif records is not None and not made.max_bytes:
+        # Records of one content have one name, and are in one split.
+        deviation = math.sqrt(fraction * (1 - fraction) * sum(n * n for n in records.alike))
+        expected = fraction * sum(records.alike)
+        if abs(held - expected) > LARGEST_DEVIATION * deviation + made.left_out:
+            return f"{held:,} documents are held out, a {said} gives some {expected:,.0f}"
+    return ""
+
+
+def _weighed_otherwise(made: Made, there: Sequence[int] | None) -> Iterator[str]:
+    """Weigh every document by the bytes of its tokens: each is as long as a text of the source, whose sizes are
+    `there`, and the passages of a source that is one file of text are all of it."""
+    tokenizer, file_size = made.tokenizer, size_of_text(made.source)
+    if there is None and file_size is None:
+        return
+    table, spelt = bytes_of_tokens(tokenizer.raw), spelling_of(tokenizer.raw)
+    if table is None:
+        return
+    train, held = (_bytes_of_documents(stream, table) for stream in made.streams.values())
+    if there is not None:
+        if made.max_bytes and (total := int(train.sum())) > made.max_bytes:
+            yield f"the training text is {total:,} bytes long, data.max_bytes allows {made.max_bytes:,}"
+        weighed = Counter([*train.tolist(), *held.tolist()])
+        other = weighed - Counter(there)
+        # Only texts that are not in their normal form, which few are, must be read for that.
+        if other and spelt is not None:
+            records = read_records(made.source, made.columns, spelt)
+            files = files_of(made.source, include_tests=False, spelt=spelt) or {}
+            other = weighed - Counter(records.sizes if records is not None else files.values())
+        if other:
+            yield (
+                f"{other.total():,} of {len(train) + len(held):,} documents are as long as no text of {made.source}, "
+                f"as one of {min(other):,} bytes: something of them is lost or added on the way to the rows"
+            )
+    documents, total = sum(made.documents), int(train.sum() + held.sum())
+    is_all = not made.left_out and not made.max_bytes and len(train) + len(held) == documents
+    if file_size is not None and spelt is None and is_all and total != file_size:
+        yield (
+            f"the {documents:,} passages of {made.source} are {total:,} bytes long in all, the file {file_size:,}: "
+            "something of it is in no row, or twice"
+        )
+
+
+def _bytes_of_documents(stream: TokenStream, table: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bytes of each of the first documents without the token that ends it; none of those that are empty,
+    fill a row, or have a token whose bytes are not known."""
+    last = int(np.searchsorted(stream.starts, WEIGHED, side="right")) - 1
+    starts = stream.starts[: last + 1]
+    known = np.diff(starts) > 0
+    if stream.padding is not None:
+        known &= ~stream.padding[:last]
+    # Of all tokens before each one.
+    bytes_before = np.zeros(int(starts[-1]) + 1, np.int64)
+    for first in range(0, int(starts[-1]), READ_AT_ONCE):
+        ids = stream.tokens[first : min(first + READ_AT_ONCE, int(starts[-1]))]
+        sizes = table[np.minimum(ids, len(table) - 1)]
+        unknown_at = first + np.flatnonzero((sizes < 0) | (ids >= len(table)))
+        known[np.searchsorted(starts, unknown_at, side="right") - 1] = False
+        bytes_before[first + 1 : first + 1 + len(ids)] = sizes
+        stream.release()
+    np.cumsum(bytes_before, out=bytes_before)
+    begin, last_token = starts[:-1][known], starts[1:][known] - 1
+    found: NDArray[np.int64] = bytes_before[last_token] - bytes_before[begin]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the assistant says in the records of a source, to be compared with what has labels."""
+
+    tokenizer: Tokenizer
+    special: tuple[str, ...]
+    known: frozenset[tuple[str, ...]]
+    last: bool
+    """Whether only last answers are to have labels."""
+    asked: Mapping[tuple[str, ...], Sequence[Sequence[str]]]
+    """What stands in front of them, by the answers: of each record that has these."""
+
+    @staticmethod
+    def of(made: Made, records: Records | None) -> Answers | None:
+        """Return None where a record is more than plain text: what a template writes of it is its own matter."""
+        tokenizer = made.tokenizer
+        if records is None:
+            return None
+        special = tuple(sorted(tokenizer.special_tokens, key=len, reverse=True))
+        known: dict[tuple[str, ...], list[Sequence[str]]] = {}
+        for one, asked in zip(records.answers, records.asked, strict=True):
+            if one is None:
+                return None
+            said = tuple(plain(text, special) for text in one)
+            known.setdefault(said, []).append(
+                [plain(text, special, reasoning=True) for text in asked]
+            )
+        last = made.turns == "last"
+        asked_before = known if made.writes_system else {}
+        return Answers(tokenizer, special, frozenset(known), last, asked_before)
+
+    def not_asked(self, one: Encoded) -> str:
+        """Return what a record says in front of an answer and its conversation does not; empty when all is there."""
+        if one.labelled is None or not len(one.ids) or self.last or one.partly_labelled:
+            return ""
+        said = tuple(
+            plain(self.tokenizer.decode(one.ids[first:end]), self.special)
+            for first, end in _runs(one.labelled)
+        )
+        whole = plain(self.tokenizer.decode(one.ids), self.special, reasoning=True)
+        missing = [
+            next((text for text in asked if text not in whole), "")
+            for asked in self.asked.get(said, [])
+        ]
+        return "" if not missing or "" in missing else missing[0]
+
+    def not_said(self, one: Encoded) -> str | None:
+        """Return what has labels in a conversation that has other ones than the answers of a record."""
+        if one.labelled is None or not len(one.ids):
+            return None
+        runs = _runs(one.labelled)
+        texts = tuple(self.tokenizer.decode(one.ids[first:end]) for first, end in runs)
+        exact = tuple(plain(text, self.special) for text in texts)
+        # A token that begins with the prompt's white space and reaches into the answer has no label.
+        before = [self.tokenizer.decode(one.ids[max(0, first - 1) : first]) for first, _ in runs]
+        whole = tuple(
+            plain(head + text, self.special) if head[:1].isspace() else own
+            for head, text, own in zip(before, texts, exact, strict=True)
+        )
+        known = {one[-1:] for one in self.known} if self.last else self.known
+        said = {text for one in self.known for text in one}
+        if exact in known or whole in known:
+            return None
+        if one.partly_labelled and (said.issuperset(exact) or said.issuperset(whole)):
+            return None
+        return next((t for t, own in zip(texts, exact, strict=True) if own not in said), texts[0])
+
+
+def _runs(labelled: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return where each run of labels begins and ends, (runs, 2)."""
+    return np.flatnonzero(np.diff(labelled, prepend=False, append=False)).reshape(-1, 2)
+
+
+def has(stream: TokenStream, one: Encoded) -> bool:
+    """Say whether a stream has a document, with the same labels."""
+    for index in np.flatnonzero(stream.lengths == len(one.ids)):
+        place = slice(stream.starts[index], stream.starts[index + 1])
+        if np.array_equal(stream.tokens[place], one.ids):
+            return stream.labelled is None or np.array_equal(stream.labelled[place], one.labels)
+    return False
