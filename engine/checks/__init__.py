@@ -37,9 +37,8 @@ the data are bit for bit what they would be without it.
       split_disjoint             held-out text that is trained on
       memory_as_planned          a memory plan that differs from the measurement
       no_late_compile            a step that waited for a compiler
-    at the first checkpoint of a session, the 2nd, 4th, 8th ..., and the last of the run
-      checkpoint_reloads         a checkpoint of 200 bytes, of other weights, or without the
-                                 moments and the data position that the next step needs
+    after each save
+      checkpoint_reloads         a checkpoint of 200 bytes, one that the disk changed, or one that no resume takes
     at the end, of the saved student
       artefact                   files that hold other tensors than the trained ones: of the start, of another
                                  type, with another head, fewer or more

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from engine.audit.metadata import difference, said
 from engine.checks.check import Answer, Numbers
-from engine.checks.checkpoint import SAMPLED, same_bits
+from engine.checks.checkpoint import same_bits
 from engine.checks.context import Context
 from engine.data.chat_template import ChatTemplate
 from engine.errors import EngineError, WeightsError
@@ -45,6 +45,8 @@ USUAL = {"use_cache": True, "attention_dropout": 0.0, "use_sliding_window": Fals
 """Settings of a `config.json` that say how the model runs; what transformers takes where they are absent."""
 
 
+SAMPLED = 1024
+"""Numbers of a tensor, evenly spread."""
 READ_TOKENS = 24
 SAME_LOGITS = 1e-3
 """Largest distance of the logits of one model in two engines in fp32, relative to the largest: rounding is 1e-5."""

@@ -136,10 +136,9 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="checkpoint_reloads",
-        question="Does a checkpoint, read back, have the same tensors and moments, and its place in the data, and are "
-        "the right ones kept?",
-        means="The run leaves nothing behind that could be used or resumed from.",
-        remedy="Stop now: everything until the next good checkpoint would be lost.",
+        question="Is a checkpoint, read back, byte for byte as it was written, and would a resume take it?",
+        means="The disk gives back something else than was written; the run could not be resumed from there.",
+        remedy="Look at the disk (`dmesg`, `df`), or take another one, and resume: the checkpoint before is kept.",
         when=When.AT_CHECKPOINT,
     ),
     About(

@@ -26,7 +26,7 @@ class When(Enum):
     AT_STEP = "at_step"
     """Of a step that is audited: the first of a session, some later ones, the last."""
     AT_CHECKPOINT = "at_checkpoint"
-    """After each checkpoint: the first of a session, the 2nd, 4th, 8th ..., and the last of the run whole."""
+    """After each checkpoint."""
     AT_END = "at_end"
     """After the last step, once the student is saved."""
     ALWAYS = "always"

@@ -1,28 +1,18 @@
-"""A checkpoint read back by code other than its writer's and its restorer's, and compared with the run, bit for bit:
+"""What a run leaves to go on from, and what it goes on from.
 
-    weights      every tensor
-    moments      every AdamW moment and update counter: without them a resumed run is a different run
-    step, row    where a resumed run continues
-    generators   of random numbers, after a resume
-    kept         the checkpoints that are there, and which is the best, by the log alone
-    on disk      whether the kernel has written every page of its files, and they are those of the log
-    resumable    whether a resume would take it: its own reader is asked too, for everything but the numbers
+    checkpoint_reloads   every file of a checkpoint has the hash with which it was written, the kernel has written every
+                         page of it, and a resume's own reader would take it
+    resume_continues     weights, AdamW's moments and counters, generators of random numbers, step and row of a resumed
+                         run are those of its checkpoint, bit for bit; of what is sharded each rank compares its part
 
-`checkpoint_reloads` looks at each one, at some numbers of every tensor or at all (`Checks.at_checkpoint`);
-`resume_continues` at the one that a session was restored from, as the last thing before its first step. Apart from
-these, the next step depends only on values that are computed anew, so the resumed run takes the step that the other
-would have taken. Of what is sharded each rank compares its own part.
-
-The first check exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run was over.
+The first exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run was over.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,66 +22,30 @@ from engine.checkpoint_folders import published, step_of
 from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.errors import EngineError
-from engine.files import read_bytes, read_json, unwritten_pages
+from engine.files import read_json, unwritten_pages
 from engine.formats.open import open_weights
-from engine.log.view import RunView
 from engine.runtime.parts import read_parts
 from engine.runtime.ranks import own_part, part_like
-from engine.spec import RunSpec
 
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
-STUDENT_FILE, MANIFEST = "student.safetensors", "MANIFEST.json"
-SAMPLED = 1024
-"""Numbers of a tensor, evenly spread."""
+STUDENT_FILE = "student.safetensors"
 
 
-@torch.no_grad()
 def checkpoint_reloads(
-    context: Context, path: Path, step: int, kept: Kept | None = None, *, sampled: bool = False
+    context: Context, path: Path, step: int, check_resumable: Callable[[Path], None]
 ) -> Answer:
-    """Compare the newest checkpoint with the run after `step`. `kept` is for the rank that keeps checkpoints; `sampled`
-    compares some numbers of each tensor."""
-    row = context.position + (step - context.step) * context.spec.rows_per_step
-    numbers = Numbers(step=step, row=row)
+    """Read the checkpoint in `path` back; `check_resumable` reads all of it, and raises CheckpointError where a resume
+    would refuse it."""
+    numbers = Numbers(step=step)
     try:
-        wrong = differences(context, path, numbers, step=step, row=row, sampled=sampled)
-        if wrong:
-            # No resume goes on from it.
-            numbers["differs"] = 1
-            return numbers.failed(f"{path.name} does not hold what the run has: {wrong}")
-        if kept is not None:
-            on_disk = [step_of(one) for one in published(path.parent)]
-            state = read_json(path / "state.json", "checkpoint", limits.CHECKPOINT_STATE)
-            best = state.get("best_held_out_loss")
-            if wrong := (
-                kept_wrongly(kept, on_disk, context.spec, best)
-                or not_on_disk(path)
-                or not_as_logged(path, kept.log)
-            ):
-                return numbers.failed(wrong)
-            kept.check_resumable(path, digests=not sampled)
-            if wrong := _of_another(state, context.spec):
-                return numbers.failed(wrong)
+        check_resumable(path)
     except EngineError as error:
-        return numbers.failed(f"{path.name} cannot be read: {error}")
+        return numbers.failed(f"{path.name} cannot be resumed from: {error}")
+    if wrong := not_on_disk(path):
+        return numbers.failed(wrong)
     return numbers.passed(
-        f"{path.name}, read back: every tensor and moment, step {step} and row {row}, bit for bit"
+        f"{path.name}, read back: every byte as it was written, and a resume takes it"
     )
-
-
-class Resumable(Protocol):
-    """Raises CheckpointError where a resume would refuse the checkpoint in `path`; `digests`: every byte is read."""
-
-    def __call__(self, path: Path, *, digests: bool) -> None: ...
-
-
-class Kept(NamedTuple):
-    """What says which checkpoints are to be there, and whether a resume would take one."""
-
-    log: RunView
-    before: Sequence[int]
-    """The steps of those that were there before the newest was saved: others are gone for another reason."""
-    check_resumable: Resumable
 
 
 def not_on_disk(folder: Path) -> str:
@@ -102,68 +56,6 @@ def not_on_disk(folder: Path) -> str:
                 f"{folder.name}/{path.name} is said to be saved, and {unwritten} pages of it are in memory alone: it "
                 "was not synced"
             )
-    return ""
-
-
-def _of_another(state: Mapping[str, Any], spec: RunSpec) -> str:
-    """Say that a state names another seed or other settings than the run has; empty when it does not."""
-    for name, wanted in (("seed", spec.train.seed), ("spec_sha256", spec.sha256)):
-        if state.get(name) != wanted:
-            return f"state.json has {name} {state.get(name)}, the run {wanted}"
-    return ""
-
-
-def not_as_logged(folder: Path, log: RunView) -> str:
-    """Say that the log has another size or manifest of a checkpoint than there is; empty when it has these, or none."""
-    size = sum(one.stat().st_size for one in folder.iterdir())
-    raw = read_bytes(folder / MANIFEST, "checkpoint", limits.MANIFEST)
-    sha256 = hashlib.sha256(raw).hexdigest()
-    for one in log.checkpoints[-1:]:
-        if Path(one.path).name != folder.name:
-            return ""
-        if one.size_bytes != size:
-            return f"{folder.name} has {size:,} bytes, the log says {one.size_bytes:,.0f}"
-        if one.manifest_sha256 != sha256:
-            return f"{folder.name}/{MANIFEST} has the hash {sha256}, the log says {one.manifest_sha256}"
-    return ""
-
-
-def kept_wrongly(kept: Kept, on_disk: Sequence[int], spec: RunSpec, best_loss: float | None) -> str:
-    """Say what is wrong with the checkpoints of a run by its log; empty when nothing is. `best_loss` is what the newest
-    one has as the lowest held-out loss so far.
-
-    The best one has the lowest held-out loss of those that were evaluated and saved at the same step, the first of
-    equals. It and the newest `checkpoint.keep_last` are kept. Those of earlier sessions are taken as they are said.
-    """
-    log = kept.log
-    loss_at = {e.step: e.loss for e in log.evals if e.subject == "student" and not e.saved}
-    began_at = (log.started.resumed_from if log.started else None) or 0
-    best: int | None = None
-    for one in log.checkpoints:
-        loss = loss_at.get(one.step)
-        lowest = None if best is None else loss_at.get(best)
-        better = loss is not None and (lowest is None or loss < lowest)
-        every = spec.checkpoint.every
-        if loss is None and one.step > began_at and every and one.step % every == 0:
-            return f"the log has no held-out loss of step {one.step}, which is saved to be one of the best"
-        if one.step <= began_at:
-            better = one.best
-        elif one.best != better:
-            said = "is kept as the best" if one.best else "is not kept as the best"
-            other = "" if best is None else f", that of step {best} {lowest}"
-            return f"step {one.step} {said}, and its held-out loss in the log is {loss}{other}"
-        best = one.step if better else best
-    if best in loss_at and best_loss != loss_at[best]:
-        return (
-            f"the newest has {best_loss} as the lowest held-out loss so far, the log {loss_at[best]} of step {best}: a "
-            "resume would take another for the best"
-        )
-    steps = list(dict.fromkeys(one.step for one in log.checkpoints))
-    due = {*steps[-spec.checkpoint.keep_last :], *([] if best is None else [best])}
-    if gone := sorted((due & {*kept.before, *steps[-1:]}) - {*on_disk}):
-        return f"step {gone[0]} is gone; the newest (checkpoint.keep_last) and the best are {sorted(due)}"
-    if extra := sorted({*steps} & {*on_disk} - due):
-        return f"{len(extra)} checkpoints are not deleted (checkpoint.keep_last), first that of step {extra[0]}"
     return ""
 
 
@@ -226,11 +118,10 @@ def differences(
     *,
     step: int,
     row: int,
-    random_states: Mapping[str, Tensor] | None = None,
-    sampled: bool = False,
+    random_states: Mapping[str, Tensor],
 ) -> str:
-    """Describe how the run differs from the files of a checkpoint, bit for bit (`sampled`: in some numbers of each
-    tensor); empty when it does not. Of what is sharded this rank's part is compared.
+    """Describe how the run differs from the files of a checkpoint, bit for bit; empty when it does not. Of what is
+    sharded this rank's part is compared.
 
     `numbers` gets how much was compared and differs. Raises EngineError for files that cannot be read.
     """
@@ -250,25 +141,23 @@ def differences(
         for name, found in (("step", step), ("row", row))
         if found != stored[name]
     ]
-    found: dict[str, tuple[int, list[str]]] = {}
-    # Parts of several files are put together whole, which takes their whole size once more.
-    if not sampled or (path / STUDENT_FILE).exists():
-        found["tensors"] = (len(tensors), _differing_tensors(path, tensors, sampled))
-        parameters = dict(student.named_parameters())
-        moments = _differing_moments(path, parameters, held, sampled)
-        counters = [name for name in moments if name.startswith("step/")]
-        found["moments"] = (2 * len(parameters), [one for one in moments if one not in counters])
-        found["update counters"] = (len(parameters), counters)
-    if random_states is not None:
-        with open_weights(path / "rng.safetensors") as file:
-            random = [
-                name
-                for name in sorted({*file.tensors, *random_states})
-                if name not in file.tensors
-                or name not in random_states
-                or not same_bits(file.get(name), random_states[name])
-            ]
-        found["random generators"] = (len(random_states), random)
+    parameters = dict(student.named_parameters())
+    moments = _differing_moments(path, parameters, held)
+    counters = [name for name in moments if name.startswith("step/")]
+    with open_weights(path / "rng.safetensors") as file:
+        random = [
+            name
+            for name in sorted({*file.tensors, *random_states})
+            if name not in file.tensors
+            or name not in random_states
+            or not same_bits(file.get(name), random_states[name])
+        ]
+    found = {
+        "tensors": (len(tensors), _differing_tensors(path, tensors)),
+        "moments": (2 * len(parameters), [one for one in moments if one not in counters]),
+        "update counters": (len(parameters), counters),
+        "random generators": (len(random_states), random),
+    }
     for what, (count, differing) in found.items():
         numbers |= {what: count, f"{what} differing": len(differing)}
     wrong = [
@@ -287,30 +176,22 @@ def same_bits(found: object, wanted: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def same_part(stored: Tensor | None, live: Tensor, sampled: bool) -> bool:
+def same_part(stored: Tensor | None, live: Tensor) -> bool:
     """Return whether a whole tensor of a file has the bits that this rank has of `live`."""
     if stored is None or stored.shape != live.shape:
         return False
-    found, wanted = part_like(stored, live).reshape(-1), own_part(live.detach()).reshape(-1)
-    if sampled:
-        every = max(1, wanted.numel() // SAMPLED)
-        found, wanted = found[::every].contiguous(), wanted[::every].contiguous()
-    return same_bits(found.to(wanted.device), wanted)
+    wanted = own_part(live.detach())
+    return same_bits(part_like(stored, live).to(wanted.device), wanted)
 
 
-def _differing_tensors(path: Path, live: Mapping[str, Tensor], sampled: bool) -> list[str]:
+def _differing_tensors(path: Path, live: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors that the checkpoint does not have, or not bit for bit."""
     with _stored(path, STUDENT_FILE, "student/") as stored:
-        return [
-            name for name, tensor in live.items() if not same_part(stored(name), tensor, sampled)
-        ]
+        return [name for name, tensor in live.items() if not same_part(stored(name), tensor)]
 
 
 def _differing_moments(
-    path: Path,
-    live: Mapping[str, Tensor],
-    held: Mapping[Tensor, Mapping[str, Tensor]],
-    sampled: bool,
+    path: Path, live: Mapping[str, Tensor], held: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> list[str]:
     """Return the names of AdamW's values, of the checkpoint or of `held`, that the other does not have bit for bit."""
     differing = []
@@ -321,7 +202,7 @@ def _differing_moments(
                 found, moment = stored(f"{key}/{name}"), moments.get(key)
                 if found is None and moment is None:
                     continue  # not moved yet, or frozen
-                if moment is None or not same_part(found, moment, sampled):
+                if moment is None or not same_part(found, moment):
                     differing.append(f"{key}/{name}")
     return differing
 

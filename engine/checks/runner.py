@@ -4,7 +4,7 @@
     for result in checks.before_training(context): ...     before the first step of a session
     for result in checks.going_on(): ...                   right before the first step
     for result in checks.after_step(step): ...             after each step: checks that wait for one
-    for result in checks.at_checkpoint(path, step): ...    after each save
+    for result in checks.at_checkpoint(path, ...): ...     after each save
     for result in checks.at_end(saved, step, student): ... once the student is saved
     checks.ends_run(result)                                whether to stop
 
@@ -29,7 +29,7 @@ import torch
 from engine.checks.artefact import Artefact, artefact
 from engine.checks.catalogue import CATALOGUE, skipped_ids
 from engine.checks.check import About, Answer, Result, When, unknown
-from engine.checks.checkpoint import Kept, checkpoint_reloads, resume_continues
+from engine.checks.checkpoint import checkpoint_reloads, resume_continues
 from engine.checks.context import Context
 from engine.checks.data import (
     batch_not_degenerate,
@@ -53,7 +53,7 @@ from engine.log.events import StepDone
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
-from engine.verdict import Level, Verdict
+from engine.verdict import Verdict
 
 _ASKED: tuple[Callable[..., Answer | None], ...] = (
     vocabulary_by_bytes,
@@ -88,8 +88,6 @@ class Checks:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec.checks
         self._skipped = skipped_ids(spec.checks.skip)
-        self._steps, self._checkpoints = spec.train.steps, 0
-        """Steps of the whole run, and the checkpoints of this session."""
         self._context: Context | None = None
         self._open: dict[About, Verdict | None] = {}
         """Checks that wait for a step or a checkpoint, with what one that is asked for ever has said last."""
@@ -132,18 +130,11 @@ class Checks:
                 yield result
 
     def at_checkpoint(
-        self, path: Path, step: int, kept: Kept | None = None, *, quick: bool = False
+        self, path: Path, step: int, check_resumable: Callable[[Path], None]
     ) -> Iterator[Result]:
-        """Check the newest checkpoint once it is safe in `path`: whole the first of a session, the 2nd, 4th, 8th ...,
-        and the last of the run; in some numbers of each tensor the others, or with `quick`, of which no pass is
-        yielded. `kept` is for the rank that keeps checkpoints.
-        """
-        self._checkpoints += not quick
-        whole = not self._checkpoints & (self._checkpoints - 1) or step == self._steps
-        sampled = quick or not whole
+        """Check the newest checkpoint once it is safe in `path`."""
         for about in [one for one in self._open if one.when is When.AT_CHECKPOINT]:
-            found = self._ask(about, step, path, step, kept, sampled=sampled)
-            yield from (one for one in found if not sampled or one.verdict.level is not Level.PASS)
+            yield from self._ask(about, step, path, step, check_resumable)
 
     def at_end(self, saved: Artefact, step: int, student: Decoder) -> Iterator[Result]:
         """Check what was saved of the trained student, `student`, which is whole."""
@@ -160,7 +151,6 @@ class Checks:
         step: int,
         *more: object,
         student: Decoder | None = None,
-        **how: bool,
     ) -> Iterator[Result]:
         assert self._context is not None, "before_training comes first"
         context = self._context
@@ -172,7 +162,7 @@ class Checks:
             # A check that runs after every step looks at no model.
             always = about.when is When.ALWAYS
             with contextlib.nullcontext() if always else undisturbed(context):
-                answer = CHECKS[about.id](context, *more, **how)
+                answer = CHECKS[about.id](context, *more)
         except NoHiddenStates as error:
             answer = unknown(str(error))
         except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run

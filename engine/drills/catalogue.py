@@ -150,13 +150,6 @@ OTHERS: tuple[Defect, ...] = tuple(
             "a norm that was applied when outputs were stored, and not when they are read",
         ),
         (
-            "checkpoint_stale",
-            _SAVING,
-            "checkpoint_reloads",
-            "from the second one on a checkpoint has the weights of the first",
-            "writers that copy into a buffer once, and write it every time",
-        ),
-        (
             "saved_untrained",
             _SAVING,
             "artefact",

@@ -1,4 +1,4 @@
-"""Defects of what a finished run leaves: the saved student is not the trained one, or a checkpoint of other weights."""
+"""Defects of what a finished run leaves: the saved student is not the trained one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
 from engine.spec.sections import TrainSection
 from engine.train import receipt
-from engine.train.checkpoint import state
-from engine.train.checkpoint.state import TrainingState
 
 HEAD = "lm_head.weight"
 
@@ -85,19 +83,3 @@ def saved_head_untied() -> AbstractContextManager[None]:
         return spoilt
 
     return replaced(receipt, "save_decoder", make)
-
-
-def checkpoint_stale() -> AbstractContextManager[None]:
-    """From the second checkpoint on the weights are those of the first, as of a buffer that was not filled again."""
-
-    def make(pack: Callable[..., Any]) -> Callable[..., Any]:
-        first: dict[str, torch.Tensor] = {}
-
-        def spoilt(captured: TrainingState, **how: Any) -> Any:
-            if not first:
-                first.update({name: held.clone() for name, held in captured.student.items()})
-            return pack(dataclasses.replace(captured, student=first), **how)
-
-        return spoilt
-
-    return replaced(state, "pack", make)

@@ -9,21 +9,19 @@ it, the next step is launched before the numbers of this one are read, so that t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.checkpoint_folders import folder_name, published, step_of
+from engine.checkpoint_folders import published
 from engine.checks.artefact import Artefact
 from engine.checks.check import Result
-from engine.checks.checkpoint import Kept
 from engine.checks.context import Context, Memory
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
@@ -41,10 +39,13 @@ from engine.log.events import (
     StepDone,
     StopRequested,
 )
-from engine.log.follow import Follower
 from engine.log.held import HeldWriter
+<<<<<<< HEAD
 from engine.log.read import BrokenLog
 from engine.log.view import RunView
+=======
+from engine.machine.accounts import Accounts, look
+>>>>>>> 9b471b0d (Read each checkpoint back once, and delete older ones after that)
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
@@ -119,10 +120,6 @@ class TrainingLoop:
         """Nats per token: `teacher`, `untrained`, `student`."""
         self._evaluated: tuple[int, float | None] = -1, None
         """The step of the newest evaluation of the student, and its loss."""
-        self._kept: Sequence[int] = ()
-        """Steps of the checkpoints that were there before the newest was saved."""
-        self._record: Follower | None = None
-        """The run's own log, read back where it is judged."""
         self._continued: list[int] = []
         """What the last evaluation made of the prompt: the next one's guess."""
         self.after_first_step: Callable[[], None] | None = None
@@ -280,14 +277,7 @@ class TrainingLoop:
                 return self._pause(trainer)
             rank_stops = rank_stops or launched.numbers.asked_to_stop > 0
             launched = ahead
-        if spec.checkpoint.at_end:
-            self._look_at_saved(trainer, quick=True)
         return None
-
-    def _logged(self) -> RunView:
-        """Return what the run's own log holds by now. Raises BrokenLog."""
-        self._record = self._record or Follower(self.keeper.folder, files=True)
-        return self._record.read_all()
 
     def _due(self, step: int, begun_at: int, device: torch.device) -> _Due:
         """Return what follows `step` in a session that began after step `begun_at`."""
@@ -368,27 +358,17 @@ class TrainingLoop:
             f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
         )
 
-    def _save(self, trainer: Trainer, *, quick: bool = False) -> None:
-        """Save a checkpoint unless that was done, and run the check that reads it back."""
-        if self.keeper.saved_step != self.step:
-            self._kept = [step_of(path) for path in published(self.keeper.folder.checkpoints)]
-            step, loss = self._evaluated
-            self.keeper.save(trainer, loss if step == self.step else None)
-        self._look_at_saved(trainer, quick=quick)
-
-    def _look_at_saved(self, trainer: Trainer, *, quick: bool) -> None:
-        """Compare the newest checkpoint on disk with the run as it is after the last logged step."""
-        folder = self.keeper.folder
-        newest = next(published(folder.checkpoints), folder.checkpoints / folder_name(self.step))
-        kept = None
-        if trainer.ranks.first:
-            # A log that cannot be read, of the supervisor's too, is no reason to stop training.
-            with contextlib.suppress(BrokenLog):
-                resumable = partial(self.keeper.check_resumable, trainer=trainer)
-                kept = Kept(self._logged(), self._kept, resumable)
-        looked = self.checks.at_checkpoint(newest, self.step, kept, quick=quick)
+    def _save(self, trainer: Trainer) -> None:
+        """Save a checkpoint unless that was done, read it back, and delete those that are no longer kept."""
+        if self.keeper.saved_step == self.step:
+            return
+        step, loss = self._evaluated
+        path = self.keeper.save(trainer, loss if step == self.step else None)
         with trainer.host.of(CHECKS):
-            self._answer(looked, trainer.ranks)
+            resumable = partial(self.keeper.check_resumable, trainer=trainer)
+            looked = self.checks.at_checkpoint(path, self.step, resumable)
+            self._answer(looked if trainer.ranks.first else iter(()), trainer.ranks)
+        self.keeper.prune()
 
     def _pause(self, trainer: Trainer) -> RunFinished:
         self.log(record.memory_peak(self.step, self.budget, trainer.device))
@@ -405,7 +385,7 @@ class TrainingLoop:
         self.stop.answered()
         reason = self.stop.reason or "asked of another rank"
         self.log(StopRequested(reason=reason, step=self.step))
-        self._save(trainer, quick=True)
+        self._save(trainer)
         return RunFinished(
             state="stopped",
             reason=f"{reason}: the step was finished and saved",

@@ -28,6 +28,7 @@ from engine.train.auditing import StepAudit
 from engine.train.checking import context_of
 from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
+from engine.train.checkpoint.manifest import verify
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
@@ -150,7 +151,11 @@ class Run:
     def save(self, folder: Path) -> Path:
         captured = state.capture_trainer(self.trainer, self.spec)
         saved = checkpoint.save(folder, self.trainer.step, state.pack(captured))
-        self.answer(self.checks.at_checkpoint(saved.path, self.trainer.step))
+
+        def check_resumable(path: Path) -> None:
+            state.check_fits(state.unpack(verify(path), numbers=False), self.trainer)
+
+        self.answer(self.checks.at_checkpoint(saved.path, self.trainer.step, check_resumable))
         return saved.path
 
     def end(self, folder: Path, dtype: torch.dtype = torch.float32, rate: float = 1e-3) -> Artefact:

@@ -194,6 +194,7 @@ class Checkpoint(Scenario):
     def act(self) -> None:
         try:
             self.done.append(self.keeper.save(self.trainer, None).name)
+            self.keeper.prune()
         except OSError:
             raise
         finally:

@@ -23,9 +23,8 @@ from typing import Any
 
 from engine.checkpoint_folders import published, step_of
 from engine.errors import CheckpointError
-from engine.log.events import Checked, CheckpointSaved, RunStarted
+from engine.log.events import RunStarted
 from engine.log.folder import RunFolder
-from engine.log.read import events_of
 from engine.log.view import RunView
 from engine.spec import RunSpec, settings_sha256
 
@@ -148,18 +147,6 @@ def check_promised(folder: RunFolder, view: RunView, allow_restart: bool) -> Non
         hint=f"put the folder {folder.checkpoints} back, or `{command}` begins again from step 0, "
         "and every step so far is made again",
     )
-
-
-def found_wrong(folder: RunFolder) -> dict[int, str]:
-    """Return the steps whose checkpoint does not hold what the run had, with what the check that read it back said; a
-    step that was saved again since is not among them."""
-    wrong: dict[int, str] = {}
-    for event in events_of(folder.events):
-        if isinstance(event, CheckpointSaved):
-            wrong.pop(event.step, None)
-        elif isinstance(event, Checked) and event.numbers.get("differs"):
-            wrong[int(event.numbers["step"])] = f"check {event.id}: {event.reason}"
-    return wrong
 
 
 def missing_newest(folder: RunFolder, view: RunView) -> str:

@@ -41,7 +41,6 @@ from engine.train.checkpoint.continuing import (
     changes_since,
     check_changes,
     check_promised,
-    found_wrong,
     missing_newest,
     promised_step,
     written_sha256,
@@ -149,12 +148,13 @@ class Keeper:
         self.best_step: int | None = None
         self._slow = 0
         """Checkpoints in a row that took long for their size."""
+        self._read_back: Path | None = None
+        """The newest checkpoint of which every byte was read since it was saved."""
         self.resumed: Resumed | None = None
         """What this session was restored from."""
 
     def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
-        """Publish a checkpoint, log it once it is safe, then delete what is no longer kept; returns its
-        path.
+        """Publish a checkpoint, log it once it is safe, and return its path.
 
         With several ranks, the first writes; the others send it their parts, or write them themselves
         when checkpoints are sharded.
@@ -200,9 +200,16 @@ class Keeper:
         )
         self.sync_log()
         self._look_at_rate(saved.bytes, saved.seconds)
-        kept = {self.best_step} if self.best_step is not None else set()
-        checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
         return saved.path
+
+    def prune(self) -> None:
+        """Delete the checkpoints that are no longer kept."""
+        if not self.ranks.first:
+            return
+        kept = {self.best_step} if self.best_step is not None else set()
+        checkpoint.prune(
+            self.folder.checkpoints, self.spec.checkpoint.keep_last, kept, good=self._read_back
+        )
 
     def _look_at_rate(self, size: int, seconds: float) -> None:
         """Warn once where saving takes many times what the disk takes to write as many bytes."""
@@ -238,14 +245,12 @@ class Keeper:
         """Resume from the newest checkpoint; without one the trainer stays at step 0.
 
         `before` is the log of the earlier sessions. Returns the held-out losses that it holds up to the
-        restored step. Raises CheckpointError when the newest checkpoint is damaged, or was found to be
-        another than the run was (unless `checks.on_fail` is "report"), unless `allow_fallback`; and when the
-        log reports a checkpoint and there is none at all, unless `allow_restart`.
+        restored step. Raises CheckpointError when the newest checkpoint is damaged, unless `allow_fallback`;
+        and when the log reports a checkpoint and there is none at all, unless `allow_restart`.
         """
         check_promised(self.folder, before, allow_restart)
-        wrong = {} if self.spec.checks.on_fail == "report" else found_wrong(self.folder)
         last = (
-            newest(self.folder.checkpoints, allow_fallback, wrong)
+            newest(self.folder.checkpoints, allow_fallback)
             if self.folder.checkpoints.is_dir()
             else None
         )
@@ -277,10 +282,10 @@ class Keeper:
             e.subject: e.loss for e in before.evals if e.loss is not None and e.step <= found.step
         }
 
-    def check_resumable(self, path: Path, trainer: Trainer, *, digests: bool) -> None:
-        """Raise CheckpointError where a resume would refuse the checkpoint in `path`; with `digests` every byte of it
-        is read."""
-        found = state.unpack(verify(path, digests=digests), numbers=False)
+    def check_resumable(self, path: Path, trainer: Trainer) -> None:
+        """Read all of the checkpoint in `path`. Raises CheckpointError where a resume would refuse it."""
+        found = state.unpack(verify(path), numbers=False)
+        self._read_back = path
         self._check_settings(found, path)
         state.check_fits(found, trainer)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import limits
-from engine.checkpoint_folders import PUBLISHED, published, refusal, step_of
+from engine.checkpoint_folders import PUBLISHED, published, refusal
 from engine.errors import CheckpointError
 from engine.files import open_regular, read_bytes
 
@@ -50,8 +50,8 @@ class VerifiedCheckpoint:
 
 
 # contract: checkpoint-protocol-v1
-def verify(path: Path, *, digests: bool = True) -> VerifiedCheckpoint:
-    """Compare every byte of one published checkpoint with its manifest; without `digests` the files' names and sizes.
+def verify(path: Path) -> VerifiedCheckpoint:
+    """Compare every byte of one published checkpoint with its manifest.
 
     Raises CheckpointError, which names the file and, for a changed file, what was expected and found.
     """
@@ -61,17 +61,14 @@ def verify(path: Path, *, digests: bool = True) -> VerifiedCheckpoint:
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise refusal(path, "a folder", "something else")
-        return _verify_folder(path, int(name[1]), digests)
+        return _verify_folder(path, int(name[1]))
     except OSError as error:
         raise refusal(path, "a readable checkpoint", str(error)) from error
 
 
-def newest(
-    folder: Path, allow_fallback: bool = False, wrong: Mapping[int, str] = {}
-) -> VerifiedCheckpoint | None:
+def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | None:
     """Return the newest published checkpoint, verified; None when the folder holds none.
 
-    `wrong` has the steps of those that are known not to hold what the run had, and why: these do not verify.
     When the newest does not verify, raises CheckpointError; with `allow_fallback`, returns the newest one
     that does verify and lists the others in `refused`. When none verifies, raises either way: a run with
     damaged checkpoints is not a new run.
@@ -79,8 +76,6 @@ def newest(
     refused: list[tuple[Path, str]] = []
     for path in published(folder):
         try:
-            if (step := step_of(path)) in wrong:
-                raise CheckpointError(f"checkpoint: {path}: {wrong[step]}")
             found = verify(path)
         except CheckpointError as error:
             if not allow_fallback:
@@ -115,7 +110,7 @@ def is_file_name(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None and name != MANIFEST
 
 
-def _verify_folder(path: Path, step: int, digests: bool) -> VerifiedCheckpoint:
+def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
     present = {entry.name: entry for entry in os.scandir(path)}
     if MANIFEST not in present:
         raise refusal(path / MANIFEST, "a manifest", "none: not a checkpoint")
@@ -129,9 +124,7 @@ def _verify_folder(path: Path, step: int, digests: bool) -> VerifiedCheckpoint:
     for name in sorted(present.keys() - records.keys() - {MANIFEST}):
         raise refusal(path / name, "only files in the manifest", "an extra file")
     for name, record in sorted(records.items()):
-        size, digest = (
-            digest_of(path / name) if digests else (present[name].stat().st_size, record.sha256)
-        )
+        size, digest = digest_of(path / name)
         if size != record.size:
             raise refusal(path / name, f"{record.size} bytes", f"{size}")
         if digest != record.sha256:

@@ -116,14 +116,19 @@ _LEFTOVER = re.compile(r"step-[0-9]{8}\.(?:partial|trash)-([0-9]+)")
 
 # contract: checkpoint-protocol-v1
 def prune(
-    folder: Path, keep_last: int, keep: Collection[int] = (), *, calls: FileCalls = OS_CALLS
+    folder: Path,
+    keep_last: int,
+    keep: Collection[int] = (),
+    *,
+    good: Path | None = None,
+    calls: FileCalls = OS_CALLS,
 ) -> tuple[int, ...]:
     """Delete old checkpoints and return their steps: all but the newest `keep_last` and the steps in
     `keep`.
 
-    The newest checkpoint that verifies is never deleted, and when none verifies nothing is deleted. Each
-    is renamed to `.trash` first, so that a crash never leaves half a checkpoint. Call this only after a
-    save that returned. It stops at the first I/O error with CheckpointError or DiskFull.
+    The newest checkpoint that verifies is never deleted, and when none verifies nothing is deleted; `good`
+    was verified already. Each is renamed to `.trash` first, so that a crash never leaves half a checkpoint.
+    Call this only after a save that returned. It stops at the first I/O error with CheckpointError or DiskFull.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last: expected 1 or more, found {keep_last}")
@@ -131,7 +136,7 @@ def prune(
     doomed = [path for path in paths[keep_last:] if step_of(path) not in keep]
     if not doomed:
         return ()
-    last_good = next((path for path in paths if _verifies(path)), None)
+    last_good = next((path for path in paths if path == good or _verifies(path)), None)
     if last_good is None:
         return ()
     try:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-from engine.checks.checkpoint import SAMPLED
 from engine.errors import TrainingFailed
 from engine.machine.reading import Reading, absent, measured
 from engine.models.decoder import Decoder
@@ -20,6 +19,9 @@ from engine.runtime.ranks import Ranks, is_shared, shard, whole
 from engine.spec import RunSpec
 from engine.train.checkpoint.state import capture_trainer, restore_trainer
 from engine.train.trainer import Trainer
+
+SAMPLED = 1024
+"""Numbers of a tensor, evenly spread, that ranks compare."""
 
 
 def check_same_weights(model: Decoder, what: str, ranks: Ranks) -> None:

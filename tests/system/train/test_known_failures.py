@@ -229,11 +229,10 @@ GAPS = (
         checks=("checkpoint_reloads", "resume_continues"),
         drills=(
             *("optimizer_lost", "position_lost", "layer_not_restored", "moment_zeroed"),
-            "checkpoint_stale",
             *("counters_reset", "random_not_restored", "position_off"),
         ),
         tests=(
-            "checks/single::a_checkpoint_that_would_go_on_as_another_run_is_found",
+            "checks/single::a_checkpoint_that_a_resume_would_refuse_is_found_when_it_is_saved",
             "train/run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
         ),
     ),
