@@ -4,7 +4,6 @@ run is the run itself.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -23,11 +22,8 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
-from engine.spec import RunSpec
 from engine.train import run as trainer_module
 from engine.train.__main__ import ALLOCATOR_SETTINGS, grow_segments
-from engine.train.checkpoint import state
-from engine.train.checkpoint.state import TrainingState, capture_trainer
 from engine.train.loop import TrainingLoop
 from engine.train.trainer import Trainer
 from engine.watch.start_and_stop import stop
@@ -293,30 +289,6 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_
     notes = [n.text for n in Follower(RunFolder(run)).read_all().notes if isinstance(n, Note)]
     assert any(newest.name in text for text in notes)
     assert files_of(run / "checkpoints" / LAST) == files_of(whole / "checkpoints" / LAST)
-
-
-def test_a_checkpoint_that_is_another_than_the_run_was_is_passed_over_only_on_request(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def with_halved_moments(trainer: Trainer, spec: RunSpec, best: float | None) -> TrainingState:
-        found = capture_trainer(trainer, spec, best)
-        halved = {name: tensor / 2 for name, tensor in found.optimizer.items()}
-        return dataclasses.replace(found, optimizer=halved) if found.step == 4 else found
-
-    with monkeypatch.context() as spoilt:
-        spoilt.setattr(state, "capture_trainer", with_halved_moments)
-        run, code = carried_out(kit, tmp_path, checkpoint__every=2)
-    assert code == 1
-    refused = resumed_here(run.path)
-    assert (
-        refused.returncode == 65
-        and "step-00000004 does not hold what the run has" in refused.stderr
-    )
-    assert resumed_here(run.path, allow_fallback=True).returncode == 0
-    begun = Follower(run).read_all().started
-    assert begun is not None and begun.resumed_from == 2
-    straight, _ = carried_out(kit, tmp_path / "straight", checkpoint__every=2)
-    assert files_of(run.student) == files_of(straight.student)
 
 
 def test_one_row_at_a_time_with_accumulation_trains_what_four_rows_at_once_train(
