@@ -40,12 +40,6 @@ from engine.log.events import (
     StopRequested,
 )
 from engine.log.held import HeldWriter
-<<<<<<< HEAD
-from engine.log.read import BrokenLog
-from engine.log.view import RunView
-=======
-from engine.machine.accounts import Accounts, look
->>>>>>> 9b471b0d (Read each checkpoint back once, and delete older ones after that)
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import head_of
