@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import engine.checks
-from engine.audit.judge import JUDGES
+from engine.audit.stages import STAGES
 from engine.checks import runner
 from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
 from engine.checks.check import When
@@ -197,7 +197,8 @@ def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> N
 
 
 def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
-    made = [*runner.CHECKS, *JUDGES]
+    stages = [one.id for one in STAGES]
+    made = [*runner.CHECKS, *stages]
     assert sorted(made) == sorted(ABOUT) and len(made) == len(set(made)) == len(CATALOGUE)
     table = (engine.checks.__doc__ or "").split("What they are,")[0]
     listed = [
@@ -208,7 +209,7 @@ def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
     assert sorted(listed) == sorted(ABOUT)
     for about in CATALOGUE:
         assert about.question.endswith("?") and about.means and about.remedy
-        assert about.id in (JUDGES if about.when is When.AT_STEP else runner.CHECKS)
+        assert about.id in (stages if about.when is When.AT_STEP else runner.CHECKS)
 
 
 def test_the_catalogue_needs_no_torch() -> None:
