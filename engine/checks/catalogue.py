@@ -145,7 +145,8 @@ CATALOGUE: tuple[About, ...] = (
         id="artefact",
         question="Is the saved student, read back from its files, the trained one in student.save_as, bit for bit?",
         means="What is evaluated, published and used is another model than the one that was trained.",
-        remedy="The last checkpoint has the trained weights: mend the writer and resume, to save it again.",
+        remedy="The last checkpoint has the trained weights: look at the disk (`dmesg`, `df`) and at the version of "
+        "transformers, and resume, to save it again.",
         when=When.AT_END,
     ),
 )

@@ -372,13 +372,6 @@ def _tokens_trained(view: RunView) -> int:
     return int(sum(n or 0 for step, n in tokens if step not in bad))
 
 
-def largest_rate(view: RunView) -> float:
-    """Return the largest logged learning rate of an update that was applied; 0 when there was none."""
-    bad = _not_applied(view)
-    rates = zip(view.steps.values("step"), view.steps.values("lr"), strict=True)
-    return max((rate or 0.0 for step, rate in rates if step not in bad), default=0.0)
-
-
 def _not_applied(view: RunView) -> set[int]:
     """Return the steps with a number that was not finite, whose update was left out."""
     of_weights = ("heldout_loss", "weight_norm")

@@ -41,8 +41,6 @@ from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.memory import evaluates_late
 from engine.plan.run_plan import Plan, plan_run
-from engine.receipts.context import view_of
-from engine.receipts.receipt import largest_rate
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
 from engine.signals import Stopped
@@ -473,11 +471,6 @@ class _Job:
             dtype=torch_dtype(self.spec.student.save_as),
             how=self.asked.model,
             start=untrained,
-            rate=largest_rate(view_of(self.folder)),
-            sha256=saved.sha256,
-            tokenizer=inputs.tokenizer.raw,
-            template=inputs.template,
-            source=self.spec.student.path or self.spec.student.config,
         )
         loop.check_saved(proof, student)
         self.log(saved)

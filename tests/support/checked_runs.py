@@ -158,11 +158,11 @@ class Run:
         self.answer(self.checks.at_checkpoint(saved.path, self.trainer.step, check_resumable))
         return saved.path
 
-    def end(self, folder: Path, dtype: torch.dtype = torch.float32, rate: float = 1e-3) -> Artefact:
+    def end(self, folder: Path, dtype: torch.dtype = torch.float32) -> Artefact:
         """Save the student in `folder`, and have it read back."""
         save_decoder(self.trainer.student, folder, dtype)
         how = self.spec.model
-        saved = Artefact(folder=folder, dtype=dtype, how=how, start=self.untrained, rate=rate)
+        saved = Artefact(folder=folder, dtype=dtype, how=how, start=self.untrained)
         self.read_back(saved)
         return saved
 
