@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_FLOPS = {"cpu": 4e10, "cuda": 1e14}
+MOST_FLOPS = {"cpu": 4e10, "cuda": 4e13}
 """Of the reference of a model in one audit, by device: half a second on two cores, or on one GPU."""
 MOST_TOKENS = 4096
 """Of a row whose hidden states are compared, where not all rows are."""
@@ -12,7 +12,7 @@ GROUP_NUMBERS = 1 << 24
 """Of the widest part of a layer, for the tokens of a plain forward pass at a time; at least one row."""
 QUERIES = 1024
 """Query tokens whose attention weights are in memory at a time (`engine.audit.reference`)."""
-LOGITS = 1 << 24
+LOGITS = 1 << 25
 """Logits of one side that are in memory at a time, in fp32."""
 
 

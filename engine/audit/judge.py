@@ -13,10 +13,12 @@ of a stage say how many positions and parameters were compared, of all.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -645,25 +647,38 @@ def _as_in_files(answer: Answer, model: Model, device: torch.device) -> Answer:
         allowed_R = (
             2 * model.rounding * wanted_R.abs() + model.rounding / 64 * wanted_R.abs().amax()
         )
-        beyond = _first_beyond((found_R - wanted_R).abs(), allowed_R, name, rows)
+        beyond = _first_beyond((found_R - wanted_R).abs(), allowed_R)
         if beyond is not None:
-            where, at = beyond
-            return Numbers().failed(
-                f"{where} is {float(found_R[at]):.6g} in memory and {float(wanted_R[at]):.6g} in the files"
-            )
+            at, more = beyond
+            where = _named_place(name, at, found_R, rows, more, found_R.numel())
+            here, there = (float(one.flatten()[at]) for one in (found_R, wanted_R))
+            return Numbers().failed(f"{where} is {here:.6g} in memory and {there:.6g} in the files")
     return replace(answer, numbers={**answer.numbers, "compared_with_files": compared})
 
 
-def _first_beyond(
-    error: Tensor, allowed: Tensor, name: str, rows: Sequence[int] | Tensor
-) -> tuple[str, tuple[int, ...]] | None:
-    """Name the first number of some rows of a tensor that differs more than is allowed, and say where it is in them."""
-    beyond = (~(error <= allowed)).nonzero()
-    if not len(beyond):
-        return None
-    place = tuple(beyond[0].tolist())
-    where = f"{name}[{', '.join(map(str, (int(rows[place[0]]), *place[1:])))}]"
-    return f"{where}, and {len(beyond) - 1:,} more of {error.numel():,},", place
+def _first_beyond(error: Tensor, allowed: Tensor) -> tuple[int, int] | None:
+    """Return the first place of a number that differs more than is allowed, and how many more there are."""
+    beyond = (~(error <= allowed)).flatten().nonzero()
+    return (int(beyond[0]), len(beyond) - 1) if len(beyond) else None
+
+
+def _where(beyond: tuple[int, int], parameters: Sequence[ObservedParameter]) -> tuple[int, str]:
+    """Return the place, and its name: the numbers are those of some rows of parameters, one after the other."""
+    at, more = beyond
+    sizes = [one.before.numel() for one in parameters]
+    ends = list(itertools.accumulate(sizes))
+    number = bisect.bisect(ends, at)
+    one = parameters[number]
+    place = at - ends[number] + sizes[number]
+    return at, _named_place(one.name, place, one.before, one.rows_R, more, ends[-1])
+
+
+def _named_place(
+    name: str, at: int, part: Tensor, rows: Sequence[int] | Tensor, more: int, total: int
+) -> str:
+    row, *others = (int(index) for index in torch.unravel_index(torch.tensor(at), part.shape))
+    where = f"{name}[{', '.join(map(str, (int(rows[row]), *others)))}]"
+    return f"{where}, and {more:,} more of {total:,},"
 
 
 # Loss
@@ -915,43 +930,56 @@ def _clipping(step: _Updated) -> Answer:
 
 
 def _moments(step: _Updated) -> Answer:
-    seen = step.seen
+    seen, adam = step.seen, step.seen.wanted.adam
     if not step.logged.applied:
         return unknown(NOT_APPLIED)
     factor = reference.clip_factor(step.logged.grad_norm, seen.wanted.clip_norm)
-    compared = 0
+    compared: list[ObservedParameter] = []
+    found: list[tuple[Tensor, Tensor]] = []
+    counted = step.logged.updates
     for one in seen.parameters:
         after = step.after[one.name]
         if one.gradient is None or after.moments is None:
             continue
-        counted = step.logged.updates
         if (one.updates, after.updates) != (counted, counted + 1):
             anew = ": it began anew" if one.moments is None else ""
             return Numbers(before=one.updates, after=after.updates, wanted=counted).failed(
                 f"the optimizer counts {one.updates:,} updates of {one.name} before the step and {after.updates:,} "
                 f"after it, {counted:,} came before{anew}; AdamW corrects both moments by that count"
             )
-        g = one.gradient.double() * factor
-        zero = torch.zeros_like(g)
-        mean, square = one.moments or (zero, zero)
-        wanted = reference.moments(seen.wanted.adam, g, mean, square)
-        scales = (mean.double().abs() + g.abs(), square.double() + g * g)
-        for what, found, want, scale, floor in zip(
-            ("mean", "mean square"), after.moments, wanted, scales, (1e-37, 1e-36), strict=True
-        ):
-            error = (found.double() - want).abs()
-            beyond = _first_beyond(error, 1e-5 * scale + floor, one.name, one.rows_R)
-            if beyond is not None:
-                where, place = beyond
-                return Numbers(clip_factor=factor).failed(
-                    f"the {what} of {where} is {float(found[place]):.6g}, AdamW makes {float(want[place]):.6g} of "
-                    f"the gradient {float(one.gradient[place]):.4g} clipped by {factor:.4g}"
-                )
-        compared += one.gradient.numel()
+        compared.append(one)
+        found.append(after.moments)
     if not compared:
         return unknown("the optimizer has no moments of any parameter")
-    return Numbers(compared=compared, clip_factor=factor).passed(
-        f"{compared:,} moments are AdamW's of the clipped gradients"
+    gradients = _flat(one.gradient for one in compared if one.gradient is not None)
+    g = gradients * factor
+    mean, square = (
+        _flat(
+            torch.zeros_like(one.before) if one.moments is None else one.moments[place]
+            for one in compared
+        )
+        for place in (0, 1)
+    )
+    scales = (mean.abs() + g.abs(), square + g * g)
+    for place, (what, want, scale, floor) in enumerate(
+        zip(
+            ("mean", "mean square"),
+            reference.moments(adam, g, mean, square),
+            scales,
+            (1e-37, 1e-36),
+            strict=True,
+        )
+    ):
+        now = _flat(moments[place] for moments in found)
+        beyond = _first_beyond((now - want).abs(), 1e-5 * scale + floor)
+        if beyond is not None:
+            at, text = _where(beyond, compared)
+            return Numbers(clip_factor=factor).failed(
+                f"the {what} of {text} is {float(now[at]):.6g}, AdamW makes {float(want[at]):.6g} of the gradient "
+                f"{float(gradients[at]):.4g} clipped by {factor:.4g}"
+            )
+    return Numbers(compared=len(g), clip_factor=factor).passed(
+        f"{len(g):,} moments are AdamW's of the clipped gradients"
     )
 
 
@@ -964,46 +992,53 @@ def _weights(step: _Updated) -> Answer:
         )
     if not logged.applied:
         return numbers.unknown(NOT_APPLIED)
-    compared = due = moved = total = 0
+    moments: list[tuple[Tensor, Tensor]] = []
     for one in seen.parameters:
-        total += one.numbers
-        updated = step.after[one.name]
-        if updated.moments is None:
+        if (of_one := step.after[one.name].moments) is None:
             return numbers.failed(f"{one.name} is not in the optimizer: it is never trained")
-        before, after = one.before, updated.after
-        update = reference.step_of_adamw(
-            wanted.adam,
-            before,
-            *updated.moments,
-            rate=wanted.rate,
-            decay=wanted.decay if one.decays else 0.0,
-            count=updated.updates,
+        moments.append(of_one)
+    before = _flat(one.before for one in seen.parameters)
+    after = _flat(step.after[one.name].after for one in seen.parameters)
+    decays = [wanted.decay if one.decays else 0.0 for one in seen.parameters]
+    counts = [float(step.after[one.name].updates) for one in seen.parameters]
+    sizes = torch.tensor([one.before.numel() for one in seen.parameters])
+    decay, count = (
+        torch.tensor(each, dtype=torch.float64).repeat_interleave(sizes).to(before)
+        for each in (decays, counts)
+    )
+    update = reference.step_of_adamw(
+        wanted.adam,
+        before,
+        _flat(mean for mean, _ in moments),
+        _flat(square for _, square in moments),
+        rate=wanted.rate,
+        decay=decay,
+        count=count,
+    )
+    allowed = 2e-3 * update.abs() + 4 * ROUNDING * before.abs() + 1e-30
+    beyond = _first_beyond((after - before - update).abs(), allowed)
+    if beyond is not None:
+        at, text = _where(beyond, seen.parameters)
+        return numbers.failed(
+            f"{text} went from {float(before[at]):.7g} to {float(after[at]):.7g}, AdamW at the spec's rate of "
+            f"{wanted.rate:.3g} moves it by {float(update[at]):.4g}"
         )
-        error = (after.double() - before.double() - update).abs()
-        beyond = _first_beyond(
-            error,
-            2e-3 * update.abs() + 4 * ROUNDING * before.double().abs() + 1e-30,
-            one.name,
-            one.rows_R,
-        )
-        if beyond is not None:
-            where, place = beyond
-            return numbers.failed(
-                f"{where} went from {float(before[place]):.7g} to {float(after[place]):.7g}, AdamW at the "
-                f"spec's rate of {wanted.rate:.3g} moves it by {float(update[place]):.4g}"
-            )
-        compared += one.before.numel()
-        due += int((update != 0).sum())
-        moved += int((after != before).sum())
-    numbers |= dict(compared=compared, all_parameters=total, moved=moved)
+    due, moved = int((update != 0).sum()), int((after != before).sum())
+    total = sum(one.numbers for one in seen.parameters)
+    numbers |= dict(compared=len(before), all_parameters=total, moved=moved)
     if moved < LEAST_MOVED * due:
         return numbers.unknown(
             f"at a rate of {wanted.rate:.2g} {moved:,} of {due:,} weights moved: the updates of the others are below "
             "the last bit of their weights"
         )
     return numbers.passed(
-        f"{moved:,} of {compared:,} weights moved, each as AdamW says at a rate of {wanted.rate:.4g}"
+        f"{moved:,} of {len(before):,} weights moved, each as AdamW says at a rate of {wanted.rate:.4g}"
     )
+
+
+def _flat(parts: Iterable[Tensor]) -> Tensor:
+    """Return the numbers of many small tensors as one, which takes a GPU one kernel instead of one for each."""
+    return torch.cat([part.flatten() for part in parts]).double()
 
 
 BEFORE_UPDATE: dict[str, Callable[[_Step], Answer]] = {

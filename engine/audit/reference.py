@@ -272,10 +272,14 @@ def _widened(weight: Weight, rounding: float) -> Weight:
 def _moved(x: Tensor, share: float) -> Tensor:
     if not share:
         return x
-    # The top bit of a multiplicative hash of each number's place.
-    places = torch.arange(x.numel(), device=x.device) * 2654435761
-    up = (places >> 15 & 1).view(x.shape)
-    return x * (1 + share * (2 * up - 1))
+    return torch.addcmul(x, x, _signs(x.numel(), x.device).view(x.shape), value=share)
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(count: int, device: torch.device) -> Tensor:
+    """Return 1 or -1 for each place: a bit of its multiplicative hash."""
+    places = torch.arange(count, device=device) * 2654435761
+    return (2 * (places >> 15 & 1) - 1).to(torch.float32)
 
 
 def tensor_names(shape: Shape) -> list[str]:
@@ -671,10 +675,11 @@ def step_of_adamw(
     square: Tensor,
     *,
     rate: float,
-    decay: float,
-    count: int,
+    decay: float | Tensor,
+    count: int | Tensor,
 ) -> Tensor:
-    """Return what the `count`-th update adds to a weight, from the moments after it, in float64."""
+    """Return what the `count`-th update adds to a weight, from the moments after it, in float64. Decay and count may be
+    of each number."""
     m = mean.double() / (1 - adam.beta1**count)
     v = square.double() / (1 - adam.beta2**count)
     return -rate * (m / (v.sqrt() + adam.eps) + decay * weight.double())

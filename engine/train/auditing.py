@@ -157,16 +157,21 @@ class StepAudit(StepObserver):
 
     def _parameters(self, rows: Mapping[str, Tensor]) -> dict[str, UpdatedParameter]:
         """Return a copy of some rows of every parameter of the student and of its moments, as they are now."""
-        found = {}
+        found: dict[str, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {}
+        counts: dict[str, Tensor] = {}
         for name, p in self.trainer.student.named_parameters():
-            rows_R, moments, updates = rows[name], None, 0
+            rows_R, moments = rows[name], None
             if state := self.trainer.optimizer.state.get(p):
                 mean, square = (whole(state[key])[rows_R] for key in ("exp_avg", "exp_avg_sq"))
-                moments, updates = (mean, square), int(whole(state["step"]))
-            found[name] = UpdatedParameter(
-                after=whole(p.detach())[rows_R], moments=moments, updates=updates
-            )
-        return found
+                moments, counts[name] = (mean, square), whole(state["step"])
+            found[name] = whole(p.detach())[rows_R], moments
+        # Each of them alone would wait for the device.
+        read = torch.stack(list(counts.values())).tolist() if counts else []
+        updates = dict(zip(counts, map(int, read), strict=True))
+        return {
+            name: UpdatedParameter(after=after, moments=moments, updates=updates.get(name, 0))
+            for name, (after, moments) in found.items()
+        }
 
     def _teacher_samples(self) -> dict[str, Tensor]:
         decoder = self.teacher_decoder
