@@ -112,11 +112,6 @@ OTHERS: tuple[Defect, ...] = tuple(
             (id, "defects_rows", "documents_in_rows", what, happened)
             for id, what, happened in (
                 (
-                    "document_left_out",
-                    "one document of each split is put into no row",
-                    "packers that drop what does not fit; shards that are read without their last part",
-                ),
-                (
                     "document_in_place_of_another",
                     "every second document stands in the rows twice, in the place of its neighbour",
                     "worker processes that all read the first shard",
@@ -366,7 +361,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     *(
         _other(id, Expected(kind=CHECK, id="documents_in_rows"))
-        for id in ("document_left_out", "document_in_place_of_another", "documents_cut")
+        for id in ("document_in_place_of_another", "documents_cut")
     ),
     *(
         _other(id, Expected(kind=CHECK, id="stored_outputs"), stored=True)

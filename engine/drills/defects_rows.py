@@ -15,7 +15,6 @@ import numpy as np
 
 from engine.data import batches, token_cache
 from engine.data.batches import Batch, Batches
-from engine.data.packing import FILLS
 from engine.drills.planting import own_folder, replaced
 from engine.formats.tokenizer import Tokenizer
 from engine.train.loop import TrainingLoop
@@ -108,14 +107,6 @@ def _in_places(
 
     with own_folder("XDG_CACHE_HOME"), replaced(token_cache, "places", make):
         yield
-
-
-def document_left_out() -> AbstractContextManager[None]:
-    def spoil(placed: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        fourth = [place for place, (number, _) in enumerate(placed) if number != FILLS][3]
-        return [*placed[:fourth], *placed[fourth + 1 :]]
-
-    return _in_places(spoil)
 
 
 def document_in_place_of_another() -> AbstractContextManager[None]:
