@@ -6,7 +6,7 @@
     meaning          where transformers ran it and the native decoder reads it from now on, the logits are the same
     start            not the student as it was before the first step
 
-One tensor at a time is compared, on the host. A model that transformers runs is loaded there whole, by
+One tensor at a time is compared, where the trained one is. A model that transformers runs is loaded there whole, by
 transformers.
 """
 
@@ -90,7 +90,7 @@ def artefact(context: Context, saved: Artefact) -> Answer:
                     continue
                 if stored.is_floating_point() and stored.dtype != saved.dtype:
                     other_type.append(f"{name} in {stored.dtype}")
-                elif not same_bits(stored, _rounded(live[name], saved.dtype)):
+                elif not same_bits(stored.to(live[name].device), _rounded(live[name], saved.dtype)):
                     differing.append(name)
                 if name in saved.start:
                     sample = saved.start[name]
@@ -162,7 +162,7 @@ def _read_otherwise(saved: Artefact, wanted: ModelConfig) -> str:
 
 
 def _rounded(live: Tensor, dtype: torch.dtype) -> Tensor:
-    return live.to(dtype if live.is_floating_point() else live.dtype).cpu()
+    return live.to(dtype if live.is_floating_point() else live.dtype)
 
 
 def _other_config(found: ModelConfig, wanted: ModelConfig) -> str:

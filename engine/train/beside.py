@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Generic, TypeVar
@@ -12,15 +10,10 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from engine.formats.safetensors import tensors_sha256
-from engine.log.events import ModelReady, Note
+from engine.log.events import ModelReady
 from engine.train.record import Log
-from engine.units import format_bytes
 
 T = TypeVar("T")
-
-SAMPLE_BYTES = 1 << 20
-HASH_TIMES, HASH_S = 6.0, 0.3
-"""Times what sha256 takes, and seconds more: tensors are copied from a GPU, and those of blocks put together."""
 
 
 class Beside(Generic[T]):
@@ -72,20 +65,6 @@ class _Watched(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def hashed_slowly(size: int, cpu_s: float) -> str:
-    """Say that to hash so many bytes took many times as long as sha256 does here; empty when it did not."""
-    sample = bytes(SAMPLE_BYTES)
-    begun_s = time.thread_time()
-    hashlib.sha256(sample).digest()
-    enough_s = (time.thread_time() - begun_s) * size / len(sample)
-    if cpu_s < HASH_TIMES * enough_s + HASH_S:
-        return ""
-    return (
-        f"the hash of a model took {cpu_s:.2g} s of a CPU, sha256 of its {format_bytes(size)} takes {enough_s:.2g} s: "
-        "something else is done to its bytes"
-    )
-
-
 class ModelHash:
     """The sha256 of a model's tensors, which must not change before `result`: 7B weights take a processor 12 s."""
 
@@ -105,14 +84,9 @@ class ModelHash:
         )
 
         def work() -> str:
-            begun_s = time.thread_time()
             sha256 = computed()
             if self._stop.is_set():
                 raise _GivenUp
-            if not isinstance(tensors, Beside):
-                size = sum(tensors[name].nbytes for name in tensors)
-                if text := hashed_slowly(size, time.thread_time() - begun_s):
-                    log(Note(level="warning", text=text))
             log(ready(sha256))
             return sha256
 

@@ -25,7 +25,6 @@ from engine.checks.check import Result
 from engine.checks.context import Context, Memory
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
-from engine.formats.tokenizer import Tokenizer
 from engine.log.events import (
     CHECKS,
     EVALUATING,
@@ -76,7 +75,11 @@ OF = {
 class _Due(NamedTuple):
     """What follows a step."""
 
+    first: bool
+    """Of the session."""
     last: bool
+    """Of the run."""
+    audit: bool
     measure_memory: bool
     evaluate: bool
     save: bool
@@ -84,6 +87,17 @@ class _Due(NamedTuple):
     """train.stop_after ends the session here."""
     settling: bool
     """The run is in its first steps, whose numbers are looked at before the next one is launched."""
+
+
+class _Session(NamedTuple):
+    """What looks at every step of a session."""
+
+    trainer: Trainer
+    begun_at: int
+    """The step that it goes on from."""
+    audit: StepAudit
+    rows: TrainedRows
+    held: HeldWriter
 
 
 class TrainingLoop:
@@ -140,9 +154,34 @@ class TrainingLoop:
     ) -> None:
         """Evaluate `subject` and log its held-out loss; `saved` says that it was read back from its files. Raises
         TrainingFailed when the loss is not finite."""
-        begun_s = said_s = time.perf_counter()
-        of = "the saved student" if saved else OF[subject]
+        begun_s = time.perf_counter()
+        say = self._progress("the saved student" if saved else OF[subject])
+        heldout, device, autocast = self.data.heldout, trainer.device, trainer.autocast
+        loss, labelled = heldout_loss(hidden, head, heldout, device, autocast, begun=say)
+        self.heldout_losses[subject] = loss
+        # A teacher, and what is not yet trained, are as they were before the first step.
+        step = trainer.step if subject == "student" else 0
+        if subject == "student":
+            self._evaluated = step, loss
+        prompt, sample = self._sample(hidden, head, trainer)
+        made = Evaluated(
+            step=step,
+            subject=subject,
+            loss=loss,
+            labelled=labelled,
+            eval_s=time.perf_counter() - begun_s,
+            saved=saved,
+            prompt=prompt,
+            sample=sample,
+        )
+        self.log(made)
+        if not math.isfinite(loss):
+            stop_for_weights(self.log, self.step, "heldout_loss", loss)
+
+    def _progress(self, of: str) -> Callable[[int], None]:
+        """Log that `of` is evaluated; return what is told of each batch that begins, and logs one now and then."""
         self.log(Phase(name="evaluating", detail=of))
+        said_s = time.perf_counter()
 
         def say(number: int) -> None:
             nonlocal said_s
@@ -151,46 +190,20 @@ class TrainingLoop:
                 done = f"{of}, {number} of {len(self.data.heldout)} batches"
                 self.log(Phase(name="evaluating", detail=done))
 
-        loss, labelled = heldout_loss(
-            hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
-        )
-        self.heldout_losses[subject] = loss
-        if subject == "student":
-            self._evaluated = trainer.step, loss
-        prompt, sample = self._sample(hidden, head, trainer)
-        tokenizer = self._tokenizer
-        made = Evaluated(
-            # A teacher, and what is not yet trained, are as they were before the first step.
-            step=trainer.step if subject == "student" else 0,
-            subject=subject,
-            loss=loss,
-            labelled=labelled,
-            eval_s=time.perf_counter() - begun_s,
-            saved=saved,
-            prompt=tokenizer.decode(prompt) if tokenizer and prompt else "",
-            sample=tokenizer.decode(sample) if tokenizer and sample else "",
-        )
-        self.log(made)
-        if not math.isfinite(loss):
-            stop_for_weights(self.log, self.step, "heldout_loss", loss)
-
-    @property
-    def _tokenizer(self) -> Tokenizer | None:
-        return next((one for one in self.inputs.tokenizers.values() if one is not None), None)
+        return say
 
     def _sample(
         self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[str, str]:
         """Return a prompt of the held-out text and what a model makes of it; empty where that cannot be asked."""
-        count = self.spec.eval.sample_tokens
-        prompt = prompt_of(self.data.heldout)
-        stored = isinstance(_owner(hidden), CachedTeacher)
-        if not count or self._tokenizer is None or not prompt or stored:
-            return [], []
+        count, prompt = self.spec.eval.sample_tokens, prompt_of(self.data.heldout)
+        tokenizer = next((one for one in self.inputs.tokenizers.values() if one is not None), None)
+        stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
+        if not count or tokenizer is None or not prompt or stored:
+            return "", ""
         guess = self._continued or [prompt[-1]] * count
-        found = continued(hidden, head, prompt, guess, trainer.device, trainer.autocast)
-        self._continued = found
-        return prompt, found
+        self._continued = continued(hidden, head, prompt, guess, trainer.device, trainer.autocast)
+        return tokenizer.decode(prompt), tokenizer.decode(self._continued)
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:
         """Compare the saved student with the trained one, `student`. Raises TrainingFailed when it is another."""
@@ -198,55 +211,27 @@ class TrainingLoop:
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Train all remaining steps. Return None when all are done, else how the session ended before that."""
-        spec = self.spec
-        self.stop.steps_begin()
-        self.step = self.keeper.saved_step = begun_at = trainer.step
-        begun = f"from step {trainer.step} to {spec.train.steps}"
-        self.log(Phase(name=TRAINING, detail=begun))
-        held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
-        trainer.student.train()
-        audit = StepAudit(trainer, spec, self.data.stream, self.teacher_decoder)
-        rows = TrainedRows(self.keeper.folder, trainer, spec, audit.prescribed, self.data.heldout)
-        self.keeper.sync_rows = rows.sync
-        self._answer(self.checks.going_on(), trainer.ranks)
+        session, host = self._begin(trainer), trainer.host
         launched: LaunchedStep | None = None
         rank_stops = False
         """Whether the numbers of an earlier step have shown that a rank was asked to stop."""
-        host = trainer.host
         host.take()
-        while launched is not None or trainer.step < spec.train.steps:
+        while launched is not None or trainer.step < self.spec.train.steps:
             # Fetch, forward, loss, backward, update.
             launched = launched or trainer.launch()
-            due = self._due(launched.step, begun_at, trainer.device)
-            ahead = None
-            settled = not (any(due) or audit.due(launched.step))
-            if settled and self._may_run_ahead(trainer) and not rank_stops:
-                ahead = trainer.launch(launched)
-            step = rows.record(trainer.finish(launched))
+            due = self._due(launched.step, session)
+            waits = any(due) or rank_stops or self.stop.reason is not None or trainer.slow_by
+            ahead = None if waits else trainer.launch(launched)
+            step = session.rows.record(trainer.finish(launched))
 
-            # Log.
+            # Log, check.
             self.step = step.step
             with host.of(LOGGING):
-                log_step(self.log, step, spec.loss.temperature)
-                if trainer.ranks.first:
-                    held.look(step.step)
-                self.compiles.done(self.log)
-
-            # Check.
+                self._log_step(step, session)
             with host.of(CHECKS):
-                # Other rows have other labels: they are the cause.
-                self._answer(itertools.chain(rows.after(step), audit.after(step)))
-                self._answer(self.checks.after_step(step))
-            if step.step == begun_at + 1:
-                # A resume does it where a stop came before.
-                if self.after_first_step is not None and self.stop.reason is None:
-                    with host.of(EVALUATING):
-                        self.after_first_step()
-                    self.log(Phase(name=TRAINING))
-                # Whatever torch compiles lazily has been compiled by now.
-                self.compiles.seal(self.log)
-            if spec.train.on_non_finite == "stop":
-                stop_unless_finite(step)
+                self._check_step(step, session)
+            if due.first:
+                self._end_of_start(trainer)
             if due.measure_memory:
                 self.log(record.memory_peak(step.step, self.budget, trainer.device))
 
@@ -256,7 +241,6 @@ class TrainingLoop:
                     student = whole_student(trainer.student)
                     self.evaluate("student", student.hidden, head_of(student), trainer)
             if due.save:
-                self.log(Phase(name="saving a checkpoint"))
                 with host.of(SAVING):
                     self._save(trainer)
             if due.evaluate and not due.last:
@@ -273,15 +257,33 @@ class TrainingLoop:
             launched = ahead
         return None
 
-    def _due(self, step: int, begun_at: int, device: torch.device) -> _Due:
-        """Return what follows `step` in a session that began after step `begun_at`."""
-        spec = self.spec
-        last = step == spec.train.steps
+    def _begin(self, trainer: Trainer) -> _Session:
+        """Begin a session, and ask the checks that wait for its beginning."""
+        self.stop.steps_begin()
+        self.step = self.keeper.saved_step = trainer.step
+        begun = f"from step {trainer.step} to {self.spec.train.steps}"
+        self.log(Phase(name=TRAINING, detail=begun))
+        trainer.student.train()
+        audit = StepAudit(trainer, self.spec, self.data.stream, self.teacher_decoder)
+        folder = self.keeper.folder
+        rows = TrainedRows(folder, trainer, self.spec, audit.prescribed, self.data.heldout)
+        self.keeper.sync_rows = rows.sync
+        self._answer(self.checks.going_on(), trainer.ranks)
+        held = HeldWriter(folder, partial(record.held_by, trainer.device))
+        return _Session(trainer, trainer.step, audit, rows, held)
+
+    def _due(self, step: int, session: _Session) -> _Due:
+        """Return what follows `step`."""
+        spec, begun_at = self.spec, session.begun_at
+        last, first = step == spec.train.steps, step == begun_at + 1
         settled_at = begun_at + MEMORY_SETTLED_AFTER
         save = (last and spec.checkpoint.at_end) or _every(step, spec.checkpoint.every)
+        on_gpu = session.trainer.device.type == "cuda"
         return _Due(
+            first=first,
             last=last,
-            measure_memory=last or (device.type == "cuda" and step == settled_at),
+            audit=session.audit.due(step),
+            measure_memory=last or (on_gpu and step == settled_at),
             evaluate=last or save or _every(step, spec.eval.every),
             save=save,
             pause=spec.train.stop_after > 0
@@ -290,9 +292,28 @@ class TrainingLoop:
             settling=step <= settled_at,
         )
 
-    def _may_run_ahead(self, trainer: Trainer) -> bool:
-        """Return whether no request to stop and no control waits for the end of the step."""
-        return self.stop.reason is None and not trainer.slow_by
+    def _log_step(self, step: StepDone, session: _Session) -> None:
+        log_step(self.log, step, self.spec.loss.temperature)
+        if session.trainer.ranks.first:
+            session.held.look(step.step)
+        self.compiles.done(self.log)
+
+    def _check_step(self, step: StepDone, session: _Session) -> None:
+        """Raise TrainingFailed where a check or a number of the step ends the run."""
+        # Other rows have other labels: they are the cause.
+        self._answer(itertools.chain(session.rows.after(step), session.audit.after(step)))
+        self._answer(self.checks.after_step(step))
+        if self.spec.train.on_non_finite == "stop":
+            stop_unless_finite(step)
+
+    def _end_of_start(self, trainer: Trainer) -> None:
+        # A resume does it where a stop came before.
+        if self.after_first_step is not None and self.stop.reason is None:
+            with trainer.host.of(EVALUATING):
+                self.after_first_step()
+            self.log(Phase(name=TRAINING))
+        # Whatever torch compiles lazily has been compiled by now.
+        self.compiles.seal(self.log)
 
     def _context(self, trainer: Trainer) -> Context:
         device = trainer.device
@@ -356,6 +377,7 @@ class TrainingLoop:
         """Save a checkpoint unless that was done, read it back, and delete those that are no longer kept."""
         if self.keeper.saved_step == self.step:
             return
+        self.log(Phase(name="saving a checkpoint"))
         step, loss = self._evaluated
         path = self.keeper.save(trainer, loss if step == self.step else None)
         with trainer.host.of(CHECKS):
@@ -369,7 +391,6 @@ class TrainingLoop:
         reason = f"train.stop_after = {self.spec.train.stop_after}: the step was finished"
         if not self.spec.checkpoint.at_end:
             return RunFinished(state="stopped", reason=reason, exit_code=0, step=self.step)
-        self.log(Phase(name="saving a checkpoint"))
         self._save(trainer)
         return RunFinished(
             state="stopped", reason=f"{reason} and saved", exit_code=0, step=self.step
@@ -386,10 +407,6 @@ class TrainingLoop:
             exit_code=self.stop.exit_code,
             step=self.step,
         )
-
-
-def _owner(method: Callable[..., object]) -> object:
-    return getattr(method, "__self__", None)
 
 
 def log_step(log: Log, step: StepDone, temperature: float) -> None:

@@ -11,7 +11,6 @@ The rows to compute and the disk space they need are known, and checked, before 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -39,16 +38,14 @@ from engine.runtime.device import choose_device
 from engine.spec import RunSpec
 from engine.teachers.backend import choose_backend, choose_teacher_precision
 from engine.teachers.build import BuiltTeacher, build_teacher
-from engine.teachers.store.fidelity import affordable_rows, compare, stored_rows
 from engine.teachers.store.folder import (
     SHARD_BYTES,
     ShardWriter,
-    Store,
     only_writer,
     open_store,
     rows_per_shard,
 )
-from engine.teachers.store.keys import HIDDEN, SAMPLED, CacheError, Identity, contents_sha256
+from engine.teachers.store.keys import HIDDEN, SAMPLED, Identity, contents_sha256
 from engine.teachers.store.manifest import (
     MANIFEST,
     Manifest,
@@ -57,7 +54,6 @@ from engine.teachers.store.manifest import (
     teacher_files,
     write_manifest,
 )
-from engine.teachers.store.teacher import CachedTeacher
 from engine.teachers.store.write import (
     StorePlan,
     Walk,
@@ -244,8 +240,6 @@ def _prepare(
             stopped=lambda: stop.reason is not None,
             progress=progress,
         )
-        if job.spec.checks.enabled and stop.reason is None:
-            _check_stored(job, built, open_store(out), compute.device)
     return Prepared(
         plan=job.plan,
         rows=writer.rows,
@@ -253,31 +247,6 @@ def _prepare(
         seconds=time.monotonic() - begun,
         stopped=stop.reason,
     )
-
-
-def _check_stored(job: Job, built: BuiltTeacher, store: Store, device: torch.device) -> None:
-    """Ask the teacher again for some of the rows that are stored. Raises CacheError where it answers otherwise: a run
-    would refuse the store."""
-    sparse, config = store.identity.form != HIDDEN, built.decoder.config
-    stored = CachedTeacher(
-        store,
-        device=device,
-        vocab_size=job.inputs.student.vocab_size if sparse else config.vocab_size,
-        head=None if sparse else built.teacher.head(),
-        online=None,
-        say=lambda text: None,
-    )
-    count = affordable_rows(config, job.spec.data.seq_len, device)
-    rows = stored_rows(job.walk.batches, store, count, job.walk.rows)
-    if not rows:
-        return
-    with contextlib.closing(stored):
-        found, limit = compare(stored, built.teacher, rows, device), job.spec.gate.cache_cosine
-    if not found.within(limit):
-        raise CacheError(
-            f"teacher outputs: {store.path} — expected what the teacher computes, found others: {found.text(limit)}",
-            hint="no run would train on them: remove the folder, and prepare it again",
-        )
 
 
 def _load_teacher(

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from engine.models.decoder import Decoder
 from engine.models.load import save_decoder
 from engine.plan.inputs import Inputs
 from engine.receipts.context import allowed_environment, engine_source, package_versions, view_of
-from engine.receipts.receipt import digest_files, digest_rest, facts_of, facts_sha256
+from engine.receipts.receipt import digest_rest, facts_of, facts_sha256
 from engine.redact import Redactor
 from engine.runtime.device import torch_dtype
 from engine.sealing import digest, now_utc
 from engine.spec import RunSpec
+from engine.train.beside import Beside
 from engine.version import VERSION
 
 
@@ -40,7 +42,7 @@ def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: s
     The event's sha256 is that of the tensors in `save_as`.
     """
     dtype = torch_dtype(save_as)
-    sha256 = tensors_sha256(_Rounded(student, dtype))
+    sha256 = Beside(partial(tensors_sha256, _Rounded(student, dtype)), "hash of the student")
     if folder.student.is_dir():
         # An earlier session was killed after it saved the student and before it logged that. This session
         # made the same steps.
@@ -56,7 +58,7 @@ def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: s
         files += _template_files(folder, inputs.template)
     save_decoder(student, folder.student, dtype, extra_files=files)
     size = sum(file.stat().st_size for file in folder.student.iterdir())
-    return StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256)
+    return StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256.result())
 
 
 class _Rounded(Mapping[str, Tensor]):
@@ -96,6 +98,8 @@ class Outcome:
 
     spec: RunSpec
     data: DataReady
+    student_files: dict[str, dict[str, Any]]
+    """Size and hash of each."""
     model_sha256: dict[str, str]
     """Tensor hashes: `teacher`, `student_start`, `student`."""
     heldout_losses: dict[str, float]
@@ -148,7 +152,7 @@ def write_receipt(folder: RunFolder, outcome: Outcome) -> ReceiptWritten:
         "lineage": facts["lineage"],
         "eval_seal": {"sha256": None, "why": "no sealed evaluation takes part in a run"},
         "logs": facts["logs"],
-        "student_files": digest_files(folder.student),
+        "student_files": outcome.student_files,
         "files": digest_rest(folder),
         "torch": str(torch.__version__),
         "device": outcome.device,

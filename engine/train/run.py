@@ -41,6 +41,7 @@ from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.memory import evaluates_late
 from engine.plan.run_plan import Plan, plan_run
+from engine.receipts.receipt import digest_files
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
 from engine.signals import Stopped
@@ -48,7 +49,7 @@ from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.store.teacher import CachedTeacher
 from engine.terminal import say
 from engine.train import record
-from engine.train.beside import ModelHash
+from engine.train.beside import Beside, ModelHash
 from engine.train.build import Builder, holds_heldout, recall_heldout
 from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.keeper import Keeper
@@ -465,6 +466,7 @@ class _Job:
         if not self.ranks.first:
             return
         saved = save_student(self.folder, student, inputs, self.spec.student.save_as)
+        files = Beside(partial(digest_files, self.folder.student), "hash of the student's files")
         self.log(Phase(name="reading the saved student back", detail=str(self.folder.student)))
         proof = Artefact(
             folder=self.folder.student,
@@ -480,6 +482,7 @@ class _Job:
         outcome = Outcome(
             spec=self.asked,
             data=data.ready,
+            student_files=files.result(),
             model_sha256=hashes | {"student": saved.sha256},
             heldout_losses=loop.heldout_losses,
             best_step=self.keeper.best_step,

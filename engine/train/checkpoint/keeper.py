@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -49,13 +47,6 @@ from engine.train.checkpoint.manifest import FileRecord, digest_of, newest, veri
 from engine.train.non_finite import stop_for_weights
 from engine.train.record import Log
 from engine.train.trainer import Trainer
-from engine.units import format_bytes
-
-SLOW_SAVES, SLOW_SAVE_S = 4, 0.3
-"""Times that saving may take of what writing takes, and seconds that are not worth a word."""
-USUAL_RATE = 100e6
-"""Bytes a second that hashing and writing take on a slow machine."""
-PROBED_BYTES = 1 << 26
 
 
 class Parts:
@@ -146,8 +137,6 @@ class Keeper:
         self.saved_step = -1
         self.best_loss: float | None = None
         self.best_step: int | None = None
-        self._slow = 0
-        """Checkpoints in a row that took long for their size."""
         self._read_back: Path | None = None
         """The newest checkpoint of which every byte was read since it was saved."""
         self.resumed: Resumed | None = None
@@ -199,7 +188,6 @@ class Keeper:
             )
         )
         self.sync_log()
-        self._look_at_rate(saved.bytes, saved.seconds)
         return saved.path
 
     def prune(self) -> None:
@@ -210,30 +198,6 @@ class Keeper:
         checkpoint.prune(
             self.folder.checkpoints, self.spec.checkpoint.keep_last, kept, good=self._read_back
         )
-
-    def _look_at_rate(self, size: int, seconds: float) -> None:
-        """Warn once where saving takes many times what the disk takes to write as many bytes."""
-        slow_s = max(SLOW_SAVE_S, SLOW_SAVES * size / USUAL_RATE)
-        self._slow = self._slow + 1 if seconds > slow_s else 0
-        # A single one may have had the disk to share, as the first has a cold one.
-        if self._slow != 2:
-            return
-        probed = min(size, PROBED_BYTES)
-        begun_s = time.perf_counter()
-        try:
-            with tempfile.TemporaryFile(dir=self.folder.path) as file:
-                file.write(os.urandom(probed))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            return
-        probe_s = (time.perf_counter() - begun_s) * size / probed
-        if seconds > SLOW_SAVES * max(probe_s, size / USUAL_RATE):
-            text = (
-                f"checkpoint: {format_bytes(size)} take {seconds:.2g} s to save, and {probe_s:.2g} s to write: look at "
-                "what packs, hashes and writes them, not at the disk"
-            )
-            self.log(Note(level="warning", text=text))
 
     def restore(
         self,

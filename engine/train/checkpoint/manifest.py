@@ -16,6 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,11 @@ def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
         raise refusal(path / name, "the file in the manifest", "no such file")
     for name in sorted(present.keys() - records.keys() - {MANIFEST}):
         raise refusal(path / name, "only files in the manifest", "an extra file")
-    for name, record in sorted(records.items()):
-        size, digest = digest_of(path / name)
+    names = sorted(records)
+    with ThreadPoolExecutor(thread_name_prefix="hash") as pool:
+        found = list(pool.map(digest_of, (path / name for name in names)))
+    for name, (size, digest) in zip(names, found, strict=True):
+        record = records[name]
         if size != record.size:
             raise refusal(path / name, f"{record.size} bytes", f"{size}")
         if digest != record.sha256:

@@ -42,6 +42,7 @@ from engine import limits
 from engine.errors import CheckpointError
 from engine.files import read_json
 from engine.formats.safetensors import dtype_code, header_bytes
+from engine.formats.writing import tensor_parts
 from engine.runtime.parts import is_part, read_parts
 from engine.runtime.ranks import put, whole
 from engine.spec import RunSpec
@@ -161,9 +162,8 @@ class TensorWriter:
     def write_to(self, sink: Sink) -> None:
         sink.write(self._header)
         for _, tensor in self._tensors:
-            host = whole(tensor.detach()).to("cpu").contiguous().reshape(-1)
-            if host.numel():
-                sink.write(memoryview(host.view(torch.uint8).numpy().data))
+            for part in tensor_parts(whole(tensor.detach())):
+                sink.write(part)
 
 
 def _mismatch(where: Path, expected: str, found: str) -> CheckpointError:

@@ -45,6 +45,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -330,11 +331,12 @@ def save(
 def _write_file(path: Path, content: bytes | Writer, calls: FileCalls) -> FileRecord:
     descriptor = calls.create(path)
     try:
-        sink = _HashingSink(descriptor, calls)
-        if isinstance(content, bytes):
-            sink.write(content)
-        else:
-            content.write_to(sink)
+        with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
+            sink = _HashingSink(descriptor, calls, hasher)
+            if isinstance(content, bytes):
+                sink.write(content)
+            else:
+                content.write_to(sink)
         if sink.size != _size_bytes(content):
             raise ValueError(
                 f"{path.name}: its writer promised {_size_bytes(content)} bytes"
@@ -347,21 +349,26 @@ def _write_file(path: Path, content: bytes | Writer, calls: FileCalls) -> FileRe
 
 
 class _HashingSink:
-    """Writes all bytes given to it, and keeps their digest and size."""
+    """Writes all bytes given to it, and keeps their digest and size. They are hashed while the system takes them."""
 
-    def __init__(self, descriptor: int, calls: FileCalls) -> None:
+    def __init__(self, descriptor: int, calls: FileCalls, hasher: Executor) -> None:
         self.digest = hashlib.sha256()
         self.size = 0
         self._descriptor = descriptor
         self._calls = calls
+        self._hasher = hasher
 
     def write(self, data: bytes | memoryview, /) -> int:
         view = memoryview(data).cast("B")
-        self.digest.update(view)
+        hashed = self._hasher.submit(self.digest.update, view)
         self.size += len(view)
         written = 0
-        while written < len(view):  # one write call takes at most 2 GiB, and may take less
-            written += self._calls.write(self._descriptor, view[written:])
+        try:
+            while written < len(view):  # one write call takes at most 2 GiB, and may take less
+                written += self._calls.write(self._descriptor, view[written:])
+        finally:
+            # What it reads may be overwritten after this.
+            hashed.result()
         return len(view)
 
 

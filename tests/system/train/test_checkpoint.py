@@ -19,12 +19,8 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError, DiskFull
-from engine.log.folder import RunFolder
-from engine.spec import load_spec
-from engine.train.checkpoint.keeper import Keeper
 from engine.train.checkpoint.manifest import MANIFEST, newest, verify
 from engine.train.checkpoint.write import FileCalls, Sink, prune, save, set_aside
-from tests.support.kit import Kit
 from tests.support.paths import ROOT
 from tests.support.watched_calls import Halves, WatchedCalls, files
 
@@ -554,18 +550,3 @@ def test_prune_that_fails_at_any_operation_leaves_the_newest_and_whole_folders_o
 def test_prune_refuses_to_keep_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected 1 or more, found 0"):
         prune(tmp_path, 0)
-
-
-def test_saving_that_takes_many_times_what_the_disk_takes_is_a_warning_once(
-    kit: Kit, tmp_path: Path
-) -> None:
-    spec, _ = load_spec(kit.spec(tmp_path), [])
-    said: list[Any] = []
-    run = RunFolder(tmp_path)
-    for seconds, warnings in ((0.01, 0), (60.0, 1)):
-        keeper = Keeper(run, spec, log=said.append, sync_log=lambda: None)
-        for _ in range(4):
-            keeper._look_at_rate(1_000_000, seconds)
-        assert len(said) == warnings
-    assert said[0].level == "warning" and "976.6 KiB take 60 s to save" in said[0].text
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".toml"] == []
