@@ -9,7 +9,7 @@ the checks test the code that trains and not a copy of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +67,10 @@ class Context:
     train_stream: TokenStream
     heldout_stream: TokenStream
     heldout: Sequence[Batch]
-    read_again: Callable[[], Iterator[tuple[str, Encoded]]]
-    """Yields some documents of the corpus by name, read and tokenized alone."""
+    again: Mapping[str, str]
+    """The names of some documents that are in the rows, with their split: training or held-out."""
+    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]]
+    """Yields documents of the corpus by name, read and tokenized alone."""
     tokenizers: Mapping[str, Tokenizer | None]
     """Tokenizers by their owner; None for an unknown one."""
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
-from engine.data.corpus import is_held_out
 from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
 from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
 
@@ -83,26 +82,20 @@ def batch_not_degenerate(context: Context) -> Answer:
 
 
 def documents_in_rows(context: Context) -> Answer:
-    """Read and tokenize the first documents of the corpus again, for a second, and look for them in the rows."""
-    data, numbers = context.spec.data, Numbers(looked_at=0, in_rows=0)
-    for name, one in context.read_again():
-        if one.left_out or not len(one.ids):
-            continue
+    """Read and tokenize some documents of the corpus again, for a second, and look for them in the rows."""
+    numbers = Numbers(looked_at=0)
+    for name, one in context.read_again(context.again.keys()):
         numbers["looked_at"] += 1
         found_in = [split for split, stream in context.streams.items() if _has(stream, one)]
-        wanted = "held-out" if is_held_out(name, data.heldout_fraction) else "training"
-        # What is a copy of held-out text is not trained on.
-        if found_in in ([wanted], ["held-out"]):
-            numbers["in_rows"] += 1
-        elif found_in or not data.max_bytes:
+        if found_in != [wanted := context.again[name]]:
             where = " and ".join(found_in) or "no"
             return numbers.failed(
                 f"{name}, read and tokenized again, is whole in {where} rows, and belongs into the {wanted} ones"
             )
-    if not numbers["in_rows"]:
-        return numbers.unknown(f"of {numbers['looked_at']:.0f} documents read again none was taken")
+    if not numbers["looked_at"]:
+        return numbers.unknown("no document is small enough to be read again")
     return numbers.passed(
-        f"{numbers['in_rows']:.0f} documents, read and tokenized again, are in the rows of their split"
+        f"{numbers['looked_at']:.0f} documents, read and tokenized again, are in the rows of their split"
     )
 
 

@@ -348,11 +348,6 @@ def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:
         )
 
 
-def is_held_out(name: str, heldout_fraction: float) -> bool:
-    """Return whether a document of this name is held out."""
-    return _position(name) < math.ceil(heldout_fraction * 2**64)
-
-
 def _position(text: str) -> int:
     """Return the position of a name, or of a text, in [0, 2^64)."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")

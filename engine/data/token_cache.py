@@ -59,6 +59,8 @@ FORMAT = 4
 COPY = "a copy of a held-out document, token by token"
 NAMED = 8
 """Documents that are dropped as copies, by name."""
+AGAIN, AGAIN_AMONG, AGAIN_BYTES = 16, 4096, 1 << 16
+"""Documents of a split that a run reads again, among so many first ones of the source, and the largest of them."""
 MOST_BYTES = 64 << 30
 """Size of the cache beyond which the folders that were not used for longest are removed."""
 _READ_AT_ONCE = 1 << 22
@@ -126,6 +128,8 @@ class Tokens:
     heldout: TokenStream
     documents: tuple[int, int]
     """Of the training and the held-out split."""
+    again: Mapping[str, str]
+    """Some documents by name, to be read again, with their split: training or held-out."""
     skipped: int
     """Documents that are in neither split for another reason than `max_bytes`."""
     faults: tuple[LeftOut, ...]
@@ -369,6 +373,8 @@ class _Making:
         self._tokens, self._labelled = tokens, labelled
         self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
         self._starts = np.zeros(1, dtype=np.int64)
+        self._names = dict.fromkeys((*_again(corpus.train), *_again(corpus.heldout)), "")
+        """Of the documents that a run reads again."""
         self._hashes = np.zeros(len(self._index), dtype=np.uint64)
         """Of the tokens of each document. Shape (P,)."""
         self.repeated = 0
@@ -390,6 +396,8 @@ class _Making:
         def documents() -> Iterator[Document]:
             for number, document in self._corpus.read():
                 numbers.append(number)
+                if number in self._names:
+                    self._names[number] = document.name
                 yield document
 
         for one in self._recipe.encoder.encode(documents()):
@@ -447,6 +455,7 @@ class _Making:
         lengths = self._starts[split.numbers + 1] - begins
         if side == "train":
             lengths[np.isin(split.numbers, self._copies)] = 0
+        again = split.numbers[np.isin(split.numbers, _again(split)) & (lengths > 0)].tolist()
         refuse_nothing(left_out, int(lengths.sum()))
         is_packed = recipe.packing != STREAM
         has_labels = split.chats > 0 or is_packed
@@ -493,10 +502,20 @@ class _Making:
             "sha256": sha256,
             "dtype": np.dtype(dtype).name,
             "documents": split.document_count,
+            "again": [self._names[number] for number in again],
             "left_out": [asdict(one) for one in left_out],
             "partly_labelled": self._partly_labelled[side],
             "remarks": [asdict(one) for one in self._remarks[side].values()],
         }
+
+
+def _again(split: Split) -> list[int]:
+    """Return AGAIN documents, spread evenly over the small ones among the first of the files."""
+    first = np.sort(split.numbers[split.numbers < AGAIN_AMONG])
+    small = first[split.index.sizes[first] <= AGAIN_BYTES]
+    count = min(AGAIN, len(small))
+    chosen: list[int] = small[np.arange(count) * len(small) // max(count, 1)].tolist()
+    return chosen
 
 
 def _names(index: Index, numbers: NDArray[np.int64]) -> list[str]:
@@ -545,6 +564,11 @@ def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Toke
         train=sides["train"],
         heldout=sides["heldout"],
         documents=(streams["train"]["documents"], streams["heldout"]["documents"]),
+        again={
+            name: split
+            for side, split in zip(_SIDES, ("training", "held-out"), strict=True)
+            for name in streams[side].get("again", ())
+        },
         skipped=manifest["skipped"],
         faults=tuple(LeftOut(**one) for one in manifest["faults"]),
         beside=manifest["beside"],

@@ -17,7 +17,7 @@ import hashlib
 import json
 import mmap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,8 +35,8 @@ from engine.formats.tokenizer import TextTooLong, Tokenizer
 
 BATCH_BYTES = 1 << 20
 """Text that is tokenized at a time; with its tokens as Python integers it takes some twenty times as much."""
-AGAIN_SECONDS, AGAIN_BYTES = 1.0, 1 << 16
-"""For how long documents are read again, and the largest of them."""
+AGAIN_SECONDS = 1.0
+"""For how long documents are read again."""
 READ_AT_ONCE = 1 << 22
 """Tokens or labels that are looked at before the memory of a file is given back."""
 _HASHED_AT_ONCE = 1 << 20
@@ -189,20 +189,21 @@ class Encoder:
 
 
 def read_again(
-    encoder: Encoder, source: str, *, include_tests: bool, columns: Sequence[str]
+    names: Set[str], encoder: Encoder, source: str, *, include_tests: bool, columns: Sequence[str]
 ) -> Iterator[tuple[str, Encoded]]:
-    """Yield the first documents of a source that are not long by name, each read and tokenized alone, for
-    AGAIN_SECONDS and one at least. Raises CorpusError and TokenizerError."""
-    begun_s, found = time.monotonic(), False
+    """Yield documents of a source by name, each read and tokenized alone, until all `names` are found or AGAIN_SECONDS
+    are over; one at least. Raises CorpusError and TokenizerError."""
+    begun_s, wanted = time.monotonic(), set(names)
     for piece in list_pieces(source, include_tests=include_tests, columns=columns):
-        if found and time.monotonic() > begun_s + AGAIN_SECONDS:
+        is_over = time.monotonic() > begun_s + AGAIN_SECONDS
+        if not wanted or (is_over and len(wanted) < len(names)):
             return
-        if isinstance(piece, Skipped) or piece.size_bytes > AGAIN_BYTES:
+        if piece.name not in wanted or isinstance(piece, Skipped):
             continue
+        wanted.discard(piece.name)
         text = piece.read()
         if isinstance(text, Skipped):
             continue
-        found = True
         if piece.is_chat:
             document = Document(name=piece.name, text=text, is_chat=True)
             yield from ((piece.name, one) for one in encoder.encode([document]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import filecmp
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -88,9 +88,10 @@ class Inputs:
     def _encoder(self, data: DataSection) -> Encoder:
         return Encoder(tokenizer=self.tokenizer, template=self.template, turns=_turns(data))
 
-    def read_again(self, data: DataSection) -> Iterator[tuple[str, Encoded]]:
-        """Yield some documents of the corpus by name, each read and tokenized alone. Raises CorpusError."""
+    def read_again(self, data: DataSection, names: Set[str]) -> Iterator[tuple[str, Encoded]]:
+        """Yield documents of the corpus by name, each read and tokenized alone. Raises CorpusError."""
         return read_again(
+            names,
             self._encoder(data),
             data.corpus,
             include_tests=data.include_tests,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -26,7 +27,8 @@ def context_of(
     heldout_stream: TokenStream,
     heldout: Sequence[Batch],
     tokenizers: Mapping[str, Tokenizer | None],
-    read_again: Callable[[], Iterator[tuple[str, Encoded]]] = lambda: iter(()),
+    again: Mapping[str, str] = MappingProxyType({}),
+    read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]] = lambda names: iter(()),
     memory: Callable[[], Memory | None] = lambda: None,
     resumed: Resumed | None = None,
     late_compiles: Callable[[], Sequence[str]] = tuple,
@@ -52,6 +54,7 @@ def context_of(
         heldout_stream=heldout_stream,
         heldout=heldout,
         tokenizers=tokenizers,
+        again=again,
         read_again=read_again,
         evaluate=evaluate,
         autocast=trainer.autocast,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.data.batches import Batch, heldout_rows
@@ -34,6 +35,8 @@ class Data:
     stream: TokenStream
     heldout_stream: TokenStream
     heldout: list[Batch]
+    again: Mapping[str, str]
+    """Some documents by name, with their split."""
     ready: DataReady
 
 
@@ -104,5 +107,6 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
         stream=train,
         heldout_stream=held,
         heldout=list(rows.split(EVAL_ROWS_AT_ONCE)),
+        again=tokens.again,
         ready=ready,
     )

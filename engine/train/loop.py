@@ -326,6 +326,7 @@ class TrainingLoop:
             heldout_stream=self.data.heldout_stream,
             heldout=self.data.heldout,
             tokenizers=self.inputs.tokenizers,
+            again=self.data.again,
             read_again=partial(self.inputs.read_again, self.spec.data),
             memory=lambda: self._memory(device),
             resumed=self.keeper.resumed,

@@ -31,7 +31,6 @@ from tests.support.corpus_oracle import Answers, Made, _split_otherwise, read_re
 
 @pytest.fixture(autouse=True)
 def all_documents_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.data.tokens.AGAIN_BYTES", 1 << 30)
     monkeypatch.setattr("engine.data.tokens.AGAIN_SECONDS", 60.0)
 
 
@@ -69,7 +68,14 @@ def made_of(source: Path, tokenizer: Tokenizer, root: Path | None = None, **othe
         **({"max_bytes": None, "packing": "stream", "columns": ()} | other),
     )
     tokens = load_tokens(recipe, root=root)
-    again = read_again(encoder, str(source), include_tests=False, columns=recipe.columns)
+    pieces = sources.list_pieces(str(source), include_tests=False, columns=recipe.columns)
+    again = read_again(
+        {one.name for one in pieces},
+        encoder,
+        str(source),
+        include_tests=False,
+        columns=recipe.columns,
+    )
     return Made(
         source=str(source),
         streams={"training": tokens.train, "held-out": tokens.heldout},
