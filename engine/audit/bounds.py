@@ -10,8 +10,8 @@ COMPARED_NUMBERS = 1 << 22
 """Numbers of the student whose update is compared, in all its parameters together."""
 GROUP_NUMBERS = 1 << 24
 """Of the widest part of a layer, for the tokens of a plain forward pass at a time; at least one row."""
-QUERIES = 1024
-"""Query tokens whose attention weights are in memory at a time (`engine.audit.reference`)."""
+PAIRS = 1 << 20
+"""Attention weights of a head, of all rows, that are in memory at a time (`engine.audit.reference`)."""
 LOGITS = 1 << 25
 """Logits of one side that are in memory at a time, in fp32."""
 

@@ -6,8 +6,8 @@ imports nothing of the engine. Decoders and logits are computed in fp32, sums an
 
     decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2, Phi-3, Gemma 3: RMS norms, in front of attention and mlp
                 or behind them or both, rotary positions on halves of a head or of its first 2 R numbers (in some
-                layers none), grouped-query attention, silu(gate) * up or gelu(gate) * up. Each document attends by
-                itself, so that only the future is masked, and what a sliding window has left behind; a pair
+                layers none), grouped-query attention, silu(gate) * up or gelu(gate) * up. Other documents are
+                masked, and the future, and what a sliding window has left behind; a pair
                 (x[i], x[i + R]) of a head is the complex number z = x[i] + i x[i + R], which position p turns by its
                 angle: z e^{i p theta^(-i/R)}
     loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
@@ -35,8 +35,8 @@ from torch import Tensor
 
 IGNORED = -100
 """The label of a position that predicts nothing."""
-QUERIES = 1024
-"""Query tokens whose attention weights are in memory at a time."""
+PAIRS = 1 << 20
+"""Attention weights of a head, of all rows, that are in memory at a time; at least one query's."""
 FP32_ROUNDING = 2.0**-24
 """Largest relative error of one rounding to fp32."""
 SCORE_ROUNDINGS = 4
@@ -152,10 +152,10 @@ class Forward:
     """A forward pass, with what its backward pass needs."""
 
     tokens_N: Tensor
-    turns: dict[bool, list[Tensor]]
-    """For each document, e^{i p f} of its positions and pairs, (T, R); of layers without a window, and of those
-    with one.
-    """
+    documents_BT: Tensor
+    turns: dict[bool, Tensor]
+    """e^{i p f} of the positions in their documents and pairs, (N, R); of layers without a window, and of those with
+    one."""
     inputs: list[Tensor]
     """The input of each layer, then of the last norm, (N, D)."""
     hidden_ND: Tensor
@@ -201,11 +201,13 @@ class PlainDecoder:
         shape, weight = self.shape, _widened(self.weight, rounding)
         lengths = [
             length
-            for documents_T in documents_BT
+            for documents_T in documents_BT.cpu()
             for length in torch.unique_consecutive(documents_T, return_counts=True)[1].tolist()
         ]
         turns = {
-            windowed: [_turns(shape, length, tokens_BT.device, windowed) for length in lengths]
+            windowed: torch.cat(
+                [_turns(shape, length, tokens_BT.device, windowed) for length in lengths]
+            )
             for windowed in (False, True)
         }
         tokens_N = tokens_BT.flatten()
@@ -215,11 +217,11 @@ class PlainDecoder:
             if keep:
                 inputs.append(x_ND)
             parts = {name: weight(f"layers.{index}.{name}") for name in _names(shape)}
-            x_ND = _layer(shape, index, x_ND, turns, parts, rounding)
+            x_ND = _layer(shape, index, x_ND, documents_BT, turns, parts, rounding)
         if keep:
             inputs.append(x_ND)
         hidden_ND = _norm(shape, x_ND, weight("norm.weight"))
-        return Forward(tokens_N, turns, inputs, hidden_ND, rounding)
+        return Forward(tokens_N, documents_BT, turns, inputs, hidden_ND, rounding)
 
     def backward(
         self, passes: Sequence[Forward], upstream: Sequence[Tensor]
@@ -241,7 +243,8 @@ class PlainDecoder:
                 with torch.enable_grad():
                     # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
                     # A factor on the way forward, its rounding, is one on the way back.
-                    along = (run(x_ND, one.turns, parts, one.rounding) * flows[number]).sum()
+                    y_ND = run(x_ND, one.documents_BT, one.turns, parts, one.rounding)
+                    along = (y_ND * flows[number]).sum()
                 flows[number], *found = torch.autograd.grad(along, [x_ND, *parts.values()])
                 for total, gradient in zip(sums, found, strict=True):
                     total += gradient
@@ -251,7 +254,7 @@ class PlainDecoder:
             shape.layers,
             "",
             ["norm.weight"],
-            lambda x_ND, _, parts, __: _norm(shape, x_ND, parts["norm.weight"]),
+            lambda x_ND, _, __, parts, ___: _norm(shape, x_ND, parts["norm.weight"]),
         )
         for index in reversed(range(shape.layers)):
             yield from through(
@@ -306,7 +309,8 @@ def _layer(
     shape: Shape,
     index: int,
     x_ND: Tensor,
-    turns: dict[bool, list[Tensor]],
+    documents_BT: Tensor,
+    turns: dict[bool, Tensor],
     parts: Mapping[str, Tensor],
     rounding: float = 0.0,
 ) -> Tensor:
@@ -317,7 +321,8 @@ def _layer(
     def times(x_ND: Tensor, name: str) -> Tensor:
         return x_ND @ parts[f"mlp.{name}.weight"].T
 
-    y_ND = _attention(shape, index, normed(x_ND, "attention_norm"), turns, parts, rounding)
+    normed_ND = normed(x_ND, "attention_norm")
+    y_ND = _attention(shape, index, normed_ND, documents_BT, turns, parts, rounding)
     x_ND = _moved(x_ND + normed(y_ND, "attention_out_norm"), rounding)
     normed_ND = normed(x_ND, "mlp_norm")
     gated = _moved(times(normed_ND, "gate"), rounding)
@@ -341,11 +346,12 @@ def _attention(
     shape: Shape,
     index: int,
     x_ND: Tensor,
-    turns: dict[bool, list[Tensor]],
+    documents_BT: Tensor,
+    turns: dict[bool, Tensor],
     parts: Mapping[str, Tensor],
     rounding: float,
 ) -> Tensor:
-    """Attention over documents that follow each other."""
+    """Attention of each token to those of its document that are not behind it."""
     window, scalar = shape.window_of(index), shape.query_scalar or shape.head_dim
     found = []
     for name in "qkv":
@@ -358,52 +364,53 @@ def _attention(
             y_NHE = _norm(shape, y_NHE, norm)
         found.append(_moved(y_NHE, rounding))
     q_NHE, k_NKE, v_NKE = found
+    if index not in shape.unturned:
+        turns_NR = turns[window is not None]
+        q_NHE, k_NKE = (_moved(_turned(y, turns_NR), rounding) for y in (q_NHE, k_NKE))
+    rows, length = documents_BT.shape
     shared = shape.heads // shape.kv_heads
-    answers, first = [], 0
-    for turns_TR in turns[window is not None]:
-        document = slice(first, first + len(turns_TR))
-        first += len(turns_TR)
-        q_THE, k_TKE = q_NHE[document], k_NKE[document]
-        if index not in shape.unturned:
-            q_THE, k_TKE = (_moved(_turned(y, turns_TR), rounding) for y in (q_THE, k_TKE))
-        q_HTE = q_THE.transpose(0, 1)
-        k_HTE = k_TKE.transpose(0, 1).repeat_interleave(shared, 0)
-        v_HTE = v_NKE[document].transpose(0, 1).repeat_interleave(shared, 0)
-        for begun in range(0, len(turns_TR), QUERIES):
-            part_HTE = q_HTE[:, begun : begun + QUERIES]
-            given = part_HTE, k_HTE, v_HTE, scalar, begun, window, rounding
-            # The weights of all queries of a long document would not fit in memory for the backward pass.
-            if torch.is_grad_enabled() and len(turns_TR) > QUERIES:
-                answers.append(_Recomputed.apply(*given))  # type: ignore[no-untyped-call]
-            else:
-                answers.append(_answers(*given))
-    return _moved(torch.cat(answers), rounding) @ parts["attention.o.weight"].T
+    q_BHTE = q_NHE.view(rows, length, *q_NHE.shape[1:]).transpose(1, 2)
+    k_BHSE, v_BHSE = (
+        y_NKE.view(rows, length, *y_NKE.shape[1:]).transpose(1, 2).repeat_interleave(shared, 1)
+        for y_NKE in (k_NKE, v_NKE)
+    )
+    count = max(1, PAIRS // (rows * length))
+    answers = []
+    for first in range(0, length, count):
+        last = min(first + count, length)
+        queries_BHTE = q_BHTE[:, :, first:last]
+        seen_BTS = documents_BT[:, first:last, None] == documents_BT[:, None, :last]
+        seen_BTS = seen_BTS.tril(first)
+        if window is not None:
+            seen_BTS = seen_BTS.triu(first - window + 1)
+        given = queries_BHTE, k_BHSE[:, :, :last], v_BHSE[:, :, :last], seen_BTS, scalar, rounding
+        # The weights of all queries would not fit in memory for the backward pass.
+        if torch.is_grad_enabled() and count < length:
+            answers.append(_Recomputed.apply(*given))  # type: ignore[no-untyped-call]
+        else:
+            answers.append(_answers(*given))
+    answers_ND = torch.cat(answers, 1).flatten(0, 1)
+    return _moved(answers_ND, rounding) @ parts["attention.o.weight"].T
 
 
 def _answers(
-    q_HTE: Tensor,
-    k_HTE: Tensor,
-    v_HTE: Tensor,
+    q_BHTE: Tensor,
+    k_BHSE: Tensor,
+    v_BHSE: Tensor,
+    seen_BTS: Tensor,
     scalar: float,
-    first: int,
-    window: int | None,
     rounding: float,
 ) -> Tensor:
-    """Return the attention output of the queries from token `first` of a document on, heads concatenated."""
-    last = first + q_HTE.shape[1]
-    scores_HTS = q_HTE @ k_HTE[:, :last].transpose(1, 2) / math.sqrt(scalar)
-    seen_TS = torch.ones(scores_HTS.shape[1:], dtype=torch.bool, device=q_HTE.device).tril(first)
-    if window is not None:
-        seen_TS = seen_TS.triu(first - window + 1)
+    """Return the attention output of some queries to the keys that they see, heads concatenated, (B, T, H*E)."""
+    scores_BHTS = q_BHTE @ k_BHSE.transpose(2, 3) / math.sqrt(scalar)
     # Masked before the maximum is taken: that of a later token may be larger by any amount.
-    scores_HTS = scores_HTS.masked_fill(~seen_TS, -math.inf)
-    v_HTE = v_HTE[:, :last]
-    found_HTE: Tensor = (
-        _RoundedAttention.apply(scores_HTS, v_HTE, rounding)  # type: ignore[no-untyped-call]
+    scores_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf)
+    found_BHTE: Tensor = (
+        _RoundedAttention.apply(scores_BHTS, v_BHSE, rounding)  # type: ignore[no-untyped-call]
         if rounding
-        else torch.softmax(scores_HTS, dim=2) @ v_HTE
+        else torch.softmax(scores_BHTS, dim=3) @ v_BHSE
     )
-    return found_HTE.transpose(0, 1).flatten(1)
+    return found_BHTE.transpose(1, 2).flatten(2)
 
 
 class _RoundedAttention(torch.autograd.Function):
@@ -441,17 +448,17 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_HTE: Tensor, k_HTE: Tensor, v_HTE: Tensor, *others: Any) -> Tensor:
-        ctx.save_for_backward(q_HTE, k_HTE, v_HTE)
+    def forward(ctx: Any, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, *others: Any) -> Tensor:
+        ctx.save_for_backward(q_BHTE, k_BHSE, v_BHSE)
         ctx.others = others
-        return _answers(q_HTE, k_HTE, v_HTE, *others)
+        return _answers(q_BHTE, k_BHSE, v_BHSE, *others)
 
     @staticmethod
     def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor | None, ...]:
-        q_HTE, k_HTE, v_HTE = (part.detach().requires_grad_() for part in ctx.saved_tensors)
+        given = [part.detach().requires_grad_() for part in ctx.saved_tensors]
         with torch.enable_grad():
-            along = (_answers(q_HTE, k_HTE, v_HTE, *ctx.others) * flows[0]).sum()
-        return *torch.autograd.grad(along, [q_HTE, k_HTE, v_HTE]), *(None for _ in ctx.others)
+            along = (_answers(*given, *ctx.others) * flows[0]).sum()
+        return *torch.autograd.grad(along, given), *(None for _ in ctx.others)
 
 
 def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.audit.bounds import LOGITS, MOST_FLOPS, QUERIES, WIDENED, group_tokens
+from engine.audit.bounds import LOGITS, MOST_FLOPS, PAIRS, WIDENED, group_tokens
 from engine.errors import BadInput
 from engine.loss.chunks import (
     FUSED_HELD,
@@ -674,7 +674,7 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     if teacher is not None:
         of_teacher = 3 * teacher.intermediate_size + 6 * teacher.hidden_size
         wide = max(wide, group(teacher) * of_teacher)
-    seen = min(plan.spec.data.seq_len, QUERIES) * plan.spec.data.seq_len
+    seen = max(PAIRS, plan.spec.data.seq_len)
     attention = 4 * 4 * max(one.num_attention_heads for one in models) * seen
     hidden = (
         sum(plan.each * tokens * one.hidden_size for one in models)

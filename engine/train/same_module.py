@@ -24,7 +24,6 @@ from engine.models.transformers_decoder import TransformersDecoder, moved
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass(Forward):
     tokens_BT: Tensor
-    documents_BT: Tensor
 
 
 class _Hidden(nn.Module):
@@ -63,12 +62,12 @@ class SameModule:
         hidden_BTD = self._run(self._widened(), tokens_BT, documents_BT, rounding)
         return _Pass(
             tokens_N=tokens_BT.flatten(),
+            documents_BT=documents_BT,
             turns={},
             inputs=[],
             hidden_ND=hidden_BTD.flatten(0, 1),
             rounding=rounding,
             tokens_BT=tokens_BT,
-            documents_BT=documents_BT,
         )
 
     def backward(

@@ -113,7 +113,7 @@ LONG = LongRope(
 def test_hidden_states_and_gradients_are_those_of_the_engines_decoder(
     family: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "QUERIES", 16)
+    monkeypatch.setattr(reference, "PAIRS", 16 * 2 * 37)
     decoder = lively(make_config(family, **{**CHANGES[family], **more}))
     tokens_BT = random_tokens(2, 37)
     documents_BT = torch.tensor([[0] * 5 + [1] * 32, [2] * 37])
@@ -133,8 +133,8 @@ def test_hidden_states_and_gradients_are_those_of_the_engines_decoder(
         assert (gradient - wanted).abs().max() <= 1e-4 * largest, name
 
 
-def test_the_memory_plan_counts_the_queries_that_the_reference_takes() -> None:
-    assert bounds.QUERIES == reference.QUERIES
+def test_the_memory_plan_counts_the_attention_weights_that_the_reference_takes() -> None:
+    assert bounds.PAIRS == reference.PAIRS
 
 
 def test_a_long_document_has_the_gradients_of_attention_at_once(
@@ -178,7 +178,7 @@ def test_a_long_document_has_the_gradients_of_attention_at_once(
         return dict(plain.backward([one], [upstream]))
 
     at_once = gradients()
-    monkeypatch.setattr(reference, "QUERIES", 4)
+    monkeypatch.setattr(reference, "PAIRS", 4 * 2 * 11)
     in_parts = gradients()
     assert set(at_once) == set(weights)
     for name, gradient in at_once.items():
