@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-MOST_FLOPS = {"cpu": 4e10, "cuda": 4e13}
-"""Of the reference of a model in one audit, by device: half a second on two cores, or on one GPU."""
+MOST_FLOPS = {"cpu": 2e10, "cuda": 4e13}
+"""Of the gradients of all weights in one audit, by device: some tenths of a second on two cores, or on one GPU."""
+OF_STATES = 0.25
+"""Of these for the hidden states of a model, where not all rows are compared; at least one row is."""
 MOST_TOKENS = 4096
 """Of a row whose hidden states are compared, where not all rows are."""
 COMPARED_NUMBERS = 1 << 22
@@ -12,8 +14,8 @@ GROUP_NUMBERS = 1 << 24
 """Of the widest part of a layer, for the tokens of a plain forward pass at a time; at least one row."""
 PAIRS = 1 << 20
 """Attention weights of a head, of all rows, that are in memory at a time (`engine.audit.reference`)."""
-LOGITS = 1 << 25
-"""Logits of one side that are in memory at a time, in fp32."""
+LOGITS = {"cpu": 1 << 19, "cuda": 1 << 25}
+"""Logits of one side that are in memory at a time, in fp32: few enough for the cache of a CPU."""
 
 
 WIDENED = 2 * 10**9

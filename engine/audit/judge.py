@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.audit import reference
-from engine.audit.bounds import LOGITS, MOST_FLOPS, MOST_TOKENS, group_tokens
+from engine.audit.bounds import LOGITS, MOST_FLOPS, MOST_TOKENS, OF_STATES, group_tokens
 from engine.audit.files import open_files
 from engine.audit.observed import (
     Logged,
@@ -153,7 +153,8 @@ class _Step:
             tokens = min(tokens, MOST_TOKENS)
         room = len(places)
         if flops:
-            room = max(1, int(MOST_FLOPS[self.device.type] // (flops * tokens)))
+            most = OF_STATES * MOST_FLOPS[self.device.type]
+            room = max(1, int(most // (flops * tokens)))
         if room < len(places):
             generator = torch.Generator().manual_seed(seen.seed * 1_000_003 + seen.step)
             drawn = torch.randperm(len(places), generator=generator)[:room].tolist()
@@ -229,7 +230,7 @@ class _Step:
                     vocabulary=seen.student.vocabulary,
                     denominator=count,
                     head_gradient_VD=head_gradient_VD,
-                    chunk_numbers=LOGITS,
+                    chunk_numbers=LOGITS[self.device.type],
                 )
             gradients.append(gradient_ND)
             total.ce += sums.ce
@@ -558,7 +559,7 @@ def _targets(step: _Step, model: Model) -> Answer:
         if one.targets.log_probs_NK is not None:
             found.append(one.targets.log_probs_NK.view(shape)[rows, :tokens].flatten(0, 1))
     hidden_PE, vocabulary = torch.cat(hidden), step.seen.student.vocabulary
-    every = -(-len(hidden_PE) // max(TARGETS_COMPARED, 4 * LOGITS // vocabulary))
+    every = -(-len(hidden_PE) // max(TARGETS_COMPARED, 4 * LOGITS[step.device.type] // vocabulary))
     ids_PK = torch.cat(ids).to(step.device)[::every].long()
     logits = [
         hidden_PE[::every] @ model.weight(model.head_name, rows_R).T

@@ -573,7 +573,11 @@ def loss(
             elif teacher is not None:
                 t_CV = _logits(teacher[0][rows_C].to(wide), teacher[1], vocabulary)
                 sums.agreeing += int((z_CV.argmax(1) == t_CV.argmax(1)).sum())
-                divergence = _divergence(objective, t_CV, z_CV)
+                log_p_CV = _log_softmax(t_CV, objective.temperature)
+                softened_CV = log_q_CV
+                if objective.temperature != 1:
+                    softened_CV = _log_softmax(z_CV, objective.temperature)
+                divergence = _divergence(objective, log_p_CV, softened_CV)
             if divergence is not None:
                 scale = (1 - objective.alpha) * objective.temperature**2
                 total = total + scale * divergence
@@ -588,7 +592,7 @@ def loss(
             if head_gradient_VD is not None:
                 head_gradient_VD[part] += dz_CV[:, part].T @ h_CD
         sums.ce += float(ce.detach())
-        sums.largest_logit = max(sums.largest_logit, float(z_CV.detach().abs().amax()))
+        sums.largest_logit = max(sums.largest_logit, *map(abs, map(float, z_CV.detach().aminmax())))
     return sums, gradient_ND
 
 
@@ -602,10 +606,12 @@ def _logits(h_CD: Tensor, head: HeadRows, vocabulary: int) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _divergence(objective: Objective, t_CV: Tensor, z_CV: Tensor) -> Tensor:
+def _log_softmax(logits_CV: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(logits_CV if temperature == 1 else logits_CV / temperature, 1)
+
+
+def _divergence(objective: Objective, log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
     """Return the divergence of teacher p and student q at temperature T, summed over the rows, in nats."""
-    log_p_CV = torch.log_softmax(t_CV / objective.temperature, 1)
-    log_q_CV = torch.log_softmax(z_CV / objective.temperature, 1)
     if objective.divergence == "forward_kl":
         return _kl(log_p_CV, log_q_CV)
     if objective.divergence == "reverse_kl":

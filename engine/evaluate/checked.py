@@ -252,7 +252,7 @@ def _check_row(row: _Row, model: Model, against: Model | None) -> None:
     labels_N, ids_T = row.ids[1:], row.ids[None, :-1]
     hidden = [one.decoder.hidden(ids_T.to(one.device)).flatten(0, 1) for one in models]
     width = max(head_of(one.decoder).vocab_size for one in models)
-    size = max(1, LOGITS // width)
+    size = max(1, LOGITS["cpu"] // width)
     nats, divergence, surely, perhaps, largest = [0.0] * len(models), 0.0, 0, 0, 0.0
     for first in range(0, len(labels_N), size):
         logits = [
@@ -334,7 +334,7 @@ def _check_forward(rows: Sequence[_Row], model: Model, *, other: bool) -> str:
 
     def losses(rounding: float = 0.0) -> Tensor:
         passed = plain.forward(tokens_BT, documents_BT, rounding=rounding)
-        size = max(1, LOGITS // len(head_VD))
+        size = max(1, LOGITS["cpu"] // len(head_VD))
         parts = zip(torch.split(passed.hidden_ND, size), torch.split(labels_N, size), strict=True)
         return torch.cat(
             [

@@ -683,7 +683,7 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     if 8 * count_parameters(student) * tokens <= MOST_FLOPS["cuda"]:
         # The input of every layer, for its gradients.
         hidden += 4 * tokens * student.hidden_size * (student.num_hidden_layers + 1)
-    logits = 10 * 4 * min(LOGITS, plan.tokens * student.vocab_size)
+    logits = 10 * 4 * min(LOGITS["cuda"], plan.tokens * student.vocab_size)
     head = 6 * student.vocab_size * student.hidden_size
     yield BudgetItem(
         "audit of a step",

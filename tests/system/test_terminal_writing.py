@@ -25,6 +25,7 @@ PROTOCOLS = {
     "engine/contracts/proving.py",
     "engine/machine/cuda_driver.py",
     "engine/bench/kd.py",
+    "engine/runtime/rates.py",
 }
 """Helper processes whose stdout is a pipe to the engine."""
 PROBE = {

@@ -11,14 +11,13 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.cli.main import main
 from engine.errors import DiskFull
 from engine.spec import load_spec
-from engine.teachers.store.folder import ShardWriter, open_store, shard_path
+from engine.teachers.store.folder import open_store, shard_path
 from engine.teachers.store.keys import CacheError
 from engine.teachers.store.write import StorePlan
 from engine.train.prepare import Wanted, plan_job
@@ -231,24 +230,6 @@ def test_how_threads_wait_is_set_before_torch_is_loaded(spec: Path, tmp_path: Pa
     command = ["prepare", str(spec), "--out", str(tmp_path / "s")]
     done = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, check=False)
     assert done.returncode == 0
-
-
-@pytest.mark.parametrize("form", ["hidden", "top_k"])
-def test_rows_that_are_stored_under_the_keys_of_others_end_the_command(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    exact, held = ShardWriter.add, []
-
-    def exchanged(self: ShardWriter, key: bytes, parts: Any) -> None:
-        held.append((key, [bytes(part) for part in parts]))
-        if len(held) % 2 == 0:
-            (one, of_one), (other, of_other) = held[-2:]
-            exact(self, one, of_other)
-            exact(self, other, of_one)
-
-    monkeypatch.setattr(ShardWriter, "add", exchanged)
-    with pytest.raises(CacheError, match="expected what the teacher computes, found others"):
-        make_store(spec, tmp_path / "s", "train.steps=2", form=form, count=8)
 
 
 def test_equal_rows_are_stored_once(kit: Kit, tmp_path: Path) -> None:

@@ -511,11 +511,11 @@ def test_a_store_that_is_filled_by_other_code_than_set_is_named_before_it_is_use
 ) -> None:
     spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=2)
     monkeypatch.setattr(write, "sparse_parts", filled)
-    with pytest.raises(CacheError, match="expected what the teacher computes"):
-        make_store(spec, tmp_path / "store", form=form, count=8)
+    make_store(spec, tmp_path / "store", form=form, count=8)
     run, code = carry_out(spec, tmp_path / "run")
     assert code == 1
-    assert Follower(run).read_all().checks["stored_outputs"].level == "fail"
+    found = Follower(run).read_all()
+    assert found.checks["stored_outputs"].level == "fail" and found.last_step == 0
 
 
 def test_numbers_that_depend_on_one_another_are_named() -> None:

@@ -18,7 +18,6 @@ from engine.cli.main import main
 from engine.evaluate import perplexity as module
 from engine.evaluate.checked import fault_of_record
 from engine.evaluate.statistics import Interval, bootstrap
-from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.read_config import read_config
 from tests.support.kit import Kit, tiny_config
@@ -147,25 +146,6 @@ def test_a_figure_that_is_not_that_of_other_code_is_named_and_not_printed(
     out, err = capsys.readouterr()
     assert "perplexity" not in out
     assert words in err and "expected " in err and ", found " in err
-
-
-def test_a_forward_pass_that_runs_twice_is_a_warning(
-    evaluated: Callable[..., int],
-    ignorant: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert evaluated(ignorant) == 0
-    assert "warning" not in capsys.readouterr().err
-    hidden = Decoder.hidden
-
-    def twice(self: Decoder, *given: Any) -> Any:
-        hidden(self, *given)
-        return hidden(self, *given)
-
-    monkeypatch.setattr(Decoder, "hidden", twice)
-    assert evaluated(ignorant) == 0
-    assert "warning: evaluating does " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
