@@ -159,9 +159,9 @@ class Checks:
         begun = time.perf_counter()
         answer: Answer | None
         try:
-            # A check that runs after every step looks at no model.
-            always = about.when is When.ALWAYS
-            with contextlib.nullcontext() if always else undisturbed(context):
+            # These look at no model, and a checkpoint may be read while a step is made.
+            apart = about.when in (When.ALWAYS, When.AT_CHECKPOINT)
+            with contextlib.nullcontext() if apart else undisturbed(context):
                 answer = CHECKS[about.id](context, *more)
         except NoHiddenStates as error:
             answer = unknown(str(error))

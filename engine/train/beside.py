@@ -1,4 +1,5 @@
-"""What a run does by threads of its own while its start goes on: fresh weights, and the hashes of its models."""
+"""What a run does by threads of its own while it goes on: fresh weights, the hashes of its models and files, and the
+reading back of large checkpoints."""
 
 from __future__ import annotations
 
@@ -31,6 +32,10 @@ class Beside(Generic[T]):
             self._answer = self._work()
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
 
     def wait(self) -> None:
         self._thread.join()

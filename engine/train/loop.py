@@ -47,6 +47,7 @@ from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train import record
 from engine.train.auditing import StepAudit
+from engine.train.beside import Beside
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
@@ -63,6 +64,8 @@ from engine.train.trainer import Trainer
 
 MEMORY_SETTLED_AFTER = 3
 """After this many steps the allocator has seen every phase of a step."""
+READ_BESIDE_BYTES = 1 << 30
+"""A checkpoint from this size on is read back while the run goes on: that takes a second or more."""
 SAID_EVERY_S = 10.0
 """How often an evaluation logs its progress."""
 OF = {
@@ -130,6 +133,8 @@ class TrainingLoop:
         """The step of the newest evaluation of the student, and its loss."""
         self._continued: list[int] = []
         """What the last evaluation made of the prompt: the next one's guess."""
+        self._reading: Beside[list[Result]] | None = None
+        """Of the newest checkpoint, back from disk."""
         self.after_first_step: Callable[[], None] | None = None
         """What of the start may wait for the first step of this session."""
 
@@ -255,6 +260,8 @@ class TrainingLoop:
                 return self._pause(trainer)
             rank_stops = rank_stops or launched.numbers.asked_to_stop > 0
             launched = ahead
+        if not self.spec.checkpoint.at_end:
+            self.end_reading(trainer)
         return None
 
     def _begin(self, trainer: Trainer) -> _Session:
@@ -300,6 +307,8 @@ class TrainingLoop:
 
     def _check_step(self, step: StepDone, session: _Session) -> None:
         """Raise TrainingFailed where a check or a number of the step ends the run."""
+        if self._reading is not None and self._reading.done:
+            self.end_reading(session.trainer)
         # Other rows have other labels: they are the cause.
         self._answer(itertools.chain(session.rows.after(step), session.audit.after(step)))
         self._answer(self.checks.after_step(step))
@@ -375,16 +384,28 @@ class TrainingLoop:
         )
 
     def _save(self, trainer: Trainer) -> None:
-        """Save a checkpoint unless that was done, read it back, and delete those that are no longer kept."""
+        """Save a checkpoint unless that was done, and begin to read it back."""
         if self.keeper.saved_step == self.step:
             return
+        self.end_reading(trainer)
         self.log(Phase(name="saving a checkpoint"))
         step, loss = self._evaluated
         path = self.keeper.save(trainer, loss if step == self.step else None)
+        resumable = partial(self.keeper.check_resumable, trainer=trainer)
+        looked = self.checks.at_checkpoint(path, self.step, resumable)
+        ranks = trainer.ranks
+        self._reading = Beside(partial(list, looked if ranks.first else ()), "read back")
+        if ranks.many or sum(file.stat().st_size for file in path.iterdir()) < READ_BESIDE_BYTES:
+            self.end_reading(trainer)
+
+    def end_reading(self, trainer: Trainer) -> None:
+        """Wait until the newest checkpoint is read back, and delete those that are no longer kept. Raises
+        TrainingFailed when it cannot be resumed from."""
+        if self._reading is None:
+            return
+        reading, self._reading = self._reading, None
         with trainer.host.of(CHECKS):
-            resumable = partial(self.keeper.check_resumable, trainer=trainer)
-            looked = self.checks.at_checkpoint(path, self.step, resumable)
-            self._answer(looked if trainer.ranks.first else iter(()), trainer.ranks)
+            self._answer(iter(reading.result()), trainer.ranks)
         self.keeper.prune()
 
     def _pause(self, trainer: Trainer) -> RunFinished:
@@ -393,6 +414,7 @@ class TrainingLoop:
         if not self.spec.checkpoint.at_end:
             return RunFinished(state="stopped", reason=reason, exit_code=0, step=self.step)
         self._save(trainer)
+        self.end_reading(trainer)
         return RunFinished(
             state="stopped", reason=f"{reason} and saved", exit_code=0, step=self.step
         )
@@ -402,6 +424,7 @@ class TrainingLoop:
         reason = self.stop.reason or "asked of another rank"
         self.log(StopRequested(reason=reason, step=self.step))
         self._save(trainer)
+        self.end_reading(trainer)
         return RunFinished(
             state="stopped",
             reason=f"{reason}: the step was finished and saved",

@@ -478,6 +478,7 @@ class _Job:
         self.log(saved)
         del student  # the full copy of a sharded one
         self._evaluate_saved(trainer, loop)
+        loop.end_reading(trainer)
         self.log(Phase(name="writing the receipt"))
         outcome = Outcome(
             spec=self.asked,

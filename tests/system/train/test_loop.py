@@ -14,15 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.log.events import HOST_PARTS, RunFinished, StepDone
+from engine.checkpoint_folders import published, step_of
+from engine.log.events import HOST_PARTS, Checked, RunFinished, StepDone
 from engine.log.folder import create_run
+from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.spec import load_spec
+from engine.train import loop
 from engine.train import run as trainer_module
+from engine.train.checkpoint import manifest
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
-from tests.support.finished_runs import carried_out
+from tests.support.finished_runs import carried_out, carry_out
 from tests.support.kit import Kit
 from tests.support.trainers import TRAIN, build, run_ahead
 
@@ -186,3 +190,31 @@ def test_the_time_between_two_step_lines_is_divided_among_what_the_host_did(
     lasted = sum(step.wall_s or 0.0 for step in others)
     # Threads of others may come between the two clocks of a line, once or twice.
     assert lasted == pytest.approx(others[-1].t_s - first.t_s, abs=0.5)
+
+
+def test_a_large_checkpoint_is_read_back_while_the_run_goes_on(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "READ_BESIDE_BYTES", 0)
+    sets = ("train.steps=6", "checkpoint.every=2", "checkpoint.keep_last=1")
+    run, code = carry_out(kit.spec(tmp_path), tmp_path / "run", *sets)
+    view = Follower(run).read_all()
+    read = [
+        (line.event.step, line.event.level)
+        for line in view.lines
+        if isinstance(line.event, Checked) and line.event.id == "checkpoint_reloads"
+    ]
+    assert code == 0 and read == [(2, "pass"), (4, "pass"), (6, "pass")]
+    best = next(one.step for one in reversed(view.checkpoints) if one.best)
+    assert {step_of(path) for path in published(run.checkpoints)} == {6, best}
+
+
+def test_a_large_checkpoint_that_cannot_be_resumed_from_ends_the_run(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "READ_BESIDE_BYTES", 0)
+    monkeypatch.setattr(manifest, "digest_of", lambda path: (path.stat().st_size, "0" * 64))
+    run, code = carry_out(kit.spec(tmp_path), tmp_path / "run", "train.steps=6")
+    view = Follower(run).read_all()
+    assert code == 1 and view.checks["checkpoint_reloads"].level == "fail"
+    assert view.finished is not None and "checkpoint_reloads" in view.finished.reason
