@@ -17,14 +17,16 @@ STAGES: tuple[About, ...] = (
         id="step_rows",
         question="Did the step train on the rows of the corpus whose turn it was, each once?",
         means="Rows are met twice, left out or altered between the corpus and the models.",
-        remedy="Look at the loader: what stands at the row and token that are named.",
+        remedy="`engine data RUN --step N` shows the rows of the step; see that nothing writes to the corpus, and "
+        "empty the cache of tokens (`apr-workbench/tokens` of the user's cache).",
     ),
     _stage(
         id="step_labels",
         question="Is every label of the step the next token of its document, and every such token a label?",
         means="The student learns to repeat or skip tokens, is trained on what is not to be predicted, or misses "
         "a part.",
-        remedy="Shift labels exactly once, where the rows are made (engine.data.batches).",
+        remedy="`engine data RUN --step N` shows which tokens have labels; compare them with the chat template and "
+        "data.turns.",
     ),
     _stage(
         id="step_teacher",
@@ -43,13 +45,13 @@ STAGES: tuple[About, ...] = (
         id="step_loss_parts",
         question="Are the logged cross entropy, divergence and agreement those of the step's hidden states and labels?",
         means="Tokens or rows are left out of the loss, counted twice, or compared at other settings than the spec's.",
-        remedy="Flip loss.kernel to see whether a kernel is wrong; compare the arguments of the loss with the spec.",
+        remedy="Flip loss.kernel and loss.chunk_rows to see whether a kernel or a compiler is wrong.",
     ),
     _stage(
         id="step_loss",
         question="Is the logged loss the sum of its parts with the weights that the spec gives?",
         means="The run trains with another weight of the teacher than it records.",
-        remedy="Look at loss.alpha and loss.temperature where the loss is called.",
+        remedy="Compare loss.alpha and loss.temperature in `resolved.json` with the spec.",
     ),
     _stage(
         id="step_gradients",
@@ -57,24 +59,24 @@ STAGES: tuple[About, ...] = (
         means="The run descends another objective than the one it logs: rows or passes are left out or weighted "
         "wrongly.",
         remedy="The numbers say where the difference begins: at the hidden states, in the loss, else in the "
-        "tensor named.",
+        "tensor named. Flip loss.kernel, student.compile, student.checkpointing or student.graphs.",
     ),
     _stage(
         id="step_clipping",
         question="Is the logged gradient norm that of the gradients?",
         means="Gradients are clipped by another norm than theirs, and the chart shows that one.",
-        remedy="Take the norm after the last micro-batch and before the update, over every parameter.",
+        remedy="Flip train.update: its fused kernel sums the squares otherwise.",
     ),
     _stage(
         id="step_moments",
         question="Are the optimizer's moments those that AdamW makes of the clipped gradients?",
         means="The optimizer sees other gradients than the loss gave, clips them otherwise, or has other betas.",
-        remedy="Compare clip_norm, beta1 and beta2 in the optimizer's groups with the spec; flip train.update.",
+        remedy="Flip train.update, and compare train.clip_norm, beta1 and beta2 in `resolved.json` with the spec.",
     ),
     _stage(
         id="step_weights",
         question="Did every weight move as AdamW says, at the rate, decay and epsilon of the spec?",
         means="The rate or decay that trains is not the one that is recorded, or a part of the student is not trained.",
-        remedy="Give the optimizer every parameter; set the rate on its own groups at every step.",
+        remedy="Flip train.update; see in `engine tail RUN` whether steps were skipped.",
     ),
 )

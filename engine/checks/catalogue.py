@@ -24,7 +24,7 @@ CATALOGUE: tuple[About, ...] = (
         id="batch_not_degenerate",
         question="Does a step hold different rows of varied text?",
         means="There is nothing to learn from the batch, however well its loss falls.",
-        remedy="Look at the rows; point data.corpus at text, and see that the loader moves on.",
+        remedy="`engine data SPEC` shows the rows: point data.corpus at varied text, and leave copies out.",
         when=When.BEFORE,
     ),
     About(
@@ -55,7 +55,8 @@ CATALOGUE: tuple[About, ...] = (
         question="Is all that a resumed run goes on from, bit for bit, what its checkpoint's files hold?",
         means="It goes on as another run: old weights, cold or mixed moments, rows that are met twice. Each rank "
         "compares its part of tensors and moments, counters, generators, step and row.",
-        remedy="The reason names what differs. The checkpoint stays as it is: mend what restores, and resume again.",
+        remedy="The reason names what differs. The checkpoint stays as it is: resume again, with the versions of torch "
+        "and the engine that wrote it if they have changed.",
         when=When.GOING_ON,
     ),
     About(
@@ -84,7 +85,7 @@ CATALOGUE: tuple[About, ...] = (
         id="eval_baseline",
         question="Does the evaluation give a model that knows nothing no better than token frequencies?",
         means="The evaluation praises anything, so no held-out loss of this run means something.",
-        remedy="Look at the labels and the mean in the evaluation.",
+        remedy="`engine data SPEC` shows the held-out rows and which tokens have labels; take more with eval.rows.",
         when=When.AT_START,
         stops=False,
     ),
@@ -122,7 +123,8 @@ CATALOGUE: tuple[About, ...] = (
         id="memory_as_planned",
         question="Is the measured peak of memory near the one that was planned?",
         means="The plan cannot be trusted to refuse a run that does not fit.",
-        remedy="Compare the plan item by item with what is allocated.",
+        remedy="See what else uses the device (`engine doctor`); memory.limit_gib plans for less, memory.budget=report "
+        "goes on.",
         when=When.FIRST_STEPS,
         stops=False,
     ),
@@ -130,7 +132,8 @@ CATALOGUE: tuple[About, ...] = (
         id="no_late_compile",
         question="Was every kernel compiled before the steps that are timed?",
         means="A step waited for a compiler; a key may change with every step.",
-        remedy="`engine tail RUN` names the kernel and what changed: warm it up, or do not specialise on it.",
+        remedy="`engine tail RUN` names the kernel and what changed: kernels.prewarm=true compiles it before, or "
+        "student.compile=off does without.",
         when=When.ALWAYS,
         stops=False,
     ),
