@@ -289,6 +289,7 @@ _SETS: dict[str, dict[str, Any]] = {
     **{one.id: {"train.accumulation": 2, "checks.every": 1} for one in BETWEEN_PARTS},
     # Long enough for a row of two documents.
     "documents_merged_in_step": {"data.seq_len": 512},
+    "document_mask_missing": {"data.seq_len": 512},
 }
 _RESUMED = ("optimizer_lost", "position_lost")
 _ENDLESS = {"train.steps": 100_000, "checkpoint.every": 0}
