@@ -29,7 +29,7 @@ from engine.machine.reading import Reading, absent, measured
 from engine.models.transformers_config import WARNS
 from engine.plan.data_size import PIECE_BYTES, SAMPLED_BYTES, DataSize
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
-from engine.signals import descendants, end, scratch_folder
+from engine.signals import scratch_folder
 from engine.spec import RunSpec, spec_to_toml
 from engine.spec.sections import ChecksSection
 from engine.teachers.store.manifest import uses_cache
@@ -47,8 +47,6 @@ TOKEN_BYTES = 8
 """Twice what a token of English or code has on average."""
 POLL_S = 0.05
 PLAIN_EVERY_S = 5.0
-ENDING_S = 5.0
-"""How long processes that were killed may take to be gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ def measure_first_steps(spec: RunSpec, size: DataSize) -> FirstSteps:
         try:
             view = _follow(launched)
         finally:
-            _end(launched)
+            launched.end()
         code = exit_code(view, launched.process.returncode)
         return _read(spec, run, view, code, text_bytes)
 
@@ -175,24 +173,6 @@ def _follow(launched: Launched) -> RunView:
         time.sleep(POLL_S)
     line.clear()
     return follower.read_all()
-
-
-def _end(launched: Launched) -> None:
-    """Kill what is left of the run, and wait until it writes nothing more."""
-    tree = descendants(launched.process.pid)
-    if launched.process.poll() is None:
-        launched.process.kill()
-    end(tree.values())
-    launched.process.wait()
-    launched.leave(b"d")
-    deadline_s = time.monotonic() + ENDING_S
-    while _is_alive(launched.run) and time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
-
-
-def _is_alive(run: RunFolder) -> bool:
-    alive = run.liveness()
-    return alive.trainer or alive.supervisor
 
 
 def _why_failed(run: RunFolder, view: RunView) -> tuple[str, bool]:

@@ -17,9 +17,12 @@ from engine.errors import BadInput, InternalError, RunLogError, write_error
 from engine.log.folder import RunFolder, read_command
 from engine.log.follow import Follower
 from engine.log.read import id_of
+from engine.signals import descendants, end
 
 START_DEADLINE_S = 30.0
 POLL_S = 0.02
+ENDING_S = 5.0
+"""Seconds that processes that were killed may take to be gone."""
 
 
 class Launched:
@@ -45,6 +48,23 @@ class Launched:
             self.process.stdin.close()
         except BrokenPipeError:
             return  # the supervisor ended first, so nobody needs to know
+
+    def end(self) -> None:
+        """Kill what is left of the run, and wait until it writes nothing more."""
+        tree = descendants(self.process.pid)
+        if self.process.poll() is None:
+            self.process.kill()
+        end(tree.values())
+        self.process.wait()
+        self.leave(b"d")
+        deadline_s = time.monotonic() + ENDING_S
+        while _is_written(self.run) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+
+
+def _is_written(run: RunFolder) -> bool:
+    alive = run.liveness()
+    return alive.trainer or alive.supervisor
 
 
 def launch(

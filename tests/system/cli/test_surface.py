@@ -178,6 +178,7 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
         "diagnose": ("diagnose", run),
         "checks": ("checks", run),
         "checks --list": ("checks", "--list"),
+        "verify": ("verify", run, "--steps", "1"),
         "drill --list": ("drill", "--list"),
         "flips": ("flips", folder),
         "inspect": ("inspect", run / "student", "--tensors", "--values"),
