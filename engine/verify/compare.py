@@ -261,8 +261,12 @@ def _compare_steps(record: Session, fresh: Session, steps: int, found: Verified)
         if was is None:
             return Verdict(Level.FAIL, f"the log has no record of step {step}")
         if now is None:
-            ended = fresh.finished.reason if fresh.finished is not None else "nobody saw it end"
-            return Verdict(Level.UNKNOWN, f"the replay ended before step {step}: {ended}")
+            ended = fresh.finished
+            if ended is not None and ended.state == "completed":
+                text = f"the log has step {step}, and the settings end at step {fresh.last_step}"
+                return Verdict(Level.FAIL, text)
+            reason = ended.reason if ended is not None else "nobody saw it end"
+            return Verdict(Level.UNKNOWN, f"the replay ended before step {step}: {reason}")
         for name in (*EXACT, *ROUNDED):
             if getattr(was, name) is None and getattr(now, name) is not None:
                 lacking[name] = lacking.get(name, 0) + 1

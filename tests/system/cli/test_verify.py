@@ -155,6 +155,19 @@ def test_a_student_that_was_altered_after_the_receipt_is_named(copy: Path) -> No
 
 
 @pytest.mark.usefixtures("at_hand")
+def test_a_step_that_the_settings_do_not_have_is_named(copy: Path) -> None:
+    lines = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+    last = next(
+        i for i, line in enumerate(lines) if line["kind"] == "step" and line["step"] == STEPS
+    )
+    lines.insert(last + 1, lines[last] | {"step": STEPS + 1})
+    text = "".join(json.dumps(line | {"seq": seq}) + "\n" for seq, line in enumerate(lines))
+    (copy / "events.jsonl").write_text(text)
+    found = by_name(verified(copy, code=1))["steps"]
+    assert found == ("fail", f"the log has step {STEPS + 1}, and the settings end at step {STEPS}")
+
+
+@pytest.mark.usefixtures("at_hand")
 def test_settings_that_were_altered_are_named(copy: Path) -> None:
     effective = json.loads((copy / "effective.json").read_text())
     effective["spec"]["train"]["lr"] *= 2
