@@ -291,6 +291,8 @@ _SETS: dict[str, dict[str, Any]] = {
     "documents_merged_in_step": {"data.seq_len": 512},
     "document_mask_missing": {"data.seq_len": 512},
 }
+_AT_START = dict.fromkeys(("labels_unshifted", "labels_shifted_twice"), "teacher_knows_text")
+"""Defects that a check before the first step ends the run by, though a stage of the audit says what they are."""
 _RESUMED = ("optimizer_lost", "position_lost")
 _ENDLESS = {"train.steps": 100_000, "checkpoint.every": 0}
 _HANGS = _ENDLESS | {"watch.stall_seconds": 1}
@@ -302,7 +304,7 @@ def _of_training(defect: Defect) -> Drill:
         id=defect.id,
         what=defect.what,
         happened=defect.happened,
-        expected=(Expected(kind=CHECK, id=defect.named_by),),
+        expected=(Expected(kind=CHECK, id=_AT_START.get(defect.id, defect.named_by)),),
         act="resume" if resumed else "none",
         sets=_ENDLESS if resumed else _SETS.get(defect.id, {}),
     )

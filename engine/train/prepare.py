@@ -41,6 +41,7 @@ from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.teachers.store.folder import (
     SHARD_BYTES,
     ShardWriter,
+    Store,
     only_writer,
     open_store,
     rows_per_shard,
@@ -219,13 +220,7 @@ def _prepare(
         spec, compute = set_up_device(job.spec, write)
         with compute.memory.use():
             built, identity = _load_teacher(job, spec, compute, say, write)
-        if (out / MANIFEST).exists():
-            store = open_store(out)
-            same_identity(store, identity)
-        else:
-            say("measuring the teacher on held-out rows")
-            write_manifest(out, _manifest(job, built, identity, compute.device))
-            store = open_store(out)
+        store = _open_or_begin(job, built, identity, compute.device, say)
         if drop_damaged(store, say, note):
             store = open_store(out)
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
@@ -247,6 +242,20 @@ def _prepare(
         seconds=time.monotonic() - begun,
         stopped=stop.reason,
     )
+
+
+def _open_or_begin(
+    job: Job, built: BuiltTeacher, identity: Identity, device: torch.device, say: Say
+) -> Store:
+    """Open the store, if it is this teacher's, or begin it with what is measured of the teacher."""
+    out = job.wanted.out
+    if (out / MANIFEST).exists():
+        store = open_store(out)
+        same_identity(store, identity)
+        return store
+    say("measuring the teacher on held-out rows")
+    write_manifest(out, _manifest(job, built, identity, device))
+    return open_store(out)
 
 
 def _load_teacher(
