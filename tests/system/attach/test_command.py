@@ -106,7 +106,12 @@ def test_signals_sent_to_the_watch_reach_the_command(tmp_path: Path) -> None:
         "trap ': > hup' HUP; trap ': > usr1' USR1; trap 'exit 5' TERM; : > up\n"
         "while :; do sleep 0.05; done"
     )
-    process = subprocess.Popen(command(tmp_path, "sh", "-c", script), cwd=tmp_path)
+    # Under nohup it is ignored, and what is ignored at a start no shell can trap.
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(command(tmp_path, "sh", "-c", script), cwd=tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
     wait_for_file(tmp_path / "up")
     for number, answer in ((signal.SIGHUP, "hup"), (signal.SIGUSR1, "usr1")):
         process.send_signal(number)
