@@ -4,6 +4,7 @@
 # make test   the whole suite               make check   format, lint, types, import layers
 # make contracts   run what the contracts promise, then plant each bug and see it caught
 # make ci     what .ci/run runs: check, current-docs, promises, a short run, a drill of each kind, test
+# make mutants   plant each defect of tests/mutants in a copy of this tree: a test, or `engine verify`, notices it
 # make perf   what asserts times, alone     make soak   the long proofs, to the end, with a list of what failed
 # make frameworks   `engine watch` on scripts of Transformers, TRL, Lightning, Accelerate, and of two ranks; labels beside TRL's
 # All make .venv first, at the versions in constraints.txt.
@@ -15,7 +16,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo demo-watch real ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises untested drills few-drills quick-run format soak attack notebooks fuzz gpu peers frameworks wheel clean
+.PHONY: demo demo-watch real ci test suite interpreted unit orders perf skips docs current-docs check types style contracts promises untested drills few-drills quick-run format soak attack notebooks fuzz gpu peers frameworks wheel mutants clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -150,6 +151,10 @@ INTERPRETED = tests/unit/kernels/interpreted
 soak: .venv/.dev
 	$(PYTEST) -v -rfE -n 2 -m "soak and not fuzz and not perf" --ignore $(INTERPRETED) --timeout=3600 $(ARGS); first=$$?; \
 	TRITON_INTERPRET=1 $(PYTEST) -v -rfE -n 2 -m soak $(INTERPRETED) && exit $$first
+
+# Each defect of tests/mutants/mutants.tsv in a copy of this tree; `make mutants ARGS=labels_rolled` plants one.
+mutants: .venv/.dev
+	$(BIN)/python -m tests.mutants.run $(ARGS)
 
 # Hostile inputs, programs, logs and signals from seeds: part of soak, a quarter of an hour on two cores.
 attack: .venv/.dev
