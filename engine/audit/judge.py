@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 
 from engine.audit import reference
-from engine.audit.bounds import LOGITS, MOST_FLOPS, MOST_TOKENS, OF_STATES, group_tokens
+from engine.audit.bounds import (
+    LOGITS,
+    MOST_FLOPS,
+    MOST_TOKENS,
+    OF_STATES,
+    group_tokens,
+    layer_bytes,
+    logits_bytes,
+    times_at_once,
+)
 from engine.audit.files import open_files
 from engine.audit.observed import (
     Logged,
@@ -164,11 +173,35 @@ class _Step:
         ]
         return _Chosen(rows, tokens, gradients=not flops)
 
+    @cached_property
+    def times(self) -> int:
+        """How many times as much of the student's reference is in memory at a time as is counted with."""
+        runs, one = self.seen.student.runs, self.seen.passes[0]
+        if not isinstance(runs, reference.PlainDecoder):
+            return 1
+        counted = layer_bytes(
+            intermediate=runs.shape.intermediate_size,
+            width=one.student_hidden_ND.shape[1],
+            heads=runs.shape.heads,
+            tokens=one.tokens_BT.numel(),
+            row=one.tokens_BT.shape[1],
+            backward=True,
+        ) + logits_bytes(one.tokens_BT.numel(), self.seen.student.vocabulary)
+        return times_at_once(counted, self.seen.room)
+
+    @cached_property
+    def student(self) -> Model:
+        model = self.seen.student
+        if not isinstance(model.runs, reference.PlainDecoder):
+            return model
+        return replace(model, runs=replace(model.runs, pairs=self.times * model.runs.pairs))
+
     def forwards(
         self, model: Model, chosen: _Chosen, *, keep: bool = False, rounding: float = 0.0
     ) -> list[list[Forward]]:
         """Return the reference's forward passes over the chosen rows of each pass, some at a time."""
-        size = max(1, group_tokens(model.shape.intermediate_size) // chosen.tokens)
+        times = self.times if model is self.student else 1
+        size = max(1, times * group_tokens(model.shape.intermediate_size) // chosen.tokens)
         with self.products(model):
             return [
                 [
@@ -198,7 +231,7 @@ class _Step:
     @cached_property
     def student_forwards(self) -> list[list[Forward]]:
         chosen = self.of_student
-        return self.forwards(self.seen.student, chosen, keep=chosen.gradients)
+        return self.forwards(self.student, chosen, keep=chosen.gradients)
 
     @cached_property
     def teacher_forwards(self) -> list[list[Forward]]:
@@ -230,7 +263,7 @@ class _Step:
                     vocabulary=seen.student.vocabulary,
                     denominator=count,
                     head_gradient_VD=head_gradient_VD,
-                    chunk_numbers=LOGITS[self.device.type],
+                    chunk_numbers=self.times * LOGITS[self.device.type],
                 )
             gradients.append(gradient_ND)
             total.ce += sums.ce
@@ -489,11 +522,12 @@ def _moved_by_rounding(
     for place in worst_R[:ROUNDED_ROWS].tolist():
         number, row, _ = found.places[place * length]
         one, begin = step.seen.passes[number], place * length
-        change_TD = model.runs.forward(
-            one.tokens_BT[row : row + 1, :length],
-            one.documents_BT[row : row + 1, :length],
-            rounding=model.rounding,
-        ).hidden_ND
+        with step.products(model):
+            change_TD = model.runs.forward(
+                one.tokens_BT[row : row + 1, :length],
+                one.documents_BT[row : row + 1, :length],
+                rounding=model.rounding,
+            ).hidden_ND
         plain_TD = plain_RTD[place].float()
         moved_T = (change_TD.float() - plain_TD).norm(dim=1) > _allowed(model) * plain_TD.norm(
             dim=1
@@ -822,7 +856,7 @@ def _weight_gradients(
     step: _Step, upstream: Sequence[Tensor], head_gradient_VD: Tensor | None
 ) -> Answer:
     """Compare the gradients of the weights with those of the plain decoder."""
-    seen, model = step.seen, step.seen.student
+    seen, model = step.seen, step.student
     total = max(sum(one.numbers for one in seen.parameters), 1)
     # In 16 bits each layer's backward pass adds some percent.
     relative = max(2e-3, 32 * model.rounding)
@@ -839,8 +873,9 @@ def _weight_gradients(
             continue
         found = one.gradient.double()
         share = math.sqrt(found.numel() / total)
-        error = float((found - wanted).norm())
-        allowed = relative * float(wanted.norm()) + floor * max(share, 1e-3)
+        # Each number alone would wait for the device.
+        error, length = torch.stack([(found - wanted).norm(), wanted.norm()]).tolist()
+        allowed = relative * length + floor * max(share, 1e-3)
         compared += 1
         if error <= allowed:
             worst = max(worst, error / allowed)
@@ -889,7 +924,7 @@ def _wanted_gradients(
         for flow_ND in torch.split(of_pass_ND, [len(one.tokens_N) for one in groups])
     ]
     passes = [one for groups in forwards for one in groups]
-    student = step.seen.student
+    student = step.student
     with step.products(student):
         for name, gradients in _with_head(
             student.runs.backward(passes, flows), head_gradient_VD, student.head_name

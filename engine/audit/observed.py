@@ -171,4 +171,6 @@ class ObservedStep:
     """Of all gradients, summed in float64."""
     wanted: Wanted
     seed: int
+    room: int = 0
+    """Bytes on a GPU that the step has taken and that are free again."""
     no_teacher: str = NOT_IN_FILES

@@ -36,7 +36,7 @@ from torch import Tensor
 IGNORED = -100
 """The label of a position that predicts nothing."""
 PAIRS = 1 << 20
-"""Attention weights of a head, of all rows, that are in memory at a time; at least one query's."""
+"""Attention weights of a head, of all rows, that are in memory at a time where nothing else is said."""
 FP32_ROUNDING = 2.0**-24
 """Largest relative error of one rounding to fp32."""
 SCORE_ROUNDINGS = 4
@@ -186,6 +186,8 @@ class PlainDecoder:
 
     shape: Shape
     weight: Weight
+    pairs: int = PAIRS
+    """Attention weights of a head, of all rows, that are in memory at a time; at least one query's."""
 
     @torch.no_grad()
     def forward(
@@ -217,7 +219,7 @@ class PlainDecoder:
             if keep:
                 inputs.append(x_ND)
             parts = {name: weight(f"layers.{index}.{name}") for name in _names(shape)}
-            x_ND = _layer(shape, index, x_ND, documents_BT, turns, parts, rounding)
+            x_ND = self._layer(index, x_ND, documents_BT, turns, parts, rounding)
         if keep:
             inputs.append(x_ND)
         hidden_ND = _norm(shape, x_ND, weight("norm.weight"))
@@ -258,12 +260,15 @@ class PlainDecoder:
         )
         for index in reversed(range(shape.layers)):
             yield from through(
-                index, f"layers.{index}.", _names(shape), functools.partial(_layer, shape, index)
+                index, f"layers.{index}.", _names(shape), functools.partial(self._layer, index)
             )
         embedding = torch.zeros_like(weight("embed.weight"))
         for one, flow_ND in zip(passes, flows, strict=True):
             embedding.index_add_(0, one.tokens_N, flow_ND * shape.embedding_scale)
         yield "embed.weight", embedding
+
+    def _layer(self, index: int, *given: Any) -> Tensor:
+        return _layer(self.shape, index, self.pairs, *given)
 
 
 def _widened(weight: Weight, rounding: float) -> Weight:
@@ -308,6 +313,7 @@ def _names(shape: Shape) -> list[str]:
 def _layer(
     shape: Shape,
     index: int,
+    pairs: int,
     x_ND: Tensor,
     documents_BT: Tensor,
     turns: dict[bool, Tensor],
@@ -322,7 +328,7 @@ def _layer(
         return x_ND @ parts[f"mlp.{name}.weight"].T
 
     normed_ND = normed(x_ND, "attention_norm")
-    y_ND = _attention(shape, index, normed_ND, documents_BT, turns, parts, rounding)
+    y_ND = _attention(shape, index, pairs, normed_ND, documents_BT, turns, parts, rounding)
     x_ND = _moved(x_ND + normed(y_ND, "attention_out_norm"), rounding)
     normed_ND = normed(x_ND, "mlp_norm")
     gated = _moved(times(normed_ND, "gate"), rounding)
@@ -345,6 +351,7 @@ def _norm(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
 def _attention(
     shape: Shape,
     index: int,
+    pairs: int,
     x_ND: Tensor,
     documents_BT: Tensor,
     turns: dict[bool, Tensor],
@@ -374,7 +381,7 @@ def _attention(
         y_NKE.view(rows, length, *y_NKE.shape[1:]).transpose(1, 2).repeat_interleave(shared, 1)
         for y_NKE in (k_NKE, v_NKE)
     )
-    count = max(1, PAIRS // (rows * length))
+    count = max(1, pairs // (rows * length))
     answers = []
     for first in range(0, length, count):
         last = min(first + count, length)

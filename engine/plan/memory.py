@@ -56,7 +56,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.audit.bounds import LOGITS, MOST_FLOPS, PAIRS, WIDENED, group_tokens
+from engine.audit.bounds import (
+    MOST_FLOPS,
+    WIDENED,
+    group_tokens,
+    layer_bytes,
+    logits_bytes,
+)
 from engine.errors import BadInput
 from engine.loss.chunks import (
     FUSED_HELD,
@@ -665,17 +671,17 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     models = [one for one in (student, teacher) if one is not None]
     layer = 4 * max(sum(linear_sizes(one).values()) for one in models)
 
-    def group(config: ModelConfig) -> int:
-        at_once = max(group_tokens(config.intermediate_size), plan.spec.data.seq_len)
-        return min(at_once, plan.tokens)
-
-    # Numbers of a layer for the tokens at a time; the student's with what its backward pass needs.
-    wide = group(student) * (6 * student.intermediate_size + 12 * student.hidden_size)
-    if teacher is not None:
-        of_teacher = 3 * teacher.intermediate_size + 6 * teacher.hidden_size
-        wide = max(wide, group(teacher) * of_teacher)
-    seen = max(PAIRS, plan.spec.data.seq_len)
-    attention = 4 * 4 * max(one.num_attention_heads for one in models) * seen
+    at_once = max(
+        layer_bytes(
+            intermediate=one.intermediate_size,
+            width=one.hidden_size,
+            heads=one.num_attention_heads,
+            tokens=plan.tokens,
+            row=plan.spec.data.seq_len,
+            backward=one is student,
+        )
+        for one in models
+    )
     hidden = (
         sum(plan.each * tokens * one.hidden_size for one in models)
         + 8 * tokens * student.hidden_size
@@ -683,11 +689,11 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     if 8 * count_parameters(student) * tokens <= MOST_FLOPS["cuda"]:
         # The input of every layer, for its gradients.
         hidden += 4 * tokens * student.hidden_size * (student.num_hidden_layers + 1)
-    logits = 10 * 4 * min(LOGITS["cuda"], plan.tokens * student.vocab_size)
+    logits = logits_bytes(plan.tokens, student.vocab_size)
     head = 6 * student.vocab_size * student.hidden_size
     yield BudgetItem(
         "audit of a step",
-        layer + 4 * wide + attention + hidden + logits + head,
+        layer + at_once + hidden + logits + head,
         "a layer in fp32 with some tokens of it, logits in fp32, gradients of the head",
         phases=(_AUDIT,),
     )

@@ -339,6 +339,7 @@ class StepAudit(StepObserver):
             gradient_norm=gradient_norm,
             wanted=self._wanted(seen.step),
             seed=spec.train.seed,
+            room=_free_again(trainer.device),
             no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_FILES,
         )
 
@@ -456,6 +457,13 @@ class StepAudit(StepObserver):
         """Whether a copy of the teacher in fp32 is too large for its module to be run again with it."""
         decoder = self.teacher_decoder
         return isinstance(decoder, TransformersDecoder) and decoder.config.counted > WIDENED
+
+
+def _free_again(device: torch.device) -> int:
+    """Return the bytes of a GPU that tensors have taken before and do not take now."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
 def _head_name(decoder: Decoder) -> str:

@@ -3,7 +3,7 @@
 The same spec is run with checks and without, in turns, from the command to the saved student: a Q4_K_M teacher of
 Qwen2.5-7B's shapes and a student of Qwen2.5-0.5B's with 8 x 1024 tokens a step, or with --demo the demo cut to 20
 steps.
-One line of JSON for each run. A first run, which fills the caches, is not counted.
+One line of JSON for each run. A first run of each length, which fills the caches, is not counted.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ def main() -> None:
         # Random weights know nothing of any text, and the check that says so would stop the run.
         saved = ("checks.on_fail=report", "checkpoint.at_end=true")
         arms = [(*saved, f"train.steps={steps}") for steps in options.steps]
-    seconds(spec, options.folder / "warm-up", (*arms[0], "train.stop_after=2"), checks=False)
     for sets in arms:
+        # A long run compiles more than a short one.
+        out = options.folder / f"warm-up-{sets[-1].replace('=', '-')}"
+        seconds(spec, out, (*sets, "train.stop_after=2"), checks=False)
         for number in range(options.rounds):
             for checks in (True, False):
                 out = options.folder / f"run-{sets[-1].replace('=', '-')}-{number}-{checks}"

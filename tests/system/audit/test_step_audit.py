@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.audit import judge
+from engine.audit import bounds, judge
 from engine.audit.stages import STAGES
 from engine.drills.defects_training import BETWEEN_PARTS
 from engine.drills.planting import Defect
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
+from engine.train import auditing
 from engine.train.auditing import StepAudit, _weights_of
 from engine.train.trainer import Trainer
 from engine.verdict import Level
@@ -104,6 +105,30 @@ def test_an_audited_run_is_bit_for_bit_the_run_without(world: World) -> None:
         assert audited_losses == losses and torch.equal(audited_random, random)
         for name, parameter in audited.trainer.student.named_parameters():
             assert torch.equal(parameter, plain.trainer.student.get_parameter(name)), name
+
+
+def test_memory_that_the_step_took_makes_the_references_larger_and_nothing_else(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "GROUP_NUMBERS", 1 << 13)
+    monkeypatch.setitem(judge.LOGITS, "cpu", 1 << 14)
+    found = []
+    for room in (0, 1 << 50):
+        monkeypatch.setattr(auditing, "_free_again", lambda _device, room=room: room)
+        run = make_run(world)
+        run.step(1)
+        assert not run.failures()
+        found.append([dict(run.results[id].numbers) for id in IDS])
+    assert found[0] != found[1], "sums are made in another order"
+    for small, large in zip(*found, strict=True):
+        assert small == pytest.approx(large, rel=1e-2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("room", "times"), [(0, 1), (100, 1), (200, 2), (799, 4), (800, 8), (1 << 60, 8)]
+)
+def test_what_is_in_memory_at_a_time_stays_within_the_room(room: int, times: int) -> None:
+    assert bounds.times_at_once(100, room) == times
 
 
 def test_a_gradient_that_is_mostly_rounding_is_unknown_and_says_so(
