@@ -170,6 +170,16 @@ def test_a_log_opens_with_who_writes_it_and_when(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
+def test_the_times_of_lines_count_from_the_opening_of_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    begun_s = time.monotonic()
+    with LogWriter(path, writer="trainer") as log:
+        log.write(Note(level="info", text="a line"))
+    opened, line = (json.loads(text)["t_s"] for text in path.read_text().splitlines())
+    assert 0 <= opened <= line
+    assert begun_s + line <= time.monotonic()
+
+
 def test_a_second_writer_is_refused_with_words_and_the_first_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with LogWriter(path, writer="first") as first:
