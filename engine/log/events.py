@@ -381,6 +381,29 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
         return all(math.isfinite(nan_if_absent(n)) for n in (self.loss, self.grad_norm))
 
 
+class Recorded(Event, frozen=True, kw_only=True, tag="recorded"):
+    """A few numbers of the step that was logged before, for a replay to be compared with (`engine.train.recorder`);
+    those that a step does not have are empty."""
+
+    step: Count
+    micro_batch: Count
+    token: Count
+    """Of that micro-batch's, row after row: the one of the hidden states."""
+    tensor: str
+    """The parameter of the student, and `first`: the first of its numbers, row after row."""
+    first: Count
+    teacher: list[Number | None] = []
+    """Of its hidden state, or of its stored targets."""
+    student: list[Number | None] = []
+    gradient: list[Number | None] = []
+    """As the update finds it, before clipping."""
+    mean: list[Number | None] = []
+    square: list[Number | None] = []
+    """AdamW's moments after the update."""
+    weight: list[Number | None] = []
+    """After the update."""
+
+
 STEP_PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
 """In the order of a step."""
 IDLE = "idle"
@@ -693,6 +716,7 @@ Known: TypeAlias = (
     | VocabularyCut
     | Checked
     | StepDone
+    | Recorded
     | Evaluated
     | Logged
     | Identity

@@ -42,6 +42,7 @@ from engine.log.events import (
     Phase,
     ProcessFound,
     ReceiptWritten,
+    Recorded,
     RunFinished,
     RunStarted,
     ScriptEnded,
@@ -184,6 +185,8 @@ def _event_text(event: AnyEvent) -> str:
             return check_text(event)
         case StepDone():
             return step_text(event)
+        case Recorded():
+            return f"recorded {event.tensor} of step {event.step} and one token's hidden states"
         case Logged():
             numbers = (f"{name} {format_value(value)}" for name, value in event.values.items())
             return f"step {event.step}: {', '.join(numbers)}"

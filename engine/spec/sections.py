@@ -546,6 +546,12 @@ class ChecksSection:
         low=-1,
         most=10**9,
     )
+    record: str = setting(
+        "auto",
+        "Steps of which a few numbers are logged for `engine verify`: the first 32 of a session and then one a second "
+        "(auto), all, or none (off).",
+        allowed=("auto", "all", "off"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,7 @@ from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.ranks.sharding import whole_student
 from engine.train.record import Log
+from engine.train.recorder import Recorder
 from engine.train.step import LaunchedStep, broken_invariants
 from engine.train.stop_request import StopRequest
 from engine.train.trained_rows import TrainedRows
@@ -100,6 +101,7 @@ class _Session(NamedTuple):
     """The step that it goes on from."""
     audit: StepAudit
     rows: TrainedRows
+    recorder: Recorder
     held: HeldWriter
 
 
@@ -277,7 +279,8 @@ class TrainingLoop:
         self.keeper.sync_rows = rows.sync
         self._answer(self.checks.going_on(), trainer.ranks)
         held = HeldWriter(folder, partial(record.held_by, trainer.device))
-        return _Session(trainer, trainer.step, audit, rows, held)
+        recorder = Recorder(trainer, self.spec)
+        return _Session(trainer, trainer.step, audit, rows, recorder, held)
 
     def _due(self, step: int, session: _Session) -> _Due:
         """Return what follows `step`."""
@@ -301,6 +304,8 @@ class TrainingLoop:
 
     def _log_step(self, step: StepDone, session: _Session) -> None:
         log_step(self.log, step, self.spec.loss.temperature)
+        for recorded in session.recorder.take(step.step):
+            self.log(recorded)
         if session.trainer.ranks.first:
             session.held.look(step.step)
         self.compiles.done(self.log)

@@ -191,7 +191,7 @@ def test_list_of_settings_is_frozen() -> None:
         "compute.thread_wait", "compute.slow_by",
         "compute.deterministic",
         "memory.allocator", "memory.budget", "memory.limit_gib", "kernels.prewarm",
-        "checks.enabled", "checks.skip", "checks.on_fail", "checks.every",
+        "checks.enabled", "checks.skip", "checks.on_fail", "checks.every", "checks.record",
         "watch.stall_seconds", "watch.on_stall", "watch.on_thrash", "watch.sample_seconds",
         "gate.smoke_steps", "gate.teacher_reference", "gate.teacher_kl", "gate.cache_cosine", "gate.cache_rows",
         "gate.heldout_loss", "gate.heldout_share", "gate.pass_at_1",
@@ -220,7 +220,7 @@ KEEPS_RESULTS = """
     compute.device compute.collective_timeout_s compute.threads compute.thread_wait compute.slow_by
     compute.deterministic memory.allocator memory.budget memory.limit_gib kernels.prewarm
     watch.stall_seconds watch.on_stall watch.on_thrash watch.sample_seconds
-    checks.enabled checks.skip checks.on_fail checks.every
+    checks.enabled checks.skip checks.on_fail checks.every checks.record
     gate.smoke_steps gate.teacher_reference gate.teacher_kl gate.cache_cosine gate.cache_rows
     gate.heldout_loss gate.heldout_share gate.pass_at_1
 """

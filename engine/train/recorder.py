@@ -1,0 +1,150 @@
+"""A few numbers of real steps, recorded for a replay of the run to be compared with (`engine.verify`).
+
+They follow a step from stage to stage: hidden states of both models at one token, and of one tensor its gradient as the
+update finds it, then its moments and itself after the update. Micro-batch, token and tensor are drawn by the seed and
+the step, so a replay records the same ones. Nothing is judged.
+"""
+
+# Shapes: B rows, T tokens, N = B*T, D student width
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.log.events import Recorded
+from engine.runtime.ranks import own_part
+from engine.spec import RunSpec
+from engine.train.step import MicroBatch, StepObserver, TeacherOutput
+from engine.train.trainer import Trainer
+
+FIRST_STEPS = 32
+"""Of a session, that are recorded one by one."""
+EVERY_S = 1.0
+"""How often a later step is."""
+NUMBERS = 4
+"""Of each vector, next to each other."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is being recorded."""
+
+    micro_batch: int
+    token: int
+    """Among those of the micro-batch, once their number is known; as are these of the tensor."""
+    tensor: str = ""
+    first: int = 0
+    seen: int = 0
+    """Micro-batches so far."""
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    on_host: Tensor | None = None
+    """The parts one after the other, once `copied` has passed."""
+    copied: torch.cuda.Event | None = None
+
+
+class Recorder(StepObserver):
+    """Records the steps of the first rank; of a student that is spread over the ranks, its part."""
+
+    def __init__(
+        self, trainer: Trainer, spec: RunSpec, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._trainer, self._spec, self._clock = trainer, spec, clock
+        self._begun_at, self._newest_s = trainer.step, clock()
+        self._parameters = dict(trainer.student.named_parameters())
+        self._steps: dict[int, _Step] = {}
+        """Those that are not logged yet."""
+        self._now: _Step | None = None
+        if trainer.ranks.first and spec.checks.record != "off":
+            trainer.observers = (*trainer.observers, self)
+
+    def begun(self, step: int) -> None:
+        self._now = None
+        now_s = self._clock()
+        early = step <= self._begun_at + FIRST_STEPS
+        if early or self._spec.checks.record == "all" or now_s - self._newest_s >= EVERY_S:
+            self._newest_s = now_s
+            micro_batch = self._drawn(step, "micro-batch") % self._spec.train.accumulation
+            self._now = self._steps[step] = _Step(micro_batch, self._drawn(step, "token"))
+
+    def _drawn(self, step: int, what: str) -> int:
+        text = f"{self._spec.train.seed} {step} {what}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    @torch.no_grad()
+    def forwarded(
+        self, micro: MicroBatch, student_hidden_BTD: Tensor, teacher: TeacherOutput
+    ) -> None:
+        if (now := self._now) is None:
+            return
+        now.seen += 1
+        if now.seen - 1 != now.micro_batch:
+            return
+        now.token %= micro.tokens_BT.numel()
+        of_teacher = teacher.hidden_NE
+        if teacher.targets is not None:
+            known = teacher.targets.log_probs_NK
+            of_teacher = teacher.targets.ids_NK if known is None else known
+        if of_teacher is not None:
+            now.parts["teacher"] = _copied(of_teacher[now.token, :NUMBERS])
+        hidden_ND = student_hidden_BTD.flatten(0, 1)
+        now.parts["student"] = _copied(hidden_ND[now.token, :NUMBERS])
+
+    @torch.no_grad()
+    def gradients(self, step: int) -> None:
+        if (now := self._now) is None:
+            return
+        names = [name for name, p in self._parameters.items() if own_part(p).numel()]
+        now.tensor = names[self._drawn(step, "tensor") % len(names)]
+        parameter = self._parameters[now.tensor]
+        size = own_part(parameter).numel()
+        now.first = self._drawn(step, "number") % max(1, size - NUMBERS + 1)
+        if parameter.grad is not None:
+            now.parts["gradient"] = self._some(parameter.grad)
+
+    @torch.no_grad()
+    def updated(self, step: int) -> None:
+        if (now := self._now) is None:
+            return
+        parameter = self._parameters[now.tensor]
+        state = self._trainer.optimizer.state.get(parameter, {})
+        for part, key in (("mean", "exp_avg"), ("square", "exp_avg_sq")):
+            if key in state:
+                now.parts[part] = self._some(state[key])
+        now.parts["weight"] = self._some(parameter.detach())
+        now.on_host = torch.cat(list(now.parts.values())).to("cpu", non_blocking=True)
+        if self._trainer.device.type == "cuda":
+            now.copied = torch.cuda.Event()
+            now.copied.record()
+
+    def _some(self, tensor: Tensor) -> Tensor:
+        assert self._now is not None
+        first = self._now.first
+        return _copied(own_part(tensor).flatten()[first : first + NUMBERS])
+
+    def take(self, step: int) -> Iterator[Recorded]:
+        """Yield what was recorded of a step that is done, if it was."""
+        if (found := self._steps.pop(step, None)) is None or found.on_host is None:
+            return
+        if found.copied is not None:
+            found.copied.synchronize()
+        sizes = [len(part) for part in found.parts.values()]
+        numbers = dict(zip(found.parts, found.on_host.split(sizes), strict=True))
+        yield Recorded(
+            step=step,
+            micro_batch=found.micro_batch,
+            token=found.token,
+            tensor=found.tensor,
+            first=found.first,
+            **{name: part.tolist() for name, part in numbers.items()},
+        )
+
+
+def _copied(some: Tensor) -> Tensor:
+    # A view would change with the tensor, and keep all of it.
+    return some.to(torch.float32, copy=True)
