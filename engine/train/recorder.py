@@ -119,7 +119,7 @@ class Recorder(StepObserver):
         now.parts["weight"] = self._some(parameter.detach())
         now.on_host = torch.cat(list(now.parts.values())).to("cpu", non_blocking=True)
         if self._trainer.device.type == "cuda":
-            now.copied = torch.cuda.Event()
+            now.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             now.copied.record()
 
     def _some(self, tensor: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Recorder(StepObserver):
         if found.copied is not None:
             found.copied.synchronize()
         sizes = [len(part) for part in found.parts.values()]
-        numbers = dict(zip(found.parts, found.on_host.split(sizes), strict=True))
+        numbers = dict(zip(found.parts, torch.split(found.on_host, sizes), strict=True))
         yield Recorded(
             step=step,
             micro_batch=found.micro_batch,
