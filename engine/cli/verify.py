@@ -13,6 +13,9 @@ differ by 0.1 %, gradient norms by 1 % and agreement by 0.01; the rest has to be
 log lacks, what a resumed run did after its first session, and a corpus or a teacher that is gone are unknown, never
 passed.
 
+The outcome is kept in the run folder, as verified.json, where a step was compared or something differs. It is stale
+once the log has changed.
+
 Exit codes: 0 the replay gives the record, 1 something differs (it is named), 2 something could not be compared.
 """
 
@@ -27,7 +30,9 @@ from engine.cli.arguments import add_flag, add_json, add_number, add_path, add_r
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
+    from engine.log.folder import RunFolder
     from engine.verify.compare import Verified
+    from engine.verify.outcome import Log
 
 HELP = "train a run again and compare it with its record, step by step"
 
@@ -43,10 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.log.folder import open_run
     from engine.verify.compare import verify
+    from engine.verify.outcome import digest_log
 
     folder = open_run(arguments.run.absolute())
+    log = digest_log(folder)
     found = verify(folder, steps=arguments.steps, scratch=arguments.scratch, keep=arguments.keep)
     verdict = found.verdict
+    if log is not None:
+        _keep(folder, log, found)
     if arguments.json:
         put_json(_fields(arguments, found))
         return verdict.exit_code
@@ -59,6 +68,24 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"the replay: {found.kept}")
     put(f"{arguments.run}: {verdict}")
     return verdict.exit_code
+
+
+def _keep(folder: RunFolder, log: Log, found: Verified) -> None:
+    """Keep the outcome in the run folder, or say why it is not kept."""
+    from engine.errors import DiskFull, RunLogError
+    from engine.verdict import Level
+    from engine.verify.outcome import NAME, keep_outcome
+
+    steps = found.steps if found.difference is None else found.difference.step
+    if not steps and found.verdict.level is not Level.FAIL:
+        return
+    try:
+        kept = keep_outcome(folder, log, found.verdict, steps, found.rounding)
+    except (RunLogError, DiskFull) as error:
+        say(f"{NAME} is not written: {error.message}")
+        return
+    if kept.steps > steps:
+        say(f"{NAME} keeps the earlier outcome, of {kept.steps:,} steps: {kept.level}")
 
 
 def _fields(arguments: argparse.Namespace, found: Verified) -> dict[str, Any]:

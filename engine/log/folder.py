@@ -5,6 +5,7 @@ effective.json  after defaults          stderr.txt               what the proces
 resolved.json   what `auto` became
 receipt.json    at the end              checkpoints/ student/    what was produced
 notes.json      tags and a note         rows/                    what every step trained on, by content
+verified.json   the outcome of `engine verify`
 reserve         disk space that is released when the disk is full, so that the end can be logged
 """
 

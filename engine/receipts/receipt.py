@@ -57,7 +57,10 @@ _IN_RECEIPT = {
 }
 """Facts whose name in a receipt is another."""
 _OWN_PACE = frozenset(
-    {"notes.json", "memory.held", "reserve", "stop-asked", "stacks", "ranks", "flight", "columns"}
+    {
+        *("notes.json", "verified.json", "memory.held", "reserve", "stop-asked"),
+        *("stacks", "ranks", "flight", "columns"),
+    }
 )
 """Files and folders of a run folder that are written beside training, and after it."""
 LATE_S = 30.0

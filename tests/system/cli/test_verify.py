@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -48,7 +49,9 @@ def replayed(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "copy"))
+    made = Path(shutil.copytree(finished, tmp_path / "copy"))
+    (made / "verified.json").unlink(missing_ok=True)  # of another test
+    return made
 
 
 def verified(run: Path, *words: object, code: int = 0) -> dict[str, Any]:
@@ -194,3 +197,42 @@ def test_what_is_no_finished_run_is_refused(tmp_path: Path) -> None:
     done = engine_here("verify", tmp_path / "none")
     assert done.returncode == 65
     assert "expected a run, found nothing there" in done.stderr
+
+
+def kept(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "verified.json").read_text())
+    return found
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_the_outcome_is_kept_in_the_run_folder_and_bound_to_its_log(copy: Path) -> None:
+    log = (copy / "events.jsonl").read_bytes()
+    verified(copy)
+    found = kept(copy)
+    assert (found["level"], found["steps"], found["rounding"]) == ("pass", STEPS, "")
+    assert found["reason"] == f"the replay gives {STEPS} recorded steps to the bit"
+    assert found["log"] == {"bytes": len(log), "sha256": hashlib.sha256(log).hexdigest()}
+    # The receipt does not answer for the file: verified again, the run still passes.
+    assert verified(copy, "--steps", 2)["level"] == "pass"
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_a_shorter_verification_replaces_a_longer_one_only_where_it_fails(copy: Path) -> None:
+    verified(copy)
+    longer = kept(copy)
+    done = engine_here("verify", copy, "--steps", "2")
+    assert done.returncode == 0 and kept(copy) == longer
+    assert f"verified.json keeps the earlier outcome, of {STEPS} steps: pass" in done.stderr
+    weights = next((copy / "student").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    verified(copy, "--steps", 2, code=1)
+    assert (kept(copy)["level"], kept(copy)["steps"]) == ("fail", 2)
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_a_folder_that_cannot_be_written_to_is_verified_all_the_same(copy: Path) -> None:
+    (copy / "verified.json").mkdir()
+    done = engine_here("verify", copy)
+    assert done.returncode == 0, done.stderr
+    assert "verified.json is not written: " in done.stderr
+    assert not list(copy.glob("*.partial-*"))

@@ -1,0 +1,131 @@
+"""The outcome of a verification, kept in the run folder: verified.json.
+
+    {"level": "pass", "reason": "...", "steps": 30, "rounding": "", "engine": "0.1.0", "at": "2026-01-31T12:00:00Z",
+     "log": {"bytes": 18234, "sha256": "..."}}
+
+`log` is events.jsonl as it was when the verification began. A log of another size or content makes the outcome stale,
+which counts as not verified. It is no signature: whoever writes the folder can write this file too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Literal
+
+import msgspec
+
+from engine.errors import RunLogError
+from engine.files import read_json_object
+from engine.limits import LOG_COUNT, LOG_FILE, RUN_FILE
+from engine.log.folder import RunFolder, write_whole
+from engine.log.text import one_line
+from engine.receipts.receipt import digest_of_log
+from engine.sealing import now_utc
+from engine.terminal import clipped
+from engine.verdict import Level, Verdict
+from engine.version import VERSION
+
+NAME = "verified.json"
+SHOWN = 300
+"""Characters of a reason in a line about an outcome."""
+
+
+class Log(msgspec.Struct, frozen=True):
+    """The log that an outcome was made from."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=LOG_FILE.most)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What the newest verification of a run found."""
+
+    level: Literal["pass", "unknown", "fail"]
+    reason: str
+    steps: Annotated[int, msgspec.Meta(ge=0, le=LOG_COUNT.most)]
+    """Steps that were compared."""
+    rounding: str
+    """Why numbers were allowed to differ by rounding, and by how much; empty where every bit had to be the same."""
+    engine: str
+    at: Annotated[str, msgspec.Meta(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}Z$")]
+    log: Log
+
+
+def digest_log(run: RunFolder) -> Log | None:
+    """Return size and hash of the log as it is now; None for one that cannot be read."""
+    found = digest_of_log(run.events)
+    if found is None or found["sha256"] is None:
+        return None
+    return Log(bytes=found["bytes"], sha256=found["sha256"])
+
+
+def keep_outcome(run: RunFolder, log: Log, verdict: Verdict, steps: int, rounding: str) -> Outcome:
+    """Write an outcome of the verification of `log` into the run folder, and return what is kept there then.
+
+    One of more steps of the same log stays, unless the new one is a failure. Raises RunLogError, DiskFull.
+    """
+    new = Outcome(
+        level=_NAMES[verdict.level],
+        reason=verdict.reason,
+        steps=steps,
+        rounding=rounding,
+        engine=VERSION,
+        at=now_utc(),
+        log=log,
+    )
+    try:
+        before = read_outcome(run)
+    except RunLogError:
+        before = None  # it is written anew
+    if before is not None and before.log == log and before.steps > steps and new.level != "fail":
+        return before
+    text = json.dumps(msgspec.to_builtins(new), indent=2) + "\n"
+    write_whole(run.path / NAME, text, "outcome")
+    return new
+
+
+def read_outcome(run: RunFolder) -> Outcome | None:
+    """Read the outcome of a run's newest verification; None when there is none. Raises RunLogError for a malformed
+    one."""
+    path = run.path / NAME
+    if not os.path.lexists(path):
+        return None
+    found = read_json_object(path, "outcome", RUN_FILE, error=RunLogError)
+    try:
+        return msgspec.convert(found, Outcome)
+    except msgspec.ValidationError as error:
+        words = clipped(str(error), 200)
+        raise RunLogError.expected("outcome", path, "the form of one", words) from None
+
+
+def is_stale(run: RunFolder, outcome: Outcome) -> bool:
+    """Whether the log is another one than the outcome was made from."""
+    try:
+        # The size first: a long log that has grown is not hashed.
+        if run.events.stat().st_size != outcome.log.bytes:
+            return True
+        return digest_log(run) != outcome.log
+    except OSError:
+        return True
+
+
+def outcome_text(outcome: Outcome | None, *, stale: bool, last_step: int) -> str:
+    """Say in one line whether a run of `last_step` steps was verified: `pass, 30 steps to the bit, 2026-01-31`."""
+    if outcome is None:
+        return "not verified"
+    day = outcome.at[:10]
+    if stale:
+        return f"stale: the log has changed since it was verified on {day}"
+    if outcome.level != "pass":
+        return f"{outcome.level}: {clipped(one_line(outcome.reason), SHOWN)}, {day}"
+    steps = f"{outcome.steps:,}" + (f" of {last_step:,}" if outcome.steps < last_step else "")
+    how = "within rounding" if outcome.rounding else "to the bit"
+    return f"pass, {steps} steps {how}, {day}"
+
+
+_NAMES: dict[Level, Literal["pass", "unknown", "fail"]] = {
+    Level.PASS: "pass",
+    Level.UNKNOWN: "unknown",
+    Level.FAIL: "fail",
+}
