@@ -13,6 +13,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,14 +135,17 @@ class Recorder(StepObserver):
         if found.copied is not None:
             found.copied.synchronize()
         sizes = [len(part) for part in found.parts.values()]
-        numbers = dict(zip(found.parts, torch.split(found.on_host, sizes), strict=True))
+        split = torch.split(found.on_host, sizes)
+        numbers: dict[str, Any] = {
+            name: part.tolist() for name, part in zip(found.parts, split, strict=True)
+        }
         yield Recorded(
             step=step,
             micro_batch=found.micro_batch,
             token=found.token,
             tensor=found.tensor,
             first=found.first,
-            **{name: part.tolist() for name, part in numbers.items()},
+            **numbers,
         )
 
 
