@@ -10,6 +10,9 @@ or an evaluation the command refuses to publish, and names the command that make
 publishes anyway, and the card says so at its head. Contradictions (changed files, another receipt) are always
 refused.
 
+The card says what `engine verify RUN` found, or that the run was not verified. Where a replay did not give the
+record, the command refuses in the same way.
+
 The folder appears complete, after it was verified. Repeating the command changes nothing. receipt.json,
 spec.toml and effective.json are copied unchanged, including the folder names in them.
 

@@ -198,8 +198,14 @@ def _made(card: Card) -> list[str]:
     if proof.verdicts:
         lines.append(f"- {held} lines of the receipt were held against the run's folder and fit")
     lines += [f"- not verified: {reason}" for reason in unknown]
+    lines.append(replay_line(proof))
     lines.append(f"- made and published by apr-workbench {VERSION}")
     return lines
+
+
+def replay_line(proof: Proof) -> str:
+    """Return the line of a card that says whether the run was verified."""
+    return f"- replay of the run (`engine verify`): {proof.replay}"
 
 
 def _bases(card: Card) -> list[str]:

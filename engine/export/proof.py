@@ -3,6 +3,7 @@
     completed     the end of the run in its log, and the receipt that is written with it
     verified      every line of the receipt that can be compared with the folder (`engine.receipts.receipt`)
     the student   its files have the receipt's hashes, and its tensors the hash that the run logged
+    replayed      the outcome of `engine verify`, where the run was verified: a failure counts as missing
     evaluated     a held-out loss of the student, from the run or from an evaluation beside it:
 
         the run                        heldout_loss_nats of its receipt, of the student read back from its files
@@ -45,6 +46,8 @@ from engine.runtime.device import torch_dtype
 from engine.spec.sections import ModelSection
 from engine.units import format_count
 from engine.verdict import Level, Verdict
+from engine.verify.outcome import NAME as OUTCOME
+from engine.verify.outcome import is_stale, outcome_text, read_outcome
 
 _LISTED = 5
 ARTEFACT = "artefact"
@@ -98,6 +101,10 @@ class Proof:
     evaluations: tuple[Evaluation, ...]
     missing: tuple[Missing, ...]
     weights_sha256: str
+    replay: str
+    """The outcome of `engine verify` in one line: `pass, 30 steps to the bit, 2026-01-31`, or `not verified`."""
+    outcome: Path | None
+    """Its file; None where the run was not verified, or the log has changed since."""
 
 
 # contract: publication-v1
@@ -107,7 +114,8 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
     Raises `BadInput` for a run without a student, and for contradictions.
     """
     view = view_of(run)
-    again = f"engine distill --resume {shlex.quote(str(run.path))}"
+    place = shlex.quote(str(run.path))
+    again = f"engine distill --resume {place}"
     if not run.student.is_dir():
         raise BadInput.expected(
             "student",
@@ -134,13 +142,18 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
         evaluations.insert(0, own)
     judged = [m for one in evaluations for m in one.metrics if m.subject == "student"]
     if not judged:
-        place = shlex.quote(str(run.path))
         missing.append(
             Missing(
                 what="an evaluation of the student",
                 command=f"engine eval ppl {place} --data TEXT --json > ppl.json, then --eval ppl.json",
             )
         )
+    outcome = read_outcome(run)
+    stale = outcome is not None and is_stale(run, outcome)
+    replay = outcome_text(outcome, stale=stale, last_step=view.last_step)
+    if outcome is not None and not stale and outcome.level == "fail":
+        what = f"a run whose replay gives its record ({replay})"
+        missing.append(Missing(what=what, command=f"engine verify {place}"))
     return Proof(
         run=run,
         receipt=receipt,
@@ -148,6 +161,8 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
         evaluations=tuple(evaluations),
         missing=tuple(missing),
         weights_sha256=weights,
+        replay=replay,
+        outcome=None if outcome is None or stale else run.path / OUTCOME,
     )
 
 

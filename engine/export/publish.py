@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from engine import limits
 from engine.errors import BadInput, DiskFull, EngineError, write_error
-from engine.export.card import Card, card_text
+from engine.export.card import Card, card_text, replay_line
 from engine.export.convert import Converted, Progress, convert
 from engine.export.hf_folder import complete_folder
 from engine.export.licence import bases_of, inherited, licence_files
@@ -43,7 +44,7 @@ from engine.export.proof import (
     refuse_missing,
 )
 from engine.export.verify import Verification, verify
-from engine.files import open_regular, read_json_object
+from engine.files import open_regular, read_json_object, read_text
 from engine.formats.writing import fsync_folder
 from engine.log.folder import RunFolder
 from engine.models.config import count_parameters
@@ -51,6 +52,7 @@ from engine.models.read_config import read_config
 from engine.signals import partial_output
 from engine.units import format_bytes
 from engine.verdict import Level
+from engine.verify.outcome import NAME as OUTCOME
 
 CARD = "README.md"
 VERIFICATION = "verification.json"
@@ -106,10 +108,12 @@ def publish(
     `DiskFull`."""
     say("reading the evidence of the run")
     proof = examine(run, wanted.evaluations)
+    verifying = f"; engine verify {shlex.quote(str(run.path))}"
+    say(f"replay of the run: {proof.replay}{verifying if proof.outcome is None else ''}")
     if not wanted.unevaluated:
         refuse_missing(proof)
     if wanted.folder.exists() or wanted.folder.is_symlink():
-        return _was_there(proof, wanted)
+        return _was_there(proof, wanted, say)
     _refuse_without_room(run, wanted.folder)
     with whole_folder(wanted.folder) as partial:
         verification = _write(proof, wanted, partial, say, on_tensor)
@@ -157,7 +161,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _was_there(proof: Proof, wanted: Wanted) -> Published:
+def _was_there(proof: Proof, wanted: Wanted, say: Say) -> Published:
     """Accept an existing folder if it was published from this run and is complete; otherwise refuse."""
 
     def refused(expected: str, found: str, hint: str) -> BadInput:
@@ -174,6 +178,9 @@ def _was_there(proof: Proof, wanted: Wanted) -> Published:
     there = {one["sha256"] for one in (read_manifest(wanted.folder) or {}).values()}
     if new := [path for path in wanted.evaluations if file_sha256(path) not in there]:
         raise refused(f"{new[0]} among what was published before", "a card without it", anew)
+    card = read_text(wanted.folder / CARD, "card", limits.MODEL_TEXT)
+    if replay_line(proof) not in card.splitlines():
+        say("its card says otherwise of the replay; remove the folder to publish anew")
     return Published(
         folder=wanted.folder,
         proof=proof,
@@ -287,8 +294,9 @@ def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None
         (proof.run.receipt, RECEIPT, "what the run really did"),
         (proof.run.spec, "spec.toml", "what was asked for"),
         (proof.run.effective, "effective.json", "every setting after defaults"),
+        (proof.outcome, OUTCOME, "what a replay of the run gave"),
     ):
-        if path.is_file():
+        if path is not None and path.is_file():
             shutil.copyfile(path, partial / name)
             files.append((name, what))
     data = (proof.receipt or {}).get("data")

@@ -30,7 +30,9 @@ from engine.export.publish import Published, Wanted, publish
 from engine.formats.open import open_weights
 from engine.log.folder import RunFolder
 from engine.models.generate import end_ids, generate
-from engine.verdict import Level
+from engine.verdict import Level, Verdict
+from engine.verify.outcome import NAME as OUTCOME
+from engine.verify.outcome import digest_log, keep_outcome
 from tests.support.finished_runs import finish, results_file
 from tests.support.kit import Kit
 
@@ -321,6 +323,59 @@ def test_files_are_left_out_or_of_another_type_when_asked(run: RunFolder, tmp_pa
     done = published(run, tmp_path / "tiny", gguf="none", apr="bf16")
     made = {path.name for path in done.folder.iterdir() if path.suffix in (".gguf", ".apr")}
     assert made == {"tiny-BF16.apr"}
+
+
+def keep(run: RunFolder, verdict: Verdict, steps: int) -> str:
+    """Keep an outcome of `engine verify`; returns its day."""
+    log = digest_log(run)
+    assert log is not None
+    return keep_outcome(run, log, verdict, steps, "").at[:10]
+
+
+def replay_in(folder: Path) -> list[str]:
+    """The lines of a card about the replay."""
+    lines = (folder / "README.md").read_text().splitlines()
+    start = "- replay of the run (`engine verify`): "
+    return [line.removeprefix(start) for line in lines if line.startswith(start)]
+
+
+def test_the_card_says_whether_the_run_was_verified(run: RunFolder, tmp_path: Path) -> None:
+    said: list[str] = []
+    wanted = Wanted(folder=tmp_path / "a", name="tiny", unverified=True, gguf="none", apr="none")
+    publish(run, wanted, said.append)
+    assert replay_in(tmp_path / "a") == ["not verified"]
+    assert not (tmp_path / "a" / OUTCOME).exists()
+    assert f"replay of the run: not verified; engine verify {run.path}" in said
+
+    day = keep(run, Verdict(Level.PASS, "why"), 6)
+    said.clear()
+    publish(run, wanted, said.append)  # as it was published before
+    assert "its card says otherwise of the replay; remove the folder to publish anew" in said
+    publish(run, replace(wanted, folder=tmp_path / "b"), said.append)
+    assert replay_in(tmp_path / "b") == [f"pass, 6 steps to the bit, {day}"]
+    assert (tmp_path / "b" / OUTCOME).read_bytes() == (run.path / OUTCOME).read_bytes()
+    assert f"replay of the run: pass, 6 steps to the bit, {day}" in said
+
+    with run.events.open("ab") as log:
+        log.write(b'{"a line": "that is not whole"')
+    publish(run, replace(wanted, folder=tmp_path / "c"), said.append)
+    stale = f"stale: the log has changed since it was verified on {day}"
+    assert replay_in(tmp_path / "c") == [stale] and not (tmp_path / "c" / OUTCOME).exists()
+    assert f"replay of the run: {stale}; engine verify {run.path}" in said
+
+
+def test_a_run_whose_replay_differs_is_refused_unless_published_unevaluated(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    day = keep(run, Verdict(Level.FAIL, "steps: step 3: loss"), 3)
+    with pytest.raises(BadInput, match="a run whose replay gives its record") as caught:
+        published(run, tmp_path / "tiny")
+    assert f"fail: steps: step 3: loss, {day}" in caught.value.message
+    assert f"make it: engine verify {run.path}" in caught.value.message
+    assert not (tmp_path / "tiny").exists()
+    done = published(run, tmp_path / "tiny", unevaluated=True)
+    assert replay_in(done.folder) == [f"fail: steps: step 3: loss, {day}"]
+    assert "> **Unevaluated.**" in (done.folder / "README.md").read_text()
 
 
 def readme(folder: Path, licence: str) -> Path:
