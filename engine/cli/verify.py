@@ -1,17 +1,25 @@
 """Verify a run: train it again in a fresh process, and compare its record step by step.
 
-    engine verify runs/kd-1                 every step of its first session, and the files that its receipt names
+    engine verify runs/kd-1                 every step, and the files that its receipt names
     engine verify runs/kd-1 --steps 50      the first 50 steps
-    engine verify runs/kd-1 --keep          and leave the replay beside the run, to look at it
+    engine verify runs/kd-1 --step 120      step 120, stage by stage, beside a textbook step
+    engine verify runs/kd-1 --all           from checkpoint to checkpoint, and what was saved; the corpus too
+    engine verify runs/kd-1 --keep          and leave the replays beside the run, to look at them
 
-The replay has the run's settings, data and models, and begins at step 0. It leaves out checks, audits, evaluations
-and checkpoints, which change no step. Compared are the settings as built, the tokens of the data, the models' hashes,
-and of each step its rows by content, position, tokens, labels, learning rate, losses, agreement and gradient norm.
+A replay has the run's settings, data and models. It begins at step 0, and where a resume changed settings at the
+checkpoint of that step. It leaves out checks, evaluations between steps and checkpoints, which change no step. Compared
+are the settings as built, the tokens of the data, the models' hashes, and of each step its rows by content on every
+rank, labels, losses, agreement, gradient norm, learning rate, and the numbers that were recorded of hidden states, a
+gradient, its moments and weights. The first that differs names the stage of the step, and a textbook step says which
+side is wrong.
+
+--all begins at each checkpoint that is still there, and compares the checkpoint, the saved student and the held-out
+losses with those that the replay leaves. --data reads and tokenizes the corpus again, without the cache.
 
 On a CPU with the same torch, threads and decisions every bit has to be the same. On a GPU or another torch losses may
-differ by 0.1 %, gradient norms by 1 % and agreement by 0.01; the rest has to be the same, and it is said why. What a
-log lacks, what a resumed run did after its first session, and a corpus or a teacher that is gone are unknown, never
-passed.
+differ by 0.1 %, gradient norms by 1 % and agreement by 0.01 for each step since both had the same weights (30 times as
+much at most); rows, labels, tokens and rates have to be the same, and it is said why. What a log lacks, and a
+checkpoint, corpus or teacher that is gone, is unknown, never passed.
 
 The outcome is kept in the run folder, as verified.json, where a step was compared or something differs. It is stale
 once the log has changed.
@@ -31,8 +39,8 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.log.folder import RunFolder
-    from engine.verify.compare import Verified
     from engine.verify.outcome import Log
+    from engine.verify.run import Verified
 
 HELP = "train a run again and compare it with its record, step by step"
 
@@ -40,19 +48,30 @@ HELP = "train a run again and compare it with its record, step by step"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_number(parser, "--steps", limits.STEPS, "only the first N steps", metavar="N", least=1)
+    add_number(parser, "--step", limits.STEPS, "step N alone, stage by stage", metavar="N", least=1)
+    add_flag(parser, "--data", "read and tokenize the corpus again, too")
+    add_flag(parser, "--all", "from each checkpoint too, with what was saved, and --data")
     add_path(parser, "--scratch", "DIR", "where to replay it (default: beside the run)")
-    add_flag(parser, "--keep", "keep the run folder of the replay")
+    add_flag(parser, "--keep", "keep the run folders of the replays")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.log.folder import open_run
-    from engine.verify.compare import verify
     from engine.verify.outcome import digest_log
+    from engine.verify.run import verify
 
     folder = open_run(arguments.run.absolute())
     log = digest_log(folder)
-    found = verify(folder, steps=arguments.steps, scratch=arguments.scratch, keep=arguments.keep)
+    found = verify(
+        folder,
+        steps=arguments.steps,
+        step=arguments.step,
+        chain=arguments.all,
+        data=arguments.data or arguments.all,
+        scratch=arguments.scratch,
+        keep=arguments.keep,
+    )
     verdict = found.verdict
     if log is not None:
         _keep(folder, log, found)
@@ -65,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     for text in found.not_compared:
         put(f"not compared: {text}")
     if found.kept is not None:
-        say(f"the replay: {found.kept}")
+        say(f"the replays: {found.kept}")
     put(f"{arguments.run}: {verdict}")
     return verdict.exit_code
 

@@ -69,9 +69,10 @@ class Inputs:
         progress: Progress = no_progress,
         *,
         corpus: Corpus | None = None,
+        root: Path | None = None,
     ) -> Tokens:
-        """Return the corpus in the rows that are trained on, from the cache where it has them. `corpus` is that of
-        `data`, if it is open already."""
+        """Return the corpus in the rows that are trained on, from the cache, `root` or the user's, where it has them.
+        `corpus` is that of `data`, if it is open already."""
         recipe = Recipe(
             source=data.corpus,
             include_tests=data.include_tests,
@@ -83,7 +84,7 @@ class Inputs:
             seq_len=data.seq_len,
             skip_at_most=data.skip_at_most,
         )
-        return load_tokens(recipe, progress, corpus=corpus)
+        return load_tokens(recipe, progress, corpus=corpus, root=root)
 
     def _encoder(self, data: DataSection) -> Encoder:
         return Encoder(tokenizer=self.tokenizer, template=self.template, turns=_turns(data))

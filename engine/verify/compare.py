@@ -1,42 +1,31 @@
-"""Compare the record of a run with a replay of it, and say what differs first.
+"""Compare the steps of a record with those of a replay, stage by stage, and say which stage differs first.
 
 On a CPU with the same versions, threads and decisions a replay gives the same bits, and anything else is a difference.
-On a GPU, or with another torch, sums are made in another order: then the numbers of ROUNDED may differ by a stated
-rounding, and what has no rounding (rows, labels, tokens, learning rate) still has to be the same.
+On a GPU, or with another torch, sums are made in another order, and what that changes is trained on: numbers may then
+differ by a rounding that grows with the steps since both had the same weights. What has no rounding (rows, labels,
+tokens, learning rate) has to be the same everywhere.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from engine.errors import BadInput, RunLogError, SpecError
+from engine.errors import RunLogError
 from engine.files import read_json_object
 from engine.limits import RUN_FILE
-from engine.log.events import StepDone
-from engine.log.folder import RunFolder, must_have_settings
-from engine.log.follow import Follower
-from engine.plan.inputs import check_inputs
-from engine.receipts.receipt import check_receipt, not_looked_at, read_receipt_or_facts
-from engine.spec.sections import settings_sha256
-from engine.verdict import Level, Verdict, lowest
-from engine.verify import replay
-from engine.verify.replay import Session, read_sessions, replay_folder, replayed_spec, settings_at
+from engine.log.events import Evaluated
+from engine.log.folder import RunFolder
+from engine.log.rows import path_of, read_ranks, read_rows
+from engine.verdict import Level, Verdict
+from engine.verify.record import NO_STEP_SECTIONS, Session, Stretch
 
-EXACT = ("rows_digest", "position", "rows", "tokens", "labelled", "lr")
-"""Fields of a step that have no rounding: its rows by content, their counts, its learning rate."""
-ROUNDED: dict[str, tuple[float, float]] = {
-    "loss": (1e-3, 1e-6),
-    "ce": (1e-3, 1e-6),
-    "kd": (1e-3, 1e-6),
-    "grad_norm": (1e-2, 1e-6),
-    "agreement": (0.0, 1e-2),
-}
-"""Fields of a step with the relative and the absolute difference that rounding may make."""
-ROUNDING = "rounding of 0.1 % in losses, 1 % in gradient norms, 0.01 in agreement"
+GROWS_FOR = 30
+"""Steps for which rounding is allowed more from step to step."""
 BUILT = (
     "steps",
     "rows_per_step",
@@ -48,8 +37,45 @@ BUILT = (
 )
 """Fields of run_started that the trainer reads back from the objects it has built."""
 DATA = ("train_sha256", "train_tokens", "heldout_sha256", "heldout_tokens")
-_DECIDED_SECTIONS = ("run", "eval", "checkpoint", "checks", "gate", "watch")
-"""Sections of the settings that change no step, or that a replay sets itself."""
+
+
+class Field(NamedTuple):
+    """A number, or some, that a step's record and its replay have to agree in."""
+
+    stage: str
+    name: str
+    relative: float = 0.0
+    """What rounding may make of it in one step; 0: it has none."""
+    absolute: float = 0.0
+    of_recorded: bool = False
+    """Whether it is of `Recorded`: then of vectors, by their length."""
+
+
+FIELDS = (
+    Field("step_rows", "position"),
+    Field("step_rows", "rows"),
+    Field("step_rows", "tokens"),
+    Field("step_rows", "rows_digest"),
+    Field("step_labels", "labelled"),
+    Field("step_teacher", "teacher", 2e-2, 1e-6, of_recorded=True),
+    Field("step_student", "student", 2e-2, 1e-6, of_recorded=True),
+    Field("step_loss_parts", "ce", 1e-3, 1e-6),
+    Field("step_loss_parts", "kd", 1e-3, 1e-6),
+    Field("step_loss_parts", "agreement", 0.0, 1e-2),
+    Field("step_loss", "loss", 1e-3, 1e-6),
+    Field("step_gradients", "gradient", 5e-2, 1e-9, of_recorded=True),
+    Field("step_gradients", "grad_norm", 1e-2, 1e-6),
+    Field("step_moments", "mean", 5e-2, 1e-10, of_recorded=True),
+    Field("step_moments", "square", 1e-1, 1e-20, of_recorded=True),
+    Field("step_weights", "lr"),
+    Field("step_weights", "weight", 1e-3, 1e-7, of_recorded=True),
+)
+"""In the order in which a step computes them: the first that differs names the stage."""
+ROUNDING = (
+    "rounding of 0.1 % in losses, 1 % in gradient norms, 2 % in hidden states and 5 % in single gradients, for each "
+    f"step since both had the same weights, up to {GROWS_FOR}"
+)
+HELDOUT = Field("", "loss", 1e-3, 1e-6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,152 +83,149 @@ class FirstDifference:
     """The first step of the record that the replay does not give."""
 
     step: int
+    stage: str
     field: str
     recorded: Any
     replayed: Any
 
-
-@dataclass(slots=True)
-class Verified:
-    """What was found about a run."""
-
-    lines: dict[str, Verdict] = field(default_factory=dict)
-    """Each thing that was compared, by name."""
-    not_compared: list[str] = field(default_factory=list)
-    steps: int = 0
-    """Steps that were compared."""
-    rounding: str = ""
-    """Why the numbers may differ by a rounding, and by which; empty where every bit has to be the same."""
-    difference: FirstDifference | None = None
-    kept: Path | None = None
-    """Where the replay is, if it was kept."""
-
-    @property
-    def verdict(self) -> Verdict:
-        found = lowest(self.lines.values())
-        how = "within rounding" if self.rounding else "to the bit"
-        gives = f"the replay gives {self.steps} recorded steps {how}"
-        if found.level is Level.PASS:
-            return Verdict(Level.PASS, gives)
-        first, *more = [name for name, one in self.lines.items() if one.level is found.level]
-        text = f"{first}: {found.reason}"
-        if more:
-            text += f"; and {', '.join(more)}"
-        if self.steps and self.difference is None:
-            text += f"; {gives}"
-        return Verdict(found.level, text)
-
-
-def verify(
-    run: RunFolder, *, steps: int | None = None, scratch: Path | None = None, keep: bool = False
-) -> Verified:
-    """Replay `run` and compare it with its record: all steps of its first session, or the first `steps`.
-
-    Raises BadInput for a run that goes on or that is not ours, RunLogError for a log that cannot be read.
-    """
-    must_have_settings(run)
-    alive = run.liveness()
-    if alive.trainer or alive.supervisor:
-        raise RunLogError.expected(
-            "run folder", run.path, "a run that has ended", "one that is going on"
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: {self.stage}: {self.field}: recorded {self.recorded!r}, replayed "
+            f"{self.replayed!r}"
         )
-    found = Verified()
-    _compare_receipt(run, found)
-    sessions = read_sessions(run)
-    if not sessions or sessions[0].started is None:
-        found.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
-        return found
-    first, later = sessions[0], sessions[1:]
-    if later:
-        from_step = later[0].started.resumed_from if later[0].started is not None else None
-        why = "replayed is the first session alone"
-        found.lines["later sessions"] = Verdict(
-            Level.UNKNOWN,
-            f"{len(later)} resumed from step {from_step}, to step {later[-1].last_step}: {why}",
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What was found of the steps of a stretch."""
+
+    steps: int
+    """Steps that agree, before the first that differs."""
+    difference: FirstDifference | None
+    lacking: Mapping[str, int]
+    """Fields that the record does not have, with in how many steps."""
+    ended: str = ""
+    """Why the replay has no more steps."""
+
+
+def compare_steps(record: Stretch, again: Session, *, rounded: bool) -> Compared:
+    """Compare the steps of a stretch in order, up to the first difference."""
+    lacking: Counter[str] = Counter()
+    for step in range(record.begin + 1, record.end + 1):
+        was, now, done = record.steps.get(step), again.steps.get(step), step - record.begin - 1
+        if was is None:
+            missing = FirstDifference(
+                step=step, stage="step_rows", field="step", recorded=None, replayed=step
+            )
+            return Compared(done, missing, lacking)
+        if now is None:
+            return Compared(done, None, lacking, _why_ended(again))
+        lacking.update(
+            field.name
+            for field in FIELDS
+            if not field.of_recorded
+            and getattr(was, field.name) is None
+            and getattr(now, field.name) is not None
         )
-    wanted = first.last_step if steps is None else min(steps, first.last_step)
-    if wanted < first.last_step:
-        found.not_compared.append(f"steps {wanted + 1} to {first.last_step}: not asked for")
-    assert first.started is not None
-    settings = settings_at(run.read_effective(), first.started.spec_sha256)
-    if settings is None:
-        now = settings_sha256(run.read_effective()["spec"])
-        text = f"the run began with those of hash {first.started.spec_sha256[:16]}, effective.json has {now[:16]}"
-        found.lines["settings"] = Verdict(Level.FAIL, text)
-        found.lines["steps"] = Verdict(Level.UNKNOWN, "no replay: its settings are not there")
-        return found
-    found.lines["settings"] = Verdict(Level.PASS, "effective.json has the hash that the run logged")
-    with replay_folder(run, scratch, keep=keep) as folder:
-        try:
-            spec = replayed_spec(settings, folder, wanted)
-            check_inputs(spec, folder)
-        except (BadInput, SpecError) as error:
-            found.lines["steps"] = Verdict(Level.UNKNOWN, f"no replay: {error.message}")
-            return found
-        if keep:
-            found.kept = folder / "run"
-        if spec.compute.gpus > 1:
-            found.not_compared.append("rows of the ranks after the first")
-        again = replay.train_again(spec, wanted)
-        compare(run, first, again, wanted, found, resumed=bool(later))
-    return found
+        first = next(differences(record, again, step, rounded=rounded), None)
+        if first is not None:
+            return Compared(done, first, lacking)
+    return Compared(record.end - record.begin, None, lacking)
 
 
-def compare(
-    run: RunFolder,
-    record: Session,
-    again: RunFolder,
-    steps: int,
-    found: Verified,
-    *,
-    resumed: bool = False,
-) -> None:
-    """Compare the first `steps` steps of a session, and what it began with, with the run that replayed it."""
-    sessions = read_sessions(again)
-    if not sessions or sessions[0].started is None:
-        view = Follower(again).read_all()
-        reason = view.finished.reason if view.finished is not None else ""
-        reason = reason or (view.exit.sentence if view.exit is not None else "nobody saw it end")
-        text = f"the replay made no step: {reason.splitlines()[0]}"
-        found.lines["steps"] = Verdict(Level.UNKNOWN, text)
-        return
-    fresh = sessions[0]
-    assert record.started is not None and fresh.started is not None
-    found.lines["settings as built"] = _same(BUILT, record.started, fresh.started)
-    found.lines["data"] = _same(DATA, record.data, fresh.data)
-    for role in dict.fromkeys((*record.models, *fresh.models)):
-        of_role = (record.models.get(role), fresh.models.get(role))
-        found.lines[f"{role} as loaded"] = _same(("sha256", "parameters"), *of_role)
-    if why := _why_rounded(run, record, again, fresh, resumed=resumed):
-        found.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
-    if record.started.engine != fresh.started.engine:
-        text = f"the run is of engine {record.started.engine}, replayed by {fresh.started.engine}"
-        found.not_compared.append(f"the code of that time: {text}")
-    found.lines["steps"] = _compare_steps(record, fresh, steps, found)
+def differences(
+    record: Stretch, again: Session, step: int, *, rounded: bool
+) -> Iterator[FirstDifference]:
+    """Yield what differs in a step of both, in the order in which a step computes it."""
+    of_step = record.steps[step], again.steps[step]
+    of_recorded = record.recorded.get(step), again.recorded.get(step)
+    grown = min(step - record.begin, GROWS_FOR) if rounded else 0
+    for field in FIELDS:
+        pair = of_recorded if field.of_recorded else of_step
+        was, now = (getattr(each, field.name, None) for each in pair)
+        # A replay's digest of rows begins with its first step.
+        if was in (None, []) or now in (None, []) or (field.name == "rows_digest" and record.begin):
+            continue
+        if not agrees(field, was, now, grown):
+            yield FirstDifference(
+                step=step, stage=field.stage, field=field.name, recorded=was, replayed=now
+            )
 
 
-def _compare_receipt(run: RunFolder, found: Verified) -> None:
-    """Compare the files of the folder with the hashes in its receipt."""
-    view = Follower(run).read_all()
-    receipt, is_receipt = read_receipt_or_facts(run, view)
-    if not is_receipt:
-        if view.receipt is not None:
-            text = "the log says that one was written, and there is none"
-            found.lines["receipt"] = Verdict(Level.FAIL, text)
-        else:
-            found.not_compared.append("files: the run ended without a receipt of their hashes")
-        return
-    answers = check_receipt(run, receipt, view)
-    wrong = {name: one for name, one in answers.items() if one.level is not Level.PASS}
-    for name, one in wrong.items():
-        found.lines[f"receipt: {name}"] = one
-    if not wrong:
-        text = f"{len(answers)} entries agree with the files of the folder"
-        found.lines["receipt"] = Verdict(Level.PASS, text)
-    found.not_compared += not_looked_at(run, receipt)
+def _why_ended(again: Session) -> str:
+    ended = again.finished
+    if ended is None:
+        return "nobody saw it end"
+    if ended.state == "completed":
+        return f"the settings end at step {again.last_step}"
+    return ended.reason or ended.state
 
 
-def _same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
+def agrees(field: Field, was: Any, now: Any, grown: int) -> bool:
+    """Whether a number, or a vector, of the record is that of the replay, give or take `grown` times one step's
+    rounding; with 0 to the bit, with both NaN as the same."""
+    one, other = (each if isinstance(each, list) else [each] for each in (was, now))
+    if len(one) == len(other) and all(map(_same_number, one, other)):
+        return True
+    if not grown or not (field.relative or field.absolute) or len(one) != len(other):
+        return False
+    if not all(isinstance(x, float) and math.isfinite(x) for x in (*one, *other)):
+        return False
+    apart, length = math.dist(one, other), max(math.hypot(*one), math.hypot(*other))
+    return apart <= grown * (field.relative * length + field.absolute)
+
+
+def _same_number(one: Any, other: Any) -> bool:
+    return bool(one == other or (one != one and other != other))
+
+
+def compare_rows(run: RunFolder, again: RunFolder, record: Stretch) -> Verdict | None:
+    """Compare the rows of every rank by content; None where the run has no record of them."""
+    try:
+        ranks = read_ranks(path_of(run, 0))
+        if ranks != read_ranks(path_of(again, 0)):
+            return Verdict(Level.UNKNOWN, f"recorded of {ranks} ranks, replayed with others")
+        for rank in range(ranks):
+            for (step, was), (_, now) in zip(
+                _rows(run, rank, record), _rows(again, rank, record), strict=True
+            ):
+                if was != now:
+                    text = f"step {step}: rank {rank} trained on other rows than the replay"
+                    return Verdict(Level.FAIL, text)
+    except (RunLogError, ValueError):
+        return None
+    return Verdict(Level.PASS, "those of each rank are the same by content")
+
+
+def _rows(run: RunFolder, rank: int, record: Stretch) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the hashes of the rows of each step of a stretch."""
+    rows = (row for row in read_rows(path_of(run, rank)) if record.begin < row.step <= record.end)
+    for step, of_step in itertools.groupby(rows, key=lambda row: row.step):
+        yield step, [row.hash for row in of_step]
+
+
+def compare_losses(record: Sequence[Evaluated], again: Session, steps: int) -> Verdict | None:
+    """Compare the held-out losses that both have; `steps` since both had the same weights, 0 for equal bits."""
+    known = {(one.subject, one.step, one.saved): one for one in record}
+    compared = []
+    for now in again.evaluated:
+        was = known.get((now.subject, now.step, now.saved))
+        if was is None:
+            continue
+        whose = f"{'saved ' if now.saved else ''}{now.subject} at step {now.step}"
+        grown = min(steps, GROWS_FOR)
+        if was.labelled != now.labelled or not agrees(HELDOUT, was.loss, now.loss, grown):
+            return Verdict(
+                Level.FAIL,
+                f"{whose}: recorded {was.loss!r} over {was.labelled} tokens, replayed {now.loss!r} over {now.labelled}",
+            )
+        compared.append(whose)
+    if not compared:
+        return None
+    return Verdict(Level.PASS, f"the same of the {', '.join(compared)}")
+
+
+def same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
     """Compare fields of two events, of which one may be missing."""
     if recorded is None or replayed is None:
         whose = "the record" if recorded is None else "the replay"
@@ -217,25 +240,24 @@ def _same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
     return Verdict(Level.PASS, f"the same {', '.join(names)}")
 
 
-def _why_rounded(
-    run: RunFolder, record: Session, again: RunFolder, fresh: Session, *, resumed: bool
-) -> list[str]:
+def why_rounded(run: RunFolder, record: Stretch, again: RunFolder, fresh: Session) -> list[str]:
     """Return why the numbers of a replay may differ from the record by rounding; empty where they may not."""
-    was, now = record.started, fresh.started
-    assert was is not None and now is not None
-    why = []
-    if was.device != "cpu" or now.device != "cpu":
-        why.append(f"device {was.device}, replayed on {now.device}")
-    if was.torch != now.torch:
-        why.append(f"torch {was.torch}, replayed with {now.torch}")
-    if was.machine != now.machine:
-        why.append(f"machine {was.machine or 'not logged'}, replayed on {now.machine}")
-    if not resumed:  # a resume has written its own decisions over those of the first session
-        why += _decided_otherwise(run, again)
-    return why
+    now = fresh.started
+    assert now is not None
+    why: dict[str, None] = {}
+    for session in record.sessions:
+        was = session.started
+        assert was is not None
+        if was.device != "cpu" or now.device != "cpu":
+            why[f"device {was.device}, replayed on {now.device}"] = None
+        if was.torch != now.torch:
+            why[f"torch {was.torch}, replayed with {now.torch}"] = None
+        if was.machine != now.machine:
+            why[f"machine {was.machine or 'not logged'}, replayed on {now.machine}"] = None
+    return [*why, *_decided_otherwise(run, record, again)]
 
 
-def _decided_otherwise(run: RunFolder, again: RunFolder) -> list[str]:
+def _decided_otherwise(run: RunFolder, record: Stretch, again: RunFolder) -> list[str]:
     """Return the automatic settings that the replay decided in another way, as text."""
     both = []
     for path in (run.resolved, again.resolved):
@@ -247,56 +269,9 @@ def _decided_otherwise(run: RunFolder, again: RunFolder) -> list[str]:
     return [
         f"{section}.{name} = {was.get(section, {}).get(name)}, replayed with {value}"
         for section, values in now.items()
-        if section not in _DECIDED_SECTIONS
+        if section not in NO_STEP_SECTIONS
         for name, value in values.items()
         if f"{section}.{name}" != "train.stop_after"
+        and record.settings.get(section, {}).get(name) != value
         and was.get(section, {}).get(name, value) != value
     ]
-
-
-def _compare_steps(record: Session, fresh: Session, steps: int, found: Verified) -> Verdict:
-    lacking: dict[str, int] = {}
-    for step in range(1, steps + 1):
-        was, now = record.steps.get(step), fresh.steps.get(step)
-        if was is None:
-            return Verdict(Level.FAIL, f"the log has no record of step {step}")
-        if now is None:
-            ended = fresh.finished
-            if ended is not None and ended.state == "completed":
-                text = f"the log has step {step}, and the settings end at step {fresh.last_step}"
-                return Verdict(Level.FAIL, text)
-            reason = ended.reason if ended is not None else "nobody saw it end"
-            return Verdict(Level.UNKNOWN, f"the replay ended before step {step}: {reason}")
-        for name in (*EXACT, *ROUNDED):
-            if getattr(was, name) is None and getattr(now, name) is not None:
-                lacking[name] = lacking.get(name, 0) + 1
-            elif not _agrees(name, was, now, rounded=bool(found.rounding)):
-                recorded, replayed = getattr(was, name), getattr(now, name)
-                found.difference = FirstDifference(
-                    step=step, field=name, recorded=recorded, replayed=replayed
-                )
-                text = f"step {step}: {name}: recorded {recorded!r}, replayed {replayed!r}"
-                before = "; the steps before it agree" if step > 1 else ""
-                return Verdict(Level.FAIL, f"{text}{before}")
-        found.steps = step
-    for name, count in lacking.items():
-        found.lines[f"steps: {name}"] = Verdict(
-            Level.UNKNOWN, f"{count} of {steps} steps of the log do not have it"
-        )
-    compared = [name for name in (*EXACT, *ROUNDED) if name not in lacking]
-    how = found.rounding or "every bit the same"
-    return Verdict(Level.PASS, f"{steps} steps agree in {', '.join(compared)}: {how}")
-
-
-def _agrees(name: str, recorded: StepDone, replayed: StepDone, *, rounded: bool) -> bool:
-    was, now = getattr(recorded, name), getattr(replayed, name)
-    if was == now:
-        return True
-    if not isinstance(was, float) or not isinstance(now, float):
-        return False
-    if math.isnan(was) or math.isnan(now):
-        return math.isnan(was) and math.isnan(now)
-    if not rounded or name not in ROUNDED:
-        return False
-    relative, absolute = ROUNDED[name]
-    return math.isclose(was, now, rel_tol=relative, abs_tol=absolute)

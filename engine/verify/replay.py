@@ -1,31 +1,35 @@
-"""Replay a run: train the first steps of its first session again, in a new run folder and a fresh process.
+"""Replay a stretch of a run: train its steps again, in a new run folder and a fresh process.
 
-The replay has the settings of the run. It leaves out what does not change a step: checks, audits, evaluations between
-steps, checkpoints, and the student at the end. It differs in no setting that the training reads.
+The replay goes on from the begin of the run or from one of its checkpoints, with the settings of the run. It leaves out
+what does not change a step: checks, evaluations between steps, checkpoints. It differs in no setting that the training
+reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.errors import write_error
-from engine.log.events import DataReady, LogOpened, ModelReady, RunFinished, RunStarted, StepDone
+from engine.audit.stages import STAGES
+from engine.checkpoint_folders import folder_name
+from engine.checks.catalogue import CATALOGUE
+from engine.errors import CheckpointError, write_error
+from engine.files import read_json_object
+from engine.limits import RUN_FILE
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
-from engine.log.observed import lines_of
 from engine.signals import partial_output
 from engine.spec import RunSpec, spec_from_dict, spec_to_toml
-from engine.spec.sections import settings_sha256
 from engine.terminal import StatusLine
 from engine.units import format_seconds
+from engine.verify.record import Stretch
 from engine.version import VERSION
 from engine.watch.start_and_stop import launch
 
@@ -33,76 +37,35 @@ POLL_S = 0.05
 PLAIN_EVERY_S = 5.0
 
 
-@dataclass(slots=True)
-class Session:
-    """What the trainer logged of one session."""
-
-    started: RunStarted | None = None
-    data: DataReady | None = None
-    models: dict[str, ModelReady] = field(default_factory=dict)
-    """By role, each as it was loaded."""
-    steps: dict[int, StepDone] = field(default_factory=dict)
-    finished: RunFinished | None = None
-
-    @property
-    def last_step(self) -> int:
-        return max(self.steps, default=0)
-
-
-def read_sessions(run: RunFolder) -> list[Session]:
-    """Read the sessions of a run from its log, without those that ended before a step. Raises RunLogError."""
-    found: list[Session] = []
-    for line in lines_of(run.events):
-        event = line.event
-        if isinstance(event, LogOpened):
-            found.append(Session())
-        if not found:
-            continue  # of a log that begins otherwise, nothing can be compared
-        session = found[-1]
-        match event:
-            case RunStarted():
-                session.started = event
-            case DataReady():
-                session.data = event
-            case ModelReady():
-                session.models.setdefault(event.role, event)
-            case StepDone():
-                # A second record of a step is no second step: the comparison keeps the first.
-                session.steps.setdefault(event.step, event)
-            case RunFinished():
-                session.finished = event
-    return [session for session in found if session.steps]
-
-
-def settings_at(effective: dict[str, Any], sha256: str) -> dict[str, Any] | None:
-    """Return the settings whose hash a session logged: those of effective.json, or those before its newest changes.
-    None where neither has this hash."""
-    settings: dict[str, Any] = copy.deepcopy(effective["spec"])
-    changes = effective.get("changes")
-    left = list(changes) if isinstance(changes, list) else []
-    while settings_sha256(settings) != sha256:
-        if not left:
-            return None
-        change = left.pop()
-        try:
-            section, name = change["key"].split(".")
-            settings[section][name] = change["was"]
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return None
-    return settings
-
-
-def replayed_spec(settings: dict[str, Any], folder: Path, steps: int) -> RunSpec:
-    """Return the settings of the replay in `folder`/run. Raises SpecError."""
-    spec = spec_from_dict(settings)
+def replayed_spec(
+    stretch: Stretch, folder: Path, *, saves: bool = False, audited: int = 0
+) -> RunSpec:
+    """Return the settings of a replay in `folder`: with `saves` it leaves a checkpoint, and the student at the end of
+    the run; step `audited` is compared with a textbook step. Raises SpecError."""
+    spec = spec_from_dict(stretch.settings)
+    stages = {about.id for about in STAGES}
+    others = ",".join(about.id for about in CATALOGUE if about.id not in stages)
     return dataclasses.replace(
         spec,
-        run=dataclasses.replace(spec.run, name="run", out=str(folder)),
-        train=dataclasses.replace(spec.train, stop_after=steps),
+        run=dataclasses.replace(spec.run, name=folder.name, out=str(folder.parent)),
+        train=dataclasses.replace(spec.train, stop_after=stretch.end - stretch.begin),
         eval=dataclasses.replace(spec.eval, every=0),
-        checkpoint=dataclasses.replace(spec.checkpoint, every=0, at_end=False),
-        checks=dataclasses.replace(spec.checks, enabled=False, every=-1),
+        checkpoint=dataclasses.replace(spec.checkpoint, every=0, at_end=saves),
+        checks=dataclasses.replace(
+            spec.checks,
+            enabled=audited > 0,
+            every=audited or -1,
+            skip=others,
+            on_fail="report",
+            record="all",
+        ),
     )
+
+
+def checkpoint_at(run: RunFolder, step: int) -> Path | None:
+    """Return the checkpoint of `step`, if it is still there."""
+    path = run.checkpoints / folder_name(step)
+    return path if path.is_dir() else None
 
 
 @contextlib.contextmanager
@@ -126,17 +89,26 @@ def replay_folder(run: RunFolder, scratch: Path | None, *, keep: bool) -> Iterat
             path.rmdir()  # where no replay was made
 
 
-def train_again(spec: RunSpec, steps: int) -> RunFolder:
-    """Train `steps` steps of `spec` in a process of its own, with progress on stderr, and return the run folder. A
-    signal ends it at once."""
+def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> RunFolder:
+    """Train a stretch with the settings of `spec` in a process of its own, from `checkpoint` or the begin of the run,
+    with progress on stderr, and return the run folder. A signal ends it at once."""
     path = Path(spec.run.out) / spec.run.name
-    settings = {"engine": VERSION, "spec_file": "", "sets": [], "spec": spec.to_dict()}
+    settings: dict[str, Any] = {
+        "engine": VERSION,
+        "spec_file": "",
+        "sets": [],
+        "spec": spec.to_dict(),
+    }
+    if checkpoint is not None:
+        settings["changes"] = _changes(stretch.settings, spec, _settings_sha256_of(checkpoint))
     run = create_run(path, spec_to_toml(spec), settings | {"spec_sha256": spec.sha256})
-    launched = launch(run)
+    if checkpoint is not None:
+        _take_along(checkpoint, run)
+    launched = launch(run, resume=checkpoint is not None)
     try:
         follower = Follower(run)
         line = StatusLine(plain_every_s=PLAIN_EVERY_S, plain_at_once=False)
-        progress = _Progress(steps)
+        progress = _Progress(stretch.begin, stretch.end)
         while launched.process.poll() is None:
             follower.poll()
             phase = follower.view.phase.name if follower.view.phase is not None else "starting"
@@ -148,15 +120,48 @@ def train_again(spec: RunSpec, steps: int) -> RunFolder:
     return run
 
 
+def _settings_sha256_of(checkpoint: Path) -> str:
+    """Return the hash of the settings that a checkpoint was saved with. Raises CheckpointError."""
+    state = read_json_object(
+        checkpoint / "state.json", "checkpoint", RUN_FILE, error=CheckpointError
+    )
+    return str(state.get("spec_sha256", ""))
+
+
+def _changes(was: dict[str, Any], spec: RunSpec, sha256: str) -> list[dict[str, Any]]:
+    """Return what a resume needs to know of settings that it was allowed to change."""
+    changes = [
+        {"key": f"{section}.{name}", "was": was.get(section, {}).get(name), "is": value}
+        for section, part in spec.to_dict().items()
+        for name, value in part.items()
+        if was.get(section, {}).get(name, value) != value
+    ]
+    return [change | {"spec_sha256": sha256} for change in changes]
+
+
+def _take_along(checkpoint: Path, run: RunFolder) -> None:
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # of another disk
+            shutil.copyfile(source, target)
+
+    target = run.checkpoints / checkpoint.name
+    try:
+        shutil.copytree(checkpoint, target, copy_function=link)
+    except (OSError, shutil.Error) as error:
+        raise write_error("replay", target, "to hold a checkpoint", OSError(str(error))) from error
+
+
 class _Progress:
     """The progress of a replay in words, with the time left at the pace since its first step."""
 
-    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.steps, self._clock = steps, clock
+    def __init__(self, begin: int, end: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._begin, self._end, self._clock = begin, end, clock
         self._first: tuple[int, float] | None = None
 
     def text(self, step: int, phase: str) -> str:
-        if not step:
+        if step <= self._begin:
             return f"replay: {phase}"
         now_s = self._clock()
         if self._first is None:
@@ -165,5 +170,5 @@ class _Progress:
         left = ""
         if step > first:
             pace_s = (now_s - since_s) / (step - first)
-            left = f", {format_seconds(pace_s * (self.steps - step))} left"
-        return f"replay: step {step}/{self.steps}{left}"
+            left = f", {format_seconds(pace_s * (self._end - step))} left"
+        return f"replay: step {step} of {self._end}{left}"

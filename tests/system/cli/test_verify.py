@@ -14,11 +14,13 @@ import pytest
 from engine.log.folder import RunFolder
 from engine.spec import RunSpec
 from engine.verify import replay
+from engine.verify.record import Stretch
 from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit
-from tests.support.running import engine_here
+from tests.support.running import engine, engine_here
 
 STEPS = 4
+ALL = f"steps 1 to {STEPS}"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def replayed(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     scratch = tmp_path_factory.mktemp("scratch")
     done = verified(finished, "--scratch", scratch, "--keep")
     assert done["level"] == "pass", done
-    return Path(done["replay"])
+    return Path(done["replay"]) / "run-1"
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def by_name(found: dict[str, Any]) -> dict[str, tuple[str, str]]:
 def at_hand(replayed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replay is the one that was made: another would only add its start-up time."""
 
-    def train_again(spec: RunSpec, steps: int) -> RunFolder:
+    def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> RunFolder:
         return RunFolder(replayed)
 
     monkeypatch.setattr(replay, "train_again", train_again)
@@ -106,11 +108,12 @@ def test_an_altered_loss_is_named_by_its_step_and_both_values(copy: Path) -> Non
     assert found["level"] == "fail"
     assert found["first_difference"] == {
         "step": 3,
+        "stage": "step_loss",
         "field": "loss",
         "recorded": was[0] * (1 + 1e-12),
         "replayed": was[0],
     }
-    assert by_name(found)["steps"][1].startswith("step 3: loss: recorded ")
+    assert by_name(found)[ALL][1].startswith("step 3: step_loss: loss: recorded ")
     assert by_name(found)["receipt: events.jsonl"][0] == "fail"
 
 
@@ -122,7 +125,7 @@ def test_what_the_log_lacks_is_unknown(copy: Path) -> None:
     (copy / "events.jsonl").write_text("".join(f"{line}\n" for line in lines[:cut]))
     edit_step(copy, 2, lambda line: line.pop("rows_digest"))
     found = verified(copy, code=2)
-    assert by_name(found)["steps"][0] == "pass"
+    assert by_name(found)[ALL][0] == "pass"
     assert by_name(found)["steps: rows_digest"] == (
         "unknown",
         f"1 of {STEPS} steps of the log do not have it",
@@ -139,7 +142,7 @@ def test_on_another_machine_losses_may_be_rounded_and_rows_may_not(copy: Path) -
             line["loss"] *= 1.0005
     (copy / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = verified(copy, code=1)  # the receipt says that the log was changed
-    assert by_name(found)["steps"][0] == "pass"
+    assert by_name(found)[ALL][0] == "pass"
     assert "because of torch 1.0, replayed with " in found["rounding"]
     edit_step(copy, 2, lambda line: line.update(rows_digest="0" * 16))
     assert verified(copy, code=1)["first_difference"]["field"] == "rows_digest"
@@ -154,7 +157,7 @@ def test_a_student_that_was_altered_after_the_receipt_is_named(copy: Path) -> No
     found = verified(copy, code=1)
     failed = {name for name, (level, _) in by_name(found).items() if level == "fail"}
     assert f"receipt: student/{weights.name}" in failed
-    assert by_name(found)["steps"][0] == "pass"
+    assert by_name(found)[ALL][0] == "pass"
 
 
 @pytest.mark.usefixtures("at_hand")
@@ -166,8 +169,11 @@ def test_a_step_that_the_settings_do_not_have_is_named(copy: Path) -> None:
     lines.insert(last + 1, lines[last] | {"step": STEPS + 1})
     text = "".join(json.dumps(line | {"seq": seq}) + "\n" for seq, line in enumerate(lines))
     (copy / "events.jsonl").write_text(text)
-    found = by_name(verified(copy, code=1))["steps"]
-    assert found == ("fail", f"the log has step {STEPS + 1}, and the settings end at step {STEPS}")
+    found = by_name(verified(copy, code=1))[f"steps 1 to {STEPS + 1}"]
+    assert found == (
+        "fail",
+        f"the replay has no step {STEPS + 1}: the settings end at step {STEPS}",
+    )
 
 
 @pytest.mark.usefixtures("at_hand")
@@ -187,7 +193,7 @@ def test_without_its_corpus_a_run_is_unknown(copy: Path, own_kit: Kit) -> None:
         found = verified(copy, code=2)
     finally:
         away.rename(own_kit.corpus)
-    level, reason = by_name(found)["steps"]
+    level, reason = by_name(found)[ALL]
     assert level == "unknown" and reason.startswith("no replay: ")
     assert str(own_kit.corpus) in reason
     assert list(copy.parent.iterdir()) == [copy]
@@ -236,3 +242,93 @@ def test_a_folder_that_cannot_be_written_to_is_verified_all_the_same(copy: Path)
     assert done.returncode == 0, done.stderr
     assert "verified.json is not written: " in done.stderr
     assert not list(copy.glob("*.partial-*"))
+
+
+@pytest.fixture(scope="module")
+def stopped(own_kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after half of its steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    sets = {"train__steps": STEPS, "train__warmup_steps": 1, "train__stop_after": STEPS // 2}
+    run, code = carry_out(own_kit.spec(folder, **sets), folder / "run")
+    assert code == 0
+    return run.path
+
+
+def resumed(stopped: Path, folder: Path, *words: str) -> Path:
+    run = Path(shutil.copytree(stopped, folder / "run"))
+    done = engine("distill", "--resume", run, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
+
+
+def test_a_resumed_run_is_replayed_in_one(stopped: Path, tmp_path: Path) -> None:
+    run = resumed(stopped, tmp_path)
+    found = verified(run)
+    assert found["level"] == "pass" and by_name(found)[ALL][0] == "pass"
+    assert found["steps"] == STEPS and not found["rounding"]
+
+
+def test_behind_changed_settings_a_replay_goes_on_from_the_checkpoint(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run = resumed(stopped, tmp_path, "--set", "train.lr=1e-4", "--allow-change", "train.lr")
+    half = STEPS // 2
+    found = verified(run)
+    assert found["level"] == "pass" and found["steps"] == STEPS and not found["rounding"]
+    assert {f"steps 1 to {half}", f"steps {half + 1} to {STEPS}"} <= by_name(found).keys()
+    shutil.rmtree(run / "checkpoints")
+    level, reason = by_name(verified(run, code=2))[f"steps {half + 1} to {STEPS}"]
+    assert (level, reason) == (
+        "unknown",
+        f"settings were changed at step {half}, whose checkpoint is no longer there",
+    )
+
+
+def test_from_checkpoint_to_checkpoint_what_was_saved_is_compared_too(copy: Path) -> None:
+    found = by_name(verified(copy, "--all"))
+    assert {level for level, _ in found.values()} == {"pass"}
+    assert {
+        "corpus",
+        "checkpoint of step 2",
+        f"checkpoint of step {STEPS}",
+        "saved student",
+    } <= set(found)
+    weights = next((copy / "student").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    found = by_name(verified(copy, "--all", code=1))
+    assert found["saved student"][0] == "fail"
+    assert found["checkpoint of step 2"][0] == "pass" == found["steps 1 to 2"][0]
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_a_corpus_that_has_changed_since_is_named(copy: Path, own_kit: Kit) -> None:
+    assert by_name(verified(copy, "--data"))["corpus"][0] == "pass"
+    added = own_kit.corpus / "added.py"
+    added.write_text("other = 1\n" * 50)
+    try:
+        found = by_name(verified(copy, "--data", code=1))
+    finally:
+        added.unlink()
+    assert found["corpus"][0] == "fail" and "recorded " in found["corpus"][1]
+
+
+def test_one_step_is_compared_stage_by_stage_with_its_record_and_a_textbook(copy: Path) -> None:
+    found = verified(copy, "--step", "4")
+    stages = [name for name in by_name(found) if name.startswith("step_")]
+    assert len(stages) == 10 and found["level"] == "pass"
+    # From the checkpoint of step 2: the step before is compared on the way.
+    assert by_name(found)["steps 3 to 3"][0] == "pass" and found["steps"] == 2
+
+    def other(line: dict[str, Any]) -> None:
+        line["kd"] *= 1.5
+        line["grad_norm"] *= 2
+
+    edit_step(copy, 4, other)
+    found = verified(copy, "--step", "4", code=1)
+    failed = [name for name, (level, _) in by_name(found).items() if level == "fail"]
+    assert {"step_loss_parts", "step_gradients"} <= set(failed)
+    assert found["first_difference"]["stage"] == "step_loss_parts"
+    done = engine_here("verify", copy, "--step", "5")
+    assert done.returncode == 64 and "1 to 4" in done.stderr

@@ -1,0 +1,180 @@
+"""The record of a run: what its log says of each session, and the stretches of steps that can be replayed.
+
+A resume goes on to the bit where its checkpoint was, so sessions with the same settings are one stretch. A step that
+two sessions made is the later one's: its weights are those that led on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.log.events import (
+    Checked,
+    DataReady,
+    Evaluated,
+    LogOpened,
+    ModelReady,
+    Recorded,
+    RunFinished,
+    RunStarted,
+    StepDone,
+)
+from engine.log.folder import RunFolder
+from engine.log.observed import lines_of
+from engine.spec.sections import settings_sha256
+
+NO_STEP_SECTIONS = ("run", "eval", "checkpoint", "checks", "gate", "watch")
+"""Sections of the settings that change no step."""
+
+
+@dataclass(slots=True)
+class Session:
+    """What the trainer logged of one session."""
+
+    started: RunStarted | None = None
+    data: DataReady | None = None
+    models: dict[str, ModelReady] = field(default_factory=dict)
+    """By role, each as it was loaded."""
+    steps: dict[int, StepDone] = field(default_factory=dict)
+    recorded: dict[int, Recorded] = field(default_factory=dict)
+    audited: dict[tuple[int, str], Checked] = field(default_factory=dict)
+    """Answers of checks of a step, by step and id."""
+    evaluated: list[Evaluated] = field(default_factory=list)
+    finished: RunFinished | None = None
+
+    @property
+    def begin(self) -> int:
+        """The step that it went on from."""
+        return (self.started.resumed_from or 0) if self.started is not None else 0
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps, default=0)
+
+
+def read_sessions(run: RunFolder) -> list[Session]:
+    """Read the sessions of a run from its log, without those that ended before a step. Raises RunLogError."""
+    found: list[Session] = []
+    for line in lines_of(run.events):
+        event = line.event
+        if isinstance(event, LogOpened):
+            found.append(Session())
+        if not found:
+            continue  # of a log that begins otherwise, nothing can be compared
+        session = found[-1]
+        match event:
+            case RunStarted():
+                session.started = event
+            case DataReady():
+                session.data = event
+            case ModelReady():
+                session.models.setdefault(event.role, event)
+            case StepDone():
+                # A second record of a step is no second step: the comparison keeps the first.
+                session.steps.setdefault(event.step, event)
+            case Recorded():
+                session.recorded.setdefault(event.step, event)
+            case Checked(step=int(step)):
+                session.audited[step, event.id] = event
+            case Evaluated():
+                session.evaluated.append(event)
+            case RunFinished():
+                session.finished = event
+    return [session for session in found if session.steps]
+
+
+def settings_at(effective: dict[str, Any], sha256: str) -> dict[str, Any] | None:
+    """Return the settings whose hash a session logged: those of effective.json, or those before its newest changes.
+    None where neither has this hash."""
+    settings: dict[str, Any] = copy.deepcopy(effective["spec"])
+    changes = effective.get("changes")
+    left = list(changes) if isinstance(changes, list) else []
+    while settings_sha256(settings) != sha256:
+        if not left:
+            return None
+        change = left.pop()
+        try:
+            section, name = change["key"].split(".")
+            settings[section][name] = change["was"]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+    return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Steps that were trained one after the other with the same settings."""
+
+    begin: int
+    """The step that they go on from; 0 is the begin of the run."""
+    end: int
+    settings: dict[str, Any]
+    sessions: tuple[Session, ...]
+    steps: dict[int, StepDone]
+    recorded: dict[int, Recorded]
+
+    def between(self, begin: int, end: int) -> Stretch:
+        """Return some of its steps: those after `begin`, up to `end`."""
+        return dataclasses.replace(self, begin=max(begin, self.begin), end=min(end, self.end))
+
+    def __str__(self) -> str:
+        return f"steps {self.begin + 1} to {self.end}"
+
+
+class ChangedSettings(Exception):
+    """Settings of a session that effective.json does not have. The text says which."""
+
+
+def stretches(sessions: Sequence[Session], effective: dict[str, Any]) -> list[Stretch]:
+    """Return the stretches of a run in order. Raises ChangedSettings."""
+    found: list[Stretch] = []
+    for begin, end, session in _in_force(sessions):
+        assert session.started is not None
+        sha256 = session.started.spec_sha256
+        if (settings := settings_at(effective, sha256)) is None:
+            now = settings_sha256(effective["spec"])
+            raise ChangedSettings(
+                f"those of step {begin + 1} have hash {sha256[:16]}, effective.json has {now[:16]}"
+            )
+        steps = {n: one for n, one in session.steps.items() if begin < n <= end}
+        recorded = {n: one for n, one in session.recorded.items() if begin < n <= end}
+        last = found[-1] if found else None
+        if last is not None and _of_steps(last.settings) == _of_steps(settings):
+            found[-1] = dataclasses.replace(
+                last,
+                end=end,
+                sessions=(*last.sessions, session),
+                steps=last.steps | steps,
+                recorded=last.recorded | recorded,
+            )
+            continue
+        found.append(
+            Stretch(
+                begin=begin,
+                end=end,
+                settings=settings,
+                sessions=(session,),
+                steps=steps,
+                recorded=recorded,
+            )
+        )
+    return found
+
+
+def _in_force(sessions: Sequence[Session]) -> Iterator[tuple[int, int, Session]]:
+    """Yield the steps of each session that a later one did not make again."""
+    for number, session in enumerate(sessions):
+        later = [one.begin for one in sessions[number + 1 :] if one.started is not None]
+        end = min((session.last_step, *later))
+        if session.started is not None and session.begin < end:
+            yield session.begin, end, session
+
+
+def _of_steps(settings: dict[str, Any]) -> dict[str, Any]:
+    found = {name: dict(part) for name, part in settings.items() if name not in NO_STEP_SECTIONS}
+    found.get("train", {}).pop("stop_after", None)
+    return found

@@ -1,0 +1,356 @@
+"""Verify a run: replay it from its settings, files, corpus and checkpoints, and say what its record has otherwise.
+
+verify(run)                 every step, from the begin of the run; from a checkpoint where a resume changed settings
+verify(run, chain=True)     from checkpoint to checkpoint; what each replay leaves is compared with what was saved
+verify(run, step=N)         step N beside a textbook step, from the nearest checkpoint before it
+verify(run, data=True)      the corpus too, read and tokenized again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.audit.stages import STAGES
+from engine.errors import BadInput, EngineError, RunLogError, SpecError, UsageError
+from engine.log.folder import RunFolder, must_have_settings
+from engine.log.follow import Follower
+from engine.plan.inputs import check_inputs
+from engine.receipts.receipt import check_receipt, not_looked_at, read_receipt_or_facts
+from engine.spec import spec_from_dict
+from engine.verdict import Level, Verdict, lowest
+from engine.verify import replay
+from engine.verify.compare import (
+    BUILT,
+    DATA,
+    ROUNDING,
+    Compared,
+    FirstDifference,
+    compare_losses,
+    compare_rows,
+    compare_steps,
+    differences,
+    same,
+    why_rounded,
+)
+from engine.verify.record import ChangedSettings, Session, Stretch, read_sessions, stretches
+from engine.verify.replay import checkpoint_at, replay_folder, replayed_spec
+from engine.verify.saved import compare_checkpoints, compare_students
+
+
+@dataclass(slots=True)
+class Verified:
+    """What was found about a run."""
+
+    lines: dict[str, Verdict] = field(default_factory=dict)
+    """Each thing that was compared, by name."""
+    not_compared: list[str] = field(default_factory=list)
+    steps: int = 0
+    """Steps that were compared and agree."""
+    rounding: str = ""
+    """Why the numbers may differ by a rounding, and by which; empty where every bit has to be the same."""
+    difference: FirstDifference | None = None
+    kept: Path | None = None
+    """The folder of the replays, if they were kept."""
+
+    @property
+    def verdict(self) -> Verdict:
+        found = lowest(self.lines.values())
+        how = "within rounding" if self.rounding else "to the bit"
+        gives = f"the replay gives {self.steps} recorded steps {how}"
+        if found.level is Level.PASS:
+            return Verdict(Level.PASS, gives)
+        first, *more = [name for name, one in self.lines.items() if one.level is found.level]
+        text = f"{first}: {found.reason}"
+        if more:
+            text += f"; and {', '.join(more)}"
+        if self.steps and self.difference is None:
+            text += f"; {gives}"
+        return Verdict(found.level, text)
+
+    def add(self, name: str, verdict: Verdict | None) -> None:
+        """Add what was found of one thing; of several replays the worst is kept."""
+        before = self.lines.get(name)
+        if verdict is not None and (before is None or verdict.level < before.level):
+            self.lines[name] = verdict
+
+
+def verify(
+    run: RunFolder,
+    *,
+    steps: int | None = None,
+    step: int | None = None,
+    chain: bool = False,
+    data: bool = False,
+    scratch: Path | None = None,
+    keep: bool = False,
+) -> Verified:
+    """Replay `run` and compare it with its record: all steps, the first `steps`, or `step` alone.
+
+    Raises BadInput for a run that goes on, that is not ours or that has no such step, RunLogError for a log that cannot
+    be read.
+    """
+    must_have_settings(run)
+    alive = run.liveness()
+    if alive.trainer or alive.supervisor:
+        raise RunLogError.expected(
+            "run folder", run.path, "a run that has ended", "one that is going on"
+        )
+    found = Verified()
+    _compare_receipt(run, found)
+    sessions = read_sessions(run)
+    if not sessions or sessions[0].started is None:
+        found.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
+        return found
+    try:
+        parts = stretches(sessions, run.read_effective())
+    except ChangedSettings as error:
+        found.lines["settings"] = Verdict(Level.FAIL, str(error))
+        found.lines["steps"] = Verdict(Level.UNKNOWN, "no replay: its settings are not there")
+        return found
+    text = "effective.json has the hash that the run logged"
+    found.lines["settings"] = Verdict(Level.PASS, text)
+    with replay_folder(run, scratch, keep=keep) as folder:
+        verifying = _Verifying(run, sessions, folder, found)
+        if data:
+            verifying.data(parts[0])
+        if step is not None:
+            verifying.step(parts, step)
+        else:
+            verifying.steps(parts, steps, chain=chain)
+        if keep:
+            found.kept = folder
+    return found
+
+
+def _compare_receipt(run: RunFolder, found: Verified) -> None:
+    """Compare the files of the folder with the hashes in its receipt."""
+    view = Follower(run).read_all()
+    receipt, is_receipt = read_receipt_or_facts(run, view)
+    if not is_receipt:
+        if view.receipt is not None:
+            text = "the log says that one was written, and there is none"
+            found.lines["receipt"] = Verdict(Level.FAIL, text)
+        else:
+            found.not_compared.append("files: the run ended without a receipt of their hashes")
+        return
+    answers = check_receipt(run, receipt, view)
+    wrong = {name: one for name, one in answers.items() if one.level is not Level.PASS}
+    for name, one in wrong.items():
+        found.lines[f"receipt: {name}"] = one
+    if not wrong:
+        text = f"{len(answers)} entries agree with the files of the folder"
+        found.lines["receipt"] = Verdict(Level.PASS, text)
+    found.not_compared += not_looked_at(run, receipt)
+
+
+class _Verifying:
+    """Replays of one run, each in a folder below `folder`."""
+
+    def __init__(
+        self, run: RunFolder, sessions: Sequence[Session], folder: Path, found: Verified
+    ) -> None:
+        self._run, self._sessions, self._folder, self._found = run, sessions, folder, found
+        self._last = max(one.last_step for one in sessions)
+        self._made = 0
+
+    def data(self, part: Stretch) -> None:
+        """Read and tokenize the corpus again, and compare the tokens with those that were trained on."""
+        ready = part.sessions[0].data
+        try:
+            spec = spec_from_dict(part.settings)
+            inputs = check_inputs(spec, self._folder)
+            tokens = inputs.load_tokens(spec.data, root=self._folder / "tokens")
+        except EngineError as error:
+            verdict = Verdict(Level.UNKNOWN, f"the corpus cannot be read again: {error.message}")
+        else:
+            pairs = [("train", tokens.train), ("heldout", tokens.heldout)]
+            other = [
+                f"{name}: recorded {was[:16]}, read again {stream.sha256[:16]}"
+                for name, stream in pairs
+                if ready is not None and (was := getattr(ready, f"{name}_sha256")) != stream.sha256
+            ]
+            count = sum(stream.token_count for _, stream in pairs)
+            text = f"{count:,} tokens are those of the corpus, read and tokenized again"
+            verdict = Verdict(Level.FAIL, other[0]) if other else Verdict(Level.PASS, text)
+            if ready is None:
+                verdict = Verdict(Level.UNKNOWN, "the record has nothing of it")
+        self._found.add("corpus", verdict)
+
+    def steps(self, parts: Sequence[Stretch], steps: int | None, *, chain: bool) -> None:
+        """Replay the steps of a run in order; with `chain` from checkpoint to checkpoint."""
+        last = self._last if steps is None else min(steps, self._last)
+        if last < self._last:
+            text = f"steps {last + 1} to {self._last}: not asked for"
+            self._found.not_compared.append(text)
+        for part in parts:
+            for piece in self._pieces(part.between(0, last), chain=chain):
+                self._replay(piece, saves=chain)
+
+    def _pieces(self, part: Stretch, *, chain: bool) -> Iterator[Stretch]:
+        """Yield what of a stretch is replayed at a time."""
+        if part.begin >= part.end:
+            return
+        between = range(part.begin + 1, part.end) if chain else ()
+        cuts = [n for n in between if checkpoint_at(self._run, n) is not None]
+        for begin, end in zip((part.begin, *cuts), (*cuts, part.end), strict=True):
+            yield part.between(begin, end)
+
+    def _replay(self, piece: Stretch, *, saves: bool) -> None:
+        """Replay a stretch and compare it."""
+        found = self._found
+        again = self._train(piece, saves=saves)
+        fresh = None if again is None else self._first_session(piece, again)
+        if again is None or fresh is None:
+            return
+        record = piece.sessions[0]
+        assert record.started is not None and fresh.started is not None
+        found.add("settings as built", same(BUILT, record.started, fresh.started))
+        found.add("data", same(DATA, record.data, fresh.data))
+        for role in dict.fromkeys((*record.models, *fresh.models)):
+            # A student from a checkpoint is logged as it was before.
+            if role != "student" or not (piece.begin or record.begin):
+                of_role = (record.models.get(role), fresh.models.get(role))
+                found.add(f"{role} as loaded", same(("sha256", "parameters"), *of_role))
+        if why := why_rounded(self._run, piece, again, fresh):
+            found.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
+        if record.started.engine != fresh.started.engine:
+            text = (
+                f"the run is of engine {record.started.engine}, replayed by {fresh.started.engine}"
+            )
+            found.not_compared.append(f"the code of that time: {text}")
+        rounded = bool(why)
+        compared = compare_steps(piece, fresh, rounded=rounded)
+        found.steps += compared.steps
+        self._say_steps(piece, compared)
+        if compared.difference is not None:
+            return
+        length = piece.end - piece.begin if rounded else 0
+        rows = compare_rows(self._run, again, piece)
+        if rows is None:
+            found.not_compared.append(f"rows by content, {piece}: the run has no record of them")
+        found.add("rows", rows)
+        evaluated = [one for session in self._sessions for one in session.evaluated]
+        losses = f"held-out losses, {piece}" if saves else "held-out losses"
+        found.add(losses, compare_losses(evaluated, fresh, length))
+        if saves:
+            at = f"checkpoint of step {piece.end}"
+            found.add(at, compare_checkpoints(self._run, again, piece.end, length))
+            if piece.end == self._last:
+                found.add("saved student", compare_students(self._run, again, length))
+
+    def _train(self, piece: Stretch, *, saves: bool = False, audited: int = 0) -> RunFolder | None:
+        """Return the run folder of a replay; None, with a line that says why, where none can be made."""
+        checkpoint = None
+        if piece.begin and (checkpoint := checkpoint_at(self._run, piece.begin)) is None:
+            text = (
+                f"settings were changed at step {piece.begin}, whose checkpoint is no longer there"
+            )
+            self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
+            return None
+        self._made += 1
+        folder = self._folder / f"run-{self._made}"
+        try:
+            spec = replayed_spec(piece, folder, saves=saves, audited=audited)
+            check_inputs(spec, folder)
+            return replay.train_again(spec, piece, checkpoint)
+        except (BadInput, SpecError) as error:
+            text = f"no replay: {error.message}"
+            self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
+            return None
+
+    def _first_session(self, piece: Stretch, again: RunFolder) -> Session | None:
+        """Return the session of a replay; None, with a line that says why, where it made no step."""
+        sessions = read_sessions(again)
+        if sessions and sessions[0].started is not None:
+            return sessions[0]
+        view = Follower(again).read_all()
+        reason = view.finished.reason if view.finished is not None else ""
+        reason = reason or (view.exit.sentence if view.exit is not None else "nobody saw it end")
+        text = f"the replay made no step: {reason.splitlines()[0]}"
+        self._found.add(str(piece), Verdict(Level.UNKNOWN, text))
+        return None
+
+    def _say_steps(self, piece: Stretch, compared: Compared, *, explain: bool = True) -> None:
+        name, count = str(piece), compared.steps
+        for field_name, of_steps in compared.lacking.items():
+            text = f"{of_steps} of {piece.end - piece.begin} steps of the log do not have it"
+            self._found.add(f"steps: {field_name}", Verdict(Level.UNKNOWN, text))
+        if (difference := compared.difference) is not None:
+            self._found.difference = self._found.difference or difference
+            text = self._explained(piece, difference) if explain else str(difference)
+            self._found.add(name, Verdict(Level.FAIL, text))
+        elif compared.ended:
+            level = Level.FAIL if compared.ended.startswith("the settings end") else Level.UNKNOWN
+            text = f"the replay has no step {piece.begin + count + 1}: {compared.ended}"
+            self._found.add(name, Verdict(level, text))
+        else:
+            how = self._found.rounding or "every bit the same"
+            self._found.add(name, Verdict(Level.PASS, f"{count} steps agree: {how}"))
+
+    def _explained(self, piece: Stretch, difference: FirstDifference) -> str:
+        """Say where the record differs, and by a textbook step which side is wrong."""
+        text = str(difference)
+        if difference.step > piece.begin + 1:
+            text += f"; the steps since {piece.begin} agree"
+        if difference.recorded is None:
+            return text
+        answers = self._textbook(piece, difference.step)
+        wrong = [f"{id}: {one.reason}" for id, one in answers.items() if one.level is Level.FAIL]
+        if wrong:
+            return f"{text}; the replay's own step fails {wrong[0]}"
+        proved = sum(one.level is Level.PASS for one in answers.values())
+        if proved:
+            text += f"; a textbook step agrees with the replay in {proved} of {len(answers)} stages"
+        return text
+
+    def _textbook(self, piece: Stretch, step: int) -> dict[str, Verdict]:
+        """Return what the audit says of `step` of a replay, by stage; nothing where none can be made."""
+        piece = self._up_to(piece, step)
+        again = self._train(piece, audited=step)
+        session = None if again is None else self._first_session(piece, again)
+        return {} if session is None else _audited(session, step)
+
+    def _up_to(self, part: Stretch, step: int) -> Stretch:
+        """Return the steps up to `step` from the nearest checkpoint before it on."""
+        earlier = range(part.begin + 1, step)
+        saved = (n for n in reversed(earlier) if checkpoint_at(self._run, n) is not None)
+        return part.between(next(saved, part.begin), step)
+
+    def step(self, parts: Sequence[Stretch], step: int) -> None:
+        """Replay up to `step` from the nearest checkpoint before it, and add a line for each of its stages."""
+        part = next((one for one in parts if one.begin < step <= one.end), None)
+        if part is None:
+            raise UsageError(f"--step: expected a step of the run, 1 to {self._last}, found {step}")
+        piece, found = self._up_to(part, step), self._found
+        again = self._train(piece, audited=step)
+        fresh = None if again is None else self._first_session(piece, again)
+        if again is None or fresh is None:
+            return
+        if why := why_rounded(self._run, piece, again, fresh):
+            found.rounding = f"{ROUNDING}, because of {'; '.join(why)}"
+        if step > piece.begin + 1:
+            before = piece.between(piece.begin, step - 1)
+            compared = compare_steps(before, fresh, rounded=bool(why))
+            found.steps += compared.steps
+            self._say_steps(before, compared, explain=False)
+        rows = compare_rows(self._run, again, piece)
+        if rows is not None and rows.level is Level.FAIL:
+            found.add("rows", rows)
+        differing = {one.stage: one for one in differences(piece, fresh, step, rounded=bool(why))}
+        answers = _audited(fresh, step)
+        for about in STAGES:
+            verdict = answers.get(about.id, Verdict(Level.UNKNOWN, "the replay did not judge it"))
+            if about.id in differing:
+                found.difference = found.difference or differing[about.id]
+                verdict = Verdict(Level.FAIL, str(differing[about.id]))
+            found.add(about.id, verdict)
+        found.steps += not differing
+
+
+def _audited(session: Session, step: int) -> dict[str, Verdict]:
+    answers = ((about.id, session.audited.get((step, about.id))) for about in STAGES)
+    return {
+        id: Verdict(Level[one.level.upper()], one.reason) for id, one in answers if one is not None
+    }

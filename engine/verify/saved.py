@@ -1,0 +1,110 @@
+"""Compare what a run has saved with what its replay saves: checkpoints and the student, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.audit.metadata import difference, said
+from engine.checkpoint_folders import folder_name
+from engine.errors import CheckpointError, EngineError
+from engine.files import read_json_object
+from engine.limits import RUN_FILE
+from engine.log.folder import RunFolder
+from engine.verdict import Level, Verdict
+
+STATE = ("step", "seed", "position")
+"""Fields of a checkpoint's state.json on which the next steps depend."""
+RELATIVE = 5e-3
+"""What rounding may make of a tensor in one step, of its length."""
+
+
+def compare_checkpoints(run: RunFolder, again: RunFolder, step: int, grown: int) -> Verdict | None:
+    """Compare both runs' checkpoints of a step; None where one has none. `grown` is 0 for equal bits."""
+    was, now = (one.checkpoints / folder_name(step) for one in (run, again))
+    if not was.is_dir() or not now.is_dir():
+        return None
+    try:
+        states = [
+            read_json_object(path / "state.json", "checkpoint", RUN_FILE, error=CheckpointError)
+            for path in (was, now)
+        ]
+    except CheckpointError as error:
+        return Verdict(Level.FAIL, error.message)
+    for name in STATE:
+        found, wanted = (state.get(name) for state in states)
+        if found != wanted:
+            return Verdict(Level.FAIL, f"{name}: saved {found}, the replay saves {wanted}")
+    return _compare_tensors(was, now, grown)
+
+
+def compare_students(run: RunFolder, again: RunFolder, grown: int) -> Verdict | None:
+    """Compare both runs' saved students, and what their files say beside the tensors."""
+    was, now = run.path / "student", again.path / "student"
+    if not was.is_dir() or not now.is_dir():
+        return None
+    try:
+        saying = said(was), said(now)
+    except EngineError as error:
+        return Verdict(Level.FAIL, error.message)
+    if None not in saying and (text := difference(saying[1] or {}, saying[0] or {})):
+        return Verdict(Level.FAIL, text)
+    if others := sorted({p.name for p in was.iterdir()} ^ {p.name for p in now.iterdir()}):
+        return Verdict(Level.FAIL, f"only one of both has {', '.join(others)}")
+    return _compare_tensors(was, now, grown)
+
+
+def _compare_tensors(was: Path, now: Path, grown: int) -> Verdict:
+    """Compare the tensors of all safetensors files of two folders."""
+    import torch
+
+    names = [sorted(path.name for path in one.glob("*.safetensors")) for one in (was, now)]
+    if names[0] != names[1] or not names[0]:
+        text = f"files of tensors are {', '.join(names[0]) or 'none'}, the replay has {', '.join(names[1]) or 'none'}"
+        return Verdict(Level.UNKNOWN, text)
+    count, worst = 0, 0.0
+    for file in names[0]:
+        # Random numbers are drawn by what a replay leaves out, too.
+        if file == "rng.safetensors":
+            continue
+        for name, found, wanted in _tensors(was / file, now / file):
+            if found is None or wanted is None:
+                return Verdict(Level.FAIL, f"{file}: only one of both has {name}")
+            if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+                return Verdict(
+                    Level.FAIL,
+                    f"{file}: {name} is {tuple(found.shape)} {found.dtype}, the replay saves {tuple(wanted.shape)} "
+                    f"{wanted.dtype}",
+                )
+            count += 1
+            if torch.equal(found, wanted):
+                continue
+            length = float(wanted.double().norm())
+            apart = float((found.double() - wanted.double()).norm()) / max(length, 1e-30)
+            worst = max(worst, apart)
+            if not apart <= grown * RELATIVE:
+                return Verdict(
+                    Level.FAIL, f"{file}: {name} is {apart:.2g} (relative) from the replay's"
+                )
+    how = "to the bit" if not worst else f"within {worst:.1g} (relative)"
+    return Verdict(Level.PASS, f"{count} tensors are the replay's {how}")
+
+
+def _tensors(was: Path, now: Path) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each tensor's name with its values in both files; None where a file does not have it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(was, framework="pt") as one, safe_open(now, framework="pt") as other:
+            known = set(one.keys()), set(other.keys())
+            for name in sorted(known[0] | known[1]):
+                yield (
+                    name,
+                    one.get_tensor(name) if name in known[0] else None,
+                    other.get_tensor(name) if name in known[1] else None,
+                )
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{was} — expected tensors that can be read, found {error}"
+        ) from error
