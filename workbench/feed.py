@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.errors import RunLogError
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
@@ -53,6 +54,8 @@ class Snapshot:
     """The command, where the run is somebody's own script."""
     share_read: float = 1.0
     """How much of the logs has been read, 0 to 1."""
+    verified: str = ""
+    """What `engine verify` found of a run that has ended, in one line; empty for another run."""
 
     @property
     def has_ended(self) -> bool:
@@ -85,6 +88,40 @@ def command_of(run: RunFolder) -> WatchedCommand | None:
         return None
 
 
+class _Verified:
+    """The kept outcome of `engine verify`, read again once its file or the log is another."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._seen: object = None
+        self._words = ""
+
+    def words(self, last_step: int) -> str:
+        # Imported here: the first frame does not need it.
+        from engine.verify.outcome import NAME, is_stale, outcome_text, read_outcome
+
+        seen = _stamp(self._run.path / NAME), _stamp(self._run.events), last_step
+        if seen != self._seen:
+            try:
+                outcome = read_outcome(self._run)
+            except RunLogError as problem:
+                self._words = f"not verified: {problem.message}"
+            else:
+                stale = outcome is not None and is_stale(self._run, outcome)
+                text = outcome_text(outcome, stale=stale, last_step=last_step)
+                self._words = text if outcome is None else f"verified: {text}"
+            self._seen = seen
+        return self._words
+
+
+def _stamp(path: Path) -> object:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 class RunFeed:
     """Follows one run. `poll` reads for about `budget_s` at most."""
 
@@ -101,6 +138,7 @@ class RunFeed:
         self._wall, self._budget_s = wall, budget_s
         self._follower = Follower(run, files=True, keep=keep)
         self._book = LogBook(self._follower.reader("events"))
+        self._verified = _Verified(run)
         self._command: WatchedCommand | None = None
         self._behind: int | None = None
         """Polls since the last one that reached the end; None before the first."""
@@ -128,6 +166,8 @@ class RunFeed:
             state = READING if error is None else UNREADABLE
             words = f"{state.upper()} {share_read:.0%}" if state == READING else state.upper()
             status = " | ".join([words, *status.split(" | ")[1:]])
+        ours = self._command is None and error is None and not behind
+        verified = self._verified.words(view.last_step) if ours and has_ended(state) else ""
         return Snapshot(
             run=self.run,
             view=view,
@@ -140,6 +180,7 @@ class RunFeed:
             log=self._book.log(view.asides),
             command=self._command,
             share_read=share_read,
+            verified=verified,
         )
 
     def _budget(self) -> float:

@@ -52,6 +52,11 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGINT)
 
+    @property
+    def newest_line(self) -> str:
+        """Return the last line of its output; empty before the first."""
+        return next((line.strip() for line in reversed(self._tail())), "")
+
     def lines(self) -> tuple[str, ...]:
         """Return the command, its state, and the end of its output."""
         alive = self.is_alive
@@ -86,13 +91,13 @@ class Jobs:
         return self._newest.get(name)
 
     def start(self, name: str, arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> Job:
-        """Start `engine ARGUMENTS`, or return the running command of that name. Raises
-        RunLogError or DiskFull when its output cannot be written."""
+        """Start `engine ARGUMENTS`, or return the running command of that name. Its first word is in the name of the file
+        of its output. Raises RunLogError or DiskFull when that cannot be written."""
         before = self.of(name)
         if before is not None and before.is_alive:
             return before
         try:
-            fd, path = tempfile.mkstemp(prefix=f"apr-{name}-", suffix=".txt")
+            fd, path = tempfile.mkstemp(prefix=f"apr-{name.split()[0]}-", suffix=".txt")
         except OSError as problem:
             raise write_error("command", tempfile.gettempdir(), "to write there", problem) from None
         with os.fdopen(fd, "wb") as output:

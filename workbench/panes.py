@@ -157,9 +157,12 @@ def decision_words(snapshot: Snapshot) -> list[str]:
 
 
 def check_words(snapshot: Snapshot) -> list[str]:
-    """Return the first-minute checks: failed, then unknown, then passed; of a script that is not ours, what was seen
-    of the identities of any training."""
-    return (identity_lines if snapshot.command is not None else check_lines)(snapshot.view)
+    """Return the first-minute checks: failed, then unknown, then passed, and below their counts whether the run was
+    verified; of a script that is not ours, what was seen of the identities of any training."""
+    if snapshot.command is not None:
+        return identity_lines(snapshot.view)
+    counts, *rest = check_lines(snapshot.view)
+    return [counts, *filter(None, [snapshot.verified]), *rest]
 
 
 def data_words(snapshot: Snapshot) -> list[str]:

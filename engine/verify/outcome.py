@@ -116,7 +116,7 @@ def outcome_text(outcome: Outcome | None, *, stale: bool, last_step: int) -> str
         return "not verified"
     day = outcome.at[:10]
     if stale:
-        return f"stale: the log has changed since it was verified on {day}"
+        return f"stale, the log has changed since {day}"
     if outcome.level != "pass":
         return f"{outcome.level}: {clipped(one_line(outcome.reason), SHOWN)}, {day}"
     steps = f"{outcome.steps:,}" + (f" of {last_step:,}" if outcome.steps < last_step else "")

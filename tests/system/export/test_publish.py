@@ -359,7 +359,7 @@ def test_the_card_says_whether_the_run_was_verified(run: RunFolder, tmp_path: Pa
     with run.events.open("ab") as log:
         log.write(b'{"a line": "that is not whole"')
     publish(run, replace(wanted, folder=tmp_path / "c"), said.append)
-    stale = f"stale: the log has changed since it was verified on {day}"
+    stale = f"stale, the log has changed since {day}"
     assert replay_in(tmp_path / "c") == [stale] and not (tmp_path / "c" / OUTCOME).exists()
     assert f"replay of the run: {stale}; engine verify {run.path}" in said
 

@@ -60,7 +60,9 @@ def test_a_log_that_has_changed_makes_the_outcome_stale(run: RunFolder, change: 
     else:
         run.events.write_bytes(was + b"\n" if change == "grown" else was.replace(b"o", b"0"))
     assert is_stale(run, kept)
-    assert outcome_text(kept, stale=True, last_step=30).startswith("stale: the log has changed")
+    assert outcome_text(kept, stale=True, last_step=30).startswith(
+        "stale, the log has changed since "
+    )
 
 
 def test_a_log_that_grows_during_a_verification_makes_its_outcome_stale(run: RunFolder) -> None:

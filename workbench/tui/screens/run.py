@@ -5,6 +5,7 @@ The panes come from the table `workbench.panes`; stopping and resuming a run is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -20,9 +21,11 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Input
 
+from engine.errors import EngineError
 from engine.flips.proposals import Proposal, of_alert, proposals
 from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
+from workbench.engine_commands import command_text
 from workbench.feed import RunFeed, Snapshot
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.panes import PANES, Pane
@@ -30,6 +33,7 @@ from workbench.tui.context import Context
 from workbench.tui.layout import Layout, arrange
 from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
 from workbench.tui.screens.flip import FlipScreen
+from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.mark import MarkScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.screens.replay import TICK_S, Replay, Replayed
@@ -41,6 +45,7 @@ from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
 PANE_KEYS = Binding.Group("pane")
+VERIFYING = "verifying: "
 
 
 class _Row(Horizontal):
@@ -78,7 +83,7 @@ class RunScreen(PollingScreen):
 
     AUTO_FOCUS = "#loss"
     POLLS_BEHIND = True
-    ACTING = frozenset({"stop", "resume", "flip", "why"})
+    ACTING = frozenset({"stop", "resume", "flip", "why", "verify"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; the run continues"),
@@ -114,6 +119,12 @@ class RunScreen(PollingScreen):
         ),
         Binding("F", "flip", "flip", tooltip="test a suspicion: this run with one setting changed"),
         Binding("W", "why", "why", tooltip="ask what causes what went wrong here, and test it"),
+        Binding(
+            "T",
+            "verify",
+            "verify",
+            tooltip="train it again in the background, and compare the record",
+        ),
         STOP,
         RESUME,
         Binding("escape", "back", "back", show=False, tooltip="unzoom, or go back to the runs"),
@@ -214,7 +225,7 @@ class RunScreen(PollingScreen):
         return self._snapshot if self._replay is None else self._past
 
     def poll(self) -> Polled:
-        snapshot = self._feed.poll()
+        snapshot = self._with_progress(self._feed.poll())
         # Walks long lists and reads other folders, so it stays out of the drawing thread.
         seen = snapshot.view, self._flip_look.look()
         # A poll that found nothing new must not walk them again: quitting waits for the poll.
@@ -229,6 +240,10 @@ class RunScreen(PollingScreen):
         before, self._snapshot = self._snapshot, message.snapshot
         if not self.own_widgets:
             return  # the last poll of a screen that is taken down
+        if before is not None and before.verified.startswith(VERIFYING):
+            now = message.snapshot.verified
+            if not now.startswith(VERIFYING):
+                self.notify(now, markup=False)
         if not self._paused:
             self._hand_down()
         if _needs(before) != _needs(self._snapshot):
@@ -356,6 +371,8 @@ class RunScreen(PollingScreen):
             return self._replay is not None
         if action in ("flip", "why"):
             return not self.context.read_only and self._snapshot is not None
+        if action == "verify":
+            return not self.context.read_only and bool(self._snapshot and self._snapshot.verified)
         if action in ("stop", "resume"):
             return (target := self.target()) is not None and target.can(action)
         return True
@@ -472,6 +489,59 @@ class RunScreen(PollingScreen):
     def action_resume(self) -> None:
         if (target := self.target()) is not None:
             ask_to_resume(self, target)
+
+    @property
+    def job_name(self) -> str:
+        """The name of the command that verifies this run."""
+        return f"verify {self.run.path}"
+
+    def _with_progress(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with what a verification that was started here says, until its outcome is kept."""
+        job = self.context.jobs.of(self.job_name)
+        if job is None or not snapshot.verified:
+            return snapshot
+        if job.is_alive:
+            return replace(snapshot, verified=f"{VERIFYING}{job.newest_line or 'starting'}")
+        if snapshot.verified.startswith("not verified"):
+            return replace(snapshot, verified=f"not verified: {job.newest_line}")
+        return snapshot
+
+    def action_verify(self) -> None:
+        """Verify the run in the background, or stop that, after confirmation."""
+        job, snapshot = self.context.jobs.of(self.job_name), self._snapshot
+        if snapshot is None:
+            return
+        arguments = ["verify", str(self.run.path)]
+        command = command_text(arguments)
+
+        def stop(answer: str | None) -> None:
+            if answer == "y" and job is not None:
+                job.stop()
+                self.tick()
+
+        def start(answer: str | None) -> None:
+            if answer != "y":
+                return
+            try:
+                self.context.jobs.start(self.job_name, arguments)
+            except EngineError as problem:
+                self.notify(str(problem), severity="error", markup=False)
+                return
+            self._chosen = "checks"
+            self.lay_out()
+            self.tick()
+
+        if job is not None and job.is_alive:
+            answers = [("y", "stop it"), ("n", "let it continue")]
+            question = f"`{command}` is running: {job.newest_line}"
+            self.app.push_screen(ChooseScreen("stop the verification", question, answers), stop)
+            return
+        question = (
+            f"{self.run.name} is trained again, {snapshot.view.last_step:,} steps, in a folder beside it and in the "
+            f"background, and compared with its record.\n\nThis is `{command}`."
+        )
+        answers = [("y", "verify it"), ("n", "leave it")]
+        self.app.push_screen(ChooseScreen("verify this run", question, answers), start)
 
     @on(TimelinePane.Opened)
     def open_marks(self, message: TimelinePane.Opened) -> None:
