@@ -91,8 +91,8 @@ class Jobs:
         return self._newest.get(name)
 
     def start(self, name: str, arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> Job:
-        """Start `engine ARGUMENTS`, or return the running command of that name. Its first word is in the name of the file
-        of its output. Raises RunLogError or DiskFull when that cannot be written."""
+        """Start `engine ARGUMENTS`, or return the running command of that name. Its first word is in the name of
+        the file of its output. Raises RunLogError or DiskFull when that cannot be written."""
         before = self.of(name)
         if before is not None and before.is_alive:
             return before
