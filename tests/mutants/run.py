@@ -37,7 +37,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 COPIED = ("engine", "workbench", "tests", "contracts", "docs", "pyproject.toml", "apr_workbench.py")
-VERIFY = "verify"
+VERIFY, RESUMED = "verify", "resumed"
 KINDS = ("data", "step", "saving", "store", "figures", "time")
 LIMIT_S = 600.0
 
@@ -167,37 +167,30 @@ def failed_test(tests: Sequence[str], tree: Path, scratch: Path) -> str | None:
     return found[1]
 
 
-def verified(mutant: Mutant, tree: Path, scratch: Path) -> str | None:
-    """Train with `tree` and verify the run with this tree; return the first difference, None where there is none."""
-    spec, *words = mutant.run.split()
-    resumed = "resumed" in words
-    sets = [*SHORT, *(word for word in words if word != "resumed")]
+def verified(run_of: str, tree: Path, scratch: Path) -> str | None:
+    """Train with `tree` and verify the run with this tree; return what differs, or that the run failed; None where
+    nothing does."""
+    spec, *words = run_of.split()
+    resumed = RESUMED in words
+    sets = [*SHORT, *(word for word in words if word != RESUMED)]
     if resumed:
         sets.append(f"train.stop_after={EVERY}")
     run = scratch / "run"
-    chosen = [part for one in sets for part in ("--set", one)]
-    # Its own cache: tokens made by a mutant are not those of others.
-    trained = _process(
-        ("engine", "distill", SPECS[spec], *chosen, "--out", run), tree, scratch / "cache"
-    )
+
+    def train(*words: object) -> subprocess.CompletedProcess[str]:
+        # Its own cache: tokens made by a mutant are not those of others.
+        return _process(("engine", "distill", *words), tree, scratch / "cache")
+
+    trained = train(SPECS[spec], *(part for one in sets for part in ("--set", one)), "--out", run)
     if resumed:
-        words = (
-            "engine",
-            "distill",
-            "--set",
-            "train.stop_after=0",
-            "--resume",
-            run,
-            "--allow-change",
-            "train.stop_after",
-        )
-        trained = _process(words, tree, scratch / "cache")
+        changed = ("--set", "train.stop_after=0", "--allow-change", "train.stop_after")
+        trained = train("--resume", run, *changed)
     if trained.returncode:
-        return f"the run: exit {trained.returncode}: {(trained.stderr or trained.stdout).strip()[-300:]}"
+        return f"the run: exit {trained.returncode}: {trained.stderr.strip()[-300:]}"
     done = _process(("engine", "verify", run, "--json"), ROOT, scratch / "clean-cache")
     if done.returncode not in (0, 1, 2):
         raise RuntimeError(f"engine verify: exit {done.returncode}\n{done.stderr[-2000:]}")
-    return str(json.loads(done.stdout)["reason"]) if done.returncode == 1 else None
+    return f"{VERIFY}: {json.loads(done.stdout)['reason']}" if done.returncode == 1 else None
 
 
 def killer(mutant: Mutant, folder: Path) -> str | None:
@@ -210,20 +203,39 @@ def killer(mutant: Mutant, folder: Path) -> str | None:
         plant(mutant.name, tree)
         if mutant.tests and (failed := failed_test(mutant.tests, tree, scratch)):
             return failed
-        if mutant.run and (differs := verified(mutant, tree, scratch)):
-            return f"{VERIFY}: {differs}"
-    return None
+        return verified(mutant.run, tree, scratch) if mutant.run else None
 
 
 def judge(mutant: Mutant, found: str | None) -> str:
     """Return what is wrong with the table's line about a mutant; empty where nothing is."""
-    if found is None:
-        return f"expected {mutant.killed_by}, found nothing" if mutant.killed_by else ""
     if not mutant.killed_by:
-        return f"expected a survivor, found {found}"
-    if mutant.tests and found.startswith(f"{VERIFY}:"):
-        return f"expected {mutant.killed_by}, found {found}"
-    return ""
+        return "" if found is None else f"expected a survivor, found {found}"
+    # A test has its parameters behind its name.
+    if found is not None and any(found.startswith(name) for name in mutant.killed_by.split()):
+        return ""
+    return f"expected {mutant.killed_by}, found {found or 'nothing'}"
+
+
+def control(table: Sequence[Mutant], folder: Path, jobs: int) -> list[str]:
+    """Return what tests and `verify` find in a copy without a mutant, which kills nothing."""
+    scratch = folder / "control"
+    tree = scratch / "tree"
+    tree.mkdir(parents=True)
+    copy_tree(tree)
+    tests = sorted({test for mutant in table for test in mutant.tests})
+    failed = failed_test(tests, tree, scratch) if tests else None
+    runs = sorted({mutant.run for mutant in table if mutant.run})
+
+    def differs(run_of: str) -> str | None:
+        with tempfile.TemporaryDirectory(dir=scratch) as name:
+            return verified(run_of, tree, Path(name))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = dict(zip(runs, pool.map(differs, runs), strict=True))
+    return [
+        *([f"{failed} fails"] if failed else []),
+        *(f"{run_of}: {what}" for run_of, what in found.items() if what),
+    ]
 
 
 def main() -> int:
@@ -240,14 +252,9 @@ def main() -> int:
     wrong, survivors = 0, []
     with tempfile.TemporaryDirectory(prefix="apr-mutants-") as name:
         folder = Path(name)
-        # A test that fails without a mutant kills nothing.
-        if tests := sorted({test for mutant in table for test in mutant.tests}):
-            scratch = folder / "control"
-            (scratch / "tree").mkdir(parents=True)
-            copy_tree(scratch / "tree")
-            if failed := failed_test(tests, scratch / "tree", scratch):
-                print(f"without a mutant: {failed} fails", file=sys.stderr)
-                return 1
+        if found_without := control(table, folder, options.jobs):
+            print("without a mutant:", *found_without, sep="\n  ", file=sys.stderr)
+            return 1
         with ThreadPoolExecutor(options.jobs) as pool:
             for mutant, found in zip(
                 table, pool.map(lambda one: killer(one, folder), table), strict=True

@@ -9,7 +9,21 @@ import pytest
 from tests.mutants.run import HERE, KINDS, SPECS, VERIFY, EditError, killer, mutated, read_table
 
 TABLE = {mutant.name: mutant for mutant in read_table()}
-PLANTED = ("labels_rolled", "label_behind_turn", "with_replacement")
+PLANTED = (
+    "labels_rolled",
+    "label_behind_turn",
+    "with_replacement",
+    "document_twice",
+    "gradient_of_last_micro_batch",
+    "kd_without_t_squared",
+    "position_within_epoch",
+    "best_not_kept",
+    "no_format",
+    "half_of_the_draws",
+    "layers_off_by_one",
+    "perplexity_of_bits",
+    "teacher_row_by_row",
+)
 
 
 @pytest.mark.parametrize("name", PLANTED)

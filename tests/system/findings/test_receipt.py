@@ -455,8 +455,15 @@ def test_a_run_that_was_killed_shows_the_steps_it_did_not_do(
     assert "rows per step" in found, "the log says 16, the settings 4"
 
 
-def test_a_setting_of_the_command_line_is_what_was_asked_for(finished: RunFolder) -> None:
+def test_a_setting_of_the_command_line_is_what_was_asked_for(
+    finished: RunFolder, run: RunFolder
+) -> None:
     effective = json.loads(finished.effective.read_text())
     assert effective["sets"] == ["compute.thread_wait=active"]
     assert spec_from_dict(effective["spec"]).compute.thread_wait == "active"
     assert "compute.thread_wait" not in {d.key for d in differences(finished, view_of(finished))}
+    # Also where the file asks for something else.
+    text = run.spec.read_text()
+    assert "[compute]\n" in text
+    run.spec.write_text(text.replace("[compute]\n", '[compute]\nthread_wait = "passive"\n'))
+    assert "compute.thread_wait" not in {d.key for d in differences(run, view_of(run))}

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 import engine.demo
 from engine.errors import TokenizerError, WeightsError
 from engine.formats.gguf import parse_header
-from engine.formats.gguf_metadata import TokenType
+from engine.formats.gguf_metadata import TOKEN_TYPES, TokenType
 from engine.formats.gguf_tokenizer import (
     build_tokenizer_json,
     tokenizer_metadata,
@@ -124,6 +124,17 @@ def trained(pre: str) -> bytes:
 def test_the_demo_tokenizer_gives_equal_ids_after_the_round_trip(content: str) -> None:
     raw = DEMO.read_bytes()
     assert ids(and_back(raw), content) == ids(raw, content)
+
+
+def test_special_tokens_are_control_tokens_and_other_added_ones_are_the_user_s() -> None:
+    raw = trained("qwen2")
+    said = tokenizer_metadata(raw, 700, "here")
+    kinds = dict(zip(said["tokenizer.ggml.tokens"].value, said[TOKEN_TYPES].value, strict=True))
+    added = {one["content"]: one["special"] for one in json.loads(raw)["added_tokens"]}
+    assert added["<|endoftext|>"] and not added["<tool_call>"]
+    for token, special in added.items():
+        assert kinds[token] == (TokenType.CONTROL if special else TokenType.USER_DEFINED), token
+    assert kinds["a"] == TokenType.NORMAL
 
 
 @pytest.fixture(scope="module")

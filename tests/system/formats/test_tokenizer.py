@@ -354,3 +354,17 @@ def test_two_tokens_with_one_id_are_read_as_the_library_reads_them(
     tokenizer = open_tokenizer(save(model={**record["model"], "vocab": vocab}))
     ((ids, starts),) = tokenizer.encode_with_starts([TEXT])
     assert len(ids) == len(starts) and ids.tolist() == tokenizer.encode_whole(TEXT).tolist()
+
+
+def test_texts_are_encoded_without_offsets_that_nobody_reads(save: Callable[..., Path]) -> None:
+    tokenizer, asked = open_tokenizer(save()), list[str]()
+
+    class Asked:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(inner, name)
+
+    inner, tokenizer._inner = tokenizer._inner, Asked()
+    expected = inner.encode(TEXT, add_special_tokens=False).ids
+    assert [ids.tolist() for ids in tokenizer.encode_documents([TEXT])] == [expected]
+    assert asked == ["encode_batch_fast"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,12 @@ from engine.log.events import Evaluated
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.models.load import load_decoder
+from engine.plan.inputs import check_inputs
+from engine.plan.memory import EVAL_ROWS_AT_ONCE
+from engine.spec import load_spec, spec_from_dict
+from engine.train.data import prepare_data
+from engine.train.receipt import Outcome, write_receipt
+from engine.train.record import nowhere
 from tests.support.kit import Kit
 
 SEQ_LEN, ROWS = 32, 4
@@ -82,3 +90,39 @@ def test_the_receipt_has_the_numbers_of_the_log(whole: Path) -> None:
     assert receipt["rows"]["position"] == receipt["rows_trained"] == 20 * ROWS
     best = [one.step for one in view.checkpoints if one.best]
     assert receipt["best_step"] == best[-1]
+
+
+def test_the_receipt_says_what_it_is_given_of_the_session_that_ends(
+    whole: Path, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(whole, run.path)
+    data = Follower(run).read_all().data
+    assert data is not None
+    outcome = Outcome(
+        spec=spec_from_dict(run.read_effective()["spec"]),
+        data=data,
+        student_files={},
+        model_sha256={"student": "0" * 64},
+        heldout_losses={"student": 1.5},
+        best_step=10,
+        steps=20,
+        rows=20 * ROWS,
+        device="cpu",
+        session_s=1000.0,
+    )
+    write_receipt(run, outcome)
+    receipt = json.loads(run.receipt.read_text())
+    assert (receipt["best_step"], receipt["steps"]) == (10, 20)
+    assert receipt["heldout_loss_nats"] == {"student": 1.5}
+    times = receipt["times"]
+    started, ended = (datetime.fromisoformat(times[f"session_{of}"]) for of in ("started", "ended"))
+    assert (ended - started).total_seconds() == 1000  # of the session, not of the run
+
+
+def test_held_out_rows_are_evaluated_in_whole_batches(kit: Kit, tmp_path: Path) -> None:
+    spec = load_spec(kit.spec(tmp_path, eval__rows=40), [])[0]
+    data = prepare_data(spec, check_inputs(spec), None, nowhere)
+    sizes = [len(batch.tokens_BT) for batch in data.heldout]
+    assert len(sizes) > 1 and set(sizes[:-1]) == {EVAL_ROWS_AT_ONCE}
+    assert sum(batch.labelled for batch in data.heldout) > 0

@@ -7,7 +7,9 @@ import errno
 import fcntl
 import gc
 import json
+import os
 import re
+import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -189,6 +191,15 @@ def damages(folder: Path) -> Iterator[tuple[Path, bytes]]:
         yield path, content + b"\0"
         yield path, content[: len(content) // 2] + b"\x01" + content[len(content) // 2 + 1 :]
         yield path, b""
+
+
+def test_the_key_is_that_of_another_process_and_another_day(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = recipe.key("content")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    assert recipe.key("content") == key
 
 
 def test_a_damaged_file_is_made_anew(root: Path, recipe: Recipe) -> None:
