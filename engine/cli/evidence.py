@@ -1,46 +1,38 @@
-"""List findings, check that nothing in them was changed, read receipts.
+"""List findings, read receipts.
 
     engine evidence list [DIR]            the findings in ./evidence, newest first
-    engine evidence verify [DIR]          hash every file, judge every test again
     engine evidence receipt RUN           what a run really did, compared with what lies beside it
 
-Exit codes of verify: 0 everything is unchanged and every recorded test holds, 1 something was changed or does not
-hold (it is named), 2 there was nothing to check, 65 a finding could not be read (it is named) and was not
-checked. Of receipt: 0 it agrees with its run, 1 it does not, 2 the run has none.
+`engine why check --all` checks that nothing in the findings was changed.
+
+Exit codes of receipt: 0 it agrees with its run, 1 it does not, 2 the run has none.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.cli.arguments import actions_of, add_json, add_path, add_run
-from engine.errors import EXIT_UNKNOWN
 from engine.terminal import put, put_json, say
 
-if TYPE_CHECKING:
-    from engine.findings.verify import Checked
-
-HELP = "list and verify findings, read receipts"
+HELP = "list findings, read receipts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions_of(parser)
     listed = action("list", "the findings in a folder, newest first")
-    verify = action("verify", "check every byte, judge every test again")
-    for made in (listed, verify):
-        add_path(made, "folder", "DIR", "(evidence)", nargs="?")
+    add_path(listed, "folder", "DIR", "(evidence)", nargs="?")
     receipt = action("receipt", "what a run really did, compared with what lies beside it")
     add_run(receipt)
-    for made in (listed, verify, receipt):
+    for made in (listed, receipt):
         add_json(made)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    actions = {"list": _list, "verify": _verify, "receipt": _receipt}
+    actions = {"list": _list, "receipt": _receipt}
     return actions[arguments.action](arguments)
 
 
@@ -73,22 +65,6 @@ def _list(a: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(a: argparse.Namespace) -> int:
-    from engine.errors import EXIT_FAIL, BadInput
-    from engine.findings.bundle import find_bundles
-    from engine.findings.verify import check_bundle
-
-    folder = _folder(a.folder)
-    checked = [check_bundle(bundle) for bundle in find_bundles(folder)]
-    print_checked(checked, as_json=a.json)
-    if not checked:
-        say(f"no findings in {folder}: nothing was checked")
-        return EXIT_UNKNOWN
-    if any(one.faults for one in checked):
-        return EXIT_FAIL
-    return BadInput.exit_code if any(one.unread for one in checked) else 0
-
-
 def _folder(given: Path | None) -> Path:
     """Return the folder of findings: the default ./evidence may be missing, a named folder may not."""
     from engine.errors import BadInput
@@ -97,22 +73,6 @@ def _folder(given: Path | None) -> Path:
         found = "nothing there" if not os.path.lexists(given) else "no folder"
         raise BadInput.expected("findings", given, "a folder", found)
     return given or Path("evidence")
-
-
-def print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
-    """Print the result of checking findings: their faults and notes."""
-    if as_json:
-        put_json([one.as_fields() for one in checked])
-        return
-    for one in checked:
-        verdict = one.verdict
-        put(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
-        for fault in one.faults:
-            put(f"         changed: {fault}")
-        for note in one.notes:
-            put(f"         note: {note}")
-        if one.finding is not None:
-            put(f"         seal {one.finding.seal}")
 
 
 def _receipt(a: argparse.Namespace) -> int:

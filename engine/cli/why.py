@@ -5,7 +5,8 @@
     engine why cause compute.threads=1   another change that might end it; of a script also NAME=VALUE of its
                                          environment, words ("--lr 1e-4"), or a line ("train.py:42=TEXT")
     engine why test                      run the next experiment: the run as it was, and with the change, in turn
-    engine why show | verify | close | export
+    engine why show | check | close | export
+    engine why check --all               hash every file of every finding, judge every test again
     engine why new runs/kd-1 --seen "check step_rows" --why-of hang     the next why, of the cause that was found
     engine why note "the fan was loud"                kept, and supports nothing
 
@@ -17,14 +18,17 @@ in three pairs, and no run says otherwise. Nothing else confirms anything, and `
 A command acts on the only open finding in ./evidence, or on the one that --finding names. A test that was
 interrupted goes on with the next `test`. Findings of the first version open read-only.
 
-Exit codes of verify: 0 sound and closed with a cause, 1 something was changed or does not hold, 2 sound and open. Of
-test: 0 decided, 2 not decided, 130 interrupted.
+Exit codes of check: 0 sound and closed with a cause, 1 something was changed or does not hold, 2 sound and open. Of
+check --all: 0 everything is unchanged and every recorded test holds, 1 something was changed or does not hold (it is
+named), 2 there was nothing to check, 65 a finding could not be read (it is named) and was not checked. Of test: 0
+decided, 2 not decided, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +39,7 @@ from engine.terminal import put, put_json, say
 if TYPE_CHECKING:
     from engine.findings.bundle import Bundle
     from engine.findings.finding import Finding
+    from engine.findings.verify import Checked
 
 HELP = "five whys: what went wrong, its possible causes, and the experiments that tell"
 
@@ -70,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(test, "--dry-run", "show the plan, start nothing")
     action("note", "keep some words; they support nothing").add_argument("text")
     action("show", "print it")
-    action("verify", "check every byte, and judge every test again")
+    check = action("check", "check every byte, and judge every test again")
+    add_flag(check, "--all", "every finding in the folder")
     close = action("close", "close with the confirmed cause, or as unresolved")
     close.add_argument("--unresolved", default="", metavar="REASON", help="why there is none")
     export = action("export", "enter it into LOG.md; with --to, copy it into another folder first")
@@ -83,12 +89,14 @@ def run(a: argparse.Namespace) -> int:
 
     if a.action == "new":
         return _new(a)
+    if a.action == "check" and a.all:
+        return _check_all(a)
     bundle = find_bundle(a.finding, a.evidence)
     match a.action:
         case "show":
             return _show(bundle, a)
-        case "verify":
-            return _verify(bundle, a)
+        case "check":
+            return _check(bundle, a)
         case "test":
             return _test(bundle, a)
         case "export":
@@ -164,14 +172,46 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
-    from engine.cli.evidence import print_checked
+def _check(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.errors import BadInput
     from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
-    print_checked([checked], as_json=a.json)
+    _print_checked([checked], as_json=a.json)
     return BadInput.exit_code if checked.unread else checked.verdict.exit_code
+
+
+def _check_all(a: argparse.Namespace) -> int:
+    from engine.errors import EXIT_FAIL, EXIT_UNKNOWN, BadInput, UsageError
+    from engine.findings.bundle import find_bundles
+    from engine.findings.verify import check_bundle
+
+    if a.finding:
+        raise UsageError("--all — expected no --finding beside it", hint="one at a time")
+    checked = [check_bundle(bundle) for bundle in find_bundles(a.evidence)]
+    _print_checked(checked, as_json=a.json)
+    if not checked:
+        say(f"no findings in {a.evidence}: nothing was checked")
+        return EXIT_UNKNOWN
+    if any(one.faults for one in checked):
+        return EXIT_FAIL
+    return BadInput.exit_code if any(one.unread for one in checked) else 0
+
+
+def _print_checked(checked: Sequence[Checked], *, as_json: bool) -> None:
+    """Print the result of checking findings: their faults and notes."""
+    if as_json:
+        put_json([one.as_fields() for one in checked])
+        return
+    for one in checked:
+        verdict = one.verdict
+        put(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
+        for fault in one.faults:
+            put(f"         changed: {fault}")
+        for note in one.notes:
+            put(f"         note: {note}")
+        if one.finding is not None:
+            put(f"         seal {one.finding.seal}")
 
 
 def _test(bundle: Bundle, a: argparse.Namespace) -> int:

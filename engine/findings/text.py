@@ -76,7 +76,7 @@ def test_words(test: Test, broken: Mapping[str, str] | None = None) -> str:
 def readme(finding: Finding) -> str:
     by = f"By {finding.author} on {finding.host}, {finding.at}."
     told = "\n".join(f"    {line}" for line in lines(finding))
-    end = "Checked with `engine why verify`; made from `finding.json`, do not edit."
+    end = "Checked with `engine why check`; made from `finding.json`, do not edit."
     return f"# {_escape(finding.title)}\n\n{_escape(state_words(finding))}. {_escape(by)}\n\n{told}\n\n{end}\n"
 
 

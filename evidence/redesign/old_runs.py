@@ -29,7 +29,7 @@ READING: dict[str, list[str]] = {
     "receipt": ["evidence", "receipt", "{run}", "--json"],
     "gate": ["gate", "{run}", "--only", "heldout", "--set", "gate.heldout_loss=9.0", "--json"],
     "flips": ["flips", "{flips}", "--json"],
-    "finding": ["evidence", "verify", "{evidence}", "--json"],
+    "finding": ["why", "check", "--all", "--evidence", "{evidence}", "--json"],
     "report": ["report", "{run}", "--out", "{parent}/report.html"],
 }
 REPLAY = """

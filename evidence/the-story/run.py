@@ -287,12 +287,12 @@ class Story:
             "tests": [[test["verdict"], test["reason"]] for test in told["finding"]["tests"]],
         }
         self.summary["verify"] = {
-            "why verify": self.why("verify").strip(),
+            "why check": self.why("check").strip(),
             "why export": self.why("export").strip(),
-            "evidence verify": self.engine("evidence", "verify", "evidence").strip(),
+            "why check --all": self.engine("why", "check", "--all").strip(),
         }
         print(json.dumps(self.summary["whys"], indent=1), flush=True)
-        print(self.summary["verify"]["evidence verify"], flush=True)
+        print(self.summary["verify"]["why check --all"], flush=True)
         assert [*levels.values()] == ["refuted", "confirmed"], levels
 
 

@@ -115,7 +115,7 @@ def test_a_finding_that_is_a_link_to_it(name: str, tmp_path: Path, said: Said) -
         target.symlink_to(name)
         for arguments in (
             ["evidence", "list"],
-            ["evidence", "verify"],
+            ["why", "check", "--all"],
             ["why", "show"],
             ["report", "--force", "--out", "page.html", found.parent],
         ):

@@ -64,7 +64,7 @@ def test_a_finding_with_such_names_can_be_read_again(run: Path, tmp_path: Path, 
     assert says("why", "cause", ODD) == 65
     assert says("why", "new", ODD, "--slug", "other") == 65
     assert says("why", "show") == 0
-    assert says("evidence", "verify") == 0
+    assert says("why", "check", "--all") == 0
     (found,) = (tmp_path / "evidence").glob("*slug")
     moved = found.rename(found.with_name(f"{ODD}-{found.name}"))
     (tmp_path / "evidence").rename(tmp_path / ODD)

@@ -52,9 +52,9 @@ class Whys(Panel):
             ),
             ("close", "close with the confirmed cause", lambda: state_words(self.close_finding())),
             (
-                "verify",
+                "check",
                 "hash every file, judge every test again",
-                lambda: str(self.verify().verdict.reason),
+                lambda: str(self.check().verdict.reason),
             ),
             ("export", "enter the finding into LOG.md", lambda: f"exported {self.export()}"),
         )
@@ -98,7 +98,7 @@ class Whys(Panel):
         """Close with the confirmed cause, or as unresolved with a reason. Raises CannotClose."""
         return self._waking(changes.close(self.bundle, unresolved))
 
-    def verify(self) -> Checked:
+    def check(self) -> Checked:
         """Hash every file, and judge every test again."""
         return check_bundle(self.bundle)
 

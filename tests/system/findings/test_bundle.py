@@ -168,7 +168,7 @@ def test_a_finding_that_is_no_file_is_never_passed_over(bundle: Bundle, kind: st
     checked = check_bundle(bundle)
     assert checked.verdict.level is Level.UNKNOWN and checked.unread
     if kind != "missing":
-        assert ask("evidence", "verify").code == 65
+        assert ask("why", "check", "--all").code == 65
         assert FINDING in ask("evidence", "list").out
 
 
@@ -177,11 +177,12 @@ def test_a_list_is_not_stopped_by_a_finding_that_is_damaged(bundle: Bundle, tmp_
     (bundle.path / FINDING).write_text("{}")
     listed = ask("evidence", "list")
     assert listed.code == 0 and other.path.name in listed.out and "expected" in listed.out
-    assert ask("evidence", "verify").code == 1
+    assert ask("why", "check", "--all").code == 1
     assert find_bundle("", tmp_path / "evidence") == other, "the only one that can be worked on"
     assert ask("evidence", "list", tmp_path / "nowhere").code == 65
     (tmp_path / "none").mkdir()
-    assert ask("evidence", "verify", tmp_path / "none").code == 2
+    assert ask("why", "check", "--all", "--evidence", tmp_path / "none").code == 2
+    assert ask("why", "check", "--all", "--finding", other.path).code == 64
 
 
 # Findings of the first version
@@ -250,10 +251,10 @@ def test_a_script_that_a_line_breaks_is_explained_by_real_runs(
     assert ran.code == 0 and "t2 B_ENDS_IT: A shows it in 3 of 3 pairs" in ran.out, ran.err
     assert (tmp_path / "train.py").read_bytes() == before, "it is changed in copies alone"
     assert (tmp_path / "state/trained").exists()
-    assert ask("why", "verify").code == 2
+    assert ask("why", "check").code == 2
     assert ask("why", "close").code == 0
-    verified = ask("why", "verify")
-    assert verified.code == 0 and "2 tests judged again" in verified.out
+    checked = ask("why", "check")
+    assert checked.code == 0 and "2 tests judged again" in checked.out
     said = ask("why", "show").out
     assert "c1  refuted: MODE: bad -> worse" in said and "c2  confirmed: train.py:3:" in said
     told = ask("why", "show", "--json").json

@@ -101,7 +101,7 @@ for command in (
     ['tail', run], ['tail', '-f', run], ['tail', '--json', run], ['tail', broken], ['tail', run + '-nowhere'],
     ['runs', os.path.dirname(run)], ['diagnose', '--all', run], ['diagnose', broken], ['checks', run],
     ['report', '--out', page, run], ['report', run + '-nowhere'], ['report', '--out', page, run],
-    ['stop', run], ['stop', broken], ['evidence', 'receipt', run], ['evidence', 'verify', run],
+    ['stop', run], ['stop', broken], ['evidence', 'receipt', run], ['why', 'check', '--all', '--evidence', run],
     ['distill', '--resume', run], ['distill', spec], ['distill', spec, '--check', '--set', run + '=1'],
     ['spec', run], ['inspect', run], ['tail', '--' + run], [run], ['why', 'show', run],
 ):

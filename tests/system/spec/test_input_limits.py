@@ -567,7 +567,7 @@ def test_small_files_of_the_tools_that_are_broken_are_refused_in_a_line(
     if how != "folder":
         broken(flip / "plan.json")
     for arguments in (
-        ("evidence", "verify", finding),
+        ("why", "check", "--all", "--evidence", finding),
         ("flip", "--resume", flip),
         ("why", "show", "--finding", finding),
     ):

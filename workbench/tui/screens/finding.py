@@ -54,8 +54,8 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         Binding("a", "cause", "add cause", tooltip="name another change that may end it"),
         Binding("c", "close", "close", tooltip="close with the confirmed cause, or as unresolved"),
         Binding("n", "note", "note", tooltip="keep some words; they support nothing"),
-        Binding("v", "verify", "verify", tooltip="hash every file, judge every test again"),
-        Binding("x", "export", "export", tooltip="verify it and enter it into LOG.md"),
+        Binding("v", "check", "check", tooltip="hash every file, judge every test again"),
+        Binding("x", "export", "export", tooltip="check it and enter it into LOG.md"),
     )
 
     def __init__(self, context: Context, path: Path) -> None:
@@ -104,13 +104,13 @@ class FindingScreen(BrowseScreen[FindingFeed]):
         fields = (Field(name="text", label="note"),)
         self._ask("a note", lambda v: changes.note(self.bundle, v["text"]), *fields)
 
-    def action_verify(self) -> None:
-        def verify() -> str:
+    def action_check(self) -> None:
+        def check() -> str:
             verdict = check_bundle(self.bundle).verdict
             return f"{verdict.level.name}: {verdict.reason}"
 
         self._feed.forget()
-        self.command("verify", verify)
+        self.command("check", check)
 
     def action_close(self) -> None:
         finding = self._feed.finding

@@ -113,7 +113,7 @@ def test_a_finding_is_begun_suspected_tested_and_closed(tmp_path: Path) -> None:
     whys.note("seen by <me>")
     whys._buttons["close"].click()
     until(lambda: "root cause: " in whys._tree.value)
-    assert whys.verify().verdict.level.name == "PASS"
+    assert whys.check().verdict.level.name == "PASS"
     assert whys.export() == whys.bundle.path and (evidence / "LOG.md").is_file()
     again = Whys("hang-gpu-idle", folder=evidence)
     assert again.bundle == whys.bundle and len(find_bundles(evidence)) == 1
