@@ -17,9 +17,10 @@ side is wrong.
 losses with those that the replay leaves. --data reads and tokenizes the corpus again, without the cache.
 
 On a CPU with the same torch, threads and decisions every bit has to be the same. On a GPU or another torch losses may
-differ by 0.1 %, gradient norms by 1 % and agreement by 0.01 for each step since both had the same weights (30 times as
-much at most); rows, labels, tokens and rates have to be the same, and it is said why. What a log lacks, and a
-checkpoint, corpus or teacher that is gone, is unknown, never passed.
+differ by 0.1 % and agreement by 0.01 for each step since both had the same weights (30 times as much at most), and the
+student's hidden states, gradients, moments and weights are compared in the first of these alone; rows, labels, tokens
+and rates have to be the same, and it is said why. What a log lacks, and a checkpoint, corpus or teacher that is gone,
+is unknown, never passed.
 
 The outcome is kept in the run folder, as verified.json, where a step was compared or something differs. It is stale
 once the log has changed.

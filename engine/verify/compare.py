@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from engine.errors import RunLogError
 from engine.files import read_json_object
 from engine.limits import RUN_FILE
-from engine.log.events import Evaluated
+from engine.log.events import Evaluated, StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import path_of, read_ranks, read_rows
 from engine.verdict import Level, Verdict
@@ -49,6 +49,9 @@ class Field(NamedTuple):
     absolute: float = 0.0
     of_recorded: bool = False
     """Whether it is of `Recorded`: then of vectors, by their length."""
+    first: bool = False
+    """Whether it is compared in the first step alone since both had the same weights, where rounding is allowed. AdamW
+    moves a weight by the sign of its gradient, however small, so that rounding decides what follows."""
 
 
 FIELDS = (
@@ -58,23 +61,25 @@ FIELDS = (
     Field("step_rows", "rows_digest"),
     Field("step_labels", "labelled"),
     Field("step_teacher", "teacher", 2e-2, 1e-6, of_recorded=True),
-    Field("step_student", "student", 2e-2, 1e-6, of_recorded=True),
+    Field("step_student", "student", 2e-2, 1e-6, of_recorded=True, first=True),
     Field("step_loss_parts", "ce", 1e-3, 1e-6),
     Field("step_loss_parts", "kd", 1e-3, 1e-6),
     Field("step_loss_parts", "agreement", 0.0, 1e-2),
     Field("step_loss", "loss", 1e-3, 1e-6),
-    Field("step_gradients", "gradient", 5e-2, 1e-9, of_recorded=True),
-    Field("step_gradients", "grad_norm", 1e-2, 1e-6),
-    Field("step_moments", "mean", 5e-2, 1e-10, of_recorded=True),
-    Field("step_moments", "square", 1e-1, 1e-20, of_recorded=True),
+    Field("step_gradients", "gradient", 5e-2, of_recorded=True, first=True),
+    Field("step_gradients", "grad_norm", 1e-2, 1e-6, first=True),
+    Field("step_moments", "mean", 2e-1, 1e-12, of_recorded=True, first=True),
+    Field("step_moments", "square", 4e-1, 1e-24, of_recorded=True, first=True),
     Field("step_weights", "lr"),
-    Field("step_weights", "weight", 1e-3, 1e-7, of_recorded=True),
+    Field("step_weights", "weight", 1e-6, of_recorded=True, first=True),
 )
 """In the order in which a step computes them: the first that differs names the stage."""
 ROUNDING = (
-    "rounding of 0.1 % in losses, 1 % in gradient norms, 2 % in hidden states and 5 % in single gradients, for each "
-    f"step since both had the same weights, up to {GROWS_FOR}"
+    f"rounding of 0.1 % in losses for each step since both had the same weights, up to {GROWS_FOR}, and 2 % in the "
+    "teacher's hidden states; the student's, its gradients, moments and weights are compared in the first of these"
 )
+OF_GRADIENT, OF_RATE = 0.5, 0.3
+"""What rounding may make of a single gradient, of the root mean square of all, and of an update, of the rate."""
 HELDOUT = Field("", "loss", 1e-3, 1e-6)
 
 
@@ -139,14 +144,21 @@ def differences(
     """Yield what differs in a step of both, in the order in which a step computes it."""
     of_step = record.steps[step], again.steps[step]
     of_recorded = record.recorded.get(step), again.recorded.get(step)
-    grown = min(step - record.begin, GROWS_FOR) if rounded else 0
+    since = min(step - record.begin, GROWS_FOR)
     for field in FIELDS:
         pair = of_recorded if field.of_recorded else of_step
         was, now = (getattr(each, field.name, None) for each in pair)
         # A replay's digest of rows begins with its first step.
         if was in (None, []) or now in (None, []) or (field.name == "rows_digest" and record.begin):
             continue
-        if not agrees(field, was, now, grown):
+        if rounded and field.first:
+            if step > record.begin + 1:
+                continue
+            if field.name in ("mean", "square", "weight"):
+                was, now = _where_gradients_agree(*of_recorded, was, now)
+        # A teacher is the same in every step.
+        grown = (1 if field.name == "teacher" else since) if rounded else 0
+        if not agrees(field, was, now, grown, _floor(field, of_step[0], again)):
             yield FirstDifference(
                 step=step, stage=field.stage, field=field.name, recorded=was, replayed=now
             )
@@ -161,18 +173,35 @@ def _why_ended(again: Session) -> str:
     return ended.reason or ended.state
 
 
-def agrees(field: Field, was: Any, now: Any, grown: int) -> bool:
+def _where_gradients_agree(
+    record: Any, again: Any, was: list[float], now: list[float]
+) -> tuple[list[float], list[float]]:
+    """Return those numbers of a moment or a weight whose gradient is more than rounding."""
+    pairs = zip(record.gradient, again.gradient, strict=True)
+    kept = [abs(one - other) <= 0.05 * abs(one) for one, other in pairs] or [False] * len(was)
+    one, other = (list(itertools.compress(each, kept)) for each in (was, now))
+    return one, other
+
+
+def _floor(field: Field, step: StepDone, again: Session) -> float:
+    """Return what rounding may make of a single gradient or weight, however small it is."""
+    if field.name == "gradient" and again.started is not None:
+        return OF_GRADIENT * (step.grad_norm or 0.0) / math.sqrt(again.started.trainable_parameters)
+    return OF_RATE * (step.lr or 0.0) if field.name == "weight" else 0.0
+
+
+def agrees(field: Field, was: Any, now: Any, grown: int, floor: float = 0.0) -> bool:
     """Whether a number, or a vector, of the record is that of the replay, give or take `grown` times one step's
-    rounding; with 0 to the bit, with both NaN as the same."""
+    rounding, and `floor`; with 0 to the bit, with both NaN as the same."""
     one, other = (each if isinstance(each, list) else [each] for each in (was, now))
     if len(one) == len(other) and all(map(_same_number, one, other)):
         return True
-    if not grown or not (field.relative or field.absolute) or len(one) != len(other):
+    if not grown or not field.relative + field.absolute or len(one) != len(other):
         return False
     if not all(isinstance(x, float) and math.isfinite(x) for x in (*one, *other)):
         return False
     apart, length = math.dist(one, other), max(math.hypot(*one), math.hypot(*other))
-    return apart <= grown * (field.relative * length + field.absolute)
+    return apart <= grown * (field.relative * length + field.absolute) + floor
 
 
 def _same_number(one: Any, other: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from engine.verdict import Level, Verdict
 
 STATE = ("step", "seed", "position")
 """Fields of a checkpoint's state.json on which the next steps depend."""
-RELATIVE = 5e-3
-"""What rounding may make of a tensor in one step, of its length."""
+WEIGHTS, MOMENTS = 1e-2, 0.5
+"""What rounding may make of all weights and of all moments, of their length, where both are not equal to the bit."""
 
 
 def compare_checkpoints(run: RunFolder, again: RunFolder, step: int, grown: int) -> Verdict | None:
@@ -56,14 +57,15 @@ def compare_students(run: RunFolder, again: RunFolder, grown: int) -> Verdict | 
 
 
 def _compare_tensors(was: Path, now: Path, grown: int) -> Verdict:
-    """Compare the tensors of all safetensors files of two folders."""
+    """Compare the tensors of all safetensors files of two folders: to the bit, or in groups by their length."""
     import torch
 
     names = [sorted(path.name for path in one.glob("*.safetensors")) for one in (was, now)]
     if names[0] != names[1] or not names[0]:
         text = f"files of tensors are {', '.join(names[0]) or 'none'}, the replay has {', '.join(names[1]) or 'none'}"
         return Verdict(Level.UNKNOWN, text)
-    count, worst = 0, 0.0
+    count = 0
+    squares: dict[str, tuple[float, float]] = {}
     for file in names[0]:
         # Random numbers are drawn by what a replay leaves out, too.
         if file == "rng.safetensors":
@@ -78,17 +80,26 @@ def _compare_tensors(was: Path, now: Path, grown: int) -> Verdict:
                     f"{wanted.dtype}",
                 )
             count += 1
-            if torch.equal(found, wanted):
-                continue
-            length = float(wanted.double().norm())
-            apart = float((found.double() - wanted.double()).norm()) / max(length, 1e-30)
-            worst = max(worst, apart)
-            if not apart <= grown * RELATIVE:
-                return Verdict(
-                    Level.FAIL, f"{file}: {name} is {apart:.2g} (relative) from the replay's"
-                )
-    how = "to the bit" if not worst else f"within {worst:.1g} (relative)"
-    return Verdict(Level.PASS, f"{count} tensors are the replay's {how}")
+            if not grown and not torch.equal(found, wanted):
+                apart = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+                text = f"{file}: {name} is {apart:.2g} (relative) from the replay's"
+                return Verdict(Level.FAIL, text)
+            if grown:
+                group = f"{file}: {name.split('/')[0]}" if "/" in name else file
+                apart_2, length_2 = squares.get(group, (0.0, 0.0))
+                apart_2 += float((found.float() - wanted.float()).square().sum())
+                squares[group] = apart_2, length_2 + float(wanted.float().square().sum())
+    if not grown:
+        return Verdict(Level.PASS, f"{count} tensors are the replay's to the bit")
+    relative = {
+        group: math.sqrt(apart / length) if length else 0.0
+        for group, (apart, length) in squares.items()
+    }
+    texts = ", ".join(f"{group} {apart:.1e}" for group, apart in relative.items())
+    for group, apart in relative.items():
+        if not apart <= (MOMENTS if "exp_avg" in group else WEIGHTS):
+            return Verdict(Level.FAIL, f"too far from the replay's (relative): {texts}")
+    return Verdict(Level.PASS, f"{count} tensors are near the replay's (relative): {texts}")
 
 
 def _tensors(was: Path, now: Path) -> Iterator[tuple[str, Any, Any]]:
