@@ -187,7 +187,7 @@ def verified(run_of: str, tree: Path, scratch: Path) -> str | None:
         trained = train("--resume", run, *changed)
     if trained.returncode:
         return f"the run: exit {trained.returncode}: {trained.stderr.strip()[-300:]}"
-    done = _process(("engine", "verify", run, "--json"), ROOT, scratch / "clean-cache")
+    done = _process(("engine", "verify", run, "--all", "--json"), ROOT, scratch / "clean-cache")
     if done.returncode not in (0, 1, 2):
         raise RuntimeError(f"engine verify: exit {done.returncode}\n{done.stderr[-2000:]}")
     return f"{VERIFY}: {json.loads(done.stdout)['reason']}" if done.returncode == 1 else None
