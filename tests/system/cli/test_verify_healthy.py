@@ -11,14 +11,8 @@ from tests.support.running import engine
 
 DEMO = Path(__file__).parents[3] / "engine/demo"
 SHORT = [
-    "train.steps=8",
-    "train.warmup_steps=2",
-    "train.rows=4",
-    "data.max_bytes=400000",
-    "eval.rows=8",
-    "eval.every=4",
-    "checkpoint.every=4",
-    "checkpoint.keep_last=9",
+    *("train.steps=8", "train.warmup_steps=2", "train.rows=4", "data.max_bytes=400000"),
+    *("eval.rows=8", "eval.every=4", "checkpoint.every=4", "checkpoint.keep_last=9"),
     "compute.threads=1",
 ]
 RUNS = {
