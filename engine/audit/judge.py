@@ -37,7 +37,7 @@ from engine.audit.bounds import (
     logits_bytes,
     times_at_once,
 )
-from engine.audit.files import open_files
+from engine.audit.metadata import shape_said
 from engine.audit.observed import (
     Logged,
     Model,
@@ -65,8 +65,6 @@ TARGETS_ALLOWED = 8
 """What a softmax makes of the rounding of hidden states: logits are some times as long."""
 DEVIATIONS = 6
 """Standard deviations of the mean of draws: once in a billion audits by chance."""
-FILE_ROWS = 16
-"""Of every tensor, that are compared with its file."""
 ROUNDED_ROWS = 2
 """Rows whose numbers are moved by their rounding, to see what that alone does."""
 ROUNDED_PER_SEEN = 4
@@ -543,7 +541,7 @@ def _student(step: _Step) -> Answer:
     answer = _forward_pass(
         step, seen.student, step.of_student, step.student_forwards, hidden, "student"
     )
-    return _as_in_files(answer, seen.student, step.device)
+    return _as_its_files_say(answer, seen.student)
 
 
 def _teacher(step: _Step) -> Answer:
@@ -562,7 +560,7 @@ def _teacher(step: _Step) -> Answer:
     answer = _forward_pass(
         step, seen.teacher, step.of_teacher, step.teacher_forwards, hidden, "teacher"
     )
-    answer = _as_in_files(answer, seen.teacher, step.device)
+    answer = _as_its_files_say(answer, seen.teacher)
     if answer.verdict.level is Level.FAIL or seen.teacher_head in (None, reference.LOGITS):
         return answer
     assert seen.teacher_head is not None
@@ -641,22 +639,18 @@ def _targets(step: _Step, model: Model) -> Answer:
     return numbers.passed(f"stored {text}, at {len(ids_PK):,} positions")
 
 
-def _as_in_files(answer: Answer, model: Model, device: torch.device) -> Answer:
-    """Return the answer; a failure where a model in memory has another shape than the files that it was read from, or
-    other numbers in some rows of a tensor."""
+def _as_its_files_say(answer: Answer, model: Model) -> Answer:
+    """Return the answer; a failure where a model in memory has another shape than the files that it was read from."""
     if answer.verdict.level is Level.FAIL or not model.files:
         return answer
     try:
-        files = open_files(model.files)
+        said = shape_said(model.files)
     except BadInput as error:
         reason = f"{answer.verdict.reason}; not compared with its files: {error}"
         return replace(answer, verdict=replace(answer.verdict, reason=reason))
-    if files is None:
-        return answer
-    shape = model.shape
-    of_model = asdict(shape)
+    of_model = asdict(model.shape)
     of_model |= of_model["stretch"] or {}
-    for name, wanted in files.shape.items():
+    for name, wanted in said.items():
         found = of_model.get(name)
         if (found or 0) != (wanted or 0) and not (
             isinstance(found, int | float)
@@ -664,31 +658,7 @@ def _as_in_files(answer: Answer, model: Model, device: torch.device) -> Answer:
             and math.isclose(found, wanted, rel_tol=1e-6)
         ):
             return Numbers().failed(f"{name} is {found} in the model and {wanted} in its files")
-    compared = 0
-    for name in reference.tensor_names(shape) if files.count("norm.weight") else []:
-        count = files.count(name)
-        if not count:
-            return Numbers().failed(f"{name} is not in the files of the model")
-        count = min(count, model.vocabulary) if name in ("embed.weight", "head.weight") else count
-        rows = sorted({count * place // FILE_ROWS for place in range(FILE_ROWS)} | {count - 1})
-        found_R = model.weight(name, torch.tensor(rows, device=device)).cpu()
-        wanted_R = files.rows(name, rows)
-        compared += wanted_R.numel()
-        if found_R.shape != wanted_R.shape:
-            return Numbers().failed(
-                f"{name} has rows of {found_R[0].numel():,} numbers, in its files of {wanted_R[0].numel():,}"
-            )
-        # One rounding to the type in memory; in 8 bits it is also one of the row's largest.
-        allowed_R = (
-            2 * model.rounding * wanted_R.abs() + model.rounding / 64 * wanted_R.abs().amax()
-        )
-        beyond = _first_beyond((found_R - wanted_R).abs(), allowed_R)
-        if beyond is not None:
-            at, more = beyond
-            where = _named_place(name, at, found_R, rows, more, found_R.numel())
-            here, there = (float(one.flatten()[at]) for one in (found_R, wanted_R))
-            return Numbers().failed(f"{where} is {here:.6g} in memory and {there:.6g} in the files")
-    return replace(answer, numbers={**answer.numbers, "compared_with_files": compared})
+    return answer
 
 
 def _first_beyond(error: Tensor, allowed: Tensor) -> tuple[int, int] | None:

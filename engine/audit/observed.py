@@ -85,7 +85,7 @@ class Model:
     proved: bool = True
     """Whether `runs` is a forward pass of its own, and not the same module in fp32."""
     files: str = ""
-    """The folder or file that it was read from; empty when that was looked at before."""
+    """The folder or file that says its shape; empty when that was looked at before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ from engine.drills.planting import replaced
 from engine.loss import objective
 from engine.loss.chunks import Job
 from engine.loss.objective import LossTerms
-from engine.models import load
 from engine.models.config import ModelConfig
 from engine.train import trainer
 from engine.train.optimizer import Uncompiled
@@ -99,29 +98,6 @@ def rows_drawn_with_replacement() -> AbstractContextManager[None]:
 
 
 # Models
-
-
-def _read(change: Callable[[dict[str, Any]], None]) -> AbstractContextManager[None]:
-    """Change what is read of a file, by our names of its tensors."""
-
-    def make(sources: Callable[..., Any]) -> Callable[..., Any]:
-        def spoilt(*given: Any) -> Iterator[Any]:
-            found = list(sources(*given))
-            held = {ours: tensor for ours, _, tensor in found}
-            change(held)
-            yield from ((ours, name, held[ours]) for ours, name, _ in found)
-
-        return spoilt
-
-    return replaced(load, "sources", make)
-
-
-def norm_of_the_layer_before() -> AbstractContextManager[None]:
-    def change(held: dict[str, Any]) -> None:
-        last = max(int(name.split(".")[1]) for name in held if name.startswith("layers."))
-        held[f"layers.{last}.mlp_norm.weight"] = held[f"layers.{last - 1}.mlp_norm.weight"]
-
-    return _read(change)
 
 
 def rotary_base_doubled() -> AbstractContextManager[None]:

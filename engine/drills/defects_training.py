@@ -233,13 +233,6 @@ BETWEEN_PARTS: tuple[Defect, ...] = (
         "samplers whose seed or generator is made anew at each draw",
     ),
     _defect(
-        "norm_of_the_layer_before",
-        BETWEEN,
-        "step_teacher",
-        "the last layer's second norm is read from the layer before",
-        "loaders whose table of names has one row twice",
-    ),
-    _defect(
         "rotary_base_doubled",
         BETWEEN,
         "step_teacher",

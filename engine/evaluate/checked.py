@@ -30,7 +30,6 @@ from torch.nn import functional as F
 
 from engine.audit import reference
 from engine.audit.bounds import LOGITS
-from engine.audit.files import open_files
 from engine.checks.weights import shape_of, weights_of
 from engine.data.corpus import Document
 from engine.errors import InternalError
@@ -38,6 +37,7 @@ from engine.evaluate.model import Model
 from engine.evaluate.perplexity import Perplexity, RowLoss
 from engine.models.head import operand_dtype
 from engine.models.packed import head_of
+from tests.support.model_files import open_files
 
 LEAST_TOKENS, MOST_TOKENS, SHARE = 512, 4096, 32
 """Tokens that are computed anew: of all, one in 32, but some at least and not more than fit in memory at a time."""

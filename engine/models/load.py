@@ -155,23 +155,39 @@ def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
 
     Headers are checked before the first tensor is read. Raises `WeightsError`.
     """
+    read = reader(weights, config)
+    for ours, name, _, _ in parts(config, weights.convention):
+        yield ours, name, read(ours)
+
+
+def reader(weights: WeightFile, config: ModelConfig) -> Callable[[str], Tensor | QuantTensor]:
+    """Return what reads one tensor by our name, with our row order; the last one of the file is kept for the next
+    call. Raises `WeightsError` where a header does not fit."""
     convention = weights.convention
     check_fits(config, weights, weights.path, convention)
     permuted = neighbours_turn(config, convention, weights.metadata, weights.path)
     check_tied(config, weights)
-    held, whole, factors = "", None, scales(weights)
-    for ours, name, shape, first in parts(config, convention):
-        if name != held or whole is None:
-            held, whole = name, weights.get(name)
+    factors = scales(weights)
+    known = {one[0]: one for one in parts(config, convention)}
+    held: tuple[str, Tensor | QuantTensor] | None = None
+
+    def read(ours: str) -> Tensor | QuantTensor:
+        nonlocal held
+        _, name, shape, first = known[ours]
+        if held is None or held[0] != name:
+            whole = weights.get(name)
             if name in factors:
                 values = whole if isinstance(whole, Tensor) else whole.dequantize()
                 whole = values * as_floats(weights.get(factors[name]), torch.float32, "cpu")
-        source = rows_of(whole, first, shape[0])
+            held = name, whole
+        source = rows_of(held[1], first, shape[0])
         if convention == "gguf":
             source = shifted(config, ours, source, -1)
         if permuted and (heads := turned_heads(config, ours)):
             source = unpermute_rows(source, heads)
-        yield ours, name, source
+        return source
+
+    return read
 
 
 def layer_wise_decoder_of(

@@ -10,6 +10,7 @@ the audited step runs the same code as any other.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 
 from engine.audit import reference
 from engine.audit.bounds import COMPARED_NUMBERS, WIDENED
-from engine.audit.files import open_files
 from engine.audit.judge import StepJudge
 from engine.audit.observed import (
     NOT_IN_FILES,
@@ -44,6 +44,7 @@ from engine.log.events import CHECKS, StepDone, nan_if_absent
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, operand_dtype
+from engine.models.load import as_floats, reader
 from engine.models.packed import tensor_names
 from engine.models.read_config import config_of
 from engine.models.transformers_decoder import TransformersDecoder
@@ -235,9 +236,9 @@ class StepAudit(StepObserver):
         if ranks.first:
             try:
                 norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
-                with torch.enable_grad():
+                with torch.enable_grad(), contextlib.ExitStack() as opened:
                     seen.judge = StepJudge(
-                        self._observed(seen, passes, weights, gradients, norm, changed)
+                        self._observed(seen, passes, weights, gradients, norm, changed, opened)
                     )
             except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
                 seen.broke = f"the audit broke: {type(error).__name__}: {error}"
@@ -283,7 +284,9 @@ class StepAudit(StepObserver):
         gradients: dict[str, Tensor],
         gradient_norm: float,
         teacher_changed: list[str],
+        opened: contextlib.ExitStack,
     ) -> ObservedStep:
+        """`opened` closes the files of a teacher that is not in memory."""
         trainer, spec = self.trainer, self.spec
         student = trainer.student
         narrow = operand_dtype(seen.passes[0].hidden_ND.to(trainer.dtype))
@@ -318,7 +321,7 @@ class StepAudit(StepObserver):
                 if seen.step == 1 and student.config.native
                 else "",
             ),
-            teacher=self._teacher(seen.step == self._began_at + 1),
+            teacher=self._teacher(seen.step == self._began_at + 1, opened),
             teacher_changed=teacher_changed,
             student_head=student_head,
             teacher_head=None if teacher is None else _head_rows(teacher),
@@ -402,10 +405,10 @@ class StepAudit(StepObserver):
         each = train.rows * train.accumulation * self.trainer.ranks.world
         return self._began_position + (step - self._began_at) * each
 
-    def _teacher(self, first: bool) -> Model | None:
+    def _teacher(self, first: bool, opened: contextlib.ExitStack) -> Model | None:
         decoder = self.teacher_decoder
         if isinstance(self.trainer.teacher, CachedTeacher):
-            return self._stored_teacher(self.trainer.teacher.store.identity)
+            return self._stored_teacher(self.trainer.teacher.store.identity, opened)
         # A layer that is spread over the ranks is gathered by all of them.
         if decoder is None or decoder.shards is not None or self._too_wide:
             return None
@@ -427,21 +430,23 @@ class StepAudit(StepObserver):
             files=self.spec.teacher.path if first and decoder.config.native else "",
         )
 
-    def _stored_teacher(self, identity: Identity) -> Model | None:
+    def _stored_teacher(self, identity: Identity, opened: contextlib.ExitStack) -> Model | None:
         """The teacher whose outputs were stored, with weights that are read from its files as they are needed: it is
         never in memory as a whole."""
-        path = self.spec.teacher.path
-        files = open_files(path) if Path(path).exists() else None
-        if files is None or not files.count("norm.weight"):
+        if not Path(self.spec.teacher.path).exists():
             return None
-        with open_weights(path) as weights:
-            config = config_of(weights, self.spec.model)
+        weights = opened.enter_context(open_weights(self.spec.teacher.path))
+        config = config_of(weights, self.spec.model)
         parameters = count_parameters(config)
         if not config.native or parameters > WIDENED:
             return None
         dtype, device = DTYPES[identity.precision], self.trainer.device
+        shape, read = shape_of(config), reader(weights, config)
 
-        shape, weight = shape_of(config), files.weight(device, dtype)
+        def weight(name: str, rows_N: Tensor | None = None) -> Tensor:
+            values = as_floats(read(name), dtype, device).float()
+            return values if rows_N is None else values[rows_N]
+
         return Model(
             shape=shape,
             weight=weight,

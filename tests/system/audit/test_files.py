@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from engine.audit import reference
-from engine.audit.files import open_files
 from engine.audit.metadata import difference, said, said_in_apr
 from engine.checks.weights import shape_of, weights_of
 from engine.errors import WeightsError
@@ -19,6 +18,7 @@ from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from tests.support.kit import Kit, tiny_config
+from tests.support.model_files import open_files
 
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {},

@@ -10,7 +10,6 @@ import gguf
 import pytest
 import torch
 
-from engine.audit.files import open_files
 from engine.cli.main import main
 from engine.errors import WeightsError
 from engine.export.convert import convert
@@ -19,6 +18,7 @@ from engine.formats.gguf import open_gguf
 from engine.models.load import load_decoder, load_packed_decoder
 from tests.support.gguf_files import QWEN2, build, tensor, vocabulary
 from tests.support.gguf_types import written
+from tests.support.model_files import open_files
 
 
 def refusal(path: Path) -> WeightsError:
