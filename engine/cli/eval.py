@@ -7,9 +7,6 @@ engine eval mbpp MODEL --data mbpp.jsonl --samples 20 --temperature 0.8
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against TEACHER      both, McNemar's exact test
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      with the teacher's stored results
 
-Before a perplexity is printed, the tokens are counted anew, some of them are evaluated anew by other code, and the
-documents are resampled anew ("checked"); exit 70 when a figure is another.
-
 Programs run in a sandbox (bubblewrap), which is first tested with malicious programs; without a sandbox
 nothing is run. Each result is appended to --results as soon as it is judged, so repeating the command continues
 where it stopped. Exit 2 when nothing is known about the model: no sandbox, a harness that fails its self-test,
@@ -46,7 +43,7 @@ from engine.cli.eval_text import (
     report_lines,
 )
 from engine.cli.generate import graph_decision, open_asked, sampling_of
-from engine.errors import EXIT_PASS, EXIT_UNKNOWN, InternalError, NoAnswer, UsageError
+from engine.errors import EXIT_PASS, EXIT_UNKNOWN, NoAnswer, UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
@@ -117,7 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
-    from engine.evaluate.checked import check_perplexity, fault_of_record
     from engine.evaluate.perplexity import documents_sha256, perplexity, read_documents
 
     documents, skipped = read_documents(arguments.data)
@@ -138,15 +134,11 @@ def _perplexity(arguments: argparse.Namespace) -> int:
             about = {"model": str(model.path), "data_sha256": data_sha256}
             put_json(no_answer_json("ppl", error, about))
         raise
-    checked = check_perplexity(found, documents, model, against, length=arguments.length)
-    figures = figures_json(found)
-    if fault := fault_of_record(figures, model.path, own=True):
-        raise InternalError(fault)
     if arguments.json:
         models = perplexity_json(model, against)
-        put_json({**models, **figures, "checked": asdict(checked), "data_sha256": data_sha256})
+        put_json({**models, **figures_json(found), "data_sha256": data_sha256})
     else:
-        put("\n".join(perplexity_lines(found, checked, against)))
+        put("\n".join(perplexity_lines(found, against)))
     return EXIT_PASS
 
 

@@ -11,7 +11,6 @@ from engine.terminal import say
 
 if TYPE_CHECKING:
     from engine.errors import NoAnswer
-    from engine.evaluate.checked import Checked
     from engine.evaluate.humaneval import Progress
     from engine.evaluate.model import Model
     from engine.evaluate.perplexity import Figure, Perplexity
@@ -66,7 +65,7 @@ def perplexity_json(model: Model, against: Model | None) -> dict[str, object]:
     }
 
 
-def perplexity_lines(found: Perplexity, checked: Checked, against: Model | None) -> list[str]:
+def perplexity_lines(found: Perplexity, against: Model | None) -> list[str]:
     header = f"{'nats/token':>10}  {'tokens':>9}  "
     header += (
         "document" if against is None else f"{'against':>10}  {'KL':>8}  {'top-1':>7}  document"
@@ -90,9 +89,6 @@ def perplexity_lines(found: Perplexity, checked: Checked, against: Model | None)
         if figure is not None:
             lines.append(f"{name} {_figure(figure, share=share)}")
     lines.append(f"intervals: {_interval_words(found)}")
-    lines.append(
-        f"checked: {checked.tokens:,} tokens computed anew; forward pass {checked.forward_pass}"
-    )
     return lines
 
 

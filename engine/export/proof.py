@@ -31,7 +31,6 @@ import yaml
 
 from engine import limits
 from engine.errors import BadInput
-from engine.evaluate.checked import fault_of_record
 from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
 from engine.files import open_regular, parse_json, read_bytes
@@ -412,8 +411,7 @@ def read_evaluation(path: Path, weights: str) -> Evaluation:
 
 def _perplexity(path: Path, record: dict[str, Any]) -> Evaluation:
     try:
-        if fault := fault_of_record(record, path):
-            raise BadInput(fault)
+        _refuse_other_means(record, path)
         metrics = []
         for key, name, subject in (
             ("loss", "loss", "student"),
@@ -443,6 +441,28 @@ def _perplexity(path: Path, record: dict[str, Any]) -> Evaluation:
         raise BadInput.expected(
             "evaluation", path, "the JSON value of `engine eval ppl --json`", f"no {error}"
         ) from None
+
+
+def _refuse_other_means(record: dict[str, Any], path: Path) -> None:
+    """Raise BadInput for a record whose means are not those of its documents."""
+    documents = record["documents"]
+    tokens = sum(one["tokens"] for one in documents)
+    wanted: dict[str, float] = {}
+    for name, parts in (
+        ("loss", ("nats",)),
+        ("against_loss", ("against_nats",)),
+        ("difference", ("nats", "against_nats")),
+        ("kl", ("kl",)),
+        ("top1_agreement", ("agreed",)),
+    ):
+        if record[name] is not None:
+            sums = [math.fsum(one[part] for one in documents) for part in parts]
+            wanted[name] = (sums[0] - sum(sums[1:])) / tokens
+    found = {name: record[name]["value"] for name in wanted} | {"tokens": record["tokens"]}
+    for name, value in (wanted | {"tokens": tokens}).items():
+        if not math.isclose(found[name], value, rel_tol=1e-9, abs_tol=1e-9):
+            why = f"{value:,.7g} (of its documents)"
+            raise BadInput.expected(name, path, why, f"{found[name]:,.7g}")
 
 
 def _problems(path: Path) -> Evaluation:

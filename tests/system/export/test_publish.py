@@ -224,7 +224,7 @@ def test_perplexity_as_it_was_printed_is_evidence(
     better = json.loads(printed)
     better["loss"]["value"] /= 2
     (tmp_path / "ppl.json").write_text(json.dumps(better))
-    with pytest.raises(BadInput, match=r"loss: .*ppl\.json — expected .* mean over its documents"):
+    with pytest.raises(BadInput, match=r"loss: .*ppl\.json — expected .* \(of its documents\)"):
         examine(run, [tmp_path / "ppl.json"])
 
 

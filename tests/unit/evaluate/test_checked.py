@@ -1,27 +1,32 @@
-"""The figures of `engine eval ppl` are held against other code, before they are printed."""
+"""The figures of `engine eval ppl` are those of other code, and one that is not would be named."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
 
+from engine.cli.eval_text import figures_json
 from engine.cli.main import main
+from engine.errors import InternalError
 from engine.evaluate import perplexity as module
-from engine.evaluate.checked import fault_of_record
+from engine.evaluate.model import open_model
+from engine.evaluate.perplexity import read_documents
 from engine.evaluate.statistics import Interval, bootstrap
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.read_config import read_config
 from tests.support.kit import Kit, tiny_config
 from tests.support.other_models import save_other
+from tests.support.perplexity_oracle import Checked, check_perplexity, fault_of_record
 
 DOCUMENTS = 12
 
@@ -43,31 +48,32 @@ def few(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def evaluated(kit: Kit, few: Path) -> Callable[..., int]:
-    """What returns the exit code of the command; rows are short, so that documents have several."""
+Evaluated: TypeAlias = Callable[..., Checked]
 
-    def run(model: Path, *more: str) -> int:
-        given = ["eval", "ppl", str(model), "--data", str(few), "--against", str(kit.teacher)]
-        return main([*given, "--length", "50", *more])
+
+@pytest.fixture
+def evaluated(kit: Kit, few: Path) -> Evaluated:
+    """What evaluates a model and computes its figures anew; rows are short, so that documents have several."""
+
+    def run(path: Path, against: Path | None = kit.teacher, **given: Any) -> Checked:
+        documents, skipped = read_documents(str(few))
+        model = open_model(path, **given)
+        other = None if against is None else open_model(against, **given)
+        found = module.perplexity(model, documents, against=other, length=50, skipped=skipped)
+        checked = check_perplexity(found, documents, model, other, length=50)
+        assert (fault := fault_of_record(figures_json(found), path, own=True)) == "", fault
+        return checked
 
     return run
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_sound_evaluation_says_what_was_computed_anew(
-    precision: str,
-    evaluated: Callable[..., int],
-    ignorant: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_a_sound_evaluation_is_that_of_other_code(
+    precision: str, evaluated: Evaluated, ignorant: Path
 ) -> None:
-    assert evaluated(ignorant, "--precision", precision, "--json") == 0
-    checked = json.loads(capsys.readouterr().out)["checked"]
-    assert checked["forward_pass"] == "plain" and checked["rows"] > 1
-    assert 100 < checked["tokens"] <= 4096
-    assert evaluated(ignorant, "--precision", precision) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said == f"checked: {checked['tokens']:,} tokens computed anew; forward pass plain"
+    checked = evaluated(ignorant, precision=precision)
+    assert checked.forward_pass == "plain" and checked.rows > 1
+    assert 100 < checked.tokens <= 4096
 
 
 def _reversed(real: Any) -> Any:
@@ -132,20 +138,17 @@ def _longer(real: Any) -> Any:
         ("_figure", _mean_of_means, "loss: "),
     ],
 )
-def test_a_figure_that_is_not_that_of_other_code_is_named_and_not_printed(
+def test_a_figure_that_is_not_that_of_other_code_is_named(
     name: str,
     fault: Callable[[Any], Any],
     words: str,
-    evaluated: Callable[..., int],
+    evaluated: Evaluated,
     ignorant: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, name, fault(getattr(module, name)))
-    assert evaluated(ignorant) == 70
-    out, err = capsys.readouterr()
-    assert "perplexity" not in out
-    assert words in err and "expected " in err and ", found " in err
+    with pytest.raises((InternalError, AssertionError), match=re.escape(words)):
+        evaluated(ignorant)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +181,7 @@ def test_no_interval_of_sound_documents_is_accused(count: int) -> None:
 
 
 def test_weights_that_are_not_those_of_the_files_are_named(
-    evaluated: Callable[..., int],
-    ignorant: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    evaluated: Evaluated, ignorant: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*given: Any) -> Any:
         decoder: Any = load_decoder(*given)
@@ -190,28 +190,22 @@ def test_weights_that_are_not_those_of_the_files_are_named(
         return decoder
 
     monkeypatch.setattr("engine.evaluate.model.load_decoder", load)
-    assert evaluated(ignorant) == 70
-    assert "a plain forward pass of its weights" in capsys.readouterr().err
+    with pytest.raises(InternalError, match="a plain forward pass of its weights"):
+        evaluated(ignorant)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "granite", "mamba"])
-def test_a_model_of_transformers_is_checked_from_its_hidden_states_alone(
-    family: str,
-    evaluated: Callable[..., int],
-    kit: Kit,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_a_model_of_transformers_is_evaluated_as_by_other_code(
+    family: str, evaluated: Evaluated, kit: Kit, tmp_path: Path
 ) -> None:
     size = read_config(kit.teacher).vocab_size
     save_other(tmp_path / "other", family, vocab_size=size)
     shutil.copyfile(kit.teacher / "tokenizer.json", tmp_path / "other" / "tokenizer.json")
-    assert evaluated(tmp_path / "other", "--json") == 0
-    checked = json.loads(capsys.readouterr().out)["checked"]
-    assert checked["forward_pass"].startswith("unknown: no other forward pass")
+    assert "no other forward pass" in evaluated(tmp_path / "other").forward_pass
 
 
-def test_weights_in_blocks_are_checked_against_their_file(
-    kit: Kit, few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_weights_in_blocks_are_evaluated_as_by_other_code(
+    evaluated: Evaluated, kit: Kit, tmp_path: Path
 ) -> None:
     config = tiny_config(hidden_size=64, intermediate_size=64, head_dim=16)
     shape, folder = tmp_path / "shape.json", tmp_path / "wide"
@@ -220,9 +214,6 @@ def test_weights_in_blocks_are_checked_against_their_file(
     save_decoder(new_decoder(read_config(shape), seed=11), folder, torch.float32, [tokenizer])
     file = tmp_path / "wide.gguf"
     assert main(["convert", str(folder), str(file), "--quant", "q8_0"]) == 0
-    capsys.readouterr()
-    given = ["eval", "ppl", str(file), "--data", str(few), "--tokenizer", str(tokenizer)]
     for weights in ("dense", "packed"):
-        assert main([*given, "--weights", weights, "--json"]) == 0
-        checked = json.loads(capsys.readouterr().out)["checked"]
-        assert checked["forward_pass"] == "plain"
+        checked = evaluated(file, None, weights=weights, tokenizer=tokenizer)
+        assert checked.forward_pass == "plain"

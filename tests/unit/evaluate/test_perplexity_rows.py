@@ -22,7 +22,7 @@ def test_every_row_is_asked_for_once_with_the_last_tokens_of_a_document(kit: Kit
         asked.append(tokens_BT.numel())
         return hidden(tokens_BT, *arguments)
 
-    model.decoder.hidden = counted  # type: ignore[method-assign]
+    model.decoder.hidden = counted  # type: ignore[assignment, method-assign]
     with torch.inference_mode():
         found = perplexity(model, documents, length=LENGTH)
     # The end of the text is predicted too.

@@ -1,4 +1,4 @@
-"""The check of `engine eval ppl`: its figures against what other code makes of some of the rows, and of all texts.
+"""The figures of `engine eval ppl` against what other code makes of some of the rows, and of all texts.
 
     tokens       of each document: every token of its text, and its end, but the first, is predicted once
     rows         as long as asked, and no longer than the positions of the models
