@@ -37,7 +37,6 @@ from engine.audit.bounds import (
     logits_bytes,
     times_at_once,
 )
-from engine.audit.metadata import shape_said
 from engine.audit.observed import (
     Logged,
     Model,
@@ -47,6 +46,7 @@ from engine.audit.observed import (
     UpdatedParameter,
 )
 from engine.audit.reference import IGNORED, Forward
+from engine.audit.shapes import shape_said
 from engine.audit.stages import STAGES
 from engine.checks.check import About, Answer, Numbers, unknown
 from engine.errors import BadInput

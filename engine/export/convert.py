@@ -40,9 +40,9 @@ import torch
 from torch import Tensor
 
 from engine import limits
-from engine.audit.metadata import Said, difference, other_types, said, said_in_apr
 from engine.errors import EngineError, InternalError, UsageError, WeightsError
 from engine.export.hf_folder import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, write_folder
+from engine.export.metadata import Said, difference, other_types, said, said_in_apr
 from engine.export.mixture import QUANTS, tensor_types
 from engine.files import read_text
 from engine.formats.apr_write import write_apr

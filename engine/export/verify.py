@@ -4,7 +4,7 @@ implementations.
     files          every file has the size and hash of MANIFEST.json
     metadata       generation_config.json, the .apr and the GGUF file say of shape, tokens, special tokens, chat
                    template and ends of a text what the folder says, and the tensors of the GGUF have the types
-                   of the mixture that it names (`engine.audit.metadata`); so does tokenizer_config.json
+                   of the mixture that it names (`engine.export.metadata`); so does tokenizer_config.json
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
     apr            our reader finds exactly the values of the safetensors in the .apr file, bit for bit
     gguf           this engine on the GGUF: within its block type's noise of the reference
@@ -35,12 +35,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.audit.metadata import Said, difference, other_types, said
 from engine.errors import BadInput, TokenizerError, WeightsError
 from engine.export.compare import as_float, first_difference, same_values, within
 from engine.export.convert import FILE_TYPES, convert, said_by
 from engine.export.hf_folder import GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from engine.export.manifest import MANIFEST, check_manifest
+from engine.export.metadata import Said, difference, other_types, said
 from engine.export.outcome import Outcome, answered, unknown
 from engine.export.peers import Absent, Answered, Crashed, absent, ask
 from engine.files import read_json_object

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine import limits
-from engine.audit.metadata import Shape, shape_in, shape_in_gguf
 from engine.audit.reference import Weight
+from engine.audit.shapes import Shape, shape_in, shape_in_gguf
 from engine.files import read_json_object
 
 IN_SAFETENSORS = {

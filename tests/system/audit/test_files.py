@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from engine.audit import reference
-from engine.audit.metadata import difference, said, said_in_apr
 from engine.checks.weights import shape_of, weights_of
 from engine.errors import WeightsError
 from engine.export.convert import convert
+from engine.export.metadata import difference, said, said_in_apr
 from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.audit.metadata import difference, said
 from engine.checkpoint_folders import published
 from engine.checks.artefact import (
     Artefact,
@@ -24,6 +23,7 @@ from engine.data.batches import heldout_rows
 from engine.drills.catalogue import planted
 from engine.errors import BadInput
 from engine.evaluate.model import open_model
+from engine.export.metadata import difference, said
 from engine.export.proof import examine
 from engine.export.publish import Wanted, publish
 from engine.formats.safetensors import tensors_sha256
