@@ -25,14 +25,12 @@ import sys
 from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from engine import limits
 from engine.errors import BadInput
 from engine.limits import Limit
 
-CACHESTAT = 451
-"""The number of the system call, on every architecture."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -189,32 +187,6 @@ def depth_of(value: object) -> int:
             inner = one.values() if isinstance(one, dict) else one
             waiting += [(each, depth + 1) for each in inner]
     return deepest
-
-
-class _Range(ctypes.Structure):
-    _fields_: ClassVar = [("offset", ctypes.c_uint64), ("length", ctypes.c_uint64)]
-
-
-class _CacheStat(ctypes.Structure):
-    _fields_: ClassVar = [
-        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent")
-    ]
-
-
-def unwritten_pages(path: Path) -> int:
-    """Return how many pages of a file are in memory and not yet on its disk, which takes Linux 6.5; 0 where the kernel
-    does not tell. Right after an fsync there are none."""
-    if sys.platform != "linux":
-        return 0
-    whole, found = _Range(0, 0), _CacheStat()
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        refused = _c_library().syscall(
-            CACHESTAT, descriptor, ctypes.byref(whole), ctypes.byref(found), 0
-        )
-    finally:
-        os.close(descriptor)
-    return 0 if refused else int(found.dirty + found.writeback)
 
 
 def user_cache(what: str) -> Path:

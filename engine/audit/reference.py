@@ -290,14 +290,6 @@ def _signs(count: int, device: torch.device) -> Tensor:
     return (2 * (places >> 15 & 1) - 1).to(torch.float32)
 
 
-def tensor_names(shape: Shape) -> list[str]:
-    """Return the names of all tensors of a decoder; the head of a tied one is its embedding."""
-    ends = ["embed.weight", "norm.weight", *([] if shape.tied else ["head.weight"])]
-    return ends + [
-        f"layers.{index}.{name}" for index in range(shape.layers) for name in _names(shape)
-    ]
-
-
 def _names(shape: Shape) -> list[str]:
     """Return the names of a layer's tensors, within it."""
     return [

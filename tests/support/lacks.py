@@ -39,7 +39,6 @@ LACKS = {
     "an ordinary user": "run the tests as one, not as root",
     "root": "run the tests as root, who may mount file systems",
     "a memory control group": "run the tests as root, outside a container",
-    "cachestat": "run the tests on Linux 6.5 or newer, with /var/tmp on a disk",
     "listed system calls": "run the tests on x86-64 or AArch64",
 }
 """What is lacked, in the words of the skip, and how to get it."""

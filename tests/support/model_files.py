@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine import limits
+from engine.audit import reference
 from engine.audit.reference import Weight
 from engine.audit.shapes import Shape, shape_in, shape_in_gguf
 from engine.files import read_json_object
@@ -206,3 +207,10 @@ def _neighbours(row: int, head_dim: int) -> int:
     head, place = divmod(row, head_dim)
     half, pair = divmod(place, head_dim // 2)
     return head * head_dim + 2 * pair + half
+
+
+def tensor_names(shape: reference.Shape) -> list[str]:
+    """Return the names of all tensors of a decoder; the head of a tied one is its embedding."""
+    ends = ["embed.weight", "norm.weight", *([] if shape.tied else ["head.weight"])]
+    names = reference._names(shape)
+    return ends + [f"layers.{index}.{name}" for index in range(shape.layers) for name in names]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.audit import reference
 from engine.checks.weights import shape_of, weights_of
 from engine.errors import WeightsError
 from engine.export.convert import convert
@@ -18,7 +17,7 @@ from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from tests.support.kit import Kit, tiny_config
-from tests.support.model_files import open_files
+from tests.support.model_files import open_files, tensor_names
 
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {},
@@ -93,7 +92,7 @@ def test_files_hold_the_weights_and_the_shape_that_are_loaded(
     for name, value in files.shape.items():
         assert (fields.get(name) or 0) == pytest.approx(value or 0), name
     weight = weights_of(decoder)
-    for name in reference.tensor_names(shape):
+    for name in tensor_names(shape):
         count = files.count(name)
         assert count == weight(name).shape[0], name
         rows = [0, 1, count // 2, count - 1]

@@ -6,8 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,6 @@ from engine.checks.catalogue import ABOUT
 from engine.checks.check import Answer
 from engine.checks.checkpoint import (
     checkpoint_reloads,
-    not_on_disk,
     random_states,
 )
 from engine.checks.context import Context, Memory, Resumed
@@ -37,7 +34,6 @@ from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import PERMUTATIONS, SHINGLE, near_copies, predicted, shared_windows
 from engine.data.tokens import TokenStream, make_stream, starts_of
 from engine.drills.catalogue import planted
-from engine.files import unwritten_pages
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.folder import RunFolder
 from engine.models.config import ModelConfig
@@ -49,7 +45,6 @@ from engine.train.step import StepObserver
 from engine.verdict import Level
 from tests.support.checked_runs import World, context, make_run, make_world
 from tests.support.kit import Kit, tiny_config
-from tests.support.lacks import skip_for
 
 
 @pytest.fixture(scope="module")
@@ -427,20 +422,6 @@ def test_memory_and_compiles_are_held_against_their_plans(world: World) -> None:
     run.step(1)
     assert "q4k_linear" in run.failures()["no_late_compile"]
     assert not run.checks.ends_run(run.results["no_late_compile"])
-
-
-def test_a_checkpoint_whose_files_are_not_synced_is_found() -> None:
-    # On a disk: a file system in memory has nothing to write.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        path = Path(folder) / "student.safetensors"
-        with path.open("wb") as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            if not unwritten_pages(path):
-                skip_for("cachestat")
-            assert "student.safetensors is said to be saved" in not_on_disk(path.parent)
-            os.fsync(file.fileno())
-        assert not_on_disk(path.parent) == ""
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from engine.models.rope import LongRope
 from engine.spec import TrainSection
 from engine.train.schedule import learning_rate
 from tests.support.families import CHANGES
+from tests.support.model_files import tensor_names
 from tests.support.packed_models import lively, make_config, random_tokens
 
 N, D, E, V = 7, 6, 10, 30
@@ -124,7 +125,7 @@ def test_hidden_states_and_gradients_are_those_of_the_engines_decoder(
     one = plain.forward(tokens_BT, documents_BT, keep=True)
     torch.testing.assert_close(one.hidden_ND, hidden_BTD.flatten(0, 1), rtol=1e-4, atol=1e-4)
     found = dict(plain.backward([one], [upstream_BTD.flatten(0, 1)]))
-    assert sorted([*found, "head.weight"]) == sorted(reference.tensor_names(plain.shape))
+    assert sorted([*found, "head.weight"]) == sorted(tensor_names(plain.shape))
     for name, gradient in found.items():
         wanted = decoder.get_parameter(name).grad
         assert wanted is not None
