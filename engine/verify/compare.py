@@ -83,7 +83,7 @@ OF_GRADIENT, OF_RATE = 0.5, 0.3
 HELDOUT = Field("", "loss", 1e-3, 1e-6)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstDifference:
     """The first step of the record that the replay does not give."""
 
@@ -100,7 +100,7 @@ class FirstDifference:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Compared:
     """What was found of the steps of a stretch."""
 
@@ -238,16 +238,13 @@ def compare_losses(record: Sequence[Evaluated], again: Session, steps: int) -> V
     known = {(one.subject, one.step, one.saved): one for one in record}
     compared = []
     for now in again.evaluated:
-        was = known.get((now.subject, now.step, now.saved))
-        if was is None:
+        if (was := known.get((now.subject, now.step, now.saved))) is None:
             continue
         whose = f"{'saved ' if now.saved else ''}{now.subject} at step {now.step}"
-        grown = min(steps, GROWS_FOR)
-        if was.labelled != now.labelled or not agrees(HELDOUT, was.loss, now.loss, grown):
-            return Verdict(
-                Level.FAIL,
-                f"{whose}: recorded {was.loss!r} over {was.labelled} tokens, replayed {now.loss!r} over {now.labelled}",
-            )
+        same_loss = agrees(HELDOUT, was.loss, now.loss, min(steps, GROWS_FOR))
+        if was.labelled != now.labelled or not same_loss:
+            text = f"recorded {was.loss!r} over {was.labelled} tokens, replayed {now.loss!r} over {now.labelled}"
+            return Verdict(Level.FAIL, f"{whose}: {text}")
         compared.append(whose)
     if not compared:
         return None

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,17 @@ def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> Run
     try:
         follower = Follower(run)
         line = StatusLine(plain_every_s=PLAIN_EVERY_S, plain_at_once=False)
-        progress = _Progress(stretch.begin, stretch.end)
+        first: tuple[int, float] | None = None
         while launched.process.poll() is None:
             follower.poll()
-            phase = follower.view.phase.name if follower.view.phase is not None else "starting"
-            line.show(progress.text(follower.view.last_step, phase))
+            view, now_s = follower.view, time.monotonic()
+            text = view.phase.name if view.phase is not None else "starting"
+            if (done := view.last_step) > stretch.begin:
+                first = first or (done, now_s)
+                pace_s = (now_s - first[1]) / max(done - first[0], 1)
+                left = f", {format_seconds(pace_s * (stretch.end - done))} left" if pace_s else ""
+                text = f"step {done} of {stretch.end}{left}"
+            line.show(f"replay: {text}")
             time.sleep(POLL_S)
         line.clear()
     finally:
@@ -151,24 +157,3 @@ def _take_along(checkpoint: Path, run: RunFolder) -> None:
         shutil.copytree(checkpoint, target, copy_function=link)
     except (OSError, shutil.Error) as error:
         raise write_error("replay", target, "to hold a checkpoint", OSError(str(error))) from error
-
-
-class _Progress:
-    """The progress of a replay in words, with the time left at the pace since its first step."""
-
-    def __init__(self, begin: int, end: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._begin, self._end, self._clock = begin, end, clock
-        self._first: tuple[int, float] | None = None
-
-    def text(self, step: int, phase: str) -> str:
-        if step <= self._begin:
-            return f"replay: {phase}"
-        now_s = self._clock()
-        if self._first is None:
-            self._first = (step, now_s)
-        first, since_s = self._first
-        left = ""
-        if step > first:
-            pace_s = (now_s - since_s) / (step - first)
-            left = f", {format_seconds(pace_s * (self._end - step))} left"
-        return f"replay: step {step} of {self._end}{left}"

@@ -220,13 +220,12 @@ class _Verifying:
                 f"the run is of engine {record.started.engine}, replayed by {fresh.started.engine}"
             )
             found.not_compared.append(f"the code of that time: {text}")
-        rounded = bool(why)
-        compared = compare_steps(piece, fresh, rounded=rounded)
+        compared = compare_steps(piece, fresh, rounded=bool(why))
         found.steps += compared.steps
         self._say_steps(piece, compared)
         if compared.difference is not None:
             return
-        length = piece.end - piece.begin if rounded else 0
+        length = piece.end - piece.begin if why else 0
         rows = compare_rows(self._run, again, piece)
         if rows is None:
             found.not_compared.append(f"rows by content, {piece}: the run has no record of them")
