@@ -41,7 +41,7 @@ from engine.terminal import put, put_json, say
 if TYPE_CHECKING:
     from engine.log.folder import RunFolder
     from engine.verify.outcome import Log
-    from engine.verify.run import Verified
+    from engine.verify.verified import Verified
 
 HELP = "train a run again and compare it with its record, step by step"
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.log.folder import open_run
     from engine.verify.outcome import digest_log
-    from engine.verify.run import verify
+    from engine.verify.verified import verify
 
     folder = open_run(arguments.run.absolute())
     log = digest_log(folder)

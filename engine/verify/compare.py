@@ -22,7 +22,7 @@ from engine.log.events import Evaluated, StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import path_of, read_ranks, read_rows
 from engine.verdict import Level, Verdict
-from engine.verify.record import NO_STEP_SECTIONS, Session, Stretch
+from engine.verify.sessions import NO_STEP_SECTIONS, Session, Stretch
 
 GROWS_FOR = 30
 """Steps for which rounding is allowed more from step to step."""

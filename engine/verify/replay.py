@@ -29,7 +29,7 @@ from engine.signals import partial_output
 from engine.spec import RunSpec, spec_from_dict, spec_to_toml
 from engine.terminal import StatusLine
 from engine.units import format_seconds
-from engine.verify.record import Stretch
+from engine.verify.sessions import Stretch
 from engine.version import VERSION
 from engine.watch.start_and_stop import launch
 

@@ -14,7 +14,7 @@ import pytest
 from engine.log.folder import RunFolder
 from engine.spec import RunSpec
 from engine.verify import replay
-from engine.verify.record import Stretch
+from engine.verify.sessions import Stretch
 from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit
 from tests.support.running import engine, engine_here

@@ -34,9 +34,9 @@ from engine.verify.compare import (
     same,
     why_rounded,
 )
-from engine.verify.record import ChangedSettings, Session, Stretch, read_sessions, stretches
 from engine.verify.replay import checkpoint_at, replay_folder, replayed_spec
 from engine.verify.saved import compare_checkpoints, compare_students
+from engine.verify.sessions import ChangedSettings, Session, Stretch, read_sessions, stretches
 
 
 @dataclass(slots=True)
