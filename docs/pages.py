@@ -94,7 +94,7 @@ def alerts() -> str:
 
 
 def watch_identities() -> str:
-    from engine.attach.identities import IDENTITIES
+    from engine.attach.identity_catalogue import IDENTITIES
 
     text = (
         "# Identities of a watched training\n\n"

@@ -21,7 +21,7 @@ from engine.log.follow import Follower
 from engine.log.read import Liveness
 from engine.log.text import has_ended, status_text
 from engine.log.view import RunView
-from workbench.log import Log, LogBook
+from workbench.log_pages import Log, LogBook
 
 READ_BUDGET_S = 0.5
 LONGEST = 4
@@ -98,7 +98,7 @@ class _Verified:
 
     def words(self, last_step: int) -> str:
         # Imported here: the first frame does not need it.
-        from engine.verify.outcome import NAME, is_stale, outcome_text, read_outcome
+        from engine.verify.kept_outcome import NAME, is_stale, outcome_text, read_outcome
 
         seen = _stamp(self._run.path / NAME), _stamp(self._run.events), last_step
         if seen != self._seen:

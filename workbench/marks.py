@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.errors import EngineError
-from engine.flips.record import find_flips, read_plan_of, read_verdict
+from engine.flips.flip_folder import find_flips, read_plan_of, read_verdict
 from engine.log.events import AlertCleared, AlertRaised, Compiled, NonFinite, RunStarted
 from engine.log.folder import RunFolder
 from engine.log.text import alert_lines, clock_text, event_text

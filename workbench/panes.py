@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from engine.attach.identities import identity_lines
+from engine.attach.identity_catalogue import identity_lines
 from engine.log.events import IDLE, STEP_PHASES
 from engine.log.text import (
     OTHERS_DATA,

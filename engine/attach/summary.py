@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from engine.attach.identities import BY_ID, CONTRADICTION, SUSPICION, UNKNOWN, outcomes
+from engine.attach.identity_catalogue import BY_ID, CONTRADICTION, SUSPICION, UNKNOWN, outcomes
 from engine.errors import RunLogError
 from engine.log.beats import read_lost_rank
 from engine.log.events import IDLE, AlertRaised, HostSample, Identity, StepDone
@@ -22,7 +22,7 @@ from engine.log.follow import Follower
 from engine.log.text import event_text, one_line, seen_text
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
-from engine.watch.rules.identity import identity_fails
+from engine.watch.rules.broken_identity import identity_fails
 from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
 from engine.watch.rules.rule import median
 from engine.watch.stacks import FOLDER, own_frame

@@ -28,7 +28,7 @@ from engine.data.batches import Batch
 from engine.models.head import mean_kl
 from engine.models.packed import head_of
 from engine.teachers.fp8 import NOISE_FLOOR_KL, rounding_of
-from engine.teachers.identity import same_values
+from engine.teachers.same_model import same_values
 from engine.teachers.store.teacher import CachedTeacher
 
 SMALLEST_KL = 1e-5

@@ -145,7 +145,13 @@ def _answers(path: Path, as_json: bool) -> int:
 
 
 def _identities(path: Path, view: RunView, as_json: bool) -> int:
-    from engine.attach.identities import CONTRADICTION, PASS, SUSPICION, identity_lines, outcomes
+    from engine.attach.identity_catalogue import (
+        CONTRADICTION,
+        PASS,
+        SUSPICION,
+        identity_lines,
+        outcomes,
+    )
     from engine.log.text import error_lines
     from engine.verdict import Level, Verdict
 

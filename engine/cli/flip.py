@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _propose(arguments)
     how: dict[str, Any] = {"use_controls": arguments.controls, "share": arguments.share}
     if arguments.resume is not None:
-        from engine.flips.record import read_plan_of
+        from engine.flips.flip_folder import read_plan_of
 
         _refuse_with_resume(arguments)
         folder = arguments.resume

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from engine.flips import text
 from engine.flips.flip import Watching
+from engine.flips.flip_folder import read_pairs
 from engine.flips.plan import Plan
-from engine.flips.record import read_pairs
 from engine.flips.statistics import Interval
 from engine.flips.verdict import Pair, interval_of
 from engine.log.view import RunView

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.errors import RunLogError
-    from engine.flips.record import find_flips, read_verdict
+    from engine.flips.flip_folder import find_flips, read_verdict
     from engine.flips.text import characters, verdict_line, verdict_lines
 
     rows: list[tuple[Path, dict[str, Any] | None, str]] = []

@@ -42,7 +42,7 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.export.publish import Published
-    from engine.export.verify import Verification
+    from engine.export.published import Verification
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -152,7 +152,7 @@ def _summary(done: Published) -> list[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from engine.export.verify import verify
+    from engine.export.published import verify
 
     found = verify(arguments.verify, say)
     if arguments.json:

@@ -40,7 +40,7 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.log.folder import RunFolder
-    from engine.verify.outcome import Log
+    from engine.verify.kept_outcome import Log
     from engine.verify.verified import Verified
 
 HELP = "train a run again and compare it with its record, step by step"
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.log.folder import open_run
-    from engine.verify.outcome import digest_log
+    from engine.verify.kept_outcome import digest_log
     from engine.verify.verified import verify
 
     folder = open_run(arguments.run.absolute())
@@ -94,7 +94,7 @@ def _keep(folder: RunFolder, log: Log, found: Verified) -> None:
     """Keep the outcome in the run folder, or say why it is not kept."""
     from engine.errors import DiskFull, RunLogError
     from engine.verdict import Level
-    from engine.verify.outcome import NAME, keep_outcome
+    from engine.verify.kept_outcome import NAME, keep_outcome
 
     steps = found.steps if found.difference is None else found.difference.step
     if not steps and found.verdict.level is not Level.FAIL:

@@ -38,8 +38,8 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.findings.bundle import Bundle
+    from engine.findings.check import Checked
     from engine.findings.finding import Finding
-    from engine.findings.verify import Checked
 
 HELP = "five whys: what went wrong, its possible causes, and the experiments that tell"
 
@@ -156,9 +156,9 @@ def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
 
 
 def _show(bundle: Bundle, a: argparse.Namespace) -> int:
+    from engine.findings.check import check_bundle
     from engine.findings.finding import Finding
     from engine.findings.text import lines
-    from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
     finding = bundle.read()
@@ -174,7 +174,7 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
 
 def _check(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.errors import BadInput
-    from engine.findings.verify import check_bundle
+    from engine.findings.check import check_bundle
 
     checked = check_bundle(bundle)
     _print_checked([checked], as_json=a.json)
@@ -184,7 +184,7 @@ def _check(bundle: Bundle, a: argparse.Namespace) -> int:
 def _check_all(a: argparse.Namespace) -> int:
     from engine.errors import EXIT_FAIL, EXIT_UNKNOWN, BadInput, UsageError
     from engine.findings.bundle import find_bundles
-    from engine.findings.verify import check_bundle
+    from engine.findings.check import check_bundle
 
     if a.finding:
         raise UsageError("--all — expected no --finding beside it", hint="one at a time")
@@ -221,8 +221,8 @@ def _test(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.errors import EXIT_INTERRUPTED
     from engine.findings import changes
     from engine.flips.flip import resume_flip, run_flip
+    from engine.flips.flip_folder import read_plan_of, read_verdict
     from engine.flips.plan import parse_time
-    from engine.flips.record import read_plan_of, read_verdict
 
     begun = changes.pending(bundle)
     how: dict[str, Any] = {"use_controls": "skip"}

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.contracts import measured as kinds
 from engine.contracts import plant
-from engine.contracts import receipt as kinds
 from engine.contracts.contract import Contract, Falsifier, Planted, Proof
+from engine.contracts.measured import Receipt, code_hash, host, tools, write_receipts
 from engine.contracts.proving import ABSENT, PROVED, REFUTED, UNKNOWN
-from engine.contracts.receipt import Receipt, code_hash, host, tools, write_receipts
 from engine.contracts.source import Sources, split_node
 from engine.signals import scratch_folder
 

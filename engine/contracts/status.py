@@ -28,8 +28,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from engine.contracts.contract import Contract, Loaded, checked_contracts
-from engine.contracts.proving import ABSENT, PROVED, REFUTED
-from engine.contracts.receipt import (
+from engine.contracts.measured import (
     COMMAND,
     FOLDER,
     PLANTED,
@@ -41,6 +40,7 @@ from engine.contracts.receipt import (
     code_hash,
     read_receipts,
 )
+from engine.contracts.proving import ABSENT, PROVED, REFUTED
 from engine.contracts.source import Sources
 from engine.errors import BadInput
 from engine.verdict import Level, Verdict

@@ -18,7 +18,7 @@ from engine.models.config import CONFIG_FILE
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
 from engine.spec.sections import TrainSection
-from engine.train import receipt
+from engine.train import finish
 
 HEAD = "lm_head.weight"
 
@@ -32,7 +32,7 @@ def _saving(spoil: Callable[[Decoder], Decoder]) -> AbstractContextManager[None]
 
         return spoilt
 
-    return replaced(receipt, "save_decoder", make)
+    return replaced(finish, "save_decoder", make)
 
 
 def _untrained(student: Decoder) -> Decoder:
@@ -82,4 +82,4 @@ def saved_head_untied() -> AbstractContextManager[None]:
 
         return spoilt
 
-    return replaced(receipt, "save_decoder", make)
+    return replaced(finish, "save_decoder", make)

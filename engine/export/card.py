@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.export.licence import Base, Licence
-from engine.export.proof import Evaluation, Metric, Proof
-from engine.export.verify import Verification
+from engine.export.published import Verification
+from engine.export.required_evidence import Evaluation, Metric, Proof
 from engine.units import format_count
 from engine.verdict import Level
 from engine.version import VERSION

@@ -1,9 +1,9 @@
 """`engine publish`: turn a finished run into a folder that others can load.
 
-    evidence    what the run can prove (`engine.export.proof`); refused here, before anything is written
+    evidence    what the run can prove (`engine.export.required_evidence`); refused here, before anything is written
     copy        the student's files, each compared with the receipt's hash as it is copied
     convert     the .apr and the GGUF file, from the copy
-    verify      load it in three independent ways (`engine.export.verify`), from the files that are shipped
+    verify      load it in three independent ways (`engine.export.published`), from the files that are shipped
     card        README.md with the metrics and the verification; MANIFEST.json last
     rename      the complete folder appears under its name
 
@@ -35,7 +35,8 @@ from engine.export.hf_folder import complete_folder
 from engine.export.licence import bases_of, inherited, licence_files
 from engine.export.manifest import check_manifest, read_manifest, write_manifest
 from engine.export.mixture import QUANTS
-from engine.export.proof import (
+from engine.export.published import Verification, verify
+from engine.export.required_evidence import (
     Proof,
     contradicts_the_evidence,
     contradicts_the_files,
@@ -43,7 +44,6 @@ from engine.export.proof import (
     file_sha256,
     refuse_missing,
 )
-from engine.export.verify import Verification, verify
 from engine.files import open_regular, read_json_object, read_text
 from engine.formats.writing import fsync_folder
 from engine.log.folder import RunFolder
@@ -52,7 +52,7 @@ from engine.models.read_config import read_config
 from engine.signals import partial_output
 from engine.units import format_bytes
 from engine.verdict import Level
-from engine.verify.outcome import NAME as OUTCOME
+from engine.verify.kept_outcome import NAME as OUTCOME
 
 CARD = "README.md"
 VERIFICATION = "verification.json"

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from engine.errors import BadInput, RunLogError
 from engine.findings import finding as records
 from engine.findings.bundle import LOG, Bundle, copy_flip, copy_run, path_of, slug_of
+from engine.findings.check import check_bundle, faults_of_test
 from engine.findings.finding import Cause, Finding, Parent, Test
-from engine.findings.verify import check_bundle, faults_of_test
 from engine.flips.ending import ending_plan
+from engine.flips.flip_folder import read_pairs, read_verdict
 from engine.flips.plan import Change, Plan
 from engine.flips.proposals import proposals
-from engine.flips.record import read_pairs, read_verdict
 from engine.flips.verdict import ENDS_IT, INVALID
 from engine.log.folder import RunFolder, read_command, settings_of
 from engine.log.follow import Follower

@@ -15,8 +15,8 @@ from typing import Any
 
 from engine.flips.answer import CONTROLS, answer
 from engine.flips.arms import Outcome
+from engine.flips.flip_folder import FlipFolder
 from engine.flips.plan import MARGIN, STEPS, Plan
-from engine.flips.record import FlipFolder
 from engine.flips.surroundings import Surroundings
 from engine.flips.verdict import (
     DECIDED,

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.flips import controls, proof
+from engine.flips import comparable, controls
 from engine.flips.arms import Outcome, Stopped, run_arm
 from engine.flips.conclusion import FlipVerdict, conclude
 from engine.flips.controls import Control
+from engine.flips.flip_folder import FlipFolder, create_flip, open_flip, read_verdict
 from engine.flips.plan import Plan
-from engine.flips.record import FlipFolder, create_flip, open_flip, read_verdict
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import Surroundings, device_lock, find_surroundings
 from engine.flips.verdict import Judgement, Pair, count_of, interval_of, judge
@@ -191,7 +191,7 @@ class _Experiment:
             seconds=time.monotonic() - begun_s,
             a=a,
             b=b,
-            proofs=proof.proofs(plan, a, b, self.flip.path),
+            proofs=comparable.proofs(plan, a, b, self.flip.path),
         )
 
     def run_controls(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import BadInput
 from engine.flips.command import LINE, OUT, WORDS
+from engine.flips.comparable import REDACTED
 from engine.flips.plan import (
     BUDGET_S,
     PAIRS_MIN,
@@ -30,7 +31,6 @@ from engine.flips.plan import (
     Plan,
     make_command_plan,
 )
-from engine.flips.proof import REDACTED
 from engine.flips.script_folder import COPY_BYTES, COPY_FILES, line_of, size_to_copy
 from engine.flips.script_settings import read_script_settings
 from engine.flips.surroundings import time_of_run

@@ -442,8 +442,8 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
 
 
 class Identity(Event, frozen=True, kw_only=True, tag="identity"):
-    """What was seen of an identity that holds in every healthy training (`engine/attach/identities.py`), in a script
-    that is not ours: once for each outcome, at the first step that had it."""
+    """What was seen of an identity that holds in every healthy training (`engine/attach/identity_catalogue.py`), in a
+    script that is not ours: once for each outcome, at the first step that had it."""
 
     id: str
     degree: str

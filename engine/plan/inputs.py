@@ -215,7 +215,7 @@ def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokeniz
 
 def _check_not_teacher(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
     """Refuse a student whose files are the teacher's, or copies of them. The trainer compares the values, which
-    also finds one model in two formats (`engine.teachers.identity`)."""
+    also finds one model in two formats (`engine.teachers.same_model`)."""
     if teacher != student or not spec.has_teacher or spec.teacher.allow_identical:
         return
     theirs, ours = _tensor_files(spec.teacher.path), _tensor_files(spec.student.path)

@@ -2,7 +2,7 @@
 verification.
 
 `facts_of` reads a run's logs and settings; the trainer adds what only it knows and writes receipt.json
-(`engine.train.receipt`). A run that was killed has no receipt, but `facts_of` gives the same facts up to
+(`engine.train.finish`). A run that was killed has no receipt, but `facts_of` gives the same facts up to
 where it stopped. `check_receipt` compares a receipt with the files beside it.
 
 Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome. Then

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine.attach.identities import identity_lines
+from engine.attach.identity_catalogue import identity_lines
 from engine.errors import BadInput, RunLogError
 from engine.findings.bundle import Bundle, is_bundle
+from engine.findings.check import check_bundle
 from engine.findings.finding import Finding
 from engine.findings.older import Older
 from engine.findings.text import lines
-from engine.findings.verify import check_bundle
-from engine.flips.record import is_flip, read_pairs, read_plan_of, read_verdict
+from engine.flips.flip_folder import is_flip, read_pairs, read_plan_of, read_verdict
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.flips.verdict import interval_of
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command

@@ -547,10 +547,10 @@ class ChecksSection:
         most=10**9,
     )
     record: str = setting(
-        "auto",
+        "some",
         "Steps of which a few numbers are logged for `engine verify`: the first 32 of a session and then one a second "
-        "(auto), all, or none (off).",
-        allowed=("auto", "all", "off"),
+        "(some), all, or none (off).",
+        allowed=("some", "all", "off"),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.formats.safetensors import tensors_sha256
 from engine.log.events import ModelReady
-from engine.train.record import Log
+from engine.train.to_events import Log
 
 T = TypeVar("T")
 

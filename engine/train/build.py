@@ -40,22 +40,22 @@ from engine.plan.run_plan import Plan, Stored, batches_of
 from engine.runtime.ranks import Ranks
 from engine.spec import RunSpec
 from engine.teachers.build import DTYPES, BuiltTeacher, build_teacher
-from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
+from engine.teachers.same_model import check_not_identical
 from engine.teachers.sharded import ShardedLayers
 from engine.teachers.store.fidelity import Fidelity, affordable_rows, compare, stored_rows
 from engine.teachers.store.keys import CacheError, contents_sha256
 from engine.teachers.store.teacher import CachedTeacher, load_head
 from engine.teachers.truncating import DroppedMass, TruncatingTeacher
-from engine.train import record
+from engine.train import to_events
 from engine.train.beside import Beside, ModelHash
 from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles
 from engine.train.data import Data
-from engine.train.record import Log
 from engine.train.step import BeatObserver
 from engine.train.stop_request import StopRequest
+from engine.train.to_events import Log
 from engine.train.trainer import Trainer
 from engine.units import format_bytes
 
@@ -116,7 +116,7 @@ class Builder:
         if compiled:
             # Later would be under the hands of the hash.
             join(decoder)
-        ready = partial(record.model, "teacher", spec.path, decoder.config, precision)
+        ready = partial(to_events.model, "teacher", spec.path, decoder.config, precision)
         sha256 = self._hashed(decoder, ready, beside=spec.shard == "off")
         if before is not None:
             check_same_teacher(before, sha256(), spec.path, backend, precision)
@@ -127,7 +127,7 @@ class Builder:
                 self.device,
                 temperature=self.spec.loss.temperature,
             )
-            log(record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped))
+            log(to_events.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped))
         if compiled:
             log(Phase(name="compiling the teacher's layers"))
             self.compiles.compile_teacher(
@@ -173,7 +173,7 @@ class Builder:
             spec.path or f"fresh weights of {spec.config}",
             spec.precision,
         )
-        ready = partial(record.model, "student", source, student.config, precision)
+        ready = partial(to_events.model, "student", source, student.config, precision)
         self.hashes.append(ModelHash(sha256 or Tensors(student), ready, self.log))
         student_sha256 = self.hashes[-1].result
         if teacher_decoder is not None:
@@ -243,7 +243,11 @@ class Builder:
         for text in store.refusals:
             log(Note(level="warning", text=f"{text}; its rows are not used"))
         log(Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}"))
-        log(record.model("teacher", spec.path, config, identity.precision, identity.teacher_sha256))
+        log(
+            to_events.model(
+                "teacher", spec.path, config, identity.precision, identity.teacher_sha256
+            )
+        )
 
         def online() -> Teacher:
             detail = f"{spec.path}: for what is not stored"
@@ -292,7 +296,7 @@ class Builder:
                 dropped = cut.dropped_mass(
                     self.data.heldout[:1], device, temperature=self.spec.loss.temperature
                 )
-                log(record.vocabulary_cut(config.vocab_size, ids, dropped))
+                log(to_events.vocabulary_cut(config.vocab_size, ids, dropped))
             else:
                 _measured_cut(stored, ids, log)
         return teacher(cut.head(), ids)
@@ -397,4 +401,4 @@ def _measured_cut(stored: Stored, student_vocab: int, log: Log) -> None:
     dropped = DroppedMass(
         mean=measured.dropped_mean, largest=measured.dropped_max, tokens=measured.dropped_tokens
     )
-    log(record.vocabulary_cut(ids, student_vocab, dropped))
+    log(to_events.vocabulary_cut(ids, student_vocab, dropped))

@@ -37,7 +37,7 @@ from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
 from engine.train.compiles import Compiles
 from engine.train.cuda_graphs import Graphs
-from engine.train.record import Log
+from engine.train.to_events import Log
 from engine.train.trainer import Trainer
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}

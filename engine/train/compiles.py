@@ -26,7 +26,7 @@ from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
 from engine.teachers.protocol import Teacher
 from engine.train.beside import Beside
-from engine.train.record import Log
+from engine.train.to_events import Log
 
 
 class Compiles:

@@ -20,8 +20,8 @@ from engine.log.events import DataReady, Note, Phase
 from engine.plan.inputs import Inputs
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.spec import RunSpec
-from engine.train import record
-from engine.train.record import Log
+from engine.train import to_events
+from engine.train.to_events import Log
 from engine.units import format_bytes
 
 TOKENIZED_S, LEAST_CPUS = 3.0, 1.25
@@ -90,7 +90,7 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
     log(Phase(name="taking the rows", detail=tokens.note))
     train, held = tokens.train, tokens.heldout
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
-    ready = record.data(data.corpus, tokens, data.seq_len)
+    ready = to_events.data(data.corpus, tokens, data.seq_len)
     log(ready)
     begun = ready if seen is None else seen
     for split, before, now in (

@@ -45,7 +45,7 @@ from engine.models.packed import head_of
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import Ranks
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train import record
+from engine.train import to_events
 from engine.train.auditing import StepAudit
 from engine.train.beside import Beside
 from engine.train.checking import context_of
@@ -56,10 +56,10 @@ from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.ranks.sharding import whole_student
-from engine.train.record import Log
 from engine.train.recorder import Recorder
 from engine.train.step import LaunchedStep, broken_invariants
 from engine.train.stop_request import StopRequest
+from engine.train.to_events import Log
 from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
 
@@ -240,7 +240,7 @@ class TrainingLoop:
             if due.first:
                 self._end_of_start(trainer)
             if due.measure_memory:
-                self.log(record.memory_peak(step.step, self.budget, trainer.device))
+                self.log(to_events.memory_peak(step.step, self.budget, trainer.device))
 
             # Evaluate, save.
             if due.evaluate:
@@ -278,7 +278,7 @@ class TrainingLoop:
         rows = TrainedRows(folder, trainer, self.spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
         self._answer(self.checks.going_on(), trainer.ranks)
-        held = HeldWriter(folder, partial(record.held_by, trainer.device))
+        held = HeldWriter(folder, partial(to_events.held_by, trainer.device))
         recorder = Recorder(trainer, self.spec)
         return _Session(trainer, trainer.step, audit, rows, recorder, held)
 
@@ -348,7 +348,7 @@ class TrainingLoop:
         )
 
     def _memory(self, device: torch.device) -> Memory:
-        measured, source = record.peak_of(device)
+        measured, source = to_events.peak_of(device)
         return Memory(
             predicted_bytes=self.budget.total_bytes,
             measured_bytes=measured,
@@ -414,7 +414,7 @@ class TrainingLoop:
         self.keeper.prune()
 
     def _pause(self, trainer: Trainer) -> RunFinished:
-        self.log(record.memory_peak(self.step, self.budget, trainer.device))
+        self.log(to_events.memory_peak(self.step, self.budget, trainer.device))
         reason = f"train.stop_after = {self.spec.train.stop_after}: the step was finished"
         if not self.spec.checkpoint.at_end:
             return RunFinished(state="stopped", reason=reason, exit_code=0, step=self.step)

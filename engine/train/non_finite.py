@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from engine.errors import TrainingFailed
 from engine.log.events import NonFinite, StepDone, name_of_non_finite
-from engine.train.record import Log
+from engine.train.to_events import Log
 
 
 def non_finite(step: StepDone) -> Iterator[NonFinite]:

@@ -64,7 +64,7 @@ from engine.teachers.store.write import (
     same_identity,
 )
 from engine.teachers.truncating import TruncatingTeacher
-from engine.train import record
+from engine.train import to_events
 from engine.train.build import look_at
 from engine.train.compiles import Compiles
 from engine.train.data import prepare_data
@@ -107,7 +107,7 @@ def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
     if not spec.has_teacher:
         raise BadInput("teacher.path: expected a teacher to ask, found none")
     inputs = check_inputs(spec)
-    data = prepare_data(spec, inputs, None, record.nowhere)
+    data = prepare_data(spec, inputs, None, to_events.nowhere)
     batches = batches_of(spec, data.stream)
     walk = Walk(
         batches=batches,
@@ -211,7 +211,7 @@ def _prepare(
 ) -> Prepared:
     out = job.wanted.out
     with only_writer(out), LogWriter(out / LOG, writer="prepare") as log:
-        write = partial(record.write, log)
+        write = partial(to_events.write, log)
 
         def note(text: str) -> None:
             say(text)
@@ -259,7 +259,7 @@ def _open_or_begin(
 
 
 def _load_teacher(
-    job: Job, spec: RunSpec, compute: ComputeDevice, say: Say, log: record.Log
+    job: Job, spec: RunSpec, compute: ComputeDevice, say: Say, log: to_events.Log
 ) -> tuple[BuiltTeacher, Identity]:
     config = job.inputs.teacher
     assert config is not None
@@ -323,7 +323,7 @@ def _load_teacher(
             HIDDEN,
         )
     sha256 = tensors_sha256(Tensors(decoder))
-    model = record.model("teacher", spec.teacher.path, decoder.config, precision, sha256)
+    model = to_events.model("teacher", spec.teacher.path, decoder.config, precision, sha256)
     log(model)
     compiles = Compiles()
     rows = {spec.train.rows} | {len(batch.tokens_BT) for batch in job.heldout}

@@ -4,7 +4,7 @@
     held-out losses -> student, saved, read back and evaluated -> receipt
 
 Everything below this module returns values, and is given a function to log with while it works
-(`engine.train.record.Log`). The training loop, `engine.train.loop`, is part of it. Logged values are read
+(`engine.train.to_events.Log`). The training loop, `engine.train.loop`, is part of it. Logged values are read
 back from the built objects: the learning rate from the optimizer, the rows from the batches, the hashes from
 the tensors.
 """
@@ -48,7 +48,7 @@ from engine.signals import Stopped
 from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.store.teacher import CachedTeacher
 from engine.terminal import say
-from engine.train import record
+from engine.train import to_events
 from engine.train.beside import Beside, ModelHash
 from engine.train.build import Builder, holds_heldout, recall_heldout
 from engine.train.checkpoint.continuing import versions_changed
@@ -56,6 +56,7 @@ from engine.train.checkpoint.keeper import Keeper
 from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
+from engine.train.finish import Outcome, save_student, write_receipt
 from engine.train.loop import TrainingLoop
 from engine.train.ranks.sharding import (
     check_same_weights,
@@ -63,7 +64,6 @@ from engine.train.ranks.sharding import (
     shard_trainer,
     whole_student,
 )
-from engine.train.receipt import Outcome, save_student, write_receipt
 from engine.train.stop_request import StopRequest
 from engine.train.trainer import Trainer
 
@@ -168,7 +168,7 @@ class _Job:
         self.folder, self.stop = folder, stop
         self.asked = self.spec = spec
         """What was asked for, which identifies the run; and with what was decided, by which it works."""
-        self._write = partial(record.write, log)
+        self._write = partial(to_events.write, log)
         self.ranks = ranks
         self.before = before
         """The log of a resumed run's earlier sessions."""
@@ -182,7 +182,7 @@ class _Job:
         self.loop: TrainingLoop | None = None
         """None until there is something to train."""
 
-    def log(self, found: record.Loggable) -> None:
+    def log(self, found: to_events.Loggable) -> None:
         """Write one line, and after it what transformers warned of meanwhile."""
         self._write(found)
         for text in library_warnings():
@@ -374,7 +374,7 @@ class _Job:
             known |= costs.keys() - {"teacher"}
         # Ranks wait for one another in the parts of a model that they share.
         known -= {"teacher"} if spec.teacher.shard == "on" else set()
-        return record.start(
+        return to_events.start(
             self.folder.name,
             self.asked,
             trainer,

@@ -12,6 +12,7 @@ from engine.errors import CheckpointError
 from engine.files import read_json_object
 from engine.limits import RUN_FILE
 from engine.log.folder import RunFolder
+from engine.receipts.receipt import digest_files
 from engine.verdict import Level, Verdict
 
 TENSORS = (".safetensors", ".gguf", ".apr")
@@ -45,11 +46,11 @@ def compare_students(run: RunFolder, again: RunFolder, grown: int) -> Verdict | 
     was, now = run.path / "student", again.path / "student"
     if not was.is_dir() or not now.is_dir():
         return None
-    names = {path.name for path in was.iterdir()}, {path.name for path in now.iterdir()}
-    if others := sorted(names[0] ^ names[1]):
+    files, wanted = digest_files(was), digest_files(now)
+    if others := sorted(files.keys() ^ wanted.keys()):
         return Verdict(Level.FAIL, f"only one of both has {', '.join(others)}")
-    for name in sorted(names[0]):
-        if not name.endswith(TENSORS) and (was / name).read_bytes() != (now / name).read_bytes():
+    for name in sorted(files):
+        if not name.endswith(TENSORS) and files[name] != wanted[name]:
             return Verdict(Level.FAIL, f"{name} is another than the replay saves")
     return _compare_tensors(was, now, grown)
 

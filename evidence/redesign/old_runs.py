@@ -36,7 +36,7 @@ REPLAY = """
 import json, sys
 from pathlib import Path
 from engine.log.folder import RunFolder
-from workbench.replay import ReplayFeed
+from workbench.past_views import ReplayFeed
 feed = ReplayFeed(RunFolder(Path(sys.argv[1])))
 while not feed.read(5.0):
     pass

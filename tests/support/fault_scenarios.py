@@ -181,7 +181,7 @@ class Checkpoint(Scenario):
         from engine.spec import RunSpec
         from engine.spec.sections import CheckpointSection
         from engine.train.checkpoint.keeper import Keeper
-        from engine.train.record import write
+        from engine.train.to_events import write
 
         self.run = create_run(self.folder / "run", "", {})
         self.log = LogWriter(self.run.events, writer="trainer")
@@ -244,7 +244,7 @@ class Student(Scenario):
         (self.run.student / "config.json").write_text("{}")
 
     def act(self) -> None:
-        from engine.train.receipt import save_student
+        from engine.train.finish import save_student
 
         try:
             saved = save_student(self.run, self.student, self.inputs, "fp32")
@@ -274,7 +274,7 @@ class Flip(Scenario):
     """A flip is registered, measures two pairs and writes its verdict."""
 
     def act(self) -> None:
-        from engine.flips.record import create_flip
+        from engine.flips.flip_folder import create_flip
         from tests.support.findings import HERE
         from tests.support.flip_pairs import plan, timed
 
@@ -288,7 +288,7 @@ class Flip(Scenario):
             folder.close()
 
     def check(self, failed: bool, persistent: bool) -> None:
-        from engine.flips.record import create_flip, find_flips, open_flip, read_pairs
+        from engine.flips.flip_folder import create_flip, find_flips, open_flip, read_pairs
         from tests.support.findings import HERE
         from tests.support.flip_pairs import plan, timed
 
@@ -327,7 +327,7 @@ class Evidence(Scenario):
     def check(self, failed: bool, persistent: bool) -> None:
         from engine.findings import changes
         from engine.findings.bundle import find_bundles, logged_seal
-        from engine.findings.verify import check_bundle
+        from engine.findings.check import check_bundle
 
         found = find_bundles(self.folder / "evidence")
         assert found or not self.done

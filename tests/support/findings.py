@@ -20,8 +20,8 @@ from engine.findings.changes import Suspect
 from engine.findings.finding import Finding, Test
 from engine.flips.arms import Outcome, shown_by
 from engine.flips.conclusion import FlipVerdict, conclude
+from engine.flips.flip_folder import create_flip, open_flip
 from engine.flips.plan import Plan
-from engine.flips.record import create_flip, open_flip
 from engine.flips.surroundings import Surroundings
 from engine.flips.verdict import Pair, judge
 from engine.log.events import AlertRaised, GpuSample, HostSample, RunFinished, TrainerExited

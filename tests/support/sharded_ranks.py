@@ -22,7 +22,7 @@ from engine.models.packed import tensor_names
 from engine.models.packed_size import packed_size
 from engine.runtime.ranks import Ranks, join, leave, ranks_here
 from engine.teachers.build import BuiltTeacher, build_teacher
-from engine.teachers.identity import value_digest
+from engine.teachers.same_model import value_digest
 from engine.teachers.sharded import ShardedLayers
 from tests.support.budgets import planned, spec_of
 from tests.support.packed_models import make_batch, make_config

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.contracts.receipt import FOLDER
+from engine.contracts.measured import FOLDER
 from engine.contracts.status import Status, overview
 from engine.contracts.text import contract_lines, summary
 from engine.errors import BadInput

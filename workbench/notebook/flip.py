@@ -28,7 +28,7 @@ from engine.report.chart import flip_figure
 from engine.terminal import as_html
 from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed, command_of
-from workbench.flips import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
+from workbench.flip_snapshots import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
 from workbench.notebook.panel import Panel, hide_still
 
 FLIPS = Path("flips")

@@ -20,9 +20,9 @@ from engine.errors import EngineError
 from engine.findings import changes
 from engine.findings.bundle import find_bundle
 from engine.findings.changes import Suspect
+from engine.findings.check import Checked, check_bundle
 from engine.findings.finding import Finding
 from engine.findings.text import lines, state_words
-from engine.findings.verify import Checked, check_bundle
 from engine.log.folder import open_run
 from engine.report.page import hanging
 from workbench.jobs import Job, Jobs

@@ -45,7 +45,7 @@ from engine.train.checkpoint.continuing import (
 )
 from engine.train.checkpoint.manifest import FileRecord, digest_of, newest, verify
 from engine.train.non_finite import stop_for_weights
-from engine.train.record import Log
+from engine.train.to_events import Log
 from engine.train.trainer import Trainer
 
 

@@ -30,7 +30,7 @@ from engine.quant.planes import pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
-from engine.teachers.identity import same_values
+from engine.teachers.same_model import same_values
 from tests.support.packed_models import lively, make_config, write
 from tests.support.paths import DEMO, SUPPORT
 

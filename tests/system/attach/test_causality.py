@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identities import PASS, SUSPICION, UNKNOWN
+from engine.attach.identity_catalogue import PASS, SUSPICION, UNKNOWN
 from tests.support.attached import watched_once
 from tests.support.paths import ROOT
 from tests.support.running import engine

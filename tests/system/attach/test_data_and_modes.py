@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identities import BY_ID, FACT, PASS, SUSPICION
+from engine.attach.identity_catalogue import BY_ID, FACT, PASS, SUSPICION
 from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import Found, degrees, outcomes
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identities import BY_ID, CONTRADICTION, DEGREES, FACT, PASS, SUSPICION, UNKNOWN
+from engine.attach.identity_catalogue import (
+    BY_ID,
+    CONTRADICTION,
+    DEGREES,
+    FACT,
+    PASS,
+    SUSPICION,
+    UNKNOWN,
+)
 from tests.support.attached import Ran, run_twice, watched_once
 
 SETUP = """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identities import CONTRADICTION, FACT, PASS, SUSPICION, UNKNOWN
+from engine.attach.identity_catalogue import CONTRADICTION, FACT, PASS, SUSPICION, UNKNOWN
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from tests.support.attached import BEGIN, Ran, agree, run_twice, run_watched, watched_once

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identities import BY_ID
+from engine.attach.identity_catalogue import BY_ID
 from engine.attach.summary import LET_IN, MOST_LINES, NO_STEP, WIDTH, summary_lines
 from engine.log.events import (
     AlertRaised,

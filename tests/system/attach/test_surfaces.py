@@ -11,7 +11,14 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
-from engine.attach.identities import CONTRADICTION, FACT, IDENTITIES, PASS, SUSPICION, UNKNOWN
+from engine.attach.identity_catalogue import (
+    CONTRADICTION,
+    FACT,
+    IDENTITIES,
+    PASS,
+    SUSPICION,
+    UNKNOWN,
+)
 from engine.attach.summary import summary_lines
 from engine.errors import BadInput
 from engine.log.events import (

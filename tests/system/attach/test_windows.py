@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identities import PASS, SUSPICION
+from engine.attach.identity_catalogue import PASS, SUSPICION
 from tests.support.attached import run_twice
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 

@@ -10,7 +10,7 @@ from engine.drills.catalogue import planted
 from engine.log.events import Checked
 from engine.log.text import audit_text, check_lines
 from engine.log.view import RunView
-from engine.train import record
+from engine.train import to_events
 from engine.train.auditing import is_due
 from tests.support.checked_runs import World, make_run, make_spec, make_world
 from tests.support.kit import Kit
@@ -89,7 +89,7 @@ def test_how_much_of_a_run_was_audited_is_told(world: World) -> None:
         before = dict(run.results)
         run.step(1)
         new = [result for id, result in run.results.items() if before.get(id) is not result]
-        said += [record.checked(result) for result in new]
+        said += [to_events.checked(result) for result in new]
     view = fold_events(RunView(), "events", numbered([opened(1.0), *said]))
     assert view.audited_steps == (1, 2, 4)
     assert audit_text(view) == (

@@ -24,8 +24,8 @@ from engine.drills.catalogue import planted
 from engine.errors import BadInput
 from engine.evaluate.model import open_model
 from engine.export.metadata import difference, said
-from engine.export.proof import examine
 from engine.export.publish import Wanted, publish
+from engine.export.required_evidence import examine
 from engine.formats.safetensors import tensors_sha256
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower

@@ -16,7 +16,7 @@ from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train.checkpoint.keeper import Keeper
-from engine.train.record import write
+from engine.train.to_events import write
 from tests.support.checked_runs import Run, World, context, make_run, make_world
 from tests.support.kit import Kit
 

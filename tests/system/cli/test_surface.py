@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from engine.cli.main import EPILOG, build_parser
-from engine.export import verify
+from engine.export import published
 from engine.export.peers import Absent
 from tests.support.finished_runs import finish
 from tests.support.kit import Kit
@@ -145,7 +145,7 @@ def asked_once(patch: pytest.MonkeyPatch) -> None:
     """A published folder is verified by each of two commands: what one asked, the other is told again. The
     libraries of others are as if not installed, which changes no key."""
     answers: dict[str, Any] = {}
-    ask = verify.ask
+    ask = published.ask
 
     def told(kind: str, path: Path, scratch: Path, **question: Any) -> Any:
         if kind != "engine":
@@ -155,7 +155,7 @@ def asked_once(patch: pytest.MonkeyPatch) -> None:
             answers[key] = ask(kind, path, scratch, **question)
         return answers[key]
 
-    patch.setattr(verify, "ask", told)
+    patch.setattr(published, "ask", told)
 
 
 @pytest.fixture(scope="module")

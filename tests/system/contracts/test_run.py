@@ -14,7 +14,7 @@ import pytest
 
 from engine.cli.main import main
 from engine.contracts.contract import checked_contracts
-from engine.contracts.receipt import Receipt, code_hash, read_receipts, write_receipts
+from engine.contracts.measured import Receipt, code_hash, read_receipts, write_receipts
 from engine.contracts.run import Runner, run_proof, start
 from engine.contracts.source import Sources
 from engine.contracts.status import Rank, Reached, Status, answer_of, overview

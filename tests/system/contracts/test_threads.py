@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.cli.main import main
-from engine.contracts.receipt import read_receipts
+from engine.contracts.measured import read_receipts
 from engine.contracts.run import without_machine
 from engine.contracts.source import Sources
 from engine.parsing import PARSING

@@ -25,14 +25,14 @@ from engine.export.card import Card
 from engine.export.card import _made as made
 from engine.export.licence import bases_of, inherited
 from engine.export.manifest import MANIFEST, check_manifest
-from engine.export.proof import examine, heldout_of_the_run
 from engine.export.publish import Published, Wanted, publish
+from engine.export.required_evidence import examine, heldout_of_the_run
 from engine.formats.open import open_weights
 from engine.log.folder import RunFolder
 from engine.models.generate import end_ids, generate
 from engine.verdict import Level, Verdict
-from engine.verify.outcome import NAME as OUTCOME
-from engine.verify.outcome import digest_log, keep_outcome
+from engine.verify.kept_outcome import NAME as OUTCOME
+from engine.verify.kept_outcome import digest_log, keep_outcome
 from tests.support.finished_runs import finish, results_file
 from tests.support.kit import Kit
 
@@ -266,7 +266,10 @@ def test_one_that_was_killed_is_begun_anew_and_two_at_once_refuse_each_other(
     [
         (("engine.export.card.math", SimpleNamespace(exp=lambda loss: 2**loss)), "a perplexity of"),
         (
-            ("engine.export.proof.heldout_of_the_run", lambda *given: spoilt_evaluation(*given)),
+            (
+                "engine.export.required_evidence.heldout_of_the_run",
+                lambda *given: spoilt_evaluation(*given),
+            ),
             "held-out tokens, where",
         ),
         (("engine.export.card._index", lambda card: with_the_teacher(card)), "model-index a loss"),

@@ -14,8 +14,8 @@ import pytest
 from engine.cli.main import main
 from engine.evaluate.model import weights_sha256
 from engine.export.licence import Base, bases_of, inherited, licence_files
-from engine.export.proof import contradicts_the_files, read_evaluation
 from engine.export.publish import Wanted, publish
+from engine.export.required_evidence import contradicts_the_files, read_evaluation
 from engine.formats.open import open_weights
 from engine.log.folder import RunFolder
 from engine.receipts.context import view_of

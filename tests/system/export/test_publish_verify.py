@@ -30,7 +30,7 @@ from engine.export.compare import (
 from engine.export.convert import FILE_TYPES, convert
 from engine.export.hf_folder import complete_folder
 from engine.export.peers import PEERS, Absent, Answered, Crashed, ask
-from engine.export.verify import PROMPTS, _ends_elsewhere, _metadata, verify
+from engine.export.published import PROMPTS, _ends_elsewhere, _metadata, verify
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
@@ -179,7 +179,7 @@ def test_a_file_of_other_weights_fails_and_the_command_exits_1(
             return Absent("left out")
         return ask(kind, *arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("engine.export.verify.ask", engine_alone)
+    monkeypatch.setattr("engine.export.published.ask", engine_alone)
     assert main(["publish", "--verify", str(model), "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)
     found = {way["id"]: way["level"] for way in printed["ways"]}

@@ -18,10 +18,10 @@ from engine.errors import EngineError
 from engine.findings import bundle as bundles
 from engine.findings import changes
 from engine.findings.bundle import FINDING, LOG, Bundle, find_bundle, find_bundles, logged_seal
+from engine.findings.check import check_bundle
 from engine.findings.finding import Finding, load, schema, to_bytes
 from engine.findings.older import Older
-from engine.findings.verify import check_bundle
-from engine.flips.record import find_flips
+from engine.flips.flip_folder import find_flips
 from engine.verdict import Level
 from tests.support.attached import BEGIN
 from tests.support.attached_scripts import SLEEPING

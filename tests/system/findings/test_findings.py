@@ -17,10 +17,10 @@ from engine.findings import changes
 from engine.findings import finding as records
 from engine.findings.bundle import FINDING, LOG, Bundle, find_bundles, logged_seal
 from engine.findings.changes import Suspect
+from engine.findings.check import check_bundle
 from engine.findings.finding import CannotClose, Finding, sealed, to_bytes
-from engine.findings.verify import check_bundle
 from engine.flips.ending import ending_plan
-from engine.flips.record import create_flip, read_plan_of
+from engine.flips.flip_folder import create_flip, read_plan_of
 from engine.log.folder import RunFolder
 from engine.sealing import digest
 from engine.verdict import Level

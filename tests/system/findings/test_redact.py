@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.findings.bundle import Bundle
-from engine.findings.verify import check_bundle
+from engine.findings.check import check_bundle
 from engine.log.events import Checked, FactsRead, Note
 from engine.receipts.context import allowed_environment, checkout_state
 from engine.redact import Redactor, is_secret_name

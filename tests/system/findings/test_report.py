@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import BadInput
 from engine.findings import changes
-from engine.flips.record import create_flip
+from engine.flips.flip_folder import create_flip
 from engine.flips.surroundings import Surroundings
 from engine.report.chart import flip_figure
 from engine.report.page import report

@@ -18,8 +18,8 @@ from engine.flips.arms import Stopped, run_arm
 from engine.flips.command import WORDS
 from engine.flips.conclusion import FlipVerdict
 from engine.flips.flip import run_flip
+from engine.flips.flip_folder import find_flips, read_pairs, read_plan_of
 from engine.flips.plan import make_command_plan
-from engine.flips.record import find_flips, read_pairs, read_plan_of
 from engine.flips.text import answer_lines
 from engine.flips.watched import difference, watched_plan
 from engine.log.folder import RunFolder, create_run, read_command

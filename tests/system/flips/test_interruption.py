@@ -13,8 +13,8 @@ import pytest
 
 from engine.flips import flip
 from engine.flips.arms import Outcome, Stopped
+from engine.flips.flip_folder import create_flip, read_pairs
 from engine.flips.plan import Plan
-from engine.flips.record import create_flip, read_pairs
 from engine.flips.surroundings import find_surroundings
 from tests.support.flip_pairs import outcome, plan
 from tests.support.running import engine_here

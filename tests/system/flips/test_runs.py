@@ -21,8 +21,8 @@ from engine.flips import arms, controls
 from engine.flips.arms import Stopped, run_arm
 from engine.flips.conclusion import FlipVerdict
 from engine.flips.flip import Watching, run_flip
+from engine.flips.flip_folder import read_pairs, read_plan_of
 from engine.flips.plan import Plan, make_plan
-from engine.flips.record import read_pairs, read_plan_of
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import device_lock, find_surroundings
 from engine.flips.verdict import Pair

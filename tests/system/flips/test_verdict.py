@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.flips.comparable import parity
 from engine.flips.plan import Change, Plan
-from engine.flips.proof import parity
 from engine.flips.verdict import Pair, guards_of, judge
 from engine.log.observed import Observed
 from engine.verdict import Level, Verdict

@@ -21,7 +21,7 @@ from engine.models.load import new_decoder
 from engine.plan.activations import Forward
 from engine.plan.memory import MEMORY_PHASES
 from engine.spec import parse_set
-from engine.train import record
+from engine.train import to_events
 from tests.support.budgets import (
     DEMO_STUDENT,
     DEMO_TEACHER,
@@ -256,7 +256,7 @@ def test_the_peak_is_the_largest_phase_and_the_table_marks_what_is_alive_in_it()
 
 def test_the_event_has_every_number() -> None:
     budget = budget_of(spec_of(), available=absent("Not Supported", "cuMemGetInfo"))
-    event = record.memory_plan(budget)
+    event = to_events.memory_plan(budget)
     assert event.available_bytes is None and event.available_source == "Not Supported"
     assert event.predicted_bytes == budget.total_bytes and event.peak_phase == budget.peak_phase
     assert [(name, size) for name, size, _ in event.items] == [

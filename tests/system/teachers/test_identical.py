@@ -12,9 +12,9 @@ from engine.export.convert import convert
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, load_packed_decoder, new_decoder, save_decoder
 from engine.quant.blocks import LAYOUTS, WRITTEN
-from engine.teachers import identity
+from engine.teachers import same_model
 from engine.teachers.frozen import FrozenDecoder
-from engine.teachers.identity import check_not_identical, same_values
+from engine.teachers.same_model import check_not_identical, same_values
 from tests.support.packed_models import lively, make_config, write
 
 
@@ -102,7 +102,7 @@ def test_a_quantized_teacher_of_the_student_is_another_model(tmp_path: Path) -> 
 def test_other_shapes_are_told_apart_without_a_hash(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(identity, "value_digest")
+    monkeypatch.delattr(same_model, "value_digest")
     assert same_values(lively(make_config()), lively(make_config(**changes))) is None  # type: ignore[arg-type]
 
 
@@ -113,8 +113,8 @@ def test_the_first_difference_ends_the_hashing(monkeypatch: pytest.MonkeyPatch) 
         hashed.append(name)
         return identity_digest(decoder, name)
 
-    identity_digest = identity.value_digest
-    monkeypatch.setattr(identity, "value_digest", counting)
+    identity_digest = same_model.value_digest
+    monkeypatch.setattr(same_model, "value_digest", counting)
     assert same_values(lively(make_config()), lively(make_config(), seed=9)) is None
     assert hashed == ["embed.weight"] * 2
 
@@ -122,7 +122,7 @@ def test_the_first_difference_ends_the_hashing(monkeypatch: pytest.MonkeyPatch) 
 def test_working_in_small_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = lively(make_config()), lively(make_config())
     whole = same_values(one, other)
-    monkeypatch.setattr(identity, "PART_VALUES", 1000)
+    monkeypatch.setattr(same_model, "PART_VALUES", 1000)
     assert same_values(one, other) == whole
 
 

@@ -32,7 +32,7 @@ from engine.runtime.managed import memory_scope
 from engine.runtime.ranks import Ranks
 from engine.spec import spec_from_dict
 from engine.teachers.sharded import ShardedLayers
-from engine.train import record
+from engine.train import to_events
 from engine.units import format_bytes
 from tests.support.budgets import budget_of, spec_of
 from tests.support.packed_models import lively, make_config, write
@@ -202,7 +202,7 @@ def _planned(
     folder.mkdir()
     run = RunFolder(folder)
     with LogWriter(run.events, writer="trainer") as log:
-        write = partial(record.write, log)
+        write = partial(to_events.write, log)
         facts = RunFacts(spec=spec, inputs=inputs, compute=compute, log=write)
         fitted = plan_memory(facts)
         write(fitted.budget())

@@ -103,7 +103,7 @@ def recorded_steps(world: World, clock: Clock, steps: int, each_s: float, record
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ("auto", [*range(1, FIRST_STEPS + 1), 36, 40]),
+        ("some", [*range(1, FIRST_STEPS + 1), 36, 40]),
         ("all", list(range(1, 42))),
         ("off", []),
     ],

@@ -21,8 +21,8 @@ from engine.plan.inputs import check_inputs
 from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.spec import load_spec, spec_from_dict
 from engine.train.data import prepare_data
-from engine.train.receipt import Outcome, write_receipt
-from engine.train.record import nowhere
+from engine.train.finish import Outcome, write_receipt
+from engine.train.to_events import nowhere
 from tests.support.kit import Kit
 
 SEQ_LEN, ROWS = 32, 4

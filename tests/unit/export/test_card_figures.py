@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.export.card import _with_perplexity
-from engine.export.proof import Metric
+from engine.export.required_evidence import Metric
 
 
 def test_perplexity_is_the_exponential_of_a_loss_in_nats_with_its_interval() -> None:

@@ -13,8 +13,8 @@ import pytest
 from engine.flips import text
 from engine.flips.answer import Answer, answer
 from engine.flips.conclusion import conclude
+from engine.flips.flip_folder import create_flip
 from engine.flips.plan import Change, Plan
-from engine.flips.record import create_flip
 from engine.flips.statistics import (
     Interval,
     anytime_interval,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import BadInput, EngineError, SpecError, UsageError
+from engine.flips.comparable import asks_parity
 from engine.flips.plan import Plan, load_source, make_plan, parse_share, parse_time, read_plan
-from engine.flips.proof import asks_parity
 from engine.log.folder import create_run
 from engine.spec import KEYS, load_spec
 from tests.support.flip_pairs import plan

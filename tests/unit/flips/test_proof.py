@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.flips.comparable import FACTS as FACT_NAMES
+from engine.flips.comparable import equal, flipped, parity
 from engine.flips.plan import Change
-from engine.flips.proof import FACTS as FACT_NAMES
-from engine.flips.proof import equal, flipped, parity
 from engine.verdict import Level
 from tests.support.flip_pairs import FACTS, outcome, plan, write_arms
 

@@ -15,14 +15,14 @@ from engine.flips import controls, surroundings, text
 from engine.flips.conclusion import FlipVerdict, conclude
 from engine.flips.controls import SAME, SLOW, Control
 from engine.flips.flip import why_no_more
-from engine.flips.plan import Change, Plan
-from engine.flips.record import (
+from engine.flips.flip_folder import (
     create_flip,
     find_flips,
     open_flip,
     read_pairs,
     read_verdict,
 )
+from engine.flips.plan import Change, Plan
 from engine.flips.surroundings import Surroundings, device_lock, find_surroundings
 from engine.flips.verdict import Pair, interval_of, judge
 from engine.verdict import Level, Verdict

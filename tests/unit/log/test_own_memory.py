@@ -25,7 +25,7 @@ from engine.log.text import device_lines
 from engine.log.view import RunView
 from engine.machine.reading import absent
 from engine.machine.sampler import Sampler
-from engine.train.record import held_by
+from engine.train.to_events import held_by
 from tests.support.diagnosing import GIB, Log, at, quiet, raised
 from tests.support.run_events import example_of, fold_events, numbered, opened
 

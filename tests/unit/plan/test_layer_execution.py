@@ -17,7 +17,7 @@ from engine.plan.inputs import Inputs
 from engine.plan.run_plan import RunFacts, choose_layer_execution, without_place
 from engine.runtime.managed import memory_scope
 from engine.spec import spec_from_dict
-from engine.train.record import write
+from engine.train.to_events import write
 from tests.support.packed_models import make_config
 
 PLAIN = {

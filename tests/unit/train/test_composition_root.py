@@ -13,7 +13,7 @@ from engine.log.events import Phase
 from engine.log.folder import create_run
 from engine.log.follow import Follower
 from engine.log.write import LogWriter
-from engine.train.record import write
+from engine.train.to_events import write
 from tests.support.paths import ROOT
 
 TRAINER_SIDE = (
@@ -22,7 +22,7 @@ TRAINER_SIDE = (
 )
 HOLDERS = {
     "engine/train/run.py": "puts a run together",
-    "engine/train/record.py": "writes for it",
+    "engine/train/to_events.py": "writes for it",
     "engine/train/prepare.py": "the same for `engine prepare`",
 }
 

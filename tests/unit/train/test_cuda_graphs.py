@@ -29,7 +29,7 @@ from engine.plan.knobs import choose_graphs
 from engine.train import cuda_graphs
 from engine.train.compile_student import capture_student, go_on_without_graphs
 from engine.train.cuda_graphs import LEAST_ROOM, Graphs, NotCaptured, _capture
-from engine.train.record import write
+from engine.train.to_events import write
 from engine.train.trainer import Trainer
 from tests.support.budgets import budget_of, config, item, spec_of
 from tests.support.gpu_trainers import gpu_trainer

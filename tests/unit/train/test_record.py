@@ -18,7 +18,7 @@ from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
 from engine.plan.memory import MemoryBudget
 from engine.spec import LossSection, TrainSection
-from engine.train import record
+from engine.train import to_events
 from tests.support.kit import tiny_config
 
 SEQ_LEN = 8
@@ -49,7 +49,7 @@ def test_the_data_in_the_log_are_counted_as_rows_show_them() -> None:
         repeated=0,
         beside={},
     )
-    found = record.data("corpus", tokens, SEQ_LEN)
+    found = to_events.data("corpus", tokens, SEQ_LEN)
     rows = gather_rows(train, SEQ_LEN, np.arange(4))
     assert train.padding is not None
     padded = int(train.padding[rows.documents_BT].sum())
@@ -65,7 +65,7 @@ def test_the_data_in_the_log_are_counted_as_rows_show_them() -> None:
 def test_a_model_in_the_log_has_the_counts_of_its_modules() -> None:
     config = ModelConfig.from_dict(tiny_config(), "student")
     decoder = new_decoder(config, seed=0)
-    found = record.model("student", "here", config, "fp32", "0" * 64)
+    found = to_events.model("student", "here", config, "fp32", "0" * 64)
     assert found.parameters == sum(p.numel() for p in decoder.parameters())
     assert found.layers == len(decoder.layers)
     assert (found.vocab_size, found.hidden_size) == tuple(decoder.embed.weight.shape)
@@ -83,7 +83,7 @@ def test_the_start_in_the_log_is_that_of_the_trainer() -> None:
     spec: Any = SimpleNamespace(
         compute=SimpleNamespace(gpus=1), data=SimpleNamespace(seq_len=SEQ_LEN), sha256="0" * 64
     )
-    found = record.start("run", spec, trainer, 4, 600.0, measured(1e12, "a datasheet"), {})
+    found = to_events.start("run", spec, trainer, 4, 600.0, measured(1e12, "a datasheet"), {})
     assert (found.resumed_from, found.flops_per_token, found.steps) == (4, 600.0, 9)
     assert (found.rows_per_step, found.seq_len) == (6, SEQ_LEN)
     assert (found.alpha, found.temperature, found.peak_lr) == (0.3, 2.0, 2e-3)
@@ -94,6 +94,6 @@ def test_the_peak_of_host_memory_is_the_peak(monkeypatch: pytest.MonkeyPatch) ->
     of_process = (measured(1.0, "now"), measured(2.0, "peak"))
     monkeypatch.setattr(Host, "own_memory", lambda _: of_process)
     budget = cast(MemoryBudget, SimpleNamespace(total_bytes=3.0))
-    found = record.memory_peak(7, budget, torch.device("cpu"))
+    found = to_events.memory_peak(7, budget, torch.device("cpu"))
     assert (found.step, found.host_peak_bytes, found.predicted_bytes) == (7, 2.0, 3.0)
-    assert record.held_by(torch.device("cpu")).held_bytes == 1.0
+    assert to_events.held_by(torch.device("cpu")).held_bytes == 1.0

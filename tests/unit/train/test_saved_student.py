@@ -17,7 +17,7 @@ from engine.log.folder import RunFolder
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
-from engine.train.receipt import save_student
+from engine.train.finish import save_student
 from tests.support.kit import Kit, tiny_config
 
 TEMPLATES = {"a_tool": "{{ tools }}", "default": "{{ messages }}"}

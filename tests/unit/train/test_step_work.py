@@ -26,7 +26,7 @@ from engine.models.load import new_decoder
 from engine.models.packed import head_of
 from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher
-from engine.train import receipt
+from engine.train import finish
 from engine.train.checkpoint import write as checkpoint
 from engine.train.checkpoint.write import FileCalls
 from engine.train.heldout import heldout_loss
@@ -201,7 +201,7 @@ def test_the_order_of_an_epoch_is_made_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_hash_of_the_order_makes_each_epoch_once_and_holds_each_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    epochs = counted_orders(monkeypatch, receipt)
+    epochs = counted_orders(monkeypatch, finish)
     ready = DataReady(
         source="",
         train_files=1,
@@ -218,7 +218,7 @@ def test_the_hash_of_the_order_makes_each_epoch_once_and_holds_each_of_them(
     asked.spec = type("Spec", (), {"train": TrainSection(steps=1, seed=5)})
     whole = [rows_of_text.epoch_order(50, 5, epoch) for epoch in range(3)]
     expected = np.concatenate(whole)[:120].astype("<i8").tobytes()
-    assert receipt.order_sha256(asked) == hashlib.sha256(expected).hexdigest()
+    assert finish.order_sha256(asked) == hashlib.sha256(expected).hexdigest()
     assert epochs == [0, 1, 2]
 
 

@@ -11,7 +11,7 @@ from engine.errors import RunLogError
 from engine.limits import RUN_FILE
 from engine.log.folder import RunFolder, create_run
 from engine.verdict import Level, Verdict
-from engine.verify.outcome import (
+from engine.verify.kept_outcome import (
     NAME,
     Log,
     Outcome,

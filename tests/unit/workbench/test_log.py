@@ -16,7 +16,7 @@ from engine.log.view import LogLine
 from tests.support.run_events import events_of, opened, started, step, write_log
 from tests.support.run_folders import Scene, completed, resumed, running
 from workbench.feed import RunFeed
-from workbench.log import Log, matches, step_rule
+from workbench.log_pages import Log, matches, step_rule
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_pages_are_cuts_of_the_whole(tmp_path: Path, make: object) -> None:
 def test_a_page_is_read_and_not_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = completed(tmp_path / "run", total=3000)
     log = log_of(run)
-    import workbench.log as log_module
+    import workbench.log_pages as log_module
 
     looked = []
     real = log_module.decode_line
@@ -113,7 +113,7 @@ def test_what_a_filter_takes_for_granted_of_steps_is_so(event: StepDone, pattern
 def test_steps_are_not_decoded_for_words_that_no_step_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import workbench.log as log_module
+    import workbench.log_pages as log_module
 
     log = log_of(completed(tmp_path / "run", total=500))
     seen: list[str] = []

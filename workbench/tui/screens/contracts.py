@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from workbench.contracts import JOB, ContractsFeed
+from workbench.contract_rows import JOB, ContractsFeed
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from workbench.doctor import DoctorFeed
+from workbench.doctor_rows import DoctorFeed
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.widgets.row_list import RowList

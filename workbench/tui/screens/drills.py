@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from engine.log.folder import RunFolder, is_run
-from workbench.drills import JOB, DrillsFeed, drill_arguments, new_folder
+from workbench.drill_rows import JOB, DrillsFeed, drill_arguments, new_folder
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.runs import RunsScreen

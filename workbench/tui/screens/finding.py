@@ -13,13 +13,13 @@ from engine.errors import EngineError
 from engine.findings import changes
 from engine.findings.bundle import LOG, Bundle
 from engine.findings.changes import Suspect, suspects_of
+from engine.findings.check import check_bundle
 from engine.findings.finding import Finding
 from engine.findings.text import next_words, state_words
-from engine.findings.verify import check_bundle
 from engine.log.folder import RunFolder
 from engine.log.observed import observation, observations
 from engine.log.text import one_line
-from workbench.findings import EVIDENCE, JOB, FindingFeed
+from workbench.finding_rows import EVIDENCE, JOB, FindingFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys

@@ -25,7 +25,14 @@ from engine.flips.proposals import Proposal, proposals
 from engine.log.folder import RunFolder, settings_of
 from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed, command_of
-from workbench.flips import FLIPS, FlipFeed, FlipSnapshot, flip_details, going_on, verdict_of
+from workbench.flip_snapshots import (
+    FLIPS,
+    FlipFeed,
+    FlipSnapshot,
+    flip_details,
+    going_on,
+    verdict_of,
+)
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.flip_form import FlipForm, FlipPlan
@@ -225,7 +232,7 @@ class FlipScreen(PollingScreen):
 
     def action_keep(self) -> None:
         # Imported here: the first frame does not need it.
-        from workbench.findings import of_flip
+        from workbench.finding_rows import of_flip
         from workbench.tui.screens.finding import ask_why, finding_form
 
         if self._snapshot is not None and self._snapshot.has_ended:

@@ -8,8 +8,8 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from engine.log.folder import RunFolder
-from workbench.findings import of_flip
-from workbench.flips import FLIPS, FlipsFeed
+from workbench.finding_rows import of_flip
+from workbench.flip_snapshots import FLIPS, FlipsFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys

@@ -14,7 +14,7 @@ from textual.message import Message
 from engine.log.folder import RunFolder
 from engine.units import format_seconds
 from workbench.feed import Snapshot
-from workbench.replay import ReplayFeed
+from workbench.past_views import ReplayFeed
 
 SPEEDS = (1, 10, 60, 600, 3600)
 TICK_S = 0.25

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from workbench.findings import EVIDENCE, FindingsFeed
+from workbench.finding_rows import EVIDENCE, FindingsFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys

@@ -20,7 +20,7 @@ from engine.errors import EngineError
 from engine.flips.proposals import Proposal
 from engine.log.folder import RunFolder
 from engine.log.text import one_line
-from workbench.flips import Wanted
+from workbench.flip_snapshots import Wanted
 from workbench.tui.names import wrapped
 from workbench.tui.widgets.choice import Choice
 from workbench.tui.widgets.words_view import WordsView

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.geometry import Size
 from textual.reactive import reactive
 
-from workbench.flips import FlipSnapshot
+from workbench.flip_snapshots import FlipSnapshot
 from workbench.plot.canvas import Row
 from workbench.plot.chart import Chart
 from workbench.plot.forest import render_forest

@@ -35,7 +35,7 @@ from engine.log.events import (
 from engine.log.text import line_text
 from engine.log.view import LogLine
 from workbench.feed import Snapshot
-from workbench.log import Log
+from workbench.log_pages import Log
 from workbench.paths import with_short_paths
 from workbench.tui.names import wrapped
 from workbench.tui.widgets.filter_line import FilterLine

@@ -13,7 +13,7 @@ import pytest
 from engine.errors import BadInput, UsageError
 from engine.findings.bundle import find_bundles
 from engine.findings.finding import CannotClose
-from engine.flips.record import read_verdict
+from engine.flips.flip_folder import read_verdict
 from tests.support.findings import THREADS, carry_out, hanging_run
 from tests.support.notebook_pages import drawn, until
 from tests.support.run_folders import completed, killed

@@ -12,7 +12,7 @@ from engine.errors import BadInput
 from tests.support.contract_files import make_project
 from tests.support.paths import ROOT
 from tests.support.screens import on_screen, poll, press, words_of
-from workbench.contracts import ContractsFeed
+from workbench.contract_rows import ContractsFeed
 from workbench.tui.screens.contracts import ContractsScreen
 
 RECEIPTS = Path("evidence/contracts")

@@ -16,8 +16,8 @@ from tests.support.doctor_around import AROUND
 from tests.support.machines import MACHINES
 from tests.support.paths import ROOT
 from tests.support.screens import on_screen, poll, press, shows, texts_of, words_of
-from workbench.doctor import ask, rows_of
-from workbench.drills import DrillsFeed, known_drills, results_in
+from workbench.doctor_rows import ask, rows_of
+from workbench.drill_rows import DrillsFeed, known_drills, results_in
 from workbench.tui.screens.drills import DrillsScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.row_list import RowList

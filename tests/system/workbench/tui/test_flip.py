@@ -11,9 +11,9 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from engine.findings.bundle import find_bundles
-from engine.findings.verify import check_bundle
+from engine.findings.check import check_bundle
+from engine.flips.flip_folder import find_flips, read_verdict
 from engine.flips.proposals import proposals
-from engine.flips.record import find_flips, read_verdict
 from engine.flips.verdict import Pair
 from engine.log.events import AlertRaised, DecisionMade, Event, FactsRead
 from engine.log.folder import RunFolder, settings_of
@@ -23,7 +23,7 @@ from tests.support.flip_pairs import plan, timed
 from tests.support.run_folders import Scene, completed
 from tests.support.screens import on_screen, poll, press, settle, shows, texts_of, words_of
 from workbench.feed import RunFeed
-from workbench.flips import FlipFeed, FlipsFeed, Wanted, going_on
+from workbench.flip_snapshots import FlipFeed, FlipsFeed, Wanted, going_on
 from workbench.plot.canvas import plain
 from workbench.plot.forest import render_forest
 from workbench.tui.screens.flip import FlipScreen

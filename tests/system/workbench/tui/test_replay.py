@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import workbench.replay as replay_module
+import workbench.past_views as replay_module
 from engine.log import in_order
 from engine.log.events import AnyEvent, Event, LogOpened
 from engine.log.folder import RunFolder, create_run
@@ -22,7 +22,7 @@ from engine.log.write import encode
 from tests.support.run_events import fold_events, picture, runs
 from tests.support.run_folders import START_UNIX_S, completed, killed, resumed
 from workbench.feed import RunFeed
-from workbench.replay import ReplayFeed
+from workbench.past_views import ReplayFeed
 from workbench.tui.screens.replay import clock
 
 

@@ -11,7 +11,7 @@ from engine.errors import BadInput
 from engine.log.folder import RunFolder
 from tests.support.run_folders import completed, killed, running
 from tests.support.screens import on_screen, poll, press, settle, text_of, texts_of, words_of
-from workbench.log import matches
+from workbench.log_pages import matches
 from workbench.tui.screens import actions
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.log_pane import LogView

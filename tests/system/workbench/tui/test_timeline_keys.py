@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from engine.flips.record import create_flip
+from engine.flips.flip_folder import create_flip
 from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
 from engine.spec import load_spec

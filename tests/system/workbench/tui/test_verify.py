@@ -10,7 +10,7 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.verdict import Level, Verdict
-from engine.verify.outcome import digest_log, keep_outcome
+from engine.verify.kept_outcome import digest_log, keep_outcome
 from tests.support.finished_runs import finish
 from tests.support.kit import Kit
 from tests.support.run_folders import completed, running

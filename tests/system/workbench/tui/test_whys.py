@@ -15,7 +15,7 @@ from textual.widgets import Input
 
 from engine.findings import changes
 from engine.findings.bundle import LOG, Bundle, find_bundles
-from engine.findings.verify import check_bundle
+from engine.findings.check import check_bundle
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.verdict import Level
@@ -32,7 +32,7 @@ from tests.support.findings import (
 from tests.support.running import wait_for
 from tests.support.screens import on_screen, poll, press, settle, shows, texts_of
 from tests.support.waiting_teacher import TRAINER
-from workbench.findings import FindingFeed, FindingsFeed, of_flip
+from workbench.finding_rows import FindingFeed, FindingsFeed, of_flip
 from workbench.listing import Row
 from workbench.tui.screens.finding import FindingScreen
 from workbench.tui.screens.form import FormScreen

@@ -14,11 +14,11 @@ from pathlib import Path
 from engine.errors import BadInput, EngineError
 from engine.findings.bundle import FINDING, Bundle, find_bundles
 from engine.findings.changes import Suspect
+from engine.findings.check import Checked, check_bundle
 from engine.findings.finding import Finding, Level, Test
 from engine.findings.text import cause_words, lines, next_words, state_words, test_words, tests_of
-from engine.findings.verify import Checked, check_bundle
 from engine.flips.command import WORDS
-from engine.flips.record import read_pairs, read_plan_of
+from engine.flips.flip_folder import read_pairs, read_plan_of
 from engine.flips.text import pair_heading, pair_line, plan_lines
 from engine.log.folder import RunFolder, find_runs, is_run
 from engine.log.observed import observations

@@ -28,10 +28,10 @@ from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
 from engine.flips.arms import Outcome, shown_by
 from engine.flips.command import LINE, LINE_VARIABLE
+from engine.flips.comparable import settings_differ
 from engine.flips.ending import PAIRS_MIN, as_it_was
+from engine.flips.flip_folder import read_header, read_pairs, read_plan_of
 from engine.flips.plan import Plan
-from engine.flips.proof import settings_differ
-from engine.flips.record import read_header, read_pairs, read_plan_of
 from engine.flips.statistics import ALPHA
 from engine.flips.verdict import INVALID, Pair, judge
 from engine.flips.watched import arms_of

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RunLogError, UsageError
+from engine.flips.flip_folder import find_flips, read_pairs, read_plan_of, read_verdict
 from engine.flips.plan import Plan, make_plan, parse_share, parse_time
-from engine.flips.record import find_flips, read_pairs, read_plan_of, read_verdict
 from engine.flips.text import (
     ASCII,
     UNICODE,

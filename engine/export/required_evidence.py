@@ -45,8 +45,8 @@ from engine.runtime.device import torch_dtype
 from engine.spec.sections import ModelSection
 from engine.units import format_count
 from engine.verdict import Level, Verdict
-from engine.verify.outcome import NAME as OUTCOME
-from engine.verify.outcome import is_stale, outcome_text, read_outcome
+from engine.verify.kept_outcome import NAME as OUTCOME
+from engine.verify.kept_outcome import is_stale, outcome_text, read_outcome
 
 _LISTED = 5
 ARTEFACT = "artefact"

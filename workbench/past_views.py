@@ -25,7 +25,7 @@ from engine.log.table import Table, batches_of
 from engine.log.text import status_text
 from engine.log.view import RunView, Source
 from workbench.feed import Snapshot, command_of
-from workbench.log import LogBook
+from workbench.log_pages import LogBook
 
 BUDGET_S = 0.25
 PAGE_BYTES = 256 << 10

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.contracts.receipt import FOLDER, code_files
+from engine.contracts.measured import FOLDER, code_files
 from engine.contracts.source import Sources
 from engine.contracts.status import Status, overview
 from engine.contracts.text import contract_lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.attach.identities import BY_ID, CONTRADICTION
+from engine.attach.identity_catalogue import BY_ID, CONTRADICTION
 from engine.watch.rules.rule import ERROR, CannotJudge, Case, Span, Symptom, rule
 
 NAMED = 3
