@@ -125,16 +125,15 @@ current-docs: .venv/.dev
 	$(MAKE) --no-print-directory docs
 	diff -r --exclude=__pycache__ build/docs-before docs
 
-# Each drill that a CPU is enough for must name its defect; one that needs more is unknown (exit 2) where there is no more.
+# Each drill that a CPU is enough for must name its incident; one that needs more is unknown (exit 2) where there is no more.
 drills_where = $(BIN)/engine drill --list --json | \
 	$(BIN)/python -c "import json, sys; print(*(one['id'] for one in json.load(sys.stdin) if $(1)))"
 drills: .venv/.dev
 	$(call drills_where,not one['needs']) | xargs -n 4 -P 2 $(BIN)/engine drill
 	$(BIN)/engine drill $$($(call drills_where,one['needs'])) || test $$? -eq 2
 
-# One of each way in which a drill is carried out: a training with a check of its first minute, resume, device, late,
-# hang, kill, memory. Tests plant the other defects of a training (tests/system/checks/test_defects.py).
-FEW_DRILLS = padding_trained optimizer_lost host_operators rows_dropped_later deadlock killed_from_outside \
+# One of each way in which a drill is carried out: a wrong file, a store, a resume, a slow machine, a hang, a kill, memory.
+FEW_DRILLS = swapped_tokenizer teacher_after_prepare altered_checkpoint slow_first_step deadlock killed_from_outside \
 	plan_that_cannot_fit
 few-drills: .venv/.dev
 	printf '%s\n' $(FEW_DRILLS) | xargs -n 1 -P 2 $(BIN)/engine drill

@@ -165,12 +165,12 @@ def command(parser: argparse.ArgumentParser, name: str, level: int) -> str:
 def drills() -> str:
     from engine.drills.catalogue import DRILLS
 
-    text = "# Drills\n\nKnown defects that `engine drill` plants in a short real run, and what must name each.\n\n"
+    text = "# Drills\n\nIncidents that `engine drill` makes happen in a short real run, and what must name each.\n\n"
     rows: list[tuple[object, ...]] = [
         (f"`{drill.id}`", drill.what, ", ".join(f"`{one.id}`" for one in drill.expected))
         for drill in DRILLS
     ]
-    return text + table(("drill", "defect", "named by"), rows)
+    return text + table(("drill", "incident", "named by"), rows)
 
 
 def limits() -> str:

@@ -1,4 +1,4 @@
-"""The list of drills: every drill, the defect it plants, and its last result.
+"""The list of drills: every drill, its incident, and its last result.
 
 The drills are listed once by `engine drill --list --json` in its own process, because drills import
 what a trainer imports and a viewer must not. Results are the `drills.json` files that `engine drill
@@ -159,7 +159,7 @@ def _row(known: Known, found: Found | None, now_unix_s: float) -> Row:
 
 def _lines(known: Known, found: Found | None, age: str) -> Iterator[str]:
     yield f"{known.id}"
-    yield f"  plants: {known.what}"
+    yield f"  incident: {known.what}"
     yield f"  happened: {known.happened}"
     yield f"  must be named by: {' or '.join(known.must_be_named_by)}"
     if known.needs:

@@ -1,16 +1,16 @@
-"""Plant a known defect in a short real run, and see whether the workbench names it.
+"""Make a known incident happen in a short real run, and see whether the workbench names it.
 
-    engine drill --list                     every drill: the defect, where it happened, what must name it
-    engine drill rotary_neighbours deadlock
+    engine drill --list                     every drill: the incident, where it was met, what must name it
+    engine drill swapped_tokenizer deadlock
     engine drill --all --json
     engine drill --all --out drills         keep the table there, and the runs of failed drills
-    engine drill --healthy --seeds 20       runs without a defect: none may be diagnosed
+    engine drill --healthy --seeds 20       runs without an incident: none may be diagnosed
     engine drill --healthy --resumes 5      the same, each stopped and resumed five times
 
 Each drill is a supervised run of a few seconds in its own process and folder; drills that need a
 GPU, or a cgroup with a memory limit, report UNKNOWN where there is none.
 
-Exit codes: 0 every defect was named correctly, 1 one was not, 2 one could not be tried.
+Exit codes: 0 every incident was named correctly, 1 one was not, 2 one could not be tried.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drill", nargs="*", metavar="NAME", help="drills to run")
     add_flag(parser, "--all", "run every drill and print a table")
     add_flag(parser, "--list", "list the drills, start nothing")
-    add_flag(parser, "--healthy", "runs without a defect instead")
+    add_flag(parser, "--healthy", "runs without an incident instead")
     add_number(parser, "--seeds", limits.ROUNDS, "of healthy runs: 0 to N - 1 (3)", metavar="N")
     add_number(
         parser,

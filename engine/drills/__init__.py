@@ -1,2 +1,2 @@
-"""Known defects that are planted on purpose, for `engine drill` and for tests of what should detect them. No
+"""Incidents that users meet, made to happen on purpose, for `engine drill`: wrong files, hangs, kills, full memory. No
 other part of the engine imports this package."""

@@ -1,11 +1,11 @@
 """Carry out one drill: the run, the observation, the verdict.
 
-PASS      the defect was named as required
+PASS      the incident was named as required
 FAIL      the run ended, or its time was over, without that
 UNKNOWN   the drill cannot be carried out here, with the reason
 
 The delay is counted from the first effect that could be seen: the first step that was computed with the
-defect, the silence of a hang, or the death of the trainer. A defect that is named before the first step had
+incident, the silence of a hang, or the death of the trainer. An incident that is named before the first step had
 no effect yet.
 """
 
@@ -22,6 +22,7 @@ from engine.drills.naming import ALERT, EXIT, Naming, named_as, names_of
 from engine.drills.runs import (
     DEMO,
     Attended,
+    copy_inputs,
     memory_group,
     start,
     store_outputs,
@@ -68,6 +69,13 @@ def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
     run = Attended(RunFolder(folder / drill.id))
     device = "cuda" if "gpu" in drill.needs else device
     sets = {"compute.device": device, **drill.sets}
+    inputs = folder / f"{drill.id}-inputs"
+    if drill.altered:
+        sets = copy_inputs(inputs) | sets
+        sets = {
+            key: value.replace("INPUTS", str(inputs)) if isinstance(value, str) else value
+            for key, value in sets.items()
+        }
     if drill.stored:
         sets["teacher.cache"] = str(folder / f"{drill.id}-store")
     spec = write_spec(folder / f"{drill.id}.toml", sets)
@@ -76,7 +84,7 @@ def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
             store_outputs(spec)
         with memory_group(drill.memory_limit_bytes) as group:
             try:
-                effect_unix_s = _run(drill, run, spec, group)
+                effect_unix_s = _run(drill, run, spec, inputs, group)
             finally:
                 run.end()
     except (EngineError, OSError) as error:
@@ -87,8 +95,8 @@ def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
     return judged(drill, run, effect_unix_s, folder, time.monotonic() - begun_s)
 
 
-def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float | None:
-    """Run until the defect is named or the run ends. Return when the trainer was killed; None when it was
+def _run(drill: Drill, run: Attended, spec: Path, inputs: Path, group: Path | None) -> float | None:
+    """Run until the incident is named or the run ends. Return when the trainer was killed; None when it was
     not."""
     plant = drill.id if drill.planted else ""
     effect_unix_s = None
@@ -97,18 +105,27 @@ def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float |
         start(new, run.run)
         if run.wait(lambda view: view.last_step >= BEGUN_STEPS, LIMIT_S):
             run.stop()
+        _alter(drill, inputs, run)
         start(["--resume", str(run.run.path)], run.run, plant=plant)
         run.wait(lambda view: view.sessions == 2, LIMIT_S)
     else:
+        _alter(drill, inputs, run)
         start(new, run.run, plant=plant, group=group)
     if drill.act == "kill" and run.wait(lambda view: view.last_step >= BEGUN_STEPS, LIMIT_S):
         effect_unix_s = run.kill()
     run.wait(lambda view: named_as(names_of(view), drill.expected) is not None, drill.limit_s)
     said = named_as(names_of(run.view), drill.expected)
     if said is not None and said.kind != ALERT:
-        # A run whose defect is named ends by itself; one that hangs does not.
+        # A run whose incident is named ends by itself; one that hangs does not.
         run.wait(lambda view: view.exit is not None, ENDING_S)
     return effect_unix_s
+
+
+def _alter(drill: Drill, inputs: Path, run: Attended) -> None:
+    if drill.altered:
+        from engine.drills.inputs import alter
+
+        alter(drill.id, run.run.path if drill.act == "resume" else inputs)
 
 
 def judged(
@@ -126,7 +143,7 @@ def judged(
         heard = ", ".join(others) or "nothing was said"
         text = f"expected {expected}, found {heard}; the run: {run.follower.state}"
         return Drilled(verdict=Verdict(Level.FAIL, text), **common)
-    first_unix_s = _first_effect(view, drill.from_step)
+    first_unix_s = _first_effect(view)
     if named.kind == ALERT:
         effect_unix_s = named.since_unix_s
     elif named.kind == EXIT:
@@ -147,13 +164,11 @@ def judged(
     )
 
 
-def _first_effect(view: RunView, step: int) -> float | None:
-    """When the first step of the session from `step` on was done."""
+def _first_effect(view: RunView) -> float | None:
+    """When the first step of the session was done."""
     steps = view.steps
     rows = range(view.session_row, len(steps))
-    return next(
-        (steps.value("unix_s", r) for r in rows if (steps.value("step", r) or 0) >= step), None
-    )
+    return next((steps.value("unix_s", r) for r in rows), None)
 
 
 def _plain(text: str, folder: Path) -> str:

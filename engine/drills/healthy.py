@@ -40,7 +40,7 @@ class Healthy:
 
 
 def healthy_run(seed: int, folder: Path, *, device: str, resumes: int = 0) -> Healthy:
-    """Run without a defect in `folder`/healthy-SEED, stopped and resumed `resumes` times, and judge the alarms."""
+    """Run without an incident in `folder`/healthy-SEED, stopped and resumed `resumes` times, and judge the alarms."""
     begun_s = time.monotonic()
     name = f"healthy-{seed}"
     sets = {"train.seed": seed, "train.steps": STEPS, "eval.every": 20, "checkpoint.every": 30}

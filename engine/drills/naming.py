@@ -1,7 +1,7 @@
-"""The names that a run's log gives to a defect: every failed check, alert, refusal and attributed end, with
-its time; and whether one of them is accepted for the defect. Pure functions of a RunView; no torch.
+"""The names that a run's log gives to an incident: every failed check, alert, refusal and attributed end, with
+its time; and whether one of them is accepted for the incident. Pure functions of a RunView; no torch.
 
-A run that a defect ended without a name is a failure of the workbench, however loudly it ended.
+A run that an incident ended without a name is a failure of the workbench, however loudly it ended.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`python -m engine.drills.plant DEFECT -- ARGUMENTS`: the trainer of a run, with a defect planted.
+"""`python -m engine.drills.plant DRILL -- ARGUMENTS`: the trainer of a run, with what a drill plants.
 
-Apart from the function that the defect replaces, this is the ordinary trainer: its arguments are those of
+Apart from the function that it replaces, this is the ordinary trainer: its arguments are those of
 `python -m engine.train`. A supervisor starts it when APR_WORKBENCH_TRAINER names it, and records that in
 the log of the run.
 """
@@ -15,13 +15,13 @@ from engine.terminal import say
 def main() -> int:
     arguments = sys.argv[1:]
     if len(arguments) < 3 or arguments[1] != "--":
-        say("usage: python -m engine.drills.plant DEFECT -- ARGUMENTS")
+        say("usage: python -m engine.drills.plant DRILL -- ARGUMENTS")
         return 64
-    from engine.drills.catalogue import planted
+    from engine.drills.planting import plant
     from engine.train.__main__ import main as train
 
     sys.argv = [sys.argv[0], *arguments[2:]]
-    with planted(arguments[0]).plant():
+    with plant(arguments[0]):
         return train()
 
 

@@ -1,32 +1,46 @@
-"""The record of a planted defect, and the replacement of an engine function while a context lasts."""
+"""What happens to a training process from outside of the workbench's own code, planted by replacing one function of the
+engine while a context lasts: a read that does not come back, a slow disk, a lock, a kernel that does not end, memory
+that is never given back, a cache with another file.
+
+The function that plants a drill has its id as name. Those that hang begin at step AFTER, except `load_hangs`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import dataclasses
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.data.batches import Batch, Batches
+from engine.log.events import StepDone
+from engine.log.write import LogWriter
+from engine.teachers.frozen import FrozenDecoder
+from engine.train import trainer
+
+if TYPE_CHECKING:
+    from engine.kernels.compiler import Variant
+
+AFTER = 6
+LEAK_BYTES = 64 << 20
+WAIT_CYCLES = 1 << 38
+"""Two minutes of an H200: the kernel ends even if nobody ends its process."""
+WAIT_S = 0.75
+"""Seconds of each step, of which the short run of a drill has some tenths of its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Defect:
-    id: str
-    module: str
-    """The module of this package whose function `id` plants it; loaded when it is planted."""
-    what: str
-    happened: str
-    """Where the defect was met."""
-    named_by: str
-    """The id of the check, alert or exit state that must name it."""
-
-    def plant(self) -> AbstractContextManager[None]:
-        """Plant the defect for as long as the context lasts."""
-        planting = getattr(importlib.import_module(f"engine.drills.{self.module}"), self.id)
-        return cast(AbstractContextManager[None], planting())
+def plant(id: str) -> AbstractContextManager[None]:
+    """Plant what the drill `id` is about."""
+    planted: AbstractContextManager[None] = globals()[id]()
+    return planted
 
 
 @contextlib.contextmanager
@@ -40,16 +54,162 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, before)
 
 
+# A loader, a disk
+
+
+def _before_batch(act: Callable[[Batches, int], object]) -> AbstractContextManager[None]:
+    """Call `act` with the position in the data before each batch is gathered."""
+
+    def make(take: Callable[..., Batch]) -> Callable[..., Batch]:
+        def spoilt(self: Batches, position: int, rows: int) -> Batch:
+            act(self, position)
+            return take(self, position, rows)
+
+        return spoilt
+
+    return replaced(Batches, "take", make)
+
+
+def loader_stalls() -> AbstractContextManager[None]:
+    """A loader that reads from a worker that hangs: its pipe stays open and empty."""
+    # The write end stays open, or the read would return at once.
+    read_end, _write_end = os.pipe()
+    return _before_batch(
+        lambda batches, position: (
+            os.read(read_end, 1) if position >= AFTER * batches.rows_per_batch else None
+        )
+    )
+
+
+def rows_slow_ahead() -> AbstractContextManager[None]:
+    """Every batch but the first is fetched ahead, behind the backward pass of the step before."""
+    return _before_batch(lambda _, position: time.sleep(WAIT_S) if position else None)
+
+
+def load_hangs() -> AbstractContextManager[None]:
+    """Weights on a file system that no longer responds: the read does not return."""
+    read_end, _write_end = os.pipe()
+
+    def make(build: Callable[..., None]) -> Callable[..., None]:
+        def spoilt(self: FrozenDecoder, *given: Any, **named: Any) -> None:
+            os.read(read_end, 1)
+            build(self, *given, **named)
+
+        return spoilt
+
+    return replaced(FrozenDecoder, "__init__", make)
+
+
+def log_slow() -> AbstractContextManager[None]:
+    def make(write: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(self: LogWriter, event: Any) -> Any:
+            if isinstance(event, StepDone):
+                time.sleep(WAIT_S)
+            return write(self, event)
+
+        return spoilt
+
+    return replaced(LogWriter, "write", make)
+
+
+# A lock, a kernel, memory
+
+
+def deadlock() -> AbstractContextManager[None]:
+    """Two threads take two locks in opposite orders."""
+    first, second, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
+
+    def take(here: threading.Lock, there: threading.Lock) -> None:
+        with here:
+            both.wait()
+            with there:
+                pass
+
+    def lock_up() -> None:
+        threading.Thread(target=take, args=(second, first), daemon=True).start()
+        take(first, second)
+
+    return _at_update(lambda step: lock_up() if step == AFTER else None)
+
+
+def cuda_wait() -> AbstractContextManager[None]:
+    """A kernel that does not end: whoever next reads a value from the device waits."""
+    return _at_update(lambda step: torch.cuda._sleep(WAIT_CYCLES) if step == AFTER else None)  # type: ignore[no-untyped-call]
+
+
+def memory_leak() -> AbstractContextManager[None]:
+    """Something of each step is kept: a graph, a list of tensors, an unbounded cache."""
+    kept: list[torch.Tensor] = []
+    return _at_update(lambda _: kept.append(torch.ones(LEAK_BYTES // 4)))
+
+
+def _at_update(act: Callable[[int], object]) -> AbstractContextManager[None]:
+    """Call `act` with the number of the step, from 1, before each update of the weights."""
+
+    def make(build: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
+        def spoilt(*arguments: Any) -> torch.optim.AdamW:
+            optimizer = build(*arguments)
+            real, done = optimizer.step, 0
+
+            def step(*given: Any) -> Any:
+                nonlocal done
+                done += 1
+                act(done)
+                return real(*given)
+
+            optimizer.step = step  # type: ignore[assignment, method-assign]
+            return optimizer
+
+        return spoilt
+
+    return replaced(trainer, "build_optimizer", make)
+
+
+# A cache of compiled kernels
+
+
 @contextlib.contextmanager
-def own_folder(variable: str) -> Iterator[None]:
-    """Let an environment variable name an empty folder for as long as the context lasts: a cache of its own, so that no
-    other run gets what was planted."""
-    before = os.environ.get(variable)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[variable] = folder
+def stale_body() -> Iterator[None]:
+    """The cache on disk holds, under the key of the first kernel that is requested, a kernel that was
+    compiled for another constant."""
+    from engine.kernels import registry
+
+    def make(compile_for: Callable[..., tuple[Any, bool]]) -> Callable[..., tuple[Any, bool]]:
+        planted: list[Variant] = []
+
+        def spoilt(variant: Variant, arch: int) -> tuple[Any, bool]:
+            if not planted:
+                planted.append(variant)
+                _lay_over(compile_for(variant, arch)[0], compile_for(_other(variant), arch)[0])
+            return compile_for(variant, arch)
+
+        return spoilt
+
+    before = os.environ.get("TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder, replaced(registry, "compile_for", make):
+        os.environ["TRITON_CACHE_DIR"] = folder
         try:
             yield
         finally:
-            os.environ.pop(variable)
+            os.environ.pop("TRITON_CACHE_DIR")
             if before is not None:
-                os.environ[variable] = before
+                os.environ["TRITON_CACHE_DIR"] = before
+
+
+def _other(variant: Variant) -> Variant:
+    """The same kernel with its last integer constant doubled."""
+    name, value = next(
+        (name, value) for name, value in reversed(variant.constants) if type(value) is int
+    )
+    constants = tuple((n, 2 * value if n == name else v) for n, v in variant.constants)
+    return dataclasses.replace(variant, constants=constants)
+
+
+def _lay_over(victim: Any, other: Any) -> None:
+    """Copy every file of the compiled kernel `other`, the index included, over that of `victim`."""
+    here, there = (Path(next(iter(b.metadata_group.values()))).parent for b in (victim, other))
+    for file in there.iterdir():
+        content = file.read_bytes()
+        if file.name.startswith("__grp__"):
+            content = content.replace(str(there).encode(), str(here).encode())
+        (here / file.name).write_bytes(content)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -25,6 +26,8 @@ from engine.machine.host import Cgroup, Host
 from engine.watch.supervisor import TRAINER
 
 DEMO = Path(demo.__file__).parent
+COPY = "teacher"
+"""Folder of a drill's inputs with a copy of the demo's teacher."""
 MODELS = {
     "TEACHER": DEMO / "teacher" / "config.json",
     "QUANTIZED": DEMO / "teacher.gguf",
@@ -53,6 +56,13 @@ END_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 90.0
 
 
+def copy_inputs(folder: Path) -> dict[str, Any]:
+    """Copy the demo's teacher into `folder`, and return the settings that name it."""
+    shutil.copytree(DEMO / "teacher", folder / COPY)
+    teacher = folder / COPY
+    return {"teacher.path": str(teacher), "data.tokenizer": str(teacher / "tokenizer.json")}
+
+
 def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
     """Write a spec of the common settings, overridden by `sets`."""
     sections: dict[str, list[str]] = {}
@@ -67,7 +77,7 @@ def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
 
 
 def store_outputs(spec: Path) -> None:
-    """Run `engine prepare` for the steps of `spec`, without a defect. Raises InternalError when it fails."""
+    """Run `engine prepare` for the steps of `spec`, without an incident. Raises InternalError when it fails."""
     command = child.command("engine", "prepare", str(spec))
     done = subprocess.run(command, capture_output=True, text=True, env=child.environment())
     if done.returncode:
@@ -79,7 +89,7 @@ def store_outputs(spec: Path) -> None:
 def start(
     arguments: list[str], run: RunFolder, *, plant: str = "", group: Path | None = None
 ) -> None:
-    """Run `engine distill ARGUMENTS --detach`, with the defect `plant` and inside the control group `group`.
+    """Run `engine distill ARGUMENTS --detach`, with what the drill `plant` plants and inside the control group `group`.
     Raises InternalError when the command refuses."""
     environment = {name: value for name, value in child.environment().items() if name != TRAINER}
     if plant:
@@ -105,7 +115,7 @@ class Attended:
     died_unix_s: float | None = None
     """When its trainer was first seen to be gone."""
     ended_unix_s: float = math.inf
-    """When we killed what was left of it; later names are about us and not about the defect."""
+    """When we killed what was left of it; later names are about us and not about the incident."""
 
     def __post_init__(self) -> None:
         self.follower = Follower(self.run)

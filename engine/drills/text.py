@@ -12,12 +12,12 @@ from engine.terminal import aligned
 from engine.units import format_seconds
 from engine.verdict import Level, lowest
 
-HEAD = ("verdict", "defect", "must be named by", "was named by", "after", "happened")
+HEAD = ("verdict", "drill", "must be named by", "was named by", "after", "happened")
 EVIDENCE_LETTERS = 200
 
 
 def when(drilled: Drilled) -> str:
-    """How soon the defect was named."""
+    """How soon the incident was named."""
     if drilled.named is None:
         return "-"
     if drilled.after_s is None:

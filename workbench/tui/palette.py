@@ -46,7 +46,7 @@ ALSO = {
     "flips": "experiments verdicts",
     "doctor": "machine GPU diagnose health",
     "contracts": "promises receipts tests",
-    "drills": "defects planted",
+    "drills": "incidents on purpose",
 }
 """Synonyms of an action or a place, by its name: what a user may type to find it."""
 ELSEWHERE = (

@@ -54,7 +54,7 @@ PLACES: tuple[Place, ...] = (
     Place(
         "C", "contracts", "what the code promises, and its receipts", "contracts.ContractsScreen"
     ),
-    Place("D", "drills", "known defects, planted on purpose", "drills.DrillsScreen"),
+    Place("D", "drills", "known incidents, made on purpose", "drills.DrillsScreen"),
     Place("I", "doctor", "what this machine is, and what it cannot measure", "doctor.DoctorScreen"),
 )
 """In the order in which help and palette list them."""

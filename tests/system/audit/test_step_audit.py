@@ -8,8 +8,6 @@ from torch import nn
 
 from engine.audit import bounds, judge
 from engine.audit.stages import STAGES
-from engine.drills.defects_training import BETWEEN_PARTS
-from engine.drills.planting import Defect
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train import auditing
@@ -17,6 +15,7 @@ from engine.train.auditing import StepAudit, _weights_of
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
+from tests.support.defects import BETWEEN_PARTS, Defect
 from tests.support.kit import Kit
 
 IDS = [about.id for about in STAGES]
@@ -31,7 +30,7 @@ def judged(run: Run) -> dict[str, str]:
     return {id: str(run.results[id].verdict) for id in IDS if id in run.results}
 
 
-@pytest.mark.parametrize("planted", BETWEEN_PARTS, ids=lambda d: d.id)
+@pytest.mark.parametrize("planted", BETWEEN_PARTS.values(), ids=BETWEEN_PARTS)
 def test_a_defect_between_the_parts_is_named_by_its_stage(world: World, planted: Defect) -> None:
     with planted.plant():
         run = make_run(world, train__accumulation=2, checks__every=1)

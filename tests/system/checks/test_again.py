@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from engine.audit.stages import STAGES
-from engine.drills import defects_late
-from engine.drills.catalogue import planted
 from engine.log.events import Checked
 from engine.log.text import audit_text, check_lines
 from engine.log.view import RunView
 from engine.train import to_events
 from engine.train.auditing import is_due
 from tests.support.checked_runs import World, make_run, make_spec, make_world
+from tests.support.defects import DEFECTS
 from tests.support.kit import Kit
 from tests.support.run_events import fold_events, numbered, opened
 
@@ -22,28 +21,15 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(kit, tmp_path_factory.mktemp("world"))
 
 
-@pytest.mark.parametrize("name", ["rows_dropped_later", "gradient_scaled_later"])
-def test_a_defect_that_begins_during_the_run_is_named(
-    world: World, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(defects_late, "LATE", 5)
-    late = planted(name)
-    run = make_run(world, checks__every=2, train__steps=40)
-    with late.plant():
-        run.step(5)
-        assert run.failures() == {}
-        run.step(1)
-    assert run.results[late.named_by].step == 6 and late.named_by in run.failures()
-    assert run.checks.ends_run(run.results[late.named_by])
-
-
-def test_a_loss_that_is_another_one_from_step_6_on_is_named(world: World) -> None:
-    run = make_run(world, checks__every=5, train__steps=40)
+@pytest.mark.parametrize("name", ["last_row_only", "t_squared_missing"])
+def test_a_defect_that_begins_during_the_run_is_named(world: World, name: str) -> None:
+    run, late = make_run(world, checks__every=5, train__steps=40), DEFECTS[name]
     run.step(6)
-    assert run.results["step_gradients"].step == 5 and run.failures() == {}
-    with planted("t_squared_missing").plant():
+    assert run.results[late.named_by].step == 5 and run.failures() == {}
+    with late.plant():
         run.step(4)
-    assert run.results["step_gradients"].step == 10 and "step_gradients" in run.failures()
+    assert run.results[late.named_by].step == 10 and late.named_by in run.failures()
+    assert run.checks.ends_run(run.results[late.named_by])
 
 
 def test_the_first_two_steps_of_a_session_and_the_last_of_a_run_are_audited(world: World) -> None:

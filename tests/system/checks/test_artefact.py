@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from engine.checks.artefact import (
     same_bits,
 )
 from engine.data.batches import heldout_rows
-from engine.drills.catalogue import planted
+from engine.drills.planting import replaced
 from engine.errors import BadInput
 from engine.evaluate.model import open_model
 from engine.export.metadata import difference, said
@@ -31,12 +34,14 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.model_families import FAMILIES
 from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.packed import head_of
 from engine.models.read_config import read_config
 from engine.plan.inputs import check_inputs
 from engine.spec import spec_from_dict
-from engine.spec.sections import ModelSection
+from engine.spec.sections import ModelSection, TrainSection
+from engine.train import finish as finish_module
 from engine.train.heldout import heldout_loss
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
@@ -184,6 +189,32 @@ def test_equal_numbers_of_other_bits_are_not_the_same() -> None:
 # Whole runs
 
 
+def saving(change: Callable[[Decoder], None]) -> AbstractContextManager[None]:
+    """Have another student saved than the trained one."""
+
+    def make(save: Callable[..., None]) -> Callable[..., None]:
+        def spoilt(student: Decoder, *others: Any, **named: Any) -> None:
+            other = copy.deepcopy(student)
+            with torch.no_grad():
+                change(other)
+            save(other, *others, **named)
+
+        return spoilt
+
+    return replaced(finish_module, "save_decoder", make)
+
+
+def one_of_start(student: Decoder) -> None:
+    start = new_decoder(student.config, seed=TrainSection().seed)
+    name = "layers.0.attention.q.weight"
+    student.get_parameter(name).copy_(start.get_parameter(name))
+
+
+def through_fp8(student: Decoder) -> None:
+    for parameter in student.parameters():
+        parameter.copy_(parameter.to(torch.float8_e4m3fn).to(parameter.dtype))
+
+
 def test_the_reported_loss_is_that_of_the_saved_student(kit: Kit, tmp_path: Path) -> None:
     run = finish(kit, tmp_path, student__save_as="bf16")
     view = Follower(run).read_all()
@@ -214,7 +245,7 @@ def test_in_fp32_the_saved_student_has_the_live_ones_loss(kit: Kit, tmp_path: Pa
 def test_a_run_whose_saved_student_is_another_fails_keeps_its_checkpoint_and_can_be_mended(
     kit: Kit, tmp_path: Path
 ) -> None:
-    with planted("saved_one_of_start").plant():
+    with saving(one_of_start):
         run, code = carried_out(kit, tmp_path)
     view = Follower(run).read_all()
     assert code == 1 and view.finished is not None and view.finished.state == "failed"
@@ -229,7 +260,7 @@ def test_a_run_whose_saved_student_is_another_fails_keeps_its_checkpoint_and_can
 
 
 def test_a_student_that_was_reported_as_another_is_not_published(kit: Kit, tmp_path: Path) -> None:
-    with planted("saved_through_fp8").plant():
+    with saving(through_fp8):
         run = finish(kit, tmp_path, checks__on_fail="report")
     with pytest.raises(BadInput, match="saved student, as the run read it back"):
         examine(run)
@@ -243,7 +274,7 @@ def test_a_student_that_transformers_runs_is_read_back_too(kit: Kit, tmp_path: P
     }
     run = finish(kit, tmp_path / "sound", **changes)
     assert Follower(run).read_all().checks["artefact"].level == "pass"
-    with planted("saved_through_fp8").plant():
+    with saving(through_fp8):
         run, code = carried_out(kit, tmp_path / "spoilt", **changes)
     assert code == 1 and Follower(run).read_all().checks["artefact"].level == "fail"
 

@@ -33,17 +33,19 @@ from engine.checks.weights import shape_of, weights_of
 from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import PERMUTATIONS, SHINGLE, near_copies, predicted, shared_windows
 from engine.data.tokens import TokenStream, make_stream, starts_of
-from engine.drills.catalogue import planted
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.folder import RunFolder
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.checkpoint.manifest import MANIFEST, digest_of
 from engine.train.step import StepObserver
+from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.checked_runs import World, context, make_run, make_world
+from tests.support.defects import DEFECTS
 from tests.support.kit import Kit, tiny_config
 
 
@@ -182,7 +184,7 @@ def test_ends_that_are_never_a_label_are_named(world: World) -> None:
     looked_at = make_run(world).context
     found = end_is_learnt(looked_at)
     assert found.verdict.level is Level.PASS and found.numbers["labelled"] > 4
-    with planted("ends_masked").plant():
+    with DEFECTS["ends_masked"].plant():
         masked = end_is_learnt(make_run(world).context)
     assert masked.verdict.level is Level.FAIL and "never a label" in str(masked.verdict)
     nobody = dataclasses.replace(looked_at, tokenizers={"teacher": None})
@@ -327,11 +329,23 @@ def test_an_evaluation_that_praises_noise_is_found(world: World) -> None:
     assert level("eval_baseline", kind) is Level.FAIL
 
 
-def test_identical_models_that_are_allowed_are_unknown_and_not_failed(world: World) -> None:
-    with planted("identical_teacher").plant():
-        run = make_run(world, student={"hidden_size": 48}, teacher__allow_identical=True)
-    found = answer("teacher_not_student", run.context)
-    assert found.verdict.level is Level.UNKNOWN and "allow_identical" in found.verdict.reason
+@pytest.mark.parametrize("allowed", [False, True])
+def test_identical_models_are_a_failure_unless_they_are_allowed(
+    world: World, allowed: bool
+) -> None:
+    def become_the_teacher(trainer: Trainer) -> None:
+        assert isinstance(trainer.teacher, DequantizedTeacher)
+        trainer.student.load_state_dict(trainer.teacher.decoder.state_dict())
+
+    run = make_run(
+        world,
+        student={"hidden_size": 48},
+        change=become_the_teacher,
+        teacher__allow_identical=allowed,
+    )
+    found = answer("teacher_not_student", run.context).verdict
+    assert found.level is (Level.UNKNOWN if allowed else Level.FAIL)
+    assert not allowed or "allow_identical" in found.reason
 
 
 def test_text_that_a_teacher_does_not_know_ends_no_run_and_a_teacher_that_guesses_does(

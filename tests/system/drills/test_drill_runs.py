@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.drills import carry, defects_process, healthy
+from engine.drills import carry, healthy, planting
 from engine.drills.carry import Drilled, carry_out
 from engine.drills.catalogue import DRILLS, Drill, drill
 from engine.drills.healthy import Healthy, healthy_run
@@ -23,33 +23,33 @@ from tests.support.running import engine, engine_here, environment
 
 
 @pytest.mark.soak
-def test_planted_defects_are_named_through_the_command(tmp_path: Path) -> None:
+def test_incidents_are_named_through_the_command(tmp_path: Path) -> None:
     out = tmp_path / "drills"
-    done = engine("drill", "rotary_neighbours", "loader_stalls", "--json", "--out", out, "--keep")
+    done = engine("drill", "swapped_tokenizer", "loader_stalls", "--json", "--out", out, "--keep")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["drill"]: row for row in json.loads(done.stdout)["drills"]}
-    turned, stalled = rows["rotary_neighbours"], rows["loader_stalls"]
-    assert turned["named_by"] == "check step_teacher"
-    assert turned["state"] == "failed" and turned["steps"] == 1
+    swapped, stalled = rows["swapped_tokenizer"], rows["loader_stalls"]
+    assert swapped["named_by"] == "check teacher_knows_text"
+    assert swapped["state"] == "failed" and swapped["steps"] == 0
     assert stalled["named_by"] == "alert stalled" and not stalled["also_said"]
-    assert "engine/drills/defects_process.py" in stalled["evidence"]
+    assert "engine/drills/planting.py" in stalled["evidence"]
     assert str(tmp_path) not in done.stdout
     # A batch is taken ahead of the step that it is for.
-    assert 1.0 < stalled["after_s"] < 240.0 and stalled["steps"] >= defects_process.AFTER - 2
+    assert 1.0 < stalled["after_s"] < 240.0 and stalled["steps"] >= planting.AFTER - 2
     # The run says itself that its trainer was not the usual one.
-    watch = (out / "rotary_neighbours" / "watch.jsonl").read_text()
-    assert "engine.drills.plant rotary_neighbours --" in watch and "APR_WORKBENCH_TRAINER" in watch
+    watch = (out / "loader_stalls" / "watch.jsonl").read_text()
+    assert "engine.drills.plant loader_stalls --" in watch and "APR_WORKBENCH_TRAINER" in watch
     assert "2 PASS" in (out / "drills.txt").read_text()
-    again = engine_here("drill", "rotary_neighbours", "--out", out)
+    again = engine_here("drill", "loader_stalls", "--out", out)
     assert again.returncode == 65 and "one that exists" in again.stderr
 
 
-def test_a_drill_without_its_defect_fails(tmp_path: Path) -> None:
-    sound = dataclasses.replace(drill("causal_mask_missing"), planted=False)
+def test_a_drill_without_its_incident_fails(tmp_path: Path) -> None:
+    sound = dataclasses.replace(drill("zero_teacher"), altered=False)
     done = carry_out(sound, tmp_path)
     assert done.verdict.level == Level.FAIL and done.named is None
     assert done.verdict.reason == (
-        "expected check step_teacher, found nothing was said; the run: completed"
+        "expected check weights_alive, found nothing was said; the run: completed"
     )
 
 
@@ -180,7 +180,7 @@ def test_the_list_is_there_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "rotary_neighbours: rotary positions turn" in done.stdout
+    assert "deadlock: two threads wait" in done.stdout
 
 
 @pytest.mark.soak

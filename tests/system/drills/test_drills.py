@@ -1,4 +1,4 @@
-"""Drills: short real runs with a planted defect, and what counts as naming it."""
+"""Drills: short real runs with an incident, and what counts as naming it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import torch
 
 from engine.checks.catalogue import ABOUT
 from engine.data.batches import Batches
-from engine.drills import defects_host, defects_process
-from engine.drills.catalogue import DRILLS, OTHERS, drill, planted
-from engine.drills.defects_kernels import kernel_key_deaf, stale_body
-from engine.drills.defects_training import DEFECTS
+from engine.drills import inputs, planting
+from engine.drills.catalogue import DRILLS, drill
 from engine.drills.naming import ALERT, CHECK, EXIT, REFUSAL, Expected, named_as, names_of
-from engine.drills.runs import DEMO
 from engine.errors import BadInput, InternalError
 from engine.log.events import (
     AlertRaised,
@@ -28,51 +25,41 @@ from engine.log.events import (
     TrainerExited,
 )
 from engine.log.view import RunView
-from engine.models.decoder import AttentionInputs
-from engine.teachers.build import build_teacher
 from engine.watch.exit_cause import ExitState
 from engine.watch.rules import RULES
 from tests.support.paths import ROOT
 from tests.support.run_events import example_of, fold_events, opened
 
 START = 1_700_000_000.0
-ISSUE = (
-    *("host_operators", "identical_teacher", "random_teacher", "zero_teacher"),
-    *("rotary_neighbours", "qkv_bias_missing", "norm_eps_fixed", "causal_mask_missing"),
-    *("labels_unshifted", "labels_shifted_twice", "teacher_ids_differ", "last_row_only"),
-    *("t_squared_missing", "denominator_per_pass", "rate_lost", "frozen_embedding"),
-    *("kernel_key_deaf", "stale_body", "small_checkpoint", "plan_that_cannot_fit"),
-    *("killed_from_outside", "memory_leak", "degenerate_batch", "padding_trained"),
-    *("loader_stalls", "deadlock", "cuda_wait", "optimizer_lost", "position_lost"),
-)
 
 
 # The catalogue
 
 
-def test_every_defect_that_must_be_drilled_is() -> None:
+def test_every_drill_has_a_name_of_its_own_and_the_code_that_makes_it_happen() -> None:
     ids = [one.id for one in DRILLS]
-    assert len(set(ids)) == len(ids) and set(ISSUE) <= set(ids)
-    assert {one.id for one in (*DEFECTS, *OTHERS)} <= set(ids)
+    assert len(set(ids)) == len(ids)
+    assert all(hasattr(planting, one.id) for one in DRILLS if one.planted)
+    assert all(hasattr(inputs, one.id) for one in DRILLS if one.altered)
 
 
-def test_what_must_name_a_defect_exists() -> None:
+def test_what_must_name_an_incident_exists() -> None:
     known = {
         CHECK: set(ABOUT),
         ALERT: {rule.id for rule in RULES},
         EXIT: {state.value for state in ExitState},
-        REFUSAL: {"memory", "kernel"},
+        REFUSAL: {"memory", "kernel", "checkpoint", "student.path", "teacher.cache"},
     }
     for one in DRILLS:
         assert one.what and one.happened and one.expected
         assert all(name.id in known[name.kind] for name in one.expected), one.id
 
 
-def test_every_planted_defect_can_be_planted_and_is_undone() -> None:
+def test_everything_that_is_planted_is_undone() -> None:
     take = Batches.take
     for one in DRILLS:
         if one.planted:
-            with planted(one.id).plant():
+            with planting.plant(one.id):
                 pass
     assert Batches.take is take
 
@@ -85,15 +72,7 @@ def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
 def test_what_is_kept_of_drills_names_every_one_of_them_on_some_machine() -> None:
     kept = ROOT / "evidence" / "drills"
     levels: dict[str, set[str]] = {one.id: set() for one in DRILLS}
-    kinds = (
-        "cpu",
-        "cpu-steps",
-        "cpu-late",
-        "cpu-data",
-        "cpu-files",
-        "cpu-pace",
-        "h200",
-    )
+    kinds = ("cpu", "cpu-late", "cpu-pace", "cpu-incidents", "h200")
     for file in (f"{kind}.json" for kind in kinds):
         for row in json.loads((kept / file).read_text())["drills"]:
             # Some have no drill any more.
@@ -166,62 +145,7 @@ def test_a_name_must_be_of_its_kind_and_say_what_it_must(expected: Expected, met
     assert (named_as(said, [expected]) is not None) == met
 
 
-# Defects that no check of `test_checks_defects` covers
-
-
-def test_operators_on_the_host_answer_what_the_teacher_answers() -> None:
-    tokens_BT = torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(1))
-    documents_BT = (torch.arange(24) >= 9).long()[None].repeat(2, 1)
-
-    def answer() -> torch.Tensor:
-        teacher, _ = build_teacher(
-            DEMO / "teacher.gguf",
-            backend="quantized",
-            precision="fp32",
-            kernel="auto",
-            device=torch.device("cpu"),
-            student_vocab=4096,
-        )
-        return teacher.hidden(tokens_BT, documents_BT)
-
-    sound = answer()
-    with defects_host.host_operators():
-        slow = answer()
-    torch.testing.assert_close(slow, sound, rtol=1e-4, atol=1e-4)
-    assert not torch.equal(slow, sound)
-
-
-def test_operators_on_the_host_know_packed_documents() -> None:
-    # Two rows of six tokens: documents begin at 0 and 4, and at 0 and 1 of the second row.
-    starts = torch.tensor([0, 4, 6, 7, 12], dtype=torch.int32)
-    packed = AttentionInputs(torch.empty(0), torch.empty(0), None, starts, torch.empty(5))
-    seen_TT = defects_host._mask(packed, 1, 6) == 0
-    assert seen_TT.int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        *([0, *([1] * n), *([0] * (5 - n))] for n in range(1, 6)),
-    ]
-    causal = defects_host._mask(AttentionInputs(torch.empty(0), torch.empty(0), None), 0, 6) == 0
-    assert causal.equal(torch.ones(6, 6).tril().bool())
-
-
-def test_a_deaf_key_takes_two_products_for_one() -> None:
-    pytest.importorskip("triton")
-    from engine.kernels.small_m import variants
-    from engine.quant.blocks import BLOCK_TYPES
-
-    def distinct() -> int:
-        found = [
-            variant
-            for bias in (None, torch.bfloat16)
-            for variant in variants(
-                BLOCK_TYPES["Q4_K"], 256, 256, torch.bfloat16, bias, arch=90, m=[48]
-            )
-        ]
-        return len(set(found)) - len({variant.constants for variant in found})
-
-    sound = distinct()
-    with kernel_key_deaf():
-        assert distinct() < sound
+# What is planted
 
 
 def test_a_stale_body_in_the_cache_is_refused(tmp_path: Path) -> None:
@@ -231,19 +155,22 @@ def test_a_stale_body_in_the_cache_is_refused(tmp_path: Path) -> None:
     from engine.quant.blocks import BLOCK_TYPES
 
     wanted = variant(BLOCK_TYPES["Q4_K"], torch.bfloat16)
-    with stale_body(), pytest.raises(InternalError, match="found another: BLOCKS: expected"):
+    with (
+        planting.stale_body(),
+        pytest.raises(InternalError, match="found another: BLOCKS: expected"),
+    ):
         KernelRegistry(arch=90).get_or_compile(wanted)
 
 
 def test_a_leak_keeps_something_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defects_process, "LEAK_BYTES", 4096)
+    monkeypatch.setattr(planting, "LEAK_BYTES", 4096)
     from engine.spec import TrainSection
     from engine.train import trainer
 
     made: list[int] = []
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *a, **k: (made.append(1), ones(*a, **k))[1])
-    with defects_process.memory_leak():
+    with planting.memory_leak():
         optimizer = trainer.build_optimizer(
             torch.nn.Linear(2, 2), TrainSection(), torch.device("cpu")
         )

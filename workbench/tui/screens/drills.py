@@ -1,4 +1,4 @@
-"""Drills: known defects to plant, whether each was named, and running one."""
+"""Drills: known incidents, whether each was named, and running one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.runs import RunsScreen
 
 NOTES = (
-    "A drill plants one known defect in a short real run and asks whether the workbench names it.",
+    "A drill makes one known incident happen in a short real run and asks whether the workbench names it.",
     "PASS: it was named as required. FAIL: it was not. UNKNOWN: it cannot be tried here.",
     "",
     "A running drill continues when this screen or the workbench is closed; its folder is in drills/.",

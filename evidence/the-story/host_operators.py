@@ -1,4 +1,4 @@
-"""A teacher on the GPU by name that does its work on the CPU.
+"""`python -m host_operators -- ARGUMENTS`: the trainer, with a teacher on the GPU by name that works on the CPU.
 
 The matmuls of a quantized teacher run on its device. Everything between them (norms, rotary embeddings,
 attention with its softmax, the gate of the feed-forward) runs in plain operators on the host, in fp32, one
@@ -11,6 +11,7 @@ correct, but a step takes minutes while the GPU is idle. Other backends are unch
 from __future__ import annotations
 
 import math
+import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from engine.models.decoder import (
     rotate,
 )
 from engine.teachers.frozen import QuantizedTeacher
+from engine.train.__main__ import main as train
 
 
 def host_operators() -> AbstractContextManager[None]:
@@ -95,3 +97,9 @@ def _feed_forward(self: FeedForward, x_BTD: Tensor) -> Tensor:
     gate_BTF, up_BTF = (y_BTF.cpu().float() for y_BTF in project(x_BTD, (self.gate, self.up)))
     y_BTD: Tensor = self.down((F.silu(gate_BTF) * up_BTF).to(x_BTD))
     return y_BTD
+
+
+if __name__ == "__main__":
+    sys.argv = [sys.argv[0], *sys.argv[2:]]
+    with host_operators():
+        sys.exit(train())
