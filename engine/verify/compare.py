@@ -94,9 +94,12 @@ class FirstDifference:
     replayed: Any
 
     def __str__(self) -> str:
+        both = self.recorded, self.replayed
+        if isinstance(self.recorded, list):
+            short = [", ".join(f"{number:.4g}" for number in one) for one in both]
+            both = (short[0], short[1]) if short[0] != short[1] else both
         return (
-            f"step {self.step}: {self.stage}: {self.field}: recorded {self.recorded!r}, replayed "
-            f"{self.replayed!r}"
+            f"step {self.step}: {self.stage}: {self.field}: recorded {both[0]}, replayed {both[1]}"
         )
 
 

@@ -291,8 +291,12 @@ class _Verifying:
     def _explained(self, piece: Stretch, difference: FirstDifference) -> str:
         """Say where the record differs, and by a textbook step which side is wrong."""
         text = str(difference)
-        if difference.step > piece.begin + 1:
-            text += f"; the steps since {piece.begin} agree"
+        if before := difference.step - piece.begin - 1:
+            text += (
+                f"; the {before} steps before it agree"
+                if before > 1
+                else "; the step before it agrees"
+            )
         if difference.recorded is None:
             return text
         answers = self._textbook(piece, difference.step)
