@@ -292,11 +292,7 @@ class _Verifying:
         """Say where the record differs, and by a textbook step which side is wrong."""
         text = str(difference)
         if before := difference.step - piece.begin - 1:
-            text += (
-                f"; the {before} steps before it agree"
-                if before > 1
-                else "; the step before it agrees"
-            )
+            text += f"; steps before it that agree: {before}"
         if difference.recorded is None:
             return text
         answers = self._textbook(piece, difference.step)
