@@ -156,6 +156,7 @@ DRILLS: tuple[Drill, ...] = (
             Expected(kind=ALERT, id="seldom_training", text="most of it into evaluations"),
         ),
         sets=_PACE | {"eval.every": 4, "eval.rows": 2000, "data.heldout_fraction": 0.5, "data.max_bytes": 1_000_000},
+        limit_s=180.0,
     ),
     Drill(
         id="loader_stalls",

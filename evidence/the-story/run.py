@@ -3,7 +3,7 @@
 
 A 7B-shaped teacher in Q4_K blocks teaches a 0.5B-shaped student, on rows so long that one step takes
 minutes, because the operators between the teacher's matrix products run on the CPU
-(`host_operators.py`). The prior system saw no step for an hour and a half, took the SIGKILL of a time limit
+(`tests/support/host_operators.py`). The prior system saw no step for an hour and a half, took the SIGKILL of a time limit
 for the OOM killer, and built a second backend on that. Here, with public commands alone:
 
     engine distill    the run hangs; seconds until it is named, with its line and the flip
@@ -31,10 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "APR_WORKBENCH_TRAINER"
-PLANT = "host_operators --"
+PLANT = "tests.support.host_operators --"
 SPEC = """
 [teacher]
 path = "teacher.gguf"
@@ -114,7 +113,7 @@ class Story:
     def environment(self, planted: bool) -> dict[str, str]:
         environ = {name: value for name, value in os.environ.items() if name != TRAINER}
         environ["PYTHONPATH"] = os.pathsep.join(
-            [str(self.checkout), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+            [str(self.checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
         return environ | ({TRAINER: PLANT} if planted else {})
 

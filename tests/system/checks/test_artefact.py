@@ -147,6 +147,17 @@ def test_a_config_of_another_model_is_named(trained: Run, tmp_path: Path) -> Non
     assert "rms_norm_eps is 0.001, expected 1e-06" in trained.failures()["artefact"]
 
 
+def test_a_head_that_was_untied_is_named(trained: Run, tmp_path: Path) -> None:
+    saved = trained.end(tmp_path / "student")
+    weights, config = saved.folder / "model.safetensors", saved.folder / "config.json"
+    tensors = load_file(weights)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, weights, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    trained.read_back(saved)
+    assert "tie_word_embeddings" in trained.failures()["artefact"]
+
+
 def test_a_folder_without_weights_is_a_failure(trained: Run, tmp_path: Path) -> None:
     saved = trained.end(tmp_path / "student")
     (saved.folder / "model.safetensors").unlink()

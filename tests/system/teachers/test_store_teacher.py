@@ -517,6 +517,22 @@ def test_a_store_that_is_filled_by_other_code_than_set_is_named_before_it_is_use
     assert found.checks["stored_outputs"].level == "fail" and found.last_step == 0
 
 
+def test_stored_hidden_states_that_are_read_half_as_large_are_named(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a cosine of 1."""
+    spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=2)
+    make_store(spec, tmp_path / "store", form="hidden")
+    on_device = CachedTeacher._on_device
+    monkeypatch.setattr(
+        CachedTeacher,
+        "_on_device",
+        lambda self, *given: tuple(0.5 * field for field in on_device(self, *given)),
+    )
+    run, code = carry_out(spec, tmp_path / "run")
+    assert code == 1 and Follower(run).read_all().checks["stored_outputs"].level == "fail"
+
+
 def test_numbers_that_depend_on_one_another_are_named() -> None:
     numbers = np.stack([uniforms(1, bytes([n]), (64, 8)) for n in range(4)])
     assert alike(numbers) == "" == alike(numbers[:0]) == alike(numbers[:1, :, :1])
