@@ -94,13 +94,13 @@ class FirstDifference:
     replayed: Any
 
     def __str__(self) -> str:
-        both = self.recorded, self.replayed
-        if isinstance(self.recorded, list):
-            short = [", ".join(f"{number:.4g}" for number in one) for one in both]
-            both = (short[0], short[1]) if short[0] != short[1] else both
-        return (
-            f"step {self.step}: {self.stage}: {self.field}: recorded {both[0]}, replayed {both[1]}"
+        was, now = (
+            # Nine digits tell numbers in fp32 apart.
+            ", ".join(f"{number:.9g}" for number in one) if isinstance(one, list) else one
+            for one in (self.recorded, self.replayed)
         )
+        where = f"step {self.step}: {self.stage}: {self.field}"
+        return f"{where}: recorded {was}, replayed {now}"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from engine.version import VERSION
 from engine.watch.start_and_stop import launch
 
 POLL_S = 0.05
-PLAIN_EVERY_S = 5.0
 
 
 def replayed_spec(
@@ -107,7 +106,7 @@ def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> Run
     launched = launch(run, resume=checkpoint is not None)
     try:
         follower = Follower(run)
-        line = StatusLine(plain_every_s=PLAIN_EVERY_S, plain_at_once=False)
+        line = StatusLine(plain_every_s=5.0, plain_at_once=False)
         first: tuple[int, float] | None = None
         while launched.process.poll() is None:
             follower.poll()

@@ -31,7 +31,7 @@ NO_STEP_SECTIONS = ("run", "eval", "checkpoint", "checks", "gate", "watch")
 """Sections of the settings that change no step."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Session:
     """What the trainer logged of one session."""
 
@@ -105,7 +105,7 @@ def settings_at(effective: dict[str, Any], sha256: str) -> dict[str, Any] | None
     return settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Stretch:
     """Steps that were trained one after the other with the same settings."""
 

@@ -39,7 +39,7 @@ from engine.verify.saved import compare_checkpoints, compare_students
 from engine.verify.sessions import ChangedSettings, Session, Stretch, read_sessions, stretches
 
 
-@dataclass(slots=True)
+@dataclass
 class Verified:
     """What was found about a run."""
 
