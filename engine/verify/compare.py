@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ class Compared:
     steps: int
     """Steps that agree, before the first that differs."""
     difference: FirstDifference | None
-    lacking: Mapping[str, int]
+    lacking: Counter[str]
     """Fields that the record does not have, with in how many steps."""
     ended: str = ""
     """Why the replay has no more steps."""
