@@ -3,8 +3,8 @@
 
 A 7B-shaped teacher in Q4_K blocks teaches a 0.5B-shaped student, on rows so long that one step takes
 minutes, because the operators between the teacher's matrix products run on the CPU
-(`tests/support/host_operators.py`). The prior system saw no step for an hour and a half, took the SIGKILL of a time limit
-for the OOM killer, and built a second backend on that. Here, with public commands alone:
+(`tests/support/host_operators.py`). The prior system saw no step for an hour and a half, took the SIGKILL of a
+time limit for the OOM killer, and built a second backend on that. Here, with public commands alone:
 
     engine distill    the run hangs; seconds until it is named, with its line and the flip
     kill -9           from outside; what the exit is attributed to

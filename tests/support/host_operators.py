@@ -1,5 +1,5 @@
-"""`python -m tests.support.host_operators -- ARGUMENTS`: the trainer, with a teacher on the GPU by name that works on the
-CPU.
+"""`python -m tests.support.host_operators -- ARGUMENTS`: the trainer, with a teacher on the GPU by name that works
+on the CPU.
 
 The matmuls of a quantized teacher run on its device. Everything between them (norms, rotary embeddings,
 attention with its softmax, the gate of the feed-forward) runs in plain operators on the host, in fp32, one
