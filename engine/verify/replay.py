@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.audit.stages import STAGES
-from engine.checkpoint_folders import folder_name
 from engine.checks.catalogue import CATALOGUE
 from engine.errors import CheckpointError, write_error
 from engine.files import read_json_object
@@ -59,12 +58,6 @@ def replayed_spec(
             record="all",
         ),
     )
-
-
-def checkpoint_at(run: RunFolder, step: int) -> Path | None:
-    """Return the checkpoint of `step`, if it is still there."""
-    path = run.checkpoints / folder_name(step)
-    return path if path.is_dir() else None
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.audit.stages import STAGES
+from engine.checkpoint_folders import published, step_of
 from engine.errors import BadInput, EngineError, RunLogError, SpecError, UsageError
 from engine.log.folder import RunFolder, must_have_settings
 from engine.log.follow import Follower
@@ -34,7 +35,7 @@ from engine.verify.compare import (
     same,
     why_rounded,
 )
-from engine.verify.replay import checkpoint_at, replay_folder, replayed_spec
+from engine.verify.replay import replay_folder, replayed_spec
 from engine.verify.saved import compare_checkpoints, compare_students
 from engine.verify.sessions import ChangedSettings, Session, Stretch, read_sessions, stretches
 
@@ -121,6 +122,8 @@ def verify(
             verifying.steps(parts, steps, chain=chain)
         if keep:
             found.kept = folder
+    if chain:
+        found.not_compared = [one for one in found.not_compared if "their contents" not in one]
     return found
 
 
@@ -154,6 +157,7 @@ class _Verifying:
         self._run, self._sessions, self._folder, self._found = run, sessions, folder, found
         self._last = max(one.last_step for one in sessions)
         self._made = 0
+        self._saved = {step_of(path): path for path in reversed([*published(run.checkpoints)])}
 
     def data(self, part: Stretch) -> None:
         """Read and tokenize the corpus again, and compare the tokens with those that were trained on."""
@@ -192,8 +196,7 @@ class _Verifying:
         """Yield what of a stretch is replayed at a time."""
         if part.begin >= part.end:
             return
-        between = range(part.begin + 1, part.end) if chain else ()
-        cuts = [n for n in between if checkpoint_at(self._run, n) is not None]
+        cuts = [n for n in self._saved if part.begin < n < part.end] if chain else []
         for begin, end in zip((part.begin, *cuts), (*cuts, part.end), strict=True):
             yield part.between(begin, end)
 
@@ -242,7 +245,7 @@ class _Verifying:
     def _train(self, piece: Stretch, *, saves: bool = False, audited: int = 0) -> RunFolder | None:
         """Return the run folder of a replay; None, with a line that says why, where none can be made."""
         checkpoint = None
-        if piece.begin and (checkpoint := checkpoint_at(self._run, piece.begin)) is None:
+        if piece.begin and (checkpoint := self._saved.get(piece.begin)) is None:
             text = (
                 f"settings were changed at step {piece.begin}, whose checkpoint is no longer there"
             )
@@ -313,9 +316,8 @@ class _Verifying:
 
     def _up_to(self, part: Stretch, step: int) -> Stretch:
         """Return the steps up to `step` from the nearest checkpoint before it on."""
-        earlier = range(part.begin + 1, step)
-        saved = (n for n in reversed(earlier) if checkpoint_at(self._run, n) is not None)
-        return part.between(next(saved, part.begin), step)
+        earlier = [n for n in self._saved if part.begin < n < step]
+        return part.between(max(earlier, default=part.begin), step)
 
     def step(self, parts: Sequence[Stretch], step: int) -> None:
         """Replay up to `step` from the nearest checkpoint before it, and add a line for each of its stages."""
