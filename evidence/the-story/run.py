@@ -11,7 +11,7 @@ time limit for the OOM killer, and built a second backend on that. Here, with pu
     engine distill    the same run without the defect: are blocks slow by themselves?
     engine why        a finding about the alert: a setting that saves memory is refuted by its test, the
                       teacher's backend confirmed by its own; closed, exported
-    engine evidence   verify
+    engine why check  the bundle as it was exported, and each test judged again
 
 FOLDER gets the runs, `evidence/` with the bundle, and summary.json. `tiny` rehearses on a CPU: every
 number is another, every command the same. What a random teacher teaches is noise; what it costs is not.
