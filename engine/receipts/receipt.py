@@ -212,9 +212,10 @@ def digest_of_log(path: Path) -> dict[str, Any] | None:
     return {"bytes": size, "sha256": _sha256(path, LOG_FILE, size)}
 
 
-def digest_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file in a folder."""
-    return {file.name: _digest_of_file(file) for file in sorted(folder.iterdir()) if file.is_file()}
+def digest_files(folder: Path, *, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """Return size and hash of every file in a folder whose name does not end with one of `without`."""
+    files = (file for file in sorted(folder.iterdir()) if file.is_file())
+    return {file.name: _digest_of_file(file) for file in files if not file.name.endswith(without)}
 
 
 def _digest_of_file(file: Path) -> dict[str, Any]:

@@ -99,8 +99,8 @@ class Builder:
     def teacher(self, before: RunView | None) -> LoadedTeacher:
         """Return the teacher, ready to run.
 
-        Raises CheckpointError when an earlier session, whose log is `before`, read different weights from
-        the same file.
+        Its `sha256` raises CheckpointError when an earlier session, whose log is `before`, read different weights
+        from the same file.
         """
         spec, log = self.spec.teacher, self.log
         backend, precision, compiled = spec.backend, spec.precision, spec.compile == "on"
@@ -118,8 +118,6 @@ class Builder:
             join(decoder)
         ready = partial(to_events.model, "teacher", spec.path, decoder.config, precision)
         sha256 = self._hashed(decoder, ready, beside=spec.shard == "off")
-        if before is not None:
-            check_same_teacher(before, sha256(), spec.path, backend, precision)
         if isinstance(teacher, TruncatingTeacher):
             log(Phase(name="measuring what the cut of the vocabulary drops"))
             dropped = teacher.dropped_mass(
@@ -135,7 +133,12 @@ class Builder:
             )
         if spec.prefetch == "on":
             teacher = PrefetchingTeacher(teacher, self.device)
-        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=sha256)
+
+        def checked_sha256() -> str:
+            check_same_teacher(before, digest := sha256(), spec.path, backend, precision)
+            return digest
+
+        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=checked_sha256)
 
     def fresh_student(self) -> Beside[tuple[Decoder, Beside[str]]] | None:
         """Begin to draw the weights of a fresh student, on the CPU, and to hash them; None where that is not to be done

@@ -19,7 +19,8 @@ TENSORS = (".safetensors", ".gguf", ".apr")
 STATE = ("step", "seed", "position")
 """Fields of a checkpoint's state.json on which the next steps depend."""
 WEIGHTS, MOMENTS = 1e-2, 0.5
-"""What rounding may make of all weights and of all moments, of their length, where both are not equal to the bit."""
+"""Largest distance that rounding explains between all weights and between all moments, relative to their length. After
+30 steps of 7B shapes on an H200 they are 8e-4 and 0.1 apart."""
 
 
 def compare_checkpoints(run: RunFolder, again: RunFolder, step: int, grown: int) -> Verdict | None:
@@ -46,11 +47,11 @@ def compare_students(run: RunFolder, again: RunFolder, grown: int) -> Verdict | 
     was, now = run.path / "student", again.path / "student"
     if not was.is_dir() or not now.is_dir():
         return None
-    files, wanted = digest_files(was), digest_files(now)
+    files, wanted = (digest_files(one, without=TENSORS) for one in (was, now))
     if others := sorted(files.keys() ^ wanted.keys()):
         return Verdict(Level.FAIL, f"only one of both has {', '.join(others)}")
     for name in sorted(files):
-        if not name.endswith(TENSORS) and files[name] != wanted[name]:
+        if files[name] != wanted[name]:
             return Verdict(Level.FAIL, f"{name} is another than the replay saves")
     return _compare_tensors(was, now, grown)
 
