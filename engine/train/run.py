@@ -265,7 +265,11 @@ class _Job:
         if self.before is not None:
             student_sha256()  # of the weights that a resume replaces
         resumed_from = self._resume(trainer, loop, allow_fallback, allow_restart)
-        if self.before is not None and "teacher" in self.before.models and taught.sha256 is not None:
+        if (
+            self.before is not None
+            and "teacher" in self.before.models
+            and taught.sha256 is not None
+        ):
             taught.sha256()  # refuses another teacher than the run's
         # A compiler sees sharded layers as different ones, so those are compiled after sharding.
         self._put_to_run(trainer, plan, compiled=compiled and not ranks.many)

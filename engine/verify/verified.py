@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from engine.audit.stages import STAGES
@@ -20,6 +21,7 @@ from engine.log.follow import Follower
 from engine.plan.inputs import check_inputs
 from engine.receipts.receipt import check_receipt, not_looked_at, read_receipt_or_facts
 from engine.spec import spec_from_dict
+from engine.train.beside import Beside
 from engine.verdict import Level, Verdict, lowest
 from engine.verify import replay
 from engine.verify.compare import (
@@ -98,8 +100,31 @@ def verify(
         raise RunLogError.expected(
             "run folder", run.path, "a run that has ended", "one that is going on"
         )
+    # Gigabytes are hashed while the run is replayed.
+    receipt = Beside(partial(_compare_receipt, run), "hash of the run's files")
+    found = _replayed(
+        run, steps=steps, step=step, chain=chain, data=data, scratch=scratch, keep=keep
+    )
+    of_files = receipt.result()
+    found.lines = of_files.lines | found.lines
+    found.not_compared = of_files.not_compared + found.not_compared
+    if chain:
+        found.not_compared = [one for one in found.not_compared if "their contents" not in one]
+    return found
+
+
+def _replayed(
+    run: RunFolder,
+    *,
+    steps: int | None,
+    step: int | None,
+    chain: bool,
+    data: bool,
+    scratch: Path | None,
+    keep: bool,
+) -> Verified:
+    """Replay `run` and compare it with its log."""
     found = Verified()
-    _compare_receipt(run, found)
     sessions = read_sessions(run)
     if not sessions or sessions[0].started is None:
         found.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
@@ -122,13 +147,12 @@ def verify(
             verifying.steps(parts, steps, chain=chain)
         if keep:
             found.kept = folder
-    if chain:
-        found.not_compared = [one for one in found.not_compared if "their contents" not in one]
     return found
 
 
-def _compare_receipt(run: RunFolder, found: Verified) -> None:
+def _compare_receipt(run: RunFolder) -> Verified:
     """Compare the files of the folder with the hashes in its receipt."""
+    found = Verified()
     view = Follower(run).read_all()
     receipt, is_receipt = read_receipt_or_facts(run, view)
     if not is_receipt:
@@ -137,7 +161,7 @@ def _compare_receipt(run: RunFolder, found: Verified) -> None:
             found.lines["receipt"] = Verdict(Level.FAIL, text)
         else:
             found.not_compared.append("files: the run ended without a receipt of their hashes")
-        return
+        return found
     answers = check_receipt(run, receipt, view)
     wrong = {name: one for name, one in answers.items() if one.level is not Level.PASS}
     for name, one in wrong.items():
@@ -146,6 +170,7 @@ def _compare_receipt(run: RunFolder, found: Verified) -> None:
         text = f"{len(answers)} entries agree with the files of the folder"
         found.lines["receipt"] = Verdict(Level.PASS, text)
     found.not_compared += not_looked_at(run, receipt)
+    return found
 
 
 class _Verifying:
