@@ -102,52 +102,42 @@ def verify(
         )
     # Gigabytes are hashed while the run is replayed.
     receipt = Beside(partial(_compare_receipt, run), "hash of the run's files")
-    found = _replayed(
-        run, steps=steps, step=step, chain=chain, data=data, scratch=scratch, keep=keep
-    )
+    found = Verified()
+    sessions = read_sessions(run)
+    parts = _parts(run, sessions, found)
+    if parts:
+        with replay_folder(run, scratch, keep=keep) as folder:
+            verifying = _Verifying(run, sessions, folder, found)
+            if data:
+                verifying.data(parts[0])
+            if step is not None:
+                verifying.step(parts, step)
+            else:
+                verifying.steps(parts, steps, chain=chain)
+            if keep:
+                found.kept = folder
     of_files = receipt.result()
     found.lines = of_files.lines | found.lines
-    found.not_compared = of_files.not_compared + found.not_compared
+    found.not_compared[:0] = of_files.not_compared
     if chain:
         found.not_compared = [one for one in found.not_compared if "their contents" not in one]
     return found
 
 
-def _replayed(
-    run: RunFolder,
-    *,
-    steps: int | None,
-    step: int | None,
-    chain: bool,
-    data: bool,
-    scratch: Path | None,
-    keep: bool,
-) -> Verified:
-    """Replay `run` and compare it with its log."""
-    found = Verified()
-    sessions = read_sessions(run)
+def _parts(run: RunFolder, sessions: Sequence[Session], found: Verified) -> list[Stretch]:
+    """Return the parts of a run that have the same settings; none, with a line that says why, of what has no steps."""
     if not sessions or sessions[0].started is None:
         found.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
-        return found
+        return []
     try:
         parts = stretches(sessions, run.read_effective())
     except ChangedSettings as error:
         found.lines["settings"] = Verdict(Level.FAIL, str(error))
         found.lines["steps"] = Verdict(Level.UNKNOWN, "no replay: its settings are not there")
-        return found
+        return []
     text = "effective.json has the hash that the run logged"
     found.lines["settings"] = Verdict(Level.PASS, text)
-    with replay_folder(run, scratch, keep=keep) as folder:
-        verifying = _Verifying(run, sessions, folder, found)
-        if data:
-            verifying.data(parts[0])
-        if step is not None:
-            verifying.step(parts, step)
-        else:
-            verifying.steps(parts, steps, chain=chain)
-        if keep:
-            found.kept = folder
-    return found
+    return parts
 
 
 def _compare_receipt(run: RunFolder) -> Verified:
