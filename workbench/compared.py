@@ -29,7 +29,7 @@ from engine.spec.sections import options
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
 from workbench.groups import Samples, samples_of
-from workbench.paths import path_text
+from workbench.paths import path_text, stamps
 from workbench.traces import GAP, Trace
 
 AXES = ("step", "tokens", "time")
@@ -198,7 +198,7 @@ class _Followed:
         self._feed = RunFeed(run, budget_s=budget_s)
         self._tokens: array[float] = array("d")
         self._storage: object = None
-        self._settings: tuple[tuple[int, int], dict[str, Any]] | None = None
+        self._settings: tuple[object, dict[str, Any]] | None = None
 
     def poll(self) -> Compared:
         snapshot = self._feed.poll()
@@ -221,13 +221,9 @@ class _Followed:
 
     def _effective(self) -> dict[str, Any]:
         """Return effective.json, read again when a resume has changed it."""
-        try:
-            found = self.run.effective.stat()
-            key = (found.st_mtime_ns, found.st_size)
-        except OSError:
-            key = (0, 0)
-        if self._settings is None or self._settings[0] != key:
-            self._settings = (key, effective_of(self.run))
+        seen = stamps([self.run.effective])
+        if self._settings is None or self._settings[0] != seen:
+            self._settings = (seen, effective_of(self.run))
         return self._settings[1]
 
 

@@ -16,6 +16,7 @@ from engine.contracts.text import contract_lines
 from engine.errors import BadInput
 from engine.verdict import Level, lowest
 from workbench.listing import TONE_OF, Listing, Row, age_text
+from workbench.paths import stamps
 
 NONE = """\
 No contract here: {problem}
@@ -39,12 +40,12 @@ class ContractsFeed:
 
     def statuses(self) -> tuple[Status, ...]:
         """Return the current status of every contract. Raises BadInput where there is none."""
-        if self._seen is None or self._fingerprint() != self._seen:
+        if self._seen is None or self._stamps() != self._seen:
             self._statuses = tuple(overview(root=self._root, receipts=self._receipts))
             found = [status.contract for status in self._statuses if status.contract is not None]
             sources = Sources(self._root)
             self._code = {file for contract in found for file in code_files(contract, sources)}
-            self._seen = self._fingerprint()
+            self._seen = self._stamps()
         return self._statuses
 
     def poll(self) -> Listing:
@@ -55,18 +56,11 @@ class ContractsFeed:
             return Listing(head="contracts: none", empty=NONE.format(problem=problem))
         return listing_of(statuses)
 
-    def _fingerprint(self) -> object:
-        """Return modification time and size of every file that a status depends on."""
+    def _stamps(self) -> object:
+        """Return what differs once a file that a status depends on has changed."""
         folders = (self._root / "contracts", self._root / self._receipts)
         files = {file for folder in folders if folder.is_dir() for file in folder.iterdir()}
-        found = []
-        for file in sorted(files | self._code):
-            try:
-                stat = file.stat()
-            except OSError:
-                continue
-            found.append((file, stat.st_mtime_ns, stat.st_size))
-        return tuple(found)
+        return stamps(files | self._code)
 
 
 def listing_of(statuses: Sequence[Status]) -> Listing:

@@ -13,22 +13,21 @@ from typing import Any
 from engine.log.text import one_line
 from engine.units import format_bytes, format_seconds
 from engine.verdict import Level
-from workbench.engine_commands import ENGINE, ask_json
+from workbench.engine_commands import ask_json
 from workbench.listing import TONE_OF, Listing, Row
 
 REFUSAL = "engine doctor --json — expected one JSON value, found code {code}: {said}"
 
 
-def ask(engine: Sequence[str] = ENGINE) -> dict[str, Any]:
+def diagnosis() -> dict[str, Any]:
     """Run the doctor and return its diagnosis as JSON. Raises InternalError when there is none."""
-    return ask_json(["doctor", "--json"], REFUSAL, dict[str, Any], engine)
+    return ask_json(["doctor", "--json"], REFUSAL, dict[str, Any])
 
 
 class DoctorFeed:
     """Runs the doctor once, and again after `forget`."""
 
-    def __init__(self, engine: Sequence[str] = ENGINE) -> None:
-        self._engine = tuple(engine)
+    def __init__(self) -> None:
         self._rows: tuple[Row, ...] | None = None
         self._asked_s = 0.0
         self._took_s = 0.0
@@ -42,7 +41,7 @@ class DoctorFeed:
         """Return the doctor's report and its age. Raises InternalError when there is none."""
         if self._rows is None:
             begun_s = time.monotonic()
-            fields = ask(self._engine)
+            fields = diagnosis()
             self._asked_s = time.monotonic()
             self._took_s = self._asked_s - begun_s
             self._rows = tuple(rows_of(fields))

@@ -23,7 +23,7 @@ from engine.log.folder import is_run
 from engine.log.text import one_line
 from engine.units import format_seconds
 from engine.verdict import Level
-from workbench.engine_commands import ENGINE, ask_json
+from workbench.engine_commands import ask_json
 from workbench.listing import TONE_OF, Listing, Row, age_text
 
 DRILLS = Path("drills")
@@ -74,9 +74,9 @@ class Found:
         return folder if is_run(folder) else None
 
 
-def known_drills(engine: Sequence[str] = ENGINE) -> tuple[Known, ...]:
+def known_drills() -> tuple[Known, ...]:
     """Return every drill. Raises InternalError when the engine does not list them."""
-    return ask_json(["drill", "--list", "--json"], REFUSAL, tuple[Known, ...], engine)
+    return ask_json(["drill", "--list", "--json"], REFUSAL, tuple[Known, ...])
 
 
 def results_in(*folders: Path) -> dict[str, Found]:
@@ -114,20 +114,15 @@ def _files(folders: Sequence[Path]) -> Iterator[Path]:
 class DrillsFeed:
     """Every drill with its last result."""
 
-    def __init__(
-        self,
-        folders: Sequence[Path] = (EVIDENCE, DRILLS),
-        *,
-        engine: Sequence[str] = ENGINE,
-    ) -> None:
-        self._folders, self._engine = tuple(folders), tuple(engine)
+    def __init__(self, folders: Sequence[Path] = (EVIDENCE, DRILLS)) -> None:
+        self._folders = tuple(folders)
         self._known: tuple[Known, ...] | None = None
         self.results: dict[str, Found] = {}
 
     def poll(self) -> Listing:
         """Return the list of drills. Raises InternalError when the engine does not list them."""
         if self._known is None:
-            self._known = known_drills(self._engine)
+            self._known = known_drills()
         self.results = results_in(*self._folders)
         now_unix_s = time.time()
         levels = [

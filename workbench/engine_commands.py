@@ -9,11 +9,10 @@ cannot reach it.
 from __future__ import annotations
 
 import shlex
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -36,20 +35,16 @@ def distill_arguments(spec: Path, sets: Sequence[str], out: Path | None) -> list
     return arguments
 
 
-def start_run(
-    spec: Path, sets: Sequence[str], out: Path | None, *, engine: Sequence[str] = ENGINE
-) -> RunFolder:
+def start_run(spec: Path, sets: Sequence[str], out: Path | None) -> RunFolder:
     """Start a run in the background. Raises BadInput when the engine refuses the spec or a
     setting."""
-    return _detached([*distill_arguments(spec, sets, out), "--detach"], engine)
+    return _detached([*distill_arguments(spec, sets, out), "--detach"])
 
 
-def check_run(
-    spec: Path, sets: Sequence[str], out: Path | None = None, *, engine: Sequence[str] = ENGINE
-) -> str:
+def check_run(spec: Path, sets: Sequence[str], out: Path | None = None) -> str:
     """Return the report of `engine distill --check-inputs` on a valid spec and its inputs. Raises BadInput with
     everything that is wrong otherwise. Nothing is started and nothing is written."""
-    return _run([*distill_arguments(spec, sets, out), "--check-inputs"], engine).stderr.strip()
+    return _run([*distill_arguments(spec, sets, out), "--check-inputs"]).stderr.strip()
 
 
 def resume_arguments(
@@ -68,7 +63,6 @@ def resume_run(
     *,
     allow_fallback: bool = False,
     allow_change: Sequence[str] = (),
-    engine: Sequence[str] = ENGINE,
 ) -> RunFolder:
     """Continue a run that has ended, from its newest checkpoint.
 
@@ -76,7 +70,7 @@ def resume_run(
     steps are left, or when the environment changes a setting that is not in `allow_change`.
     """
     arguments = resume_arguments(run, allow_fallback=allow_fallback, allow_change=allow_change)
-    return _detached([*arguments, "--detach"], engine)
+    return _detached([*arguments, "--detach"])
 
 
 def command_text(arguments: Sequence[str]) -> str:
@@ -84,103 +78,21 @@ def command_text(arguments: Sequence[str]) -> str:
     return shlex.join(["engine", *arguments])
 
 
-def stop_run(run: RunFolder, *, engine: Sequence[str] = ENGINE) -> str:
+def stop_run(run: RunFolder) -> str:
     """Ask a run to stop; returns the engine's message."""
-    return _run(["stop", str(run.path)], engine).stderr.strip()
+    return _run(["stop", str(run.path)]).stderr.strip()
 
 
-class StartedFlip:
-    """A flip in its own process, which continues when this program ends."""
-
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, words: Path) -> None:
-        self._process, self.folder, self._words = process, folder, words
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def said(self) -> str:
-        """Return why it ended without a verdict: the error that it printed, and the hint below it."""
-        lines = self._words.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        if not lines:
-            return f"engine flip ended with code {self._process.returncode}"
-        causes = [line for line in lines if line.startswith("engine flip: ")]
-        return "\n".join(dict.fromkeys([*causes[-1:], lines[-1]]))
-
-    def stop(self) -> None:
-        """Like Ctrl-C: the measurements are kept, and a verdict so far is written."""
-        if self.is_alive:
-            self._process.send_signal(signal.SIGINT)
-
-
-def check_flip(arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> list[str]:
+def check_flip(arguments: Sequence[str]) -> list[str]:
     """Return the report of `engine flip --dry-run` on a flip that can be started: its plan and its cost. The
     inputs of both arms are checked and nothing is started. Raises BadInput for one that is refused."""
-    return _run([*arguments, "--dry-run"], engine).stderr.strip().splitlines()
+    return _run([*arguments, "--dry-run"]).stderr.strip().splitlines()
 
 
-def start_flip(arguments: Sequence[str], folder: Path) -> StartedFlip:
-    """Start `engine flip` into `folder`. Its output goes to `<folder>.txt` beside it. Raises BadInput
-    when that cannot be written."""
-    words = folder.with_name(f"{folder.name}.txt")
-    try:
-        words.parent.mkdir(parents=True, exist_ok=True)
-        with words.open("wb") as output:
-            process = spawn(arguments, output)
-    except OSError as problem:
-        raise BadInput.expected(
-            "flip", words, "to write it", problem.strerror or str(problem)
-        ) from problem
-    return StartedFlip(process, folder, words)
-
-
-def spawn(
-    arguments: Sequence[str], output: BinaryIO, engine: Sequence[str] = ENGINE
-) -> subprocess.Popen[bytes]:
-    """Start an engine command that outlives this program, with all its output going to `output`."""
-    return subprocess.Popen(
-        [*engine, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=child.environment(),
-        start_new_session=True,
-    )
-
-
-def ask_json(
-    arguments: Sequence[str], refusal: str, type_: type[T], engine: Sequence[str] = ENGINE
-) -> T:
-    """Return the JSON value that an engine command prints. Raises InternalError when there is none, with the
-    text `refusal` formatted with the exit `code` and with the output as `said`."""
-    done = subprocess.run(
-        [*engine, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=child.environment(),
-        check=False,
-    )
-    try:
-        return msgspec.json.decode(done.stdout, type=type_)
-    except msgspec.DecodeError as problem:
-        said = done.stderr.decode("utf-8", "replace").strip() or str(problem)
-        raise InternalError(refusal.format(code=done.returncode, said=said)) from None
-
-
-def _detached(arguments: Sequence[str], engine: Sequence[str]) -> RunFolder:
-    lines = _run(arguments, engine).stdout.splitlines()
-    if len(lines) != 1:
-        raise InternalError(
-            f"engine {arguments[0]} --detach — expected the path of a run folder on stdout, "
-            f"found {lines}"
-        )
-    return open_run(Path(lines[0]))
-
-
-def _run(arguments: Sequence[str], engine: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run an engine command that has to succeed; a failure is raised as the engine error with its exit code."""
-    done = subprocess.run(
-        [*engine, *arguments],
+def ask(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run an engine command to its end."""
+    return subprocess.run(
+        [*ENGINE, *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
@@ -189,6 +101,32 @@ def _run(arguments: Sequence[str], engine: Sequence[str]) -> subprocess.Complete
         start_new_session=True,
         check=False,
     )
+
+
+def ask_json(arguments: Sequence[str], refusal: str, type_: type[T]) -> T:
+    """Return the JSON value that an engine command prints. Raises InternalError when there is none, with the
+    text `refusal` formatted with the exit `code` and with the output as `said`."""
+    done = ask(arguments)
+    try:
+        return msgspec.json.decode(done.stdout, type=type_)
+    except msgspec.DecodeError as problem:
+        said = done.stderr.strip() or str(problem)
+        raise InternalError(refusal.format(code=done.returncode, said=said)) from None
+
+
+def _detached(arguments: Sequence[str]) -> RunFolder:
+    lines = _run(arguments).stdout.splitlines()
+    if len(lines) != 1:
+        raise InternalError(
+            f"engine {arguments[0]} --detach — expected the path of a run folder on stdout, "
+            f"found {lines}"
+        )
+    return open_run(Path(lines[0]))
+
+
+def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run an engine command that has to succeed; a failure is raised as the engine error with its exit code."""
+    done = ask(arguments)
     if done.returncode == 0:
         return done
     message, _, hint = done.stderr.strip().partition("\nhint: ")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.errors import RunLogError
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
@@ -22,6 +21,7 @@ from engine.log.read import Liveness
 from engine.log.text import has_ended, status_text
 from engine.log.view import RunView
 from workbench.log_pages import Log, LogBook
+from workbench.paths import stamps
 
 READ_BUDGET_S = 0.5
 LONGEST = 4
@@ -100,7 +100,7 @@ class _Verified:
         # Imported here: the first frame does not need it.
         from engine.verify.kept_outcome import NAME, is_stale, outcome_text, read_outcome
 
-        seen = _stamp(self._run.path / NAME), _stamp(self._run.events), last_step
+        seen = stamps((self._run.path / NAME, self._run.events)), last_step
         if seen != self._seen:
             try:
                 outcome = read_outcome(self._run)
@@ -112,14 +112,6 @@ class _Verified:
                 self._words = text if outcome is None else f"verified: {text}"
             self._seen = seen
         return self._words
-
-
-def _stamp(path: Path) -> object:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class RunFeed:

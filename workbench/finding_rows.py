@@ -7,8 +7,7 @@ The actions on a finding are in `engine.findings.changes`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from engine.errors import BadInput, EngineError
@@ -23,7 +22,8 @@ from engine.flips.text import pair_heading, pair_line, plan_lines
 from engine.log.folder import RunFolder, find_runs, is_run
 from engine.log.observed import observations
 from engine.log.text import one_line
-from workbench.listing import TONE_OF, Listing, Row, Tone
+from workbench.listing import TONE_OF, FoldersFeed, Listing, Row, Tone
+from workbench.paths import stamps
 
 EVIDENCE, JOB = "evidence", "why"
 NONE = """\
@@ -44,47 +44,33 @@ SIGNS: dict[Level, tuple[str, Tone]] = {
 # The list
 
 
-class FindingsFeed:
-    """Reads the findings in some folders; one is read again when its file has changed."""
+class FindingsFeed(FoldersFeed):
+    """Reads the findings in some folders."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = tuple(folders)
-        self._rows: dict[Path, tuple[object, Row]] = {}
+    TITLE, NOUN, EMPTY = "five whys", "finding", NONE
 
-    def poll(self) -> Listing:
-        """Return the list of findings, newest first."""
-        rows = []
-        for bundle in (bundle for folder in self.folders for bundle in find_bundles(folder)):
-            stat = (bundle.path / FINDING).lstat()
-            seen = (stat.st_mtime_ns, stat.st_size)
-            known = self._rows.get(bundle.path)
-            if known is None or known[0] != seen:
-                known = self._rows[bundle.path] = (seen, _row(bundle))
-            rows.append(known[1])
-        words = ", ".join(map(str, self.folders))
-        return Listing(
-            head=f"five whys: {len(rows)} finding{'' if len(rows) == 1 else 's'} in {words}",
-            rows=tuple(rows),
-            empty=NONE.format(folders=words),
-        )
+    def find(self, folder: Path) -> Iterator[Path]:
+        return (bundle.path for bundle in find_bundles(folder))
 
+    def stamp(self, path: Path) -> object:
+        return stamps([path / FINDING])
 
-def _row(bundle: Bundle) -> Row:
-    name, key = bundle.path.name, str(bundle.path)
-    try:
-        finding = bundle.read()
-    except BadInput as problem:
-        # A damaged finding must not hide the others.
-        text = f"damaged: {one_line(problem.message)}"
-        return Row(key=key, name=name, text=text, tone="bad", lines=(name, f"  {text}"))
-    tone: Tone = "quiet"
-    if isinstance(finding, Finding):
-        tone = "good" if finding.confirmed else "quiet" if finding.closed else "unsure"
-    text = one_line(state_words(finding))
-    if tone != "good":
-        # What a confirmed cause ends is said with it.
-        text += f"  {one_line(finding.title)}"
-    return Row(key=key, name=name, text=text, tone=tone, lines=(name, *lines(finding)))
+    def read(self, path: Path) -> Row:
+        name, key = path.name, str(path)
+        try:
+            finding = Bundle(path).read()
+        except BadInput as problem:
+            # A damaged finding must not hide the others.
+            text = f"damaged: {one_line(problem.message)}"
+            return Row(key=key, name=name, text=text, tone="bad", lines=(name, f"  {text}"))
+        tone: Tone = "quiet"
+        if isinstance(finding, Finding):
+            tone = "good" if finding.confirmed else "quiet" if finding.closed else "unsure"
+        text = one_line(state_words(finding))
+        if tone != "good":
+            # What a confirmed cause ends is said with it.
+            text += f"  {one_line(finding.title)}"
+        return Row(key=key, name=name, text=text, tone=tone, lines=(name, *lines(finding)))
 
 
 # One finding
@@ -106,23 +92,13 @@ class FindingFeed:
 
     def poll(self) -> Listing:
         """Return its rows. Damage is shown in them, not raised."""
-        seen = _fingerprint(self.path)
+        seen = stamps(self.path.rglob("*"))
         if self._listing is None or seen != self._seen:
             checked = check_bundle(Bundle(self.path))
             self.finding = checked.finding if isinstance(checked.finding, Finding) else None
             self._listing = listing_of(checked)
             self._seen = seen
         return self._listing
-
-
-def _fingerprint(path: Path) -> object:
-    found = set()
-    for file in path.rglob("*"):
-        # A temporary file may have disappeared meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            stat = file.stat()
-            found.add((file, stat.st_mtime_ns, stat.st_size))
-    return found
 
 
 def listing_of(checked: Checked) -> Listing:

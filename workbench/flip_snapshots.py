@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,11 @@ from engine.flips.watched import difference, options_for, watched_plan
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
 from engine.log.read import writer_is_alive
-from workbench.engine_commands import StartedFlip, check_flip, start_flip
+from workbench.engine_commands import check_flip
 from workbench.feed import command_of
-from workbench.listing import Listing, Row, Tone
+from workbench.jobs import Job, start_flip
+from workbench.listing import FoldersFeed, Row, Tone
+from workbench.paths import stamps
 
 FLIPS = "flips"
 NONE = """\
@@ -94,7 +96,7 @@ class FlipSnapshot:
 class FlipFeed:
     """Follows one flip; `started` is its process, if this program started it."""
 
-    def __init__(self, folder: Path, started: StartedFlip | None = None) -> None:
+    def __init__(self, folder: Path, started: Job | None = None) -> None:
         self.folder = folder
         self._started = started
 
@@ -116,7 +118,7 @@ class FlipFeed:
         except RunLogError as problem:
             error, going_on, arm = str(problem), False, ""
         if self._started is not None and not going_on and verdict is None:
-            error = error or self._started.said()
+            error = error or self._started.refusal
         return FlipSnapshot(
             folder=self.folder,
             plan=plan,
@@ -212,7 +214,7 @@ class Wanted:
         UsageError for a flip that would be refused."""
         return _without_seed(check_flip(self.arguments(source, self.folder(flips))))
 
-    def start(self, source: Path, folder: Path) -> StartedFlip:
+    def start(self, source: Path, folder: Path) -> Job:
         """Start it in a new folder. Raises BadInput where that cannot be written."""
         return start_flip(self.arguments(source, folder), folder)
 
@@ -247,35 +249,25 @@ def going_on(flips: Path, source: Path) -> Path | None:
     return None
 
 
-class FlipsFeed:
-    """Reads the flips in some folders, newest first; one that has ended is read again when it changed."""
+class FlipsFeed(FoldersFeed):
+    """Reads the flips in some folders."""
+
+    TITLE, NOUN, EMPTY = "experiments", "flip", NONE
 
     def __init__(self, folders: Sequence[Path], *, ascii_only: bool = False) -> None:
-        self.folders, self._ascii_only = tuple(folders), ascii_only
-        self._rows: dict[Path, tuple[object, Row]] = {}
+        super().__init__(folders)
+        self._ascii_only = ascii_only
 
-    def poll(self) -> Listing:
-        """Return the list of flips."""
-        rows = [self._row(path) for folder in self.folders for path in find_flips(folder)]
-        words = ", ".join(map(str, self.folders))
-        count = f"{len(rows)} flip{'' if len(rows) == 1 else 's'}"
-        return Listing(
-            head=f"experiments: {count} in {words}",
-            rows=tuple(rows),
-            empty=NONE.format(folders=words),
-        )
+    def find(self, folder: Path) -> Iterable[Path]:
+        return find_flips(folder)
 
-    def _row(self, path: Path) -> Row:
-        files = (path / "pairs.jsonl", path / "verdict.json", path / "plan.json")
-        seen = tuple((f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
-        known = self._rows.get(path)
-        if known is not None and known[0] == seen and not writer_is_alive(path / "pairs.jsonl"):
-            return known[1]
-        snapshot = FlipFeed(path).poll()
-        row = row_of(snapshot, ascii_only=self._ascii_only)
-        # A running flip changes without these files, so it is read again.
-        self._rows[path] = (None if snapshot.going_on else seen, row)
-        return row
+    def stamp(self, path: Path) -> object:
+        if writer_is_alive(path / "pairs.jsonl"):
+            return None
+        return stamps(path / name for name in ("pairs.jsonl", "verdict.json", "plan.json"))
+
+    def read(self, path: Path) -> Row:
+        return row_of(FlipFeed(path).poll(), ascii_only=self._ascii_only)
 
 
 def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:

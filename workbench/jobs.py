@@ -16,10 +16,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
-from engine.errors import write_error
+from engine import child
+from engine.errors import BadInput, write_error
 from engine.units import format_seconds
-from workbench.engine_commands import ENGINE, spawn
+from workbench.engine_commands import ENGINE
 
 TAIL_BYTES = 16 << 10
 
@@ -27,16 +29,23 @@ TAIL_BYTES = 16 << 10
 class Job:
     """One command, from its start on."""
 
-    def __init__(
-        self, name: str, arguments: Sequence[str], process: subprocess.Popen[bytes], words: Path
-    ) -> None:
-        self.name, self.arguments, self.words = name, tuple(arguments), words
-        self._process, self._begun_s = process, time.monotonic()
+    def __init__(self, arguments: Sequence[str], output: IO[bytes]) -> None:
+        """Start `engine ARGUMENTS`, with all that it prints going to a file."""
+        self.arguments, self.words = tuple(arguments), Path(output.name)
+        self._begun_s = time.monotonic()
         self._ended_s: float | None = None
+        self._process = subprocess.Popen(
+            [*ENGINE, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=child.environment(),
+            start_new_session=True,
+        )
 
     @property
     def is_alive(self) -> bool:
-        alive = self._process.poll() is None
+        alive = self.code is None
         if not alive and self._ended_s is None:
             self._ended_s = time.monotonic()
         return alive
@@ -56,6 +65,14 @@ class Job:
     def newest_line(self) -> str:
         """Return the last line of its output; empty before the first."""
         return next((line.strip() for line in reversed(self._tail())), "")
+
+    @property
+    def refusal(self) -> str:
+        """Return why it ended without a result: the error that it printed, and the hint below it."""
+        command = f"engine {self.arguments[0]}"
+        causes = [line[2:] for line in self._tail() if line.startswith(f"  {command}: ")]
+        said = dict.fromkeys([*causes[-1:], self.newest_line])
+        return "\n".join(filter(None, said)) or f"{command} ended with code {self.code}"
 
     def lines(self) -> tuple[str, ...]:
         """Return the command, its state, and the end of its output."""
@@ -90,17 +107,31 @@ class Jobs:
         """Return the newest command of a name."""
         return self._newest.get(name)
 
-    def start(self, name: str, arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> Job:
+    def start(self, name: str, arguments: Sequence[str]) -> Job:
         """Start `engine ARGUMENTS`, or return the running command of that name. Its first word is in the name of
         the file of its output. Raises RunLogError or DiskFull when that cannot be written."""
         before = self.of(name)
         if before is not None and before.is_alive:
             return before
+        prefix = f"apr-{name.split()[0]}-"
         try:
-            fd, path = tempfile.mkstemp(prefix=f"apr-{name.split()[0]}-", suffix=".txt")
+            output = tempfile.NamedTemporaryFile(prefix=prefix, suffix=".txt", delete=False)  # noqa: SIM115
         except OSError as problem:
             raise write_error("command", tempfile.gettempdir(), "to write there", problem) from None
-        with os.fdopen(fd, "wb") as output:
-            process = spawn(arguments, output, engine)
-        job = self._newest[name] = Job(name, arguments, process, Path(path))
+        with output:
+            job = self._newest[name] = Job(arguments, output)
         return job
+
+
+def start_flip(arguments: Sequence[str], folder: Path) -> Job:
+    """Start `engine flip` into `folder`. Its output goes to `<folder>.txt` beside it. Raises BadInput
+    when that cannot be written."""
+    words = folder.with_name(f"{folder.name}.txt")
+    try:
+        words.parent.mkdir(parents=True, exist_ok=True)
+        with words.open("wb") as output:
+            return Job(arguments, output)
+    except OSError as problem:
+        raise BadInput.expected(
+            "flip", words, "to write it", problem.strerror or str(problem)
+        ) from problem

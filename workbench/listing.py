@@ -6,10 +6,11 @@ without colour nor a reader without colour vision loses a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from engine.units import format_seconds
 from engine.verdict import Level
@@ -54,7 +55,6 @@ class Listing:
     """What to do to get a row, when there is none."""
     job: tuple[str, ...] = ()
     """The newest output of a command that a key started; empty without one."""
-    job_runs: bool = False
 
 
 def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
@@ -67,11 +67,48 @@ def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
     return tuple(found.values())
 
 
+class FoldersFeed(ABC):
+    """Reads what lies in some folders, as a row each; one is read again when it has changed."""
+
+    TITLE: ClassVar[str]
+    NOUN: ClassVar[str]
+    EMPTY: ClassVar[str]
+    """What to do to get a row, when there is none; `folders` are those that were searched."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = tuple(folders)
+        self._rows: dict[Path, tuple[object, Row]] = {}
+
+    def poll(self) -> Listing:
+        """Return the list, folder by folder."""
+        rows = [self._row(path) for folder in self.folders for path in self.find(folder)]
+        words = ", ".join(map(str, self.folders))
+        count = f"{len(rows)} {self.NOUN}{'' if len(rows) == 1 else 's'}"
+        empty = self.EMPTY.format(folders=words)
+        return Listing(head=f"{self.TITLE}: {count} in {words}", rows=tuple(rows), empty=empty)
+
+    def _row(self, path: Path) -> Row:
+        stamp, known = self.stamp(path), self._rows.get(path)
+        if stamp is None or known is None or known[0] != stamp:
+            known = self._rows[path] = (stamp, self.read(path))
+        return known[1]
+
+    @abstractmethod
+    def find(self, folder: Path) -> Iterable[Path]:
+        """Return what a folder has, newest first."""
+
+    @abstractmethod
+    def stamp(self, path: Path) -> object:
+        """Return what differs once the row has changed; None while it changes without that."""
+
+    @abstractmethod
+    def read(self, path: Path) -> Row:
+        """Return the row of what lies at a path."""
+
+
 def with_job(listing: Listing, job: Job | None) -> Listing:
     """Return the list with the newest output of a command below it."""
-    if job is None:
-        return listing
-    return replace(listing, job=job.lines(), job_runs=job.is_alive)
+    return listing if job is None else replace(listing, job=job.lines())
 
 
 def age_text(age_s: float | None) -> str:

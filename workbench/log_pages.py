@@ -147,12 +147,6 @@ class Log:
             return low, self.places[low]
         return None, row - low
 
-    def row_at(self, unix_s: float) -> int:
-        """Return the number of rows up to a time."""
-        asides = bisect_right([line.unix_s for line in self.asides], unix_s)
-        number = _number_at(self.parts, self.points, self.count, unix_s)
-        return number + asides
-
     def until(self, unix_s: float) -> Log:
         """Return the log as it was at a time."""
         asides = bisect_right([line.unix_s for line in self.asides], unix_s)

@@ -1,13 +1,26 @@
-"""Paths as they are shown: as they would be typed from the current folder, where that is shorter."""
+"""Paths: as they are shown, which is as they would be typed from the current folder where that is shorter, and whether
+what lies there has changed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 PATH = re.compile(r"(?<![^\s(=\[{'\"`])/[\w.@+-][^\s:;,)\]}'\"`]*")
 """An absolute path in a text."""
+
+
+def stamps(paths: Iterable[Path]) -> frozenset[tuple[Path, int, int, int]]:
+    """Return what differs once the content of one of these files has changed; a file that is not there has no part."""
+    found = set()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            found.add((path, stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    return frozenset(found)
 
 
 def path_text(value: str | Path, here: Path | None = None) -> str:

@@ -5,12 +5,12 @@ The command reads the corpus again, which takes seconds, so it runs in its own p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.log.text import one_line
-from workbench.engine_commands import ENGINE, ask_json
+from workbench.engine_commands import ask_json
 from workbench.listing import Listing, Row
 
 REFUSAL = "{said}"
@@ -19,8 +19,8 @@ KEPT = 64
 
 
 class StepRowsFeed:
-    def __init__(self, run: Path, step: int, engine: Sequence[str] = ENGINE) -> None:
-        self._run, self._engine = run, tuple(engine)
+    def __init__(self, run: Path, step: int) -> None:
+        self._run = run
         self.step = max(step, 1)
         """The step that the next poll looks at."""
         self._seen: dict[int, Listing] = {}
@@ -30,7 +30,7 @@ class StepRowsFeed:
         step = self.step
         if step not in self._seen:
             command = ["data", str(self._run), "--step", str(step), "--json"]
-            found = listing_of(ask_json(command, REFUSAL, dict[str, Any], self._engine))
+            found = listing_of(ask_json(command, REFUSAL, dict[str, Any]))
             while len(self._seen) >= KEPT:
                 del self._seen[next(iter(self._seen))]
             self._seen[step] = found

@@ -11,9 +11,8 @@ import threading
 import uuid
 from typing import Any
 
-from engine import child
 from engine.errors import InternalError
-from workbench.engine_commands import ENGINE
+from workbench.engine_commands import ask
 from workbench.notebook.outputs import replace, show
 from workbench.notebook.panel import still_html
 
@@ -31,14 +30,7 @@ class Doctor:
         self._thread.start()
 
     def _ask(self) -> None:
-        done = subprocess.run(
-            [*ENGINE, "doctor"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=child.environment(),
-            check=False,
-        )
+        done = ask(["doctor"])
         with self._lock:
             self._done = done
             if self._shown:

@@ -26,9 +26,9 @@ from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
 from engine.report.chart import flip_figure
 from engine.terminal import as_html
-from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed, command_of
 from workbench.flip_snapshots import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
+from workbench.jobs import Job
 from workbench.notebook.panel import Panel, hide_still
 
 FLIPS = Path("flips")
@@ -74,7 +74,7 @@ class Flip(Panel):
         self._run = run if isinstance(run, RunFolder) else open_run(Path(run))
         self._out, self._flips = None if out is None else Path(out).absolute(), Path(flips)
         self._feed: FlipFeed | None = None
-        self._started: StartedFlip | None = None
+        self._started: Job | None = None
         self._starting = threading.Lock()
         self._planned: Wanted | None = None
         self._suggested = False

@@ -101,10 +101,6 @@ class Canvas:
         self._roles: list[str | None] = [None] * cells
 
     @property
-    def dots_across(self) -> int:
-        return self.columns * self.dots_per_column
-
-    @property
     def dots_up(self) -> int:
         return self.rows * self.dots_per_row
 

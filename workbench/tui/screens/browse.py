@@ -41,6 +41,8 @@ COMMON: tuple[Binding, ...] = (
     ),
 )
 """Keys of every list, after its own."""
+STARTING = frozenset({"run", "run_all"})
+"""The actions that start the command of a list."""
 JOB_LINES = 7
 SHARE = (30, 50)
 """The least and the most of the width that a list gets beside its details, in percent."""
@@ -152,11 +154,10 @@ class BrowseScreen(PollingScreen, Generic[F]):
     }
     """
 
-    def __init__(self, context: Context, title: str, feed: F) -> None:
+    def __init__(self, context: Context, feed: F) -> None:
         super().__init__(context)
-        self.title, self._feed = title, feed
+        self._feed = feed
         self._zoomed = False
-        self._goto = ""
 
     def compose(self) -> ComposeResult:
         yield Static(f"{self.title}: reading", id="head", markup=False)
@@ -187,8 +188,6 @@ class BrowseScreen(PollingScreen, Generic[F]):
             self.set_class(not listing.rows, "-empty")
             rows.rows = listing.rows
             self._share_width()
-            if self._goto and rows.select(self._goto):
-                self._goto = ""
             self.set_class(bool(listing.job), "-working")
             first, rest = listing.job[:1], listing.job[1:]
             words = "\n".join((*first, *rest[-self._job_lines() :]))
@@ -210,12 +209,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
     @property
     def selected(self) -> Row | None:
         """Return the row under the cursor."""
-        return self.query_one(RowList).selected
-
-    def goto(self, key: str) -> None:
-        """Put the cursor on the row with that key as soon as it exists."""
-        self._goto = key
-        self.tick()
+        return self.query_one(RowList).selected if self.is_mounted else None
 
     @on(Resize)
     def lay_out(self) -> None:
@@ -234,7 +228,18 @@ class BrowseScreen(PollingScreen, Generic[F]):
         else:
             rows.styles.width = "1fr"
 
+    def read_again(self, heading: str) -> None:
+        """Show a heading until the rows have been read again."""
+        self.query_one("#head", Static).update(heading)
+        self.query_one(RowList).focus()
+        self.tick()
+
     # Keys.
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "stop":
+            return self.job_runs
+        return action not in STARTING or (self.selected is not None and not self.job_runs)
 
     @on(OptionList.OptionSelected)
     def choose(self, event: OptionList.OptionSelected) -> None:

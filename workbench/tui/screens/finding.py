@@ -59,7 +59,8 @@ class FindingScreen(BrowseScreen[FindingFeed]):
     )
 
     def __init__(self, context: Context, path: Path) -> None:
-        super().__init__(context, f"finding {path.name}", FindingFeed(path))
+        super().__init__(context, FindingFeed(path))
+        self.title = f"finding {path.name}"
         self.bundle = Bundle(path)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

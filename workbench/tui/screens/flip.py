@@ -23,7 +23,6 @@ from textual.widgets import Static
 from engine.errors import EngineError
 from engine.flips.proposals import Proposal, proposals
 from engine.log.folder import RunFolder, settings_of
-from workbench.engine_commands import StartedFlip
 from workbench.feed import RunFeed, command_of
 from workbench.flip_snapshots import (
     FLIPS,
@@ -33,6 +32,7 @@ from workbench.flip_snapshots import (
     going_on,
     verdict_of,
 )
+from workbench.jobs import Job
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.flip_form import FlipForm, FlipPlan
@@ -112,7 +112,7 @@ class FlipScreen(PollingScreen):
         assert run is not None or folder is not None, "a run to flip, or a flip"
         self._run, self._found, self._flips = run, found, Path(FLIPS)
         self._feed: FlipFeed | None = None if folder is None else FlipFeed(folder)
-        self._started: StartedFlip | None = None
+        self._started: Job | None = None
         self._snapshot: FlipSnapshot | None = None
         self._folded = True
         self._looked = folder is not None

@@ -584,7 +584,7 @@ class RunScreen(PollingScreen):
             self.notify("rows are on record of a run of ours that has done a step", markup=False)
             return
         # Imported here: the first frame does not need it.
-        from workbench.tui.screens.step_rows import StepRowsScreen
+        from workbench.tui.screens.lists import StepRowsScreen
 
         step = snapshot.view.last_step
         self.app.push_screen(StepRowsScreen(self.context, self.run.path, step))

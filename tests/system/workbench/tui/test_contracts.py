@@ -13,7 +13,7 @@ from tests.support.contract_files import make_project
 from tests.support.paths import ROOT
 from tests.support.screens import on_screen, poll, press, words_of
 from workbench.contract_rows import ContractsFeed
-from workbench.tui.screens.contracts import ContractsScreen
+from workbench.tui.screens.lists import ContractsScreen
 
 RECEIPTS = Path("evidence/contracts")
 SIZES = [

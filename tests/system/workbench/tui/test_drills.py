@@ -16,9 +16,10 @@ from tests.support.doctor_around import AROUND
 from tests.support.machines import MACHINES
 from tests.support.paths import ROOT
 from tests.support.screens import on_screen, poll, press, shows, texts_of, words_of
-from workbench.doctor_rows import ask, rows_of
+from workbench import engine_commands
+from workbench.doctor_rows import diagnosis, rows_of
 from workbench.drill_rows import DrillsFeed, known_drills, results_in
-from workbench.tui.screens.drills import DrillsScreen
+from workbench.tui.screens.lists import DrillsScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.row_list import RowList
 
@@ -70,9 +71,13 @@ def test_a_drill_without_a_result_says_how_to_get_one(tmp_path: Path) -> None:
     assert any(f"engine drill {DRILL}" in line for line in rows[DRILL].lines)
 
 
-def test_an_engine_that_lists_no_drills_is_an_error_and_no_empty_list() -> None:
+def test_an_engine_that_lists_no_drills_is_an_error_and_no_empty_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing = ["sh", "-c", "echo no such thing >&2; exit 3"]
+    monkeypatch.setattr(engine_commands, "ENGINE", failing)
     with pytest.raises(InternalError, match="expected a list of drills, found no such thing"):
-        known_drills(["sh", "-c", "echo no such thing >&2; exit 3"])
+        known_drills()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -140,6 +145,7 @@ def test_the_doctor_tells_what_is_broken_missing_and_with_which_source() -> None
     assert {row.key: row for row in rows_of(broken)}["broken"].tone == "bad"
 
 
-def test_a_doctor_that_says_nothing_is_an_error() -> None:
+def test_a_doctor_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_commands, "ENGINE", ["sh", "-c", "echo no torch >&2; exit 3"])
     with pytest.raises(InternalError, match="expected one JSON value, found code 3: no torch"):
-        ask(["sh", "-c", "echo no torch >&2; exit 3"])
+        diagnosis()

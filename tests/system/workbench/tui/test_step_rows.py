@@ -13,8 +13,8 @@ from engine.log.rows import path_of
 from tests.support.run_folders import completed
 from tests.support.screens import on_screen, poll, press, shows, words_of
 from workbench.step_rows import StepRowsFeed, listing_of
+from workbench.tui.screens.lists import StepRowsScreen
 from workbench.tui.screens.run import RunScreen
-from workbench.tui.screens.step_rows import StepRowsScreen
 
 
 async def at_step(pilot: Pilot[None], step: int) -> None:

@@ -1,0 +1,244 @@
+"""The lists: one class each, which names its title, its feed, its keys, and what enter opens.
+
+five whys     the findings in the evidence folders
+experiments   every flip with its verdict; opens one, or starts a new one
+contracts     what each promises, the level it has reached, and running its tests
+drills        known incidents, whether each was named, and running one
+doctor        what this machine can do, and what cannot be measured on it
+rows          what one step of a run trained on
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from engine.errors import UsageError
+from engine.log.folder import RunFolder, is_run
+from workbench import contract_rows, drill_rows, finding_rows
+from workbench.contract_rows import ContractsFeed
+from workbench.doctor_rows import DoctorFeed
+from workbench.drill_rows import DrillsFeed
+from workbench.finding_rows import FindingsFeed
+from workbench.flip_snapshots import FLIPS, FlipsFeed
+from workbench.listing import beside
+from workbench.step_rows import StepRowsFeed
+from workbench.tui.context import Context
+from workbench.tui.screens.browse import BrowseScreen, own_keys
+from workbench.tui.screens.finding import FindingScreen, ask_why, finding_form
+from workbench.tui.screens.flip import FlipScreen
+from workbench.tui.screens.form import Field, FormScreen, Values
+from workbench.tui.screens.runs import RunsScreen
+
+
+class WhysScreen(BrowseScreen[FindingsFeed]):
+    """The findings."""
+
+    TITLE = "five whys"
+    NOTES = (
+        "A finding begins with what went wrong in a run (W on its screen), names changes that may end",
+        "it, and tests them: runs as they were must show it, and runs with the change must not.",
+        "It is kept in evidence/DATE-NAME/, with all that its tests were judged by, frozen by hash.",
+    )
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding("enter", "open", "open", tooltip="the finding under the cursor"),
+    )
+
+    def __init__(self, context: Context) -> None:
+        folders = beside(context.folders, finding_rows.EVIDENCE)
+        super().__init__(context, FindingsFeed(folders))
+
+    def action_open(self) -> None:
+        if self.selected is not None:
+            self.app.push_screen(FindingScreen(self.context, Path(self.selected.key)))
+
+
+class FlipsScreen(BrowseScreen[FlipsFeed]):
+    """The flips in the folder of flips here, and beside the runs."""
+
+    TITLE = "experiments"
+    NOTES = (
+        "+ decided   ? inconclusive   ! invalid, or the arms compute different things   ~ running",
+        "",
+        "measured     registered beforehand, both controls passed, flipped, equal and parity proved",
+        "screen       anything less: enough to drop a hypothesis, not to quote a number",
+        "exploratory  the plan was changed after the start",
+    )
+    ACTING = frozenset({"new", "keep"})
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding("enter", "open", "open", tooltip="the flip under the cursor"),
+        Binding(
+            "n", "new", "new flip", tooltip="test a suspicion about the run that was on screen"
+        ),
+        Binding("ctrl+w", "keep", "why", tooltip="a five-whys finding with its change as a cause"),
+    )
+
+    def __init__(self, context: Context, run: RunFolder | None = None) -> None:
+        folders = beside(context.folders, FLIPS)
+        super().__init__(context, FlipsFeed(folders, ascii_only=context.ascii_only))
+        self._run = run
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "new":
+            return self._run is not None
+        return action != "keep" or self.selected is not None
+
+    def action_open(self) -> None:
+        if self.selected is not None:
+            folder = Path(self.selected.key)
+            self.app.push_screen(FlipScreen(self.context, None, folder=folder))
+
+    def action_new(self) -> None:
+        self.app.push_screen(FlipScreen(self.context, self._run))
+
+    def action_keep(self) -> None:
+        if self.selected is not None:
+            folder = Path(self.selected.key)
+            ask_why(self, lambda: finding_form(*finding_rows.of_flip(folder)))
+
+
+class ContractsScreen(BrowseScreen[ContractsFeed]):
+    """The contracts of the project in the current folder."""
+
+    TITLE = "contracts"
+    NOTES = (
+        "Levels, computed from receipts each time they are shown:",
+        "  basic      the file is valid",
+        "  standard   and every test passes",
+        "  strict     and every planted bug is caught",
+        "  proven     and every proof holds",
+        "",
+        "UNKNOWN is never a pass: not run, skipped, stale (the contract or its code changed since).",
+        "`engine contracts run` continues when this screen or the workbench is closed.",
+    )
+    JOB = contract_rows.JOB
+    ACTING = frozenset({"run", "run_all", "stop"})
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding(
+            "n", "run", "run now", tooltip="run the contract under the cursor in the background"
+        ),
+        Binding("N", "run_all", "run all", tooltip="run every contract in the background"),
+        Binding(
+            "x", "stop", "stop", tooltip="stop the running command; complete receipts are kept"
+        ),
+    )
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, ContractsFeed())
+
+    def action_run(self) -> None:
+        if self.selected is not None:
+            self.start_job(["contracts", "run", self.selected.key])
+
+    def action_run_all(self) -> None:
+        self.start_job(["contracts", "run"])
+
+
+class DrillsScreen(BrowseScreen[DrillsFeed]):
+    """Every drill of the engine."""
+
+    TITLE = "drills"
+    NOTES = (
+        "A drill makes one known incident happen in a short real run and asks whether the workbench names it.",
+        "PASS: it was named as required. FAIL: it was not. UNKNOWN: it cannot be tried here.",
+        "",
+        "A running drill continues when this screen or the workbench is closed; its folder is in drills/.",
+    )
+    JOB = drill_rows.JOB
+    ACTING = frozenset({"run", "stop"})
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding("n", "run", "run now", tooltip="run the drill under the cursor (a few seconds)"),
+        Binding(
+            "o", "open_run", "open its run", tooltip="the screen of the run of its last result"
+        ),
+        Binding("x", "stop", "stop", tooltip="stop the running drill and its run"),
+    )
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, DrillsFeed())
+
+    def _run(self) -> Path | None:
+        """Return the run of the selected drill: its active run, else that of its last result."""
+        if (row := self.selected) is None:
+            return None
+        if self.job is not None and self.job_runs and self.job.arguments[1] == row.key:
+            folder = Path(self.job.arguments[3]) / row.key
+            if is_run(folder):
+                return folder
+        found = self._feed.results.get(row.key)
+        return None if found is None else found.run
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "open_run":
+            return self._run() is not None
+        return super().check_action(action, parameters)
+
+    def action_run(self) -> None:
+        if (row := self.selected) is not None:
+            self.start_job(drill_rows.drill_arguments(row.key, drill_rows.new_folder(row.key)))
+
+    def action_open_run(self) -> None:
+        if (folder := self._run()) is not None:
+            self.post_message(RunsScreen.Opened(RunFolder(folder)))
+
+
+class DoctorScreen(BrowseScreen[DoctorFeed]):
+    """One examination of this machine."""
+
+    TITLE = "doctor"
+    NOTES = (
+        "The report of `engine doctor`, made once when this opens; R runs it again.",
+        "PASS: everything that a run reads can be read. UNKNOWN: something cannot; the row says what",
+        "that rules out. FAIL: something is broken.",
+    )
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding("R", "ask_again", "run again", tooltip="examine the machine again"),
+    )
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, DoctorFeed())
+
+    def action_ask_again(self) -> None:
+        self._feed.forget()
+        self.read_again("doctor: running again")
+
+
+class StepRowsScreen(BrowseScreen[StepRowsFeed]):
+    """The rows of a step of a run of ours."""
+
+    TITLE = "rows of a step"
+    NOTES = (
+        "What `engine data RUN --step N` says: each row of the step with its documents and its text, looked up",
+        "in the corpus by the hash on record. What is to be predicted stands between ⟦ and ⟧.",
+        "A row that it was not the turn of is said to be so, and which it is.",
+    )
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding("left", "go(-1)", "step before", tooltip="the rows of the step before"),
+        Binding("right", "go(1)", "step after", tooltip="the rows of the step after"),
+        Binding("g", "ask", "go to", tooltip="the rows of another step, by its number"),
+    )
+
+    def __init__(self, context: Context, run: Path, step: int) -> None:
+        super().__init__(context, StepRowsFeed(run, step))
+
+    def action_go(self, steps: int) -> None:
+        self._look_at(self._feed.step + steps)
+
+    def action_ask(self) -> None:
+        def send(values: Values) -> str:
+            if not values["step"].isdecimal():
+                raise UsageError(f"step — expected a number, found {values['step']!r}")
+            return values["step"]
+
+        def done(step: str | None) -> None:
+            if step is not None:
+                self._look_at(int(step))
+
+        fields = (Field(name="step", label="step", value=str(self._feed.step)),)
+        self.app.push_screen(FormScreen("Rows of a step", fields, send), done)
+
+    def _look_at(self, step: int) -> None:
+        self._feed.step = max(step, 1)
+        self.read_again(f"reading the rows of step {self._feed.step:,}")
