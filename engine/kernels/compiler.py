@@ -20,34 +20,20 @@ never specialised on the values of integers, and every pointer is aligned to 16 
 launch checks.
 
 **Bodies** are compiled kernels, from Triton or its cache on disk. Triton keeps a body in a folder
-named by Triton's own hash. Two things are added here, so that a body can be verified against our key:
-
-- the compiled function is named by the digest of our key, and the name is part of Triton's hash too.
-  So a folder belongs to one key, and the machine code contains that name;
-- the first stage of a compilation (TTIR) can be run alone: it takes some milliseconds from the
-  kernel's source to text in which its constants are literal numbers. Triton has no public function
-  for this: `ir` is private to it, and is used only here.
+named by Triton's own hash. The compiled function is named by the digest of our key, and the name is
+part of Triton's hash too, so a folder belongs to one key.
 
 A cache finds bodies by key. If a body compiled with epsilon 1e-5 is stored under the key of 1e-6,
-every lookup, count and warm-up looks right and every result is wrong. So a body from disk is
-verified first, by four checks, each of which can refuse it:
-
-    its manifest      the file `manifest-1.json` beside it: the whole key, and a hash of every file.
-                      A mismatch names the fields that differ
-    its metadata      the name, target, warps and arithmetic that Triton compiled it for
-    its machine code  must define the function that is named by the digest of the key
-    its first stage   the text with literal constants must equal the one that the kernel's source
-                      gives now, whatever the manifest says
-
-The first three take 2 ms. The last one runs the compiler's front end, 15 to 100 ms. It is skipped
-if this version of our code has already made it for this body: the manifest contains a hash of that
-code. Bodies written by any other version are verified completely.
+every lookup, count and warm-up looks right and every result is wrong. So each body has a manifest
+beside it, `manifest-1.json`, with the whole key and a hash of every file. A body from disk is
+compared with it before it is used, which takes 2 ms; a mismatch names the fields and files that
+differ.
 
 A body that fails is neither used nor silently replaced, because a source of wrong bodies is worth
 knowing about. A body without a manifest belongs to a process that was killed while compiling it; it
 is compiled again, and counted as compiled.
 
-Not covered: machine code that was altered together with its hash in the manifest.
+Not covered: files that were altered together with their hashes in the manifest.
 """
 
 from __future__ import annotations
@@ -58,19 +44,16 @@ import functools
 import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import triton
 from triton import knobs
-from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
 
 from engine.errors import InternalError
 from engine.parsing import PARSING
@@ -261,41 +244,14 @@ def compile_for(variant: Variant, arch: int) -> tuple[Any, bool]:
     if disk_hit and not (_folder(body) / MANIFEST).exists():
         # The process that compiled it was killed before it wrote the manifest: remove it from
         # Triton's index.
-        (_folder(body) / f"__grp__{_path(body, '.json').name}").unlink(missing_ok=True)
+        for index in _folder(body).glob("__grp__*.json"):
+            index.unlink(missing_ok=True)
         body, disk_hit = _compile(variant, arch, key)
     if disk_hit:
-        verify(body, key, lambda: first_stage(variant, arch, key))
+        verify(body, key)
     else:
-        _vouch(body, key, first_stage(variant, arch, key))
+        _write_manifest(body, key)
     return body, disk_hit
-
-
-def first_stage(variant: Variant, arch: int, key: KernelKey) -> str:
-    """Return the TTIR of a kernel, Triton's first intermediate language. All constants are literals
-    in it, it depends on the target only where the source does, and it has no line numbers.
-    """
-    source = _Source(variant, key.symbol)
-    target = _target(arch)
-    backend, context = _front_end(target)
-    options = backend.parse_options(_options(variant))
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, options, source.language)
-    module = source.make_ir(
-        target,
-        options,
-        backend.get_codegen_implementation(options),
-        backend.get_module_map(),
-        context,
-    )
-    return str(stages["ttir"](module, {}).str_nodebug())
-
-
-def _front_end(target: GPUTarget) -> tuple[Any, Any]:
-    """Return Triton's backend for a target, and a context in which TTIR can be built and parsed."""
-    backend, context = make_backend(target), ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    return backend, context
 
 
 class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
@@ -368,17 +324,8 @@ def _assembler(arch: int) -> str:
     return str(tool.version)
 
 
-def _vouch(body: Any, key: KernelKey, first_stage: str) -> None:
-    """Verify that a body matches `key`, and write its manifest.
-
-    `first_stage` is what the kernel's source gives now.
-    """
-    _refuse(
-        body,
-        key,
-        [*_metadata(body, key), *_content(body, key), *_first_stage(body, key, first_stage)],
-    )
-    manifest = {"key": key.fields(), "sha256": _hashes(body), "examined_by": _own_code()}
+def _write_manifest(body: Any, key: KernelKey) -> None:
+    manifest = {"key": key.fields(), "sha256": _hashes(body)}
     target = _folder(body) / MANIFEST
     partial = target.with_name(f"{MANIFEST}.{os.getpid()}-{id(body):x}")
     partial.write_text(json.dumps(manifest, indent=1))
@@ -386,28 +333,15 @@ def _vouch(body: Any, key: KernelKey, first_stage: str) -> None:
 
 
 # contract: kernel-keys-v1
-def verify(body: Any, key: KernelKey, first_stage: Callable[[], str]) -> None:
-    """Raise InternalError, naming each field and file, unless `body` is a body of `key`.
-
-    `first_stage` returns what the kernel's source gives now; it is called only if needed.
+def verify(body: Any, key: KernelKey) -> None:
+    """Raise InternalError, naming each field and file, unless the manifest of `body` has this key
+    and the hashes of its files.
     """
     try:
         manifest = json.loads((_folder(body) / MANIFEST).read_text())
-        fields, hashes = dict(manifest["key"]), dict(manifest["sha256"])
-        examined_by = manifest["examined_by"]
+        problems = [*_differing(dict(manifest["key"]), dict(manifest["sha256"]), body, key)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _refuse(body, key, [f"{MANIFEST}: expected a key and hashes, found {error!r}"])
-        return
-    _refuse(
-        body,
-        key,
-        [*_written(body, key, fields, hashes), *_metadata(body, key), *_content(body, key)],
-    )
-    if examined_by != _own_code():
-        _vouch(body, key, first_stage())
-
-
-def _refuse(body: Any, key: KernelKey, problems: list[str]) -> None:
+        problems = [f"{MANIFEST}: expected a key and hashes, found {error!r}"]
     if problems:
         raise InternalError(
             f"kernel {key.kernel}: {_folder(body)} — expected a body of {key}, found another: "
@@ -416,8 +350,8 @@ def _refuse(body: Any, key: KernelKey, problems: list[str]) -> None:
         )
 
 
-def _written(
-    body: Any, key: KernelKey, fields: dict[str, str], hashes: dict[str, str]
+def _differing(
+    fields: dict[str, str], hashes: dict[str, str], body: Any, key: KernelKey
 ) -> Iterator[str]:
     for name, expected in key.fields().items():
         if fields.get(name) != expected:
@@ -430,58 +364,6 @@ def _written(
             )
 
 
-def _metadata(body: Any, key: KernelKey) -> Iterator[str]:
-    found = body.metadata
-    compiler = key.compiler.split()[1]
-    for name, expected, actual in (
-        ("name", key.symbol, found.name),
-        ("target", key.target, f"sm_{found.target.arch}"),
-        ("warps", key.warps, found.num_warps),
-        ("stages", key.stages, found.num_stages),
-        ("fp_fusion", key.fp_fusion, found.enable_fp_fusion),
-        ("early", key.early, found.launch_pdl),
-        ("compiler", compiler, found.triton_version),
-    ):
-        if actual != expected:
-            yield f"{name} in its metadata: expected {expected}, found {actual}"
-
-
-def _content(body: Any, key: KernelKey) -> Iterator[str]:
-    # The symbol table of an ELF file holds names as plain bytes.
-    if key.symbol.encode() not in body.asm["cubin"]:
-        yield f"machine code: expected the function {key.symbol}, found none of that name"
-
-
-def _first_stage(body: Any, key: KernelKey, expected: str) -> Iterator[str]:
-    found = _without_locations(_path(body, ".ttir"), body.metadata.target)
-    named = re.search(r"tt\.func public @(\w+)", found)
-    if named is not None and named[1] != key.symbol:
-        yield f"name in its first stage: expected {key.symbol}, found {named[1]}"
-        found = found.replace(named[1], key.symbol)
-    if found != expected:
-        wanted, got = _first_difference(expected, found)
-        yield f"first stage: expected `{wanted}`, found `{got}`"
-
-
-def _without_locations(path: Path, target: GPUTarget) -> str:
-    """Return the stored first stage without file names and line numbers, because the same source
-    may be in another folder today.
-    """
-    _, context = _front_end(target)
-    try:
-        module = ir.parse_mlir_module(str(path), context)
-    except RuntimeError as error:
-        return str(error)
-    return str(module.str_nodebug())
-
-
-def _first_difference(expected: str, found: str) -> tuple[str, str]:
-    """Return the first line that differs, from each text."""
-    lines = zip_longest(expected.splitlines(), found.splitlines(), fillvalue="its end")
-    differing = ((a.strip(), b.strip()) for a, b in lines if a != b)
-    return next(differing, ("its end", "its end"))
-
-
 def _hashes(body: Any) -> dict[str, str]:
     """Return the SHA-256 of every file of a body by name."""
     return {
@@ -490,21 +372,5 @@ def _hashes(body: Any) -> dict[str, str]:
     }
 
 
-def _path(body: Any, suffix: str) -> Path:
-    for name, path in body.metadata_group.items():
-        if name.endswith(suffix):
-            return Path(path)
-    raise InternalError(
-        f"Triton's cache: {_folder(body)} — expected a file {suffix}, found {sorted(body.metadata_group)}",
-        hint="unset TRITON_STORE_BINARY_ONLY: what is not stored cannot be examined",
-    )
-
-
 def _folder(body: Any) -> Path:
     return Path(next(iter(body.metadata_group.values()))).parent
-
-
-@functools.cache
-def _own_code() -> str:
-    """Return a hash of the code that makes keys and that compiles and verifies bodies."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -19,10 +19,11 @@ import triton
 from triton.runtime.jit import JITFunction
 
 import engine.kernels
-from engine.kernels.compiler import ARCHITECTURES, Constant, Variant, first_stage, key_for
+from engine.kernels.compiler import ARCHITECTURES, Constant, Variant
 from engine.loss import fused
 from evidence.kernels import aot
 from evidence.kernels.aot import AotFigure, figure, regressions
+from tests.support.first_stage import first_stage
 from tests.support.paths import TESTS
 from tests.support.small_kernels import crowded, scaled
 
@@ -231,11 +232,11 @@ def one_of_each_kernel() -> list[Variant]:
 )
 def test_every_constant_of_a_kernel_reaches_its_code(variant: Variant) -> None:
     """A constant that is in the key and not in the code is one that the code has a fixed value for."""
-    whole = anonymous(variant)
+    whole = first_stage(variant, 90)
     for name, value in variant.constants:
         changed = replace_constant(variant, name, other(value))
         try:
-            code = anonymous(changed)
+            code = first_stage(changed, 90)
         except triton.CompilationError:
             continue  # The code has opinions about it.
         assert code != whole, f"{variant}: {name} has no effect"
@@ -259,9 +260,3 @@ def replace_constant(variant: Variant, name: str, value: Constant) -> Variant:
         variant.fp_fusion,
         variant.early,
     )
-
-
-def anonymous(variant: Variant) -> str:
-    """The first stage of a kernel without the name it is given for its key."""
-    key = key_for(variant, 90)
-    return first_stage(variant, 90, key).replace(key.symbol, variant.name)
