@@ -95,6 +95,8 @@ def alerts() -> str:
 
 def watch_identities() -> str:
     from engine.attach.identity_catalogue import IDENTITIES
+    from engine.log.events import IDENTITY
+    from engine.log.text import LEVEL_WORDS
 
     text = (
         "# Identities of a watched training\n\n"
@@ -107,7 +109,7 @@ def watch_identities() -> str:
     )
     for row in IDENTITIES:
         text += f"\n## {row.id}\n\n{row.question}\n\n"
-        text += f"- identity: {row.identity}; at worst a {row.degree}\n- otherwise: {row.means}\n"
+        text += f"- identity: {row.identity}; at worst a {LEVEL_WORDS.get((IDENTITY, row.level), row.level)}\n- otherwise: {row.means}\n"
         text += f"- do, in a plain loop: {row.plain}\n"
         for name, remedy in (
             ("the Trainer of transformers", row.transformers),

@@ -17,7 +17,7 @@ from typing import Literal
 
 from engine.errors import EngineError
 from engine.flips.flip_folder import find_flips, read_plan_of, read_verdict
-from engine.log.events import AlertCleared, AlertRaised, Compiled, NonFinite, RunStarted
+from engine.log.events import PASS, AnyEvent, Compiled, Judged, RunStarted
 from engine.log.folder import RunFolder
 from engine.log.text import alert_lines, clock_text, event_text
 from engine.log.view import RunView
@@ -49,7 +49,7 @@ class Happening:
     words: tuple[str, ...] = ()
     """The title and all details; of an alert none, which is worded when it is asked for: a run may have
     thousands."""
-    alert: AlertRaised | None = None
+    alert: Judged | None = None
     folder: Path | None = None
     """The folder of a flip."""
 
@@ -122,11 +122,11 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
         return (steps.value("unix_s", row) if row >= 0 else None) or 0.0
 
     found = [_stretch(part, time_of) for part in _stretches(view.non_finite)]
-    timed = [line for line in view.marks if not isinstance(line.event, AlertCleared)]
+    timed = [line for line in view.marks if not _is_over(line.event)]
     rows = steps.find_each("clock_s", [line.unix_s for line in timed])
     for line, row in zip(timed, rows, strict=True):
         event, unix_s, step = line.event, line.unix_s, step_of(row)
-        if isinstance(event, AlertRaised):
+        if isinstance(event, Judged):
             found.append(Happening(kind="alert", step=step, unix_s=unix_s, alert=event))
         elif isinstance(event, Compiled):
             kind: Kind = "late compile" if event.after_warm_up else "compile"
@@ -181,9 +181,13 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
     return tuple(found)
 
 
-def _stretches(faults: Sequence[NonFinite]) -> list[list[NonFinite]]:
+def _is_over(event: AnyEvent) -> bool:
+    return isinstance(event, Judged) and event.level == PASS
+
+
+def _stretches(faults: Sequence[Judged]) -> list[list[Judged]]:
     """Group faults of equal or consecutive steps: a run that diverged has one at every step."""
-    parts: list[list[NonFinite]] = []
+    parts: list[list[Judged]] = []
     for fault in faults:
         if parts and fault.step - parts[-1][-1].step <= 1:
             parts[-1].append(fault)
@@ -192,10 +196,10 @@ def _stretches(faults: Sequence[NonFinite]) -> list[list[NonFinite]]:
     return parts
 
 
-def _stretch(part: Sequence[NonFinite], time_of: Callable[[int], float]) -> Happening:
+def _stretch(part: Sequence[Judged], time_of: Callable[[int], float]) -> Happening:
     first, last = part[0], part[-1]
-    fields = sorted({fault.field for fault in part})
-    lines = [f"{first.field} is {first.value} at step {first.step}"]
+    fields = sorted({fault.id for fault in part})
+    lines = [f"{first.id} is {first.text} at step {first.step}"]
     if last.step > first.step:
         lines[0] += f", and to step {last.step}"
         lines.append(f"not finite at every step to {last.step}: {', '.join(fields)}")

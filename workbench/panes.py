@@ -222,7 +222,7 @@ def outcome_words(snapshot: Snapshot) -> list[str]:
     if view.non_finite:
         first = view.non_finite[0]
         lines.append(
-            f"NON-FINITE: {first.field} is {first.value} at step {first.step}"
+            f"NON-FINITE: {first.id} is {first.text} at step {first.step}"
             + (f", and {len(view.non_finite) - 1} more" if len(view.non_finite) > 1 else "")
         )
     lines += _alert_lines(snapshot)

@@ -28,6 +28,7 @@ from engine.log.table import Table
 from engine.log.text import (
     alert_lines,
     has_ended,
+    level_text,
     one_line,
     reason_text,
     result_lines,
@@ -352,7 +353,7 @@ def _row_of(
     alive: Liveness | None = None,
 ) -> RunRow:
     student = view.eval_of("student")
-    alerts = [(alert.severity, name) for name, alert in view.alerts.items()]
+    alerts = [(level_text(alert), name) for name, alert in view.alerts.items()]
     settings = {} if beside is None else beside.settings
     notes = Notes() if beside is None else beside.notes
     known = state not in (UNREADABLE, READING)
@@ -387,7 +388,7 @@ def _words_of(view: RunView, alive: Liveness) -> tuple[str, ...]:
     """Return what there is to know of a run at a glance."""
     newest = list(view.alerts.values())[-ALERTS_TOLD:]
     checks = [
-        one_line(f"check {check.id} failed: {check.reason}")
+        one_line(f"check {check.id} failed: {check.text}")
         for check in view.checks.values()
         if check.level == "fail"
     ]

@@ -7,19 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.log.events import Identity
-from engine.log.text import UNSEEN_COMMAND, one_line
+from engine.log.events import FACT, FAIL, IDENTITY, LEVELS, PASS, SUSPICION, UNKNOWN, Judged
+from engine.log.text import LEVEL_WORDS, UNSEEN_COMMAND, one_line
 from engine.log.view import RunView
-
-DEGREES = PASS, UNKNOWN, FACT, SUSPICION, CONTRADICTION = (
-    "pass",
-    "unknown",
-    "fact",
-    "suspicion",
-    "contradiction",
-)
-"""From good to bad. A contradiction is an identity that fails, and the only alarm; a suspicion holds, and may be a
-mistake."""
 
 PLAIN = ""
 TRANSFORMERS = "transformers"
@@ -33,7 +23,7 @@ class Row:
     id: str
     identity: str
     """`update`, `gradient`, `loss`, `data` or `ranks`."""
-    degree: str
+    level: str
     """The worst that it can be."""
     question: str
     means: str
@@ -52,7 +42,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="update",
         identity="update",
-        degree=CONTRADICTION,
+        level=FAIL,
         question="Are the new weights what AdamW, Adam or SGD by the textbook makes of the old, from gradient, state, "
         "rate and decay?",
         means="Something else moves the weights too, or the optimizer does not do what its settings say.",
@@ -63,7 +53,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="outside_writes",
         identity="update",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are the weights in front of a step those that the step before left?",
         means="Something else trains too: a decay by hand, a restored copy, a clamp, an average; or it is meant.",
         plain="look for code that writes p.data or uses no_grad() between steps, and hooks on the optimizer",
@@ -73,7 +63,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="vanishing_updates",
         identity="update",
-        degree=CONTRADICTION,
+        level=FAIL,
         question="Do 16-bit weights that have a gradient move, or is the update less than their type holds?",
         means="The loss may fall by the few weights that move; the others stay as they were for the whole run.",
         plain="keep the weights in fp32 and run the forward pass under torch.autocast, or raise the rate",
@@ -83,7 +73,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="stale_parameters",
         identity="update",
-        degree=CONTRADICTION,
+        level=FAIL,
         question="Are the parameters that the optimizer holds those of the model that trains?",
         means="The optimizer steps parameters of another model, or of layers that were replaced, and the new ones stay "
         "as they were made.",
@@ -94,7 +84,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="lost_gradients",
         identity="gradient",
-        degree=CONTRADICTION,
+        level=FAIL,
         question="Are the gradients of the backward passes there when the optimizer steps?",
         means="Something removes the gradients in between, and the optimizer does nothing at all.",
         plain="call optimizer.zero_grad() after optimizer.step(), or in front of the backward pass",
@@ -102,7 +92,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="kept_gradients",
         identity="gradient",
-        degree=CONTRADICTION,
+        level=FAIL,
         question="Do the gradients of a step hold nothing of the step before?",
         means="Each step is along the sum of all gradients so far, as with a momentum that never fades.",
         plain="call zero_grad() of every optimizer once for each of its steps, in front of the first backward pass",
@@ -112,7 +102,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="accumulation_windows",
         identity="gradient",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Does each backward pass count in one step, and each step in one accumulation window?",
         means="Where the data ends within a window, its gradients are dropped, or added to a window that is scaled as "
         "if it were whole.",
@@ -122,7 +112,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="accumulated_mean",
         identity="gradient",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Where a step sums the gradients of several batches, is each loss divided by their number once?",
         means="The gradients are as many times too large or too small; clipping and SGD see that, Adam's eps too.",
         plain="divide each loss by the number of backward passes that a step sums, in one place",
@@ -133,7 +123,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="clipping",
         identity="gradient",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are gradients clipped in front of the step, once they are unscaled?",
         means="Clipping has no effect, or clips nearly every step to almost nothing.",
         plain="loss.backward(), scaler.unscale_(optimizer) where there is a scaler, clip_grad_norm_, optimizer.step()",
@@ -143,7 +133,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="loss_scale",
         identity="gradient",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is the loss scaled where its backward pass is in fp16?",
         means="Gradients below 6e-8 are 0 in fp16: the layers far from the loss learn less, or nothing.",
         plain="use torch.amp.GradScaler, or bf16 instead of fp16",
@@ -153,7 +143,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="schedule",
         identity="update",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is the schedule called once for each step of its optimizer, and does the rate stay above 0?",
         means="The rate falls too early, comes to 0 or rises again, or stays as it was.",
         plain="call schedule.step() where optimizer.step() is called, count its length in those calls, and make it of "
@@ -164,7 +154,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="label_shift",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are the labels of a language model the tokens that follow the ones it reads?",
         means="The model learns to repeat what it reads, or to skip a token: the loss falls, and the text is bad.",
         plain="shift once: logits[:, :-1] against tokens[:, 1:], or inputs and labels cut from one row a token apart",
@@ -173,7 +163,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="causality",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="With --ask causality: does no place of a language model see the tokens behind it?",
         means="The model reads the answer: the loss falls far below what it can reach when it writes by itself.",
         plain="give attention its causal mask, or is_causal=True; look at means, norms and convolutions over places",
@@ -182,7 +172,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="label_coverage",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="How many places have a label?",
         means="A loss without a label is NaN or 0, and the step moves by decay and momentum alone.",
         plain="look at what masks the labels; a row that is cut off may lose all that is to be learnt",
@@ -191,7 +181,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="padding_labels",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Has padding no label?",
         means="Most of the loss may be of padding, which is learnt at once, and the loss looks better than it is.",
         plain="set the labels of padding to -100, or mask the loss",
@@ -200,7 +190,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="end_of_text",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is the token that ends a text a label?",
         means="The model is never taught to stop, and writes on when it is done.",
         plain="give pad another token than the end of text, or mask by the attention mask and not by the token",
@@ -209,7 +199,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="rows_left_out",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Do all rows of a batch reach the loss?",
         means="Rows that are read from the data are not trained on, and the log counts them.",
         plain="look for an index where a slice is meant, as in logits[0] or batch[:1]",
@@ -217,7 +207,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="double_softmax",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is the softmax taken once?",
         means="The cross entropy of a softmax of probabilities is nearly flat: it cannot fall far.",
         plain="give cross_entropy the logits, or nll_loss their log_softmax",
@@ -225,7 +215,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="distillation",
         identity="loss",
-        degree=FACT,
+        level=FACT,
         question="Which divergence from a teacher is trained, at which temperature, and how far apart are the two?",
         means="What is distilled; at the start of a run some nats.",
         plain="compare it with the recipe",
@@ -233,7 +223,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="teacher_is_student",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are teacher and student different models?",
         means="The divergence is 0 from the start and stays there: there is nothing to learn from the teacher.",
         plain="look at what the teacher is loaded from, and that it is no reference or copy of the student",
@@ -241,7 +231,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="teacher_mode",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is the teacher in eval mode?",
         means="Its answers to the same tokens are drawn anew at each step, and the student learns their noise.",
         plain="call teacher.eval() after it is loaded, and after anything that calls train() on what holds it",
@@ -252,7 +242,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="temperature_squared",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is a divergence at a temperature multiplied by its square?",
         means="Its gradient is T^2 times smaller than that of the cross entropy beside it, so that the teacher hardly "
         "counts.",
@@ -261,7 +251,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="divergence_mean",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is the divergence summed over the vocabulary before a mean is taken?",
         means="It is as many times too small as there are tokens.",
         plain='give kl_div reduction="batchmean" and logits of shape (places, vocabulary), or sum over the last axis',
@@ -269,7 +259,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="broadcast_loss",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Have predictions and targets of a loss the same shape?",
         means="Shapes (N, 1) and (N,) make a table of all pairs: each prediction is drawn to the mean of all targets.",
         plain="squeeze the last axis of the predictions, or unsqueeze the targets: both (N,) or both (N, 1)",
@@ -277,7 +267,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="bounded_logits",
         identity="loss",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are the logits of a cross entropy as a layer gives them, without an activation?",
         means="Probabilities cannot come near 0 and 1: the loss cannot fall far.",
         plain="give the loss what the last layer gives: no ReLU, sigmoid or tanh behind it",
@@ -285,7 +275,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="one_class",
         identity="data",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are the labels of a batch of several classes?",
         means="The data is sorted by class: the model learns to answer the class that it saw last.",
         plain="shuffle: DataLoader(..., shuffle=True), or shuffle a stream in front of the batches",
@@ -293,7 +283,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="training_mode",
         identity="data",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are dropout and batch norm of the model that is trained in training mode?",
         means="Nothing drops out and no statistics are taken: an evaluation left the model in eval mode, or it was "
         "loaded so.",
@@ -306,7 +296,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="evaluation_mode",
         identity="data",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are they in eval mode while an evaluation runs?",
         means="Each evaluation is of a model with parts dropped out, and the statistics of batch norm move by held-out "
         "data. A model without dropout and batch norm is the same in both modes.",
@@ -316,7 +306,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="held_out",
         identity="data",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Are the samples that evaluations read others than those that are trained on?",
         means="The evaluation tells how well the training data is learnt by heart, and no overfitting shows in it.",
         plain="split once, before anything is repeated, copied or augmented, and give each loader its own part",
@@ -326,7 +316,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="data_order",
         identity="data",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is the order of the data another one in each pass, where it is to be shuffled?",
         means="Each epoch has the same batches: the generator is seeded anew, or a sampler is not told its epoch.",
         plain="seed once, in front of the first epoch; of a DistributedSampler call set_epoch(epoch) in front of each",
@@ -334,7 +324,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="cut_passes",
         identity="data",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Do passes over a data loader come to their end?",
         means="An iterator that is made anew gives the first batch again; without shuffling it is the same one, and "
         "the rest of the data is never read.",
@@ -344,7 +334,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="repeated_samples",
         identity="data",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is each sample handed out once in a pass?",
         means="Some are trained on twice and others not at all, unless that is what the sampler is for.",
         plain="look at what the sampler, or the batch sampler, yields; draw from randperm, not from randint",
@@ -352,7 +342,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="repeated_batches",
         identity="data",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Do batches that follow each other differ?",
         means="The same data is trained on several times in a row.",
         plain="of an IterableDataset with several workers give each its part by get_worker_info(); else look at what "
@@ -361,7 +351,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="no_gradient",
         identity="update",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Has each parameter of the optimizer had a gradient by its third step?",
         means="A part of the model is not used, or is cut off by detach() or no_grad(); an expert that no token chose "
         "yet looks the same.",
@@ -370,7 +360,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="unowned_parameters",
         identity="update",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Is each parameter that gets a gradient held by an optimizer?",
         means="It stays as it was made, though its gradient is computed: it was forgotten, or it is to stay as it is.",
         plain="give the optimizer all of them; if they are to stay, set requires_grad_(False), which also saves the "
@@ -379,7 +369,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="rank_drift",
         identity="ranks",
-        degree=CONTRADICTION,
+        level=FAIL,
         question="Do all ranks begin a step with the same weights?",
         means="Each rank trains a model of its own, and what is saved is that of one rank, trained on its part of the "
         "data alone.",
@@ -393,7 +383,7 @@ IDENTITIES: tuple[Row, ...] = (
     Row(
         id="rank_data",
         identity="ranks",
-        degree=SUSPICION,
+        level=SUSPICION,
         question="Do ranks that train one model read different data?",
         means="They compute the same gradients: as many GPUs as there are do the work of one. It is meant where each "
         "takes its part of a batch later, as with context parallelism.",
@@ -405,7 +395,7 @@ IDENTITIES: tuple[Row, ...] = (
 BY_ID = {row.id: row for row in IDENTITIES}
 
 SIGNS = {
-    CONTRADICTION: "x CONTRADICTION",
+    FAIL: "x CONTRADICTION",
     SUSPICION: "! suspicion",
     UNKNOWN: "? unknown",
     FACT: "- fact",
@@ -421,12 +411,12 @@ class Outcome:
     id: str
     row: Row | None
     """None where another version wrote it."""
-    seen: Identity | None
+    seen: Judged | None
     """The worst of what was seen; None where nothing was."""
 
     @property
-    def degree(self) -> str:
-        return self.seen.degree if self.seen is not None and self.seen.degree in SIGNS else UNKNOWN
+    def level(self) -> str:
+        return self.seen.level if self.seen is not None and self.seen.level in SIGNS else UNKNOWN
 
     @property
     def text(self) -> str:
@@ -450,27 +440,32 @@ def outcomes(view: RunView) -> list[Outcome]:
     The log has each outcome of an identity once, at the first step that had it, so the worst of them counts: a
     contradiction is not undone by a later step.
     """
-    worst: dict[str, Identity] = {}
+    worst: dict[str, Judged] = {}
     for one in view.identities:
         if one.id not in worst or _badness(one) > _badness(worst[one.id]):
             worst[one.id] = one
     ids = [*BY_ID, *(id for id in worst if id not in BY_ID)]
     found = [Outcome(id, BY_ID.get(id), worst.get(id)) for id in ids]
-    return sorted(found, key=lambda one: list(SIGNS).index(one.degree))
+    return sorted(found, key=lambda one: list(SIGNS).index(one.level))
 
 
-def _badness(one: Identity) -> int:
-    return DEGREES.index(one.degree) if one.degree in DEGREES else -1
+def _badness(one: Judged) -> int:
+    return LEVELS.index(one.level) if one.level in LEVELS else -1
 
 
 def identity_lines(view: RunView) -> list[str]:
-    """Render every identity with its degree, and of those that may be wrong what that means and what to do."""
+    """Render every identity with its level, and of those that may be wrong what that means and what to do."""
     if view.watched is None:
         return [UNSEEN_COMMAND]
     found = outcomes(view)
-    lines = [", ".join(f"{sum(one.degree == d for one in found)} {d}" for d in SIGNS)]
+    lines = [
+        ", ".join(
+            f"{sum(one.level == level for one in found)} {LEVEL_WORDS.get((IDENTITY, level), level)}"
+            for level in SIGNS
+        )
+    ]
     for one in found:
-        lines.append(f"{SIGNS[one.degree]} {one.id}: {one.text}")
-        if one.degree in (CONTRADICTION, SUSPICION) and one.row is not None:
+        lines.append(f"{SIGNS[one.level]} {one.id}: {one.text}")
+        if one.level in (FAIL, SUSPICION) and one.row is not None:
             lines += [f"  means: {one.means}", f"  do: {one.remedy}"]
     return lines

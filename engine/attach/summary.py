@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from engine.attach.identity_catalogue import BY_ID, CONTRADICTION, SUSPICION, UNKNOWN, outcomes
+from engine.attach.identity_catalogue import BY_ID, outcomes
 from engine.errors import RunLogError
 from engine.log.beats import read_lost_rank
-from engine.log.events import IDLE, AlertRaised, HostSample, Identity, StepDone
+from engine.log.events import FAIL, IDLE, SUSPICION, UNKNOWN, HostSample, Judged, StepDone
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
-from engine.log.text import event_text, one_line, seen_text
+from engine.log.text import event_text, level_text, one_line, seen_text
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from engine.watch.rules.broken_identity import identity_fails
@@ -134,23 +134,23 @@ class _Summary:
         alerts = f"; {standing} alert{'s' * (standing > 1)} at the end" if standing else ""
         said = [
             f"; {what}: {', '.join(names)}"
-            for what, degree in (("the training is wrong", CONTRADICTION), ("suspected", SUSPICION))
-            if (names := dict.fromkeys(one.id for one in self._of_degree(degree)))
+            for what, level in (("the training is wrong", FAIL), ("suspected", SUSPICION))
+            if (names := dict.fromkeys(one.id for one in self._of_level(level)))
         ]
         return f"{self.run.name}: {how}; {done}{alerts}{''.join(said)}"
 
     @cached_property
-    def _alerts(self) -> list[AlertRaised]:
+    def _alerts(self) -> list[Judged]:
         """Those that stand at the end, without the one that says what the contradictions say themselves."""
         return [one for one in self.view.alerts.values() if one.id != identity_fails.id]
 
-    def _of_degree(self, degree: str) -> list[Identity]:
-        return [one for one in self.view.identities if one.degree == degree]
+    def _of_level(self, level: str) -> list[Judged]:
+        return [one for one in self.view.identities if one.level == level]
 
     @property
     def _stall(self) -> str | None:
         return next(
-            (self.view.alerts[name].title for name in STALLS if name in self.view.alerts), None
+            (self.view.alerts[name].text for name in STALLS if name in self.view.alerts), None
         )
 
     @property
@@ -184,7 +184,7 @@ class _Summary:
             lines.append(ended.sentence)
         elif ended is not None and ended.returncode:
             lines.append(self._failure())
-        lines += [seen_text(one) for one in self._of_degree(CONTRADICTION)]
+        lines += [seen_text(one) for one in self._of_level(FAIL)]
         if view.process is not None:
             missing = view.stack_dump.missing if view.stack_dump is not None else []
             lines += [f"not read: {one}" for one in missing[:1]]
@@ -194,7 +194,7 @@ class _Summary:
         if (first := self._first_non_finite) is not None:
             lines.append(f"the loss is not finite from step {first} on")
         alerts = self._alerts
-        lines += [f"{one.severity} {one.id}: {one.title}" for one in alerts[:ALERTS]]
+        lines += [f"{level_text(one)} {one.id}: {one.text}" for one in alerts[:ALERTS]]
         if len(alerts) > ALERTS:
             lines.append(f"{len(alerts) - ALERTS} more alerts: engine diagnose {self.path}")
         if shares := self._shares_text():
@@ -301,7 +301,7 @@ class _Summary:
                 f"{one.optimizer} of {format_count(one.parameters)} parameters on {one.device}, torch {one.torch}"
             )
         lines += [f"{one.knob}={one.choice}: {one.reason}" for one in view.decisions]
-        lines += [seen_text(one) for one in self._of_degree(SUSPICION)]
+        lines += [seen_text(one) for one in self._of_level(SUSPICION)]
         lines.append(self._identities())
         lines.append(self._memory())
         lines.append(self._later())
@@ -321,7 +321,8 @@ class _Summary:
     def _identities(self) -> str:
         """The worst outcome of each identity of which something was seen."""
         texts = [
-            f"{one.id} {one.degree}" + (f" ({one.seen.text})" if one.degree == UNKNOWN else "")
+            f"{one.id} {level_text(one.seen)}"
+            + (f" ({one.seen.text})" if one.level == UNKNOWN else "")
             for one in outcomes(self.view)
             if one.seen is not None
         ]
@@ -409,7 +410,7 @@ class _Summary:
             )
         if self._stall is not None or (ended is not None and ended.signal == "SIGKILL"):
             return f"engine diagnose {self.path}"
-        if wrong := self._of_degree(CONTRADICTION):
+        if wrong := self._of_level(FAIL):
             row = BY_ID.get(wrong[0].id)
             return f"{row.remedy(wrong[0].framework) if row else ''}; then {look}"
         if ended is None or ended.returncode:
@@ -418,7 +419,7 @@ class _Summary:
             return f"engine flip {self.path} --set {MORE_WORKERS} tests {BY_HAND}; --propose lists what else"
         if self._alerts or self._first_non_finite is not None:
             return f"engine diagnose {self.path}"
-        if (doubt := self._of_degree(SUSPICION)) and (row := BY_ID.get(doubt[0].id)):
+        if (doubt := self._of_level(SUSPICION)) and (row := BY_ID.get(doubt[0].id)):
             return f"unless {row.id} is meant: {row.remedy(doubt[0].framework)}; then {look}"
         return look
 

@@ -21,7 +21,7 @@ from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
     from engine.checks.check import About
-    from engine.log.events import Checked
+    from engine.log.events import Judged
     from engine.log.view import ErrorNote, RunView
     from engine.verdict import Verdict
 
@@ -88,9 +88,9 @@ def _answers(path: Path, as_json: bool) -> int:
     named: list[tuple[str, About | None]] = [(about.id, about) for about in CATALOGUE]
     # What an earlier version asked, its answers still count.
     named += [(id, ABOUT.get(now)) for id, now in RETIRED.items() if id in found]
-    answers: list[tuple[str, About | None, int, Checked | None, Verdict]] = []
+    answers: list[tuple[str, About | None, int, Judged | None, Verdict]] = []
     for id, about in named:
-        seen: list[tuple[int, Checked | None]] = [*view.failures(id)] or [(0, found.get(id))]
+        seen: list[tuple[int, Judged | None]] = [*view.failures(id)] or [(0, found.get(id))]
         answers += [(id, about, rank, check, _verdict(check)) for rank, check in seen]
     verdicts = [verdict for *_, verdict in answers]
     wrong = view.errors or view.ended_by_rank is not None
@@ -146,25 +146,23 @@ def _answers(path: Path, as_json: bool) -> int:
 
 def _identities(path: Path, view: RunView, as_json: bool) -> int:
     from engine.attach.identity_catalogue import (
-        CONTRADICTION,
-        PASS,
-        SUSPICION,
         identity_lines,
         outcomes,
     )
+    from engine.log.events import FAIL, PASS, SUSPICION
     from engine.log.text import error_lines
     from engine.verdict import Level, Verdict
 
     found = outcomes(view)
-    degrees = {one.degree for one in view.identities}
-    level = Level.PASS if degrees & {PASS, SUSPICION} else Level.UNKNOWN
-    if CONTRADICTION in degrees or view.errors:
+    levels = {one.level for one in view.identities}
+    level = Level.PASS if levels & {PASS, SUSPICION} else Level.UNKNOWN
+    if FAIL in levels or view.errors:
         level = Level.FAIL
     if as_json:
         rows = [
             {
                 "id": one.id,
-                "degree": one.degree,
+                "level": one.level,
                 "text": one.text,
                 "numbers": {} if one.seen is None else plain(one.seen.numbers),
                 "step": None if one.seen is None else one.seen.step,
@@ -189,14 +187,14 @@ def _errors_json(errors: Sequence[ErrorNote]) -> list[dict[str, Any]]:
     return [{"rank": rank, "unix_s": unix_s, "text": note.text} for rank, unix_s, note in errors]
 
 
-def _verdict(check: Checked | None) -> Verdict:
+def _verdict(check: Judged | None) -> Verdict:
     from engine.log.text import one_line
     from engine.verdict import Level, Verdict
 
     if check is None:
         return Verdict(Level.UNKNOWN, "has not answered in this session")
     level = {"pass": Level.PASS, "fail": Level.FAIL}.get(check.level, Level.UNKNOWN)
-    return Verdict(level, one_line(check.reason))
+    return Verdict(level, one_line(check.text))
 
 
 def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
@@ -280,7 +278,7 @@ def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
         head += f"; {errors_text(len(found.errors))}"
     lines = [head]
     for _, check in found.failed:
-        lines += ["", f"check {check.id}: {one_line(check.reason)}", f"  at step {check.step}"]
+        lines += ["", f"check {check.id}: {one_line(check.text)}", f"  at step {check.step}"]
         if check.id in ABOUT:
             lines += [f"  {ABOUT[check.id].means}", f"  do: {ABOUT[check.id].remedy}"]
     if found.errors:

@@ -195,7 +195,7 @@ def _read(
 ) -> FirstSteps:
     device = next((d.choice for d in view.decisions if d.knob == DEVICE), None)
     asked = view.checks.get(ASKED)
-    if asked is not None and asked.reason.startswith("skipped by"):
+    if asked is not None and asked.text.startswith("skipped by"):
         asked = None
     wanted = min(STEPS, spec.train.steps)
     failed, lacks = "", False
@@ -232,7 +232,7 @@ def _read(
         text_bytes=text_bytes,
         failed=failed,
         exit_code=code,
-        teacher="" if asked is None else f"teacher: {asked.reason}",
+        teacher="" if asked is None else f"teacher: {asked.text}",
         warnings=tuple(note.text for note in view.notes if note.text.startswith(WARNS)),
         teacher_fails=asked is not None and asked.level == "fail" and spec.checks.on_fail == "stop",
     )

@@ -11,7 +11,7 @@ import signal
 import time
 
 from engine.errors import EXIT_FAIL
-from engine.log.events import AlertRaised, AnyEvent, Phase, kind_of
+from engine.log.events import AnyEvent, Judged, Phase, kind_of
 from engine.log.follow import Follower
 from engine.log.text import (
     alert_lines,
@@ -57,7 +57,9 @@ class _Progress:
 
 def _words(event: AnyEvent) -> list[str]:
     """Render an alert in full, anything else on one line."""
-    return alert_lines(event) if isinstance(event, AlertRaised) else [event_text(event)]
+    if isinstance(event, Judged) and event.raises_alert:
+        return alert_lines(event)
+    return [event_text(event)]
 
 
 def _is_quiet(event: AnyEvent) -> bool:

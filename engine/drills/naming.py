@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.log.events import AlertRaised, Checked, RunFinished, TrainerExited
+from engine.log.events import Judged, RunFinished, TrainerExited
 from engine.log.text import one_line
 from engine.log.view import RunView
 
@@ -73,10 +73,10 @@ def names_of(view: RunView) -> list[Naming]:
 
 def _names(event: object, unix_s: float) -> Iterator[Naming]:
     match event:
-        case Checked(level="fail"):
-            yield Naming(kind=CHECK, id=event.id, text=one_line(event.reason), unix_s=unix_s)
-        case AlertRaised():
-            text = one_line(f"{event.title}; {event.meaning}")
+        case Judged(by="check", level="fail"):
+            yield Naming(kind=CHECK, id=event.id, text=one_line(event.text), unix_s=unix_s)
+        case Judged(raises_alert=True):
+            text = one_line(f"{event.text}; {event.meaning}")
             yield Naming(
                 kind=ALERT,
                 id=event.id,

@@ -221,7 +221,7 @@ def _was_read_back(view: RunView) -> Verdict:
     if found is None:
         return Verdict(Level.UNKNOWN, "the run did not read its saved student back")
     level = next((one for one in Level if one.name.lower() == found.level), Level.UNKNOWN)
-    return Verdict(level, f"saved student, as the run read it back: {found.reason}")
+    return Verdict(level, f"saved student, as the run read it back: {found.text}")
 
 
 def file_sha256(path: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from engine.flips.comparable import as_choice
 from engine.flips.watched import options_for, options_of
-from engine.log.events import AlertRaised
+from engine.log.events import FAIL, Judged
 from engine.log.folder import WatchedCommand
 from engine.log.view import RunView
 from engine.spec import KEYS
@@ -70,11 +70,11 @@ def proposals(
     return tuple(sorted(judged, key=lambda one: bool(one.impossible)))
 
 
-def of_alert(alert: AlertRaised) -> Proposal:
+def of_alert(alert: Judged) -> Proposal:
     """Return the flip that an alert names."""
     assignment = alert.flip.removeprefix(_SET)
-    words = f"{assignment} ends this: {alert.title}"
-    return Proposal(assignment, words, f"alert {alert.id}: {alert.title}")
+    words = f"{assignment} ends this: {alert.text}"
+    return Proposal(assignment, words, f"alert {alert.id}: {alert.text}")
 
 
 def why_impossible(one: Proposal, view: RunView, settings: Mapping[str, Any]) -> str:
@@ -130,7 +130,7 @@ def _teacher_has_no_blocks(knob: str, view: RunView, settings: Mapping[str, Any]
 
 def _of_alerts(view: RunView) -> Iterator[Proposal]:
     # Errors before warnings; newest first among equals.
-    alerts = sorted(view.alerts.values(), key=lambda a: (a.severity != "error", -a.to_unix_s))
+    alerts = sorted(view.alerts.values(), key=lambda a: (a.level != FAIL, -a.to_unix_s))
     for alert in alerts:
         if alert.flip.startswith(_SET):
             yield of_alert(alert)
@@ -259,14 +259,14 @@ _MISSING = {
 
 def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
     # Errors before warnings; newest first among equals.
-    active = sorted(view.alerts.values(), key=lambda a: (a.severity != "error", -a.to_unix_s))
+    active = sorted(view.alerts.values(), key=lambda a: (a.level != FAIL, -a.to_unix_s))
     share = _waiting(view)
     found: list[tuple[bool, int, Proposal]] = []
     for idea in IDEAS:
         urgency = next((at for at, one in enumerate(active) if one.id in idea.alerts), len(active))
         source = "any script may be tried with it"
         if urgency < len(active):
-            source = f"alert {active[urgency].id}: {active[urgency].title}"
+            source = f"alert {active[urgency].id}: {active[urgency].text}"
         elif "data_wait" in idea.alerts and share >= DATA_SHARE:
             source = f"a step waits for data for {100 * share:.0f} % of its time"
         elif idea.only_alert or _missing(idea, view):

@@ -22,17 +22,18 @@ from engine.interchange.names import COUNTS, HELD_OUT, our_names
 from engine.interchange.series import Point, by_step
 from engine.interchange.sources import Recorded, read_table, read_tensorboard, read_wandb
 from engine.log.events import (
+    PASS,
     TRAINING,
-    AlertCleared,
-    AlertRaised,
     Evaluated,
     Event,
     Imported,
+    Judged,
     Logged,
     Note,
     Phase,
     RunFinished,
     StepDone,
+    alert_over,
 )
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.log.text import one_line
@@ -254,12 +255,12 @@ def _write_alerts(run: RunFolder) -> None:
     found = diagnose(run, None).raised
     if not found:
         return
-    events: list[tuple[float, Event]] = [(one.unix_s, one.alert) for one in found]
+    events: list[tuple[float, Judged]] = [(one.unix_s, one.alert) for one in found]
     for one in found:
         if one.cleared_unix_s is not None:
             stood_s = one.cleared_unix_s - one.unix_s
-            events.append((one.cleared_unix_s, AlertCleared(id=one.alert.id, stood_s=stood_s)))
-    events.sort(key=lambda one: (one[0], isinstance(one[1], AlertRaised)))
+            events.append((one.cleared_unix_s, alert_over(one.alert.id, active_s=stood_s, step=0)))
+    events.sort(key=lambda one: (one[0], one[1].level != PASS))
     clock = _Clock(events[0][0])
     with LogWriter(run.watch, writer="import", monotonic=clock, wall=clock) as log:
         for unix_s, event in events:

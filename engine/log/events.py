@@ -20,6 +20,7 @@ values back and empties `nf`, which belongs to the line and not to the event.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeAlias, get_args
 
 import msgspec
@@ -27,7 +28,7 @@ from msgspec import Meta
 
 from engine.limits import LOG_COUNT, LOG_ELAPSED, LOG_GPU, LOG_NUMBER, LOG_PID, LOG_UNIX
 
-VERSION = 1
+VERSION = 2
 
 # The numbers of a record have ranges, checked when a line is decoded, so that every decoded time has a date
 # and every number fits a column and can be subtracted and squared. A line with a number out of range is a
@@ -44,6 +45,11 @@ UnixTime = Annotated[float, Meta(ge=0, le=LOG_UNIX.most)]
 Pid = Annotated[int, Meta(ge=1, le=LOG_PID.most)]
 """Id of one process; never 0 or less, which would signal process groups."""
 GpuIndex = Annotated[int, Meta(ge=0, le=LOG_GPU.most)]
+
+PASS, UNKNOWN, FACT, SUSPICION, FAIL = LEVELS = ("pass", "unknown", "fact", "suspicion", "fail")
+"""Levels of what was judged, from good to bad. A fact is neither; a suspicion holds, and may be a mistake."""
+CHECK, ALERT, IDENTITY, NUMBER = "check", "alert", "identity", "number"
+"""What judges."""
 
 NON_FINITE = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}
 
@@ -309,18 +315,61 @@ STAGE = "step_"
 """What the id of a check that is a stage of the audit of a step begins with."""
 
 
-class Checked(Event, frozen=True, kw_only=True, tag="check"):
-    """The result of one first-minute check (`engine checks --list`)."""
+class Judged(Event, frozen=True, kw_only=True, tag="judged"):
+    """One thing that was judged, with what it was judged by (`engine/catalogue.py` has each in words)."""
 
+    by: str
+    """What judged: `check` (a check or a stage of the audit), `alert` (a rule of the supervisor), `identity` (what
+    holds in every healthy training, of a watched script: once for each level, at the first step that had it), or
+    `number` (a number of a step that is NaN or infinite, so that no average can hide it)."""
     id: str
+    """Of the check, rule or identity; of a number its name."""
     level: str
-    """`pass`, `unknown` or `fail`."""
-    reason: str
-    numbers: dict[str, Number] = {}
-    """The numbers behind the result."""
-    cost_s: Number | None
+    """One of LEVELS. An alert is active until it is judged `pass`."""
+    text: str
+    """What was seen, in one sentence; of a number its value."""
+    numbers: dict[str, Number | None] = {}
+    """The numbers behind the result, by name with unit."""
+    compared: dict[str, str] = {}
+    """What a number is compared with, by its name."""
     step: Count
-    """Optimizer steps done when the check ran."""
+    """Optimizer steps done then."""
+    first_step: Count = 0
+    from_unix_s: UnixTime = 0.0
+    to_unix_s: UnixTime = 0.0
+    """Of an alert: the steps, to `step`, and the time range that the numbers come from."""
+    cost_s: Number | None = None
+    """Seconds that a check took."""
+    meaning: str = ""
+    flip: str = ""
+    """Of an alert: the argument that would test the suspicion, `--set knob=value`; empty when there is none."""
+    no_flip: str = ""
+    """Of an alert: why there is no flip."""
+    framework: str = ""
+    """Of an identity: `transformers` or `lightning`, where the script trains with one; it decides what to do."""
+
+    @property
+    def raises_alert(self) -> bool:
+        """Whether it is an alert that is active from then on."""
+        return self.by == ALERT and self.level != PASS
+
+
+def by_name(
+    numbers: Iterable[tuple[str, float, str]],
+) -> tuple[dict[str, Number | None], dict[str, str]]:
+    """Return the numbers of an alert by name, and by name what each is compared with."""
+    values: dict[str, Number | None] = {}
+    compared: dict[str, str] = {}
+    for name, value, reference in numbers:
+        values[name] = float(value)
+        compared[name] = f"{compared[name]}; {reference}" if name in compared else reference
+    return values, compared
+
+
+def alert_over(id: str, *, active_s: float, step: int) -> Judged:
+    """Return the end of the alert `id`, which was active for `active_s` seconds."""
+    numbers: dict[str, Number | None] = {"active_s": active_s}
+    return Judged(by=ALERT, id=id, level=PASS, text="over", numbers=numbers, step=step)
 
 
 class StepDone(Event, frozen=True, kw_only=True, tag="step"):
@@ -439,28 +488,6 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
 
     step: Count
     values: dict[str, Number | None]
-
-
-class Identity(Event, frozen=True, kw_only=True, tag="identity"):
-    """What was seen of an identity that holds in every healthy training (`engine/attach/identity_catalogue.py`), in a
-    script that is not ours: once for each outcome, at the first step that had it."""
-
-    id: str
-    degree: str
-    """`pass`, `unknown`, `fact`, `suspicion` or `contradiction`."""
-    step: Count
-    text: str
-    numbers: dict[str, Number | None] = {}
-    framework: str = ""
-    """`transformers` or `lightning`, where the script trains with one; it decides what to do."""
-
-
-class NonFinite(Event, frozen=True, kw_only=True, tag="non_finite"):
-    """A NaN or infinite number of a step, as an event of its own, so that no average can hide it."""
-
-    step: Count
-    field: str
-    value: str
 
 
 class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint"):
@@ -599,33 +626,6 @@ SLOWED = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown",
 load runs at its limit."""
 
 
-class AlertRaised(Event, frozen=True, kw_only=True, tag="alert"):
-    """The rule `id` fired; the alert is active until an `alert_cleared` of the same id."""
-
-    id: str
-    severity: str
-    """`warning` or `error`."""
-    title: str
-    """What was observed, in one sentence with its most telling number."""
-    numbers: list[tuple[str, Number, str]] = []
-    """Each number: its name with unit, its value, and what it is compared with."""
-    first_step: Count = 0
-    last_step: Count = 0
-    from_unix_s: UnixTime = 0.0
-    to_unix_s: UnixTime = 0.0
-    """The steps and the time range that the numbers come from."""
-    meaning: str = ""
-    flip: str = ""
-    """The argument that would test the suspicion: `--set knob=value`; empty when there is none."""
-    no_flip: str = ""
-    """Why there is no flip."""
-
-
-class AlertCleared(Event, frozen=True, kw_only=True, tag="alert_cleared"):
-    id: str
-    stood_s: Number
-
-
 class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     """Summary of what the threads of a silent trainer were doing; the full dump is in the file."""
 
@@ -714,13 +714,11 @@ Known: TypeAlias = (
     | Compiled
     | KernelCounts
     | VocabularyCut
-    | Checked
+    | Judged
     | StepDone
     | Recorded
     | Evaluated
     | Logged
-    | Identity
-    | NonFinite
     | CheckpointSaved
     | StudentSaved
     | ReceiptWritten
@@ -735,8 +733,6 @@ Known: TypeAlias = (
     | TrainerExited
     | LauncherGone
     | StopForwarded
-    | AlertRaised
-    | AlertCleared
     | StackDump
 )
 AnyEvent: TypeAlias = Known | Unrecognised

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.log.events import AlertRaised, Compiled
+from engine.log.events import Compiled, Judged
 from engine.log.table import Table
 from engine.log.view import RunView
 
@@ -286,7 +286,7 @@ def marks_of(view: RunView) -> tuple[Mark, ...]:
     found = []
     for line in view.marks:
         event = line.event
-        if isinstance(event, AlertRaised):
+        if isinstance(event, Judged) and event.raises_alert:
             found.append(Mark(unix_s=line.unix_s, sign="!", text=f"alert {event.id}"))
         elif isinstance(event, Compiled):
             late = " while a step waited" if event.after_warm_up else ""

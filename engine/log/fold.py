@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from engine.log.events import (
+    ALERT,
+    CHECK,
+    FAIL,
+    IDENTITY,
+    NUMBER,
+    PASS,
     STAGE,
-    AlertCleared,
-    AlertRaised,
     AnyEvent,
-    Checked,
     CheckpointSaved,
     Compiled,
     DataReady,
@@ -35,8 +38,8 @@ from engine.log.events import (
     FactsRead,
     GpuSample,
     HostSample,
-    Identity,
     Imported,
+    Judged,
     KernelCounts,
     LauncherGone,
     Logged,
@@ -44,7 +47,6 @@ from engine.log.events import (
     MemoryMeasured,
     MemoryPlanned,
     ModelReady,
-    NonFinite,
     Note,
     Phase,
     ProcessFound,
@@ -97,13 +99,11 @@ _ALL: dict[type, str] = {
     DecisionMade: "decisions",
     Compiled: "compiles",
     Evaluated: "evals",
-    NonFinite: "non_finite",
-    Identity: "identities",
     CheckpointSaved: "checkpoints",
 }
 """View fields that hold all events of a kind."""
 
-OF_RANKS = (LogOpened, Checked, Note, RunFinished)
+OF_RANKS = (LogOpened, Judged, Note, RunFinished)
 """Events of the log of a rank other than the first that the view needs."""
 
 START_PHASES_KEPT = 500
@@ -218,13 +218,13 @@ class _Changes:
                 continue
             # Without an opening the log is broken from its beginning.
             said = ranks.get(rank) or RankSaid(clock=Clock(unix_s=0.0, pid=0))
-            if isinstance(event, Checked):
+            if isinstance(event, Judged):
                 failed = {id: check for id, check in said.failed.items() if id != event.id}
                 said = ranks[rank] = replace(said, failed=failed)
             if (told := of_rank(rank, event)) is None:
                 continue
             unix_s = said.clock.unix_s + event.t_s
-            if isinstance(told, Checked):
+            if isinstance(told, Judged):
                 said = replace(said, failed={**said.failed, told.id: told})
             elif isinstance(told, RunFinished):
                 said = replace(said, ended=told, ended_unix_s=unix_s)
@@ -327,7 +327,9 @@ class _Changes:
         self.lines += asides[-LOG_LINES_KEPT:]
 
     def take_other(self, event: AnyEvent, unix_s: float) -> None:
-        if isinstance(event, AlertRaised | AlertCleared | Compiled | RunStarted):
+        if isinstance(event, Compiled | RunStarted) or (
+            isinstance(event, Judged) and event.by == ALERT
+        ):
             self.marks.append(LogLine(unix_s=unix_s, source=self.source, event=event))
         if (name := _NEWEST.get(type(event))) is not None:
             self.changes[name] = event
@@ -346,16 +348,8 @@ class _Changes:
                     self.list_of("start_phases").append((event.name, unix_s))
             case ModelReady():
                 self.dict_of("models")[event.role] = event
-            case Checked():
-                if event.id in self.get("own_checks"):
-                    count, seconds = self.get("checked_again")
-                    self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
-                self.dict_of("own_checks")[event.id] = event
-                # The record of a step that was not audited can only fail.
-                if event.id.startswith(STAGE) and event.level != "fail":
-                    audited = self.list_of("audited_steps")
-                    if event.step not in audited[-1:]:
-                        audited.append(event.step)
+            case Judged():
+                self.take_judged(event)
             case Logged():
                 newest = {name: (event.step, value) for name, value in event.values.items()}
                 self.dict_of("logged").update(newest)
@@ -375,15 +369,31 @@ class _Changes:
                 self.changes |= {"exit": event, "exit_unix_s": unix_s}
             case LauncherGone():
                 self.changes["launcher_gone"] = event.how
-            case AlertRaised():
-                self.dict_of("alerts")[event.id] = event
-                self.changes["alert_count"] = self.get("alert_count") + 1
-            case AlertCleared():
-                self.dict_of("alerts").pop(event.id, None)
             case StackDump():
                 self.changes |= {"stack_dump": event, "stack_dump_unix_s": unix_s}
             case _:
                 pass  # other kinds are log lines only
+
+    def take_judged(self, event: Judged) -> None:
+        if event.by == NUMBER:
+            self.list_of("non_finite").append(event)
+        elif event.by == IDENTITY:
+            self.list_of("identities").append(event)
+        elif event.by == ALERT and event.level == PASS:
+            self.dict_of("alerts").pop(event.id, None)
+        elif event.by == ALERT:
+            self.dict_of("alerts")[event.id] = event
+            self.changes["alert_count"] = self.get("alert_count") + 1
+        elif event.by == CHECK:
+            if event.id in self.get("own_checks"):
+                count, seconds = self.get("checked_again")
+                self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
+            self.dict_of("own_checks")[event.id] = event
+            # The record of a step that was not audited can only fail.
+            if event.id.startswith(STAGE) and event.level != FAIL:
+                audited = self.list_of("audited_steps")
+                if event.step not in audited[-1:]:
+                    audited.append(event.step)
 
     def rewind(self, step: int) -> None:
         """Drop the steps and events that a resume from `step` replaces."""
@@ -463,11 +473,11 @@ class _Changes:
             self.forget_exit()
 
 
-def of_rank(rank: int, event: AnyEvent) -> Checked | Note | RunFinished | None:
+def of_rank(rank: int, event: AnyEvent) -> Judged | Note | RunFinished | None:
     """Return what is wrong by a line of another rank's log, in words that name the rank; None for any other line."""
     match event:
-        case Checked(level="fail"):
-            return msgspec.structs.replace(event, reason=f"rank {rank}: {event.reason}")
+        case Judged(by="check", level="fail"):
+            return msgspec.structs.replace(event, text=f"rank {rank}: {event.text}")
         case Note(level="error"):
             return msgspec.structs.replace(event, text=f"rank {rank}: {event.text}")
         case RunFinished(state="failed"):

@@ -12,16 +12,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 from engine.errors import BadInput, RunLogError
 from engine.files import open_plain
 from engine.limits import LOG_LINE
 from engine.log.events import (
-    AlertRaised,
+    ALERT,
+    CHECK,
+    FAIL,
+    IDENTITY,
+    PASS,
+    SUSPICION,
     AnyEvent,
-    Checked,
-    Identity,
+    Judged,
     LogOpened,
     RunFinished,
     StepDone,
@@ -34,8 +38,7 @@ from engine.log.view import RunView
 Kind: TypeAlias = Literal["check", "identity", "alert", "exit"]
 Log: TypeAlias = Literal["events", "watch"]
 LOGS: tuple[Log, ...] = get_args(Log)
-PASS, FAIL = "pass", "fail"
-WRONG = ("contradiction", "suspicion")
+WRONG = (FAIL, SUSPICION)
 STALLS = ("stalled", "stalled_at_start")
 """Alerts that a run does not show once it makes steps, however soon."""
 BROKEN = frozenset(
@@ -73,6 +76,16 @@ class Observed:
     def name(self) -> str:
         """As typed: `alert gpu_idle`."""
         return f"{self.kind} {self.id}"
+
+
+RANKS = {
+    (CHECK, FAIL): 0,
+    (IDENTITY, FAIL): 1,
+    (ALERT, FAIL): 2,
+    (ALERT, SUSPICION): 3,
+    (IDENTITY, SUSPICION): 4,
+}
+"""What was judged wrong, from what proves most to what proves least."""
 
 
 class Line(NamedTuple):
@@ -161,21 +174,15 @@ def observation(run: RunFolder, name: str) -> Observed:
 def _told(event: AnyEvent) -> tuple[Kind, str, str, int, int | None] | None:
     """What a line says went wrong: kind, id, words, rank among others, and the step where the line has one."""
     match event:
-        case Checked(level="fail"):
-            return "check", event.id, event.reason, 0, event.step
-        case Identity(degree="contradiction" | "suspicion"):
-            rank = 1 if event.degree == "contradiction" else 4
-            return "identity", event.id, event.text, rank, event.step
-        case AlertRaised():
-            rank = 2 if event.severity == "error" else 3
-            return "alert", event.id, event.title, rank, event.last_step
+        case Judged() if (rank := RANKS.get((event.by, event.level))) is not None:
+            return cast(Kind, event.by), event.id, event.text, rank, event.step
         case TrainerExited() if event.state.lower() != "completed":
             return "exit", event.state.lower(), event.sentence, 5, None
     return None
 
 
 def _window_s(event: AnyEvent) -> float:
-    if not isinstance(event, AlertRaised) or event.id in STALLS:
+    if not isinstance(event, Judged) or event.by != ALERT or event.id in STALLS:
         return 0.0
     return max(0.0, event.to_unix_s - event.from_unix_s)
 
@@ -199,8 +206,8 @@ def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
             return no
 
 
-def _is_wrong(observed: Observed, one: Identity) -> bool:
-    return one.id == observed.id and one.degree in WRONG
+def _is_wrong(observed: Observed, one: Judged) -> bool:
+    return one.id == observed.id and one.level in WRONG
 
 
 def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | None, str]:
@@ -230,13 +237,13 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
                     exits = event.state.lower()
                     if is_whole is None:
                         is_whole = event.returncode == 0
-                case Checked(id=observed.id):
+                case Judged(by="check", id=observed.id):
                     passed = event.level == PASS and event.step >= observed.step
                     answered = answered or passed
-                case Identity(id=observed.id):
+                case Judged(by="identity", id=observed.id):
                     if _is_wrong(observed, event):
                         return True, event.text
-                    answered = answered or event.degree == PASS
+                    answered = answered or event.level == PASS
     if not exits:
         return None, "nothing watched it to its end"
     made = f"it made {done} steps in {last - first:.0f} s and ended as {exits}"

@@ -19,17 +19,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from engine.errors import RunLogError
 from engine.files import NotRegular, depth_of, open_plain
 from engine.limits import JSON_DEPTH, LOG_FILE, LOG_LINE, LOG_NUMBER
+from engine.log.earlier import EARLIER, as_now
 from engine.log.events import (
     KINDS,
     NON_FINITE,
     AnyEvent,
+    Event,
     FactsRead,
     Known,
     LogOpened,
@@ -90,9 +92,10 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
         if depth_of(record) > JSON_DEPTH.most:
             raise ValueError(f"expected values nested {JSON_DEPTH}, found more")
         non_finite = _put_in(record, record.pop("nf", None) or {})
-        if kind in KINDS:
-            event = msgspec.convert(record, KINDS[kind])
-            return _with_non_finite(event, non_finite) if non_finite else event
+        if (known := KINDS.get(kind)) is not None:
+            return _with_non_finite(msgspec.convert(record, known), non_finite)
+        if (earlier := EARLIER.get(kind)) is not None:
+            return as_now(_with_non_finite(msgspec.convert(record, earlier), non_finite))
         for way, value in non_finite.items():
             record = _replaced(record, way, value)
         envelope = {name: record.pop(name) for name in ("v", "seq", "t_s") if name in record}
@@ -121,6 +124,7 @@ def _put_back(step: Any) -> Any:
     return msgspec.structs.replace(step, nf=None, **values)
 
 
+Logged = TypeVar("Logged", bound=Event)
 Way: TypeAlias = tuple[str, ...]
 """Path of a value in a record: field names and list indices."""
 _STANDS_IN = -0.5 * LOG_NUMBER.most
@@ -146,8 +150,10 @@ def _put_in(record: dict[str, Any], non_finite: dict[str, str]) -> dict[Way, flo
     return values
 
 
-def _with_non_finite(event: AnyEvent, values: dict[Way, float]) -> AnyEvent:
+def _with_non_finite(event: Logged, values: dict[Way, float]) -> Logged:
     """Put the non-finite values into a checked event; a field that only a later version knows is skipped."""
+    if not values:
+        return event
     fields: dict[str, Any] = {}
     for (name, *way), value in values.items():
         if name in event.__struct_fields__:

@@ -15,11 +15,13 @@ from typing import Any, Literal
 from engine.decision import Decision
 from engine.limits import PRINTED_LINE
 from engine.log.events import (
+    ALERT,
+    FAIL,
+    IDENTITY,
+    PASS,
     STAGE,
-    AlertCleared,
-    AlertRaised,
+    SUSPICION,
     AnyEvent,
-    Checked,
     CheckpointSaved,
     Compiled,
     DataReady,
@@ -28,8 +30,8 @@ from engine.log.events import (
     FactsRead,
     GpuSample,
     HostSample,
-    Identity,
     Imported,
+    Judged,
     KernelCounts,
     LauncherGone,
     Logged,
@@ -37,7 +39,6 @@ from engine.log.events import (
     MemoryMeasured,
     MemoryPlanned,
     ModelReady,
-    NonFinite,
     Note,
     Phase,
     ProcessFound,
@@ -109,15 +110,28 @@ def decision_lines(decision: DecisionMade) -> list[str]:
     return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]
 
 
-def alert_lines(alert: AlertRaised) -> list[str]:
+LEVEL_WORDS = {
+    (ALERT, FAIL): "error",
+    (ALERT, SUSPICION): "warning",
+    (IDENTITY, FAIL): "contradiction",
+}
+
+
+def level_text(judged: Judged) -> str:
+    """Return the level in the word that is used of what judged."""
+    return LEVEL_WORDS.get((judged.by, judged.level), judged.level)
+
+
+def alert_lines(alert: Judged) -> list[str]:
     """Render an alert with its numbers, what it means, and the flip that would test it."""
     numbers = [
-        f"{name} {number_text(value, '.4g')} ({held})" for name, value, held in alert.numbers
+        f"{name} {number_text(value, '.4g')} ({alert.compared.get(name, '')})"
+        for name, value in alert.numbers.items()
     ]
     begin, end = clock_text(alert.from_unix_s), clock_text(alert.to_unix_s)
-    steps = f"steps {alert.first_step} to {alert.last_step}, " if alert.last_step else ""
+    steps = f"steps {alert.first_step} to {alert.step}, " if alert.step else ""
     lines = [
-        f"{alert.severity}: {alert.id}: {alert.title}",
+        f"{level_text(alert)}: {alert.id}: {alert.text}",
         *(f"  {text}" for text in numbers),
         f"  seen in {steps}{begin} to {end}",
         f"  means: {alert.meaning}",
@@ -181,8 +195,8 @@ def _event_text(event: AnyEvent) -> str:
                 f"dropped mass {number_text(event.dropped_mass_mean, '.2e')} mean, "
                 f"{number_text(event.dropped_mass_max, '.2e')} at most over {event.tokens} tokens"
             )
-        case Checked():
-            return check_text(event)
+        case Judged():
+            return judged_text(event)
         case StepDone():
             return step_text(event)
         case Recorded():
@@ -190,9 +204,6 @@ def _event_text(event: AnyEvent) -> str:
         case Logged():
             numbers = (f"{name} {format_value(value)}" for name, value in event.values.items())
             return f"step {event.step}: {', '.join(numbers)}"
-        case Identity():
-            degree = event.degree.upper() if event.degree == "contradiction" else event.degree
-            return f"identity {event.id} at step {event.step}: {degree}: {event.text}"
         case Evaluated(labelled=None):
             return f"held-out loss at step {event.step}: {format_value(event.loss)}"
         case Evaluated():
@@ -202,8 +213,6 @@ def _event_text(event: AnyEvent) -> str:
                 f"({event.labelled} tokens, {format_seconds(event.eval_s)})"
                 f"{event.sample and '; '}{event.sample and _sample_text(event)}"
             )
-        case NonFinite():
-            return f"NON-FINITE: {event.field} is {event.value} at step {event.step}"
         case CheckpointSaved():
             return (
                 f"checkpoint {event.path}: {format_bytes(event.size_bytes)} "
@@ -234,10 +243,6 @@ def _event_text(event: AnyEvent) -> str:
             return f"launcher is gone ({event.how}); the run continues in the background"
         case StopForwarded():
             return f"{event.signal} forwarded to the trainer"
-        case AlertRaised():
-            return f"ALERT {event.id}: {event.title}"
-        case AlertCleared():
-            return f"alert {event.id} is over after {format_seconds(event.stood_s)}"
         case StackDump():
             return f"stacks of the trainer in {event.path}: {event.summary}"
         case HostSample() | GpuSample():
@@ -334,10 +339,21 @@ def _compiled_text(event: Compiled) -> str:
     return f"COMPILE AFTER WARM-UP: {text}{differs}"
 
 
-def check_text(check: Checked) -> str:
-    """Render the result of a check with its cost: a failure is highlighted, and unknown never reads as a pass."""
-    level = {"pass": "pass", "fail": "FAIL"}.get(check.level, "unknown")
-    return f"check {check.id}: {level}: {check.reason} ({format_seconds(check.cost_s)})"
+def judged_text(one: Judged) -> str:
+    """Render what was judged: a failure is highlighted, and unknown never reads as a pass."""
+    match one.by:
+        case "check":
+            level = {PASS: PASS, FAIL: "FAIL"}.get(one.level, "unknown")
+            return f"check {one.id}: {level}: {one.text} ({format_seconds(one.cost_s)})"
+        case "alert" if one.level == PASS:
+            return f"alert {one.id} is over after {format_seconds(one.numbers.get('active_s'))}"
+        case "alert":
+            return f"ALERT {one.id}: {one.text}"
+        case "number":
+            return f"NON-FINITE: {one.id} is {one.text} at step {one.step}"
+    level = level_text(one)
+    level = level.upper() if one.level == FAIL else level
+    return f"{one.by} {one.id} at step {one.step}: {level}: {one.text}"
 
 
 LOSSES = 4
@@ -556,7 +572,7 @@ def alerts_text(view: RunView) -> str:
 
 def checks_failed_text(view: RunView) -> str:
     """List the failed checks in brief: `2 checks failed: shift_proof, loss_gradient`; empty when none failed."""
-    names = [name for name, check in view.checks.items() if check.level == "fail"]
+    names = [name for name, check in view.checks.items() if check.level == FAIL]
     if not names:
         return ""
     return f"{len(names)} check{'s' if len(names) > 1 else ''} failed: {', '.join(names)}"
@@ -663,24 +679,24 @@ def reason_text(view: RunView, state: str) -> str:
     else its first note of an error, else its first active alert; behind that, of a script that is not ours, each
     contradiction and suspicion. Empty when nothing is wrong."""
     seen = {
-        degree: [seen_text(one) for one in view.identities if one.degree == degree]
-        for degree in ("contradiction", "suspicion")
+        level: [seen_text(one) for one in view.identities if one.level == level]
+        for level in (FAIL, SUSPICION)
     }
-    failed = [f"{x.id}: {x.reason}" for x in view.checks.values() if x.level == "fail"]
+    failed = [f"{x.id}: {x.text}" for x in view.checks.values() if x.level == FAIL]
     failed += [one.note.text for one in view.errors]
-    alerts = sorted(view.alerts.values(), key=lambda alert: alert.severity != "error")
+    alerts = sorted(view.alerts.values(), key=lambda alert: alert.level != FAIL)
     is_failure = state != "completed" and has_ended(state)
     first = (is_failure and _ending(view, state)) or failed
-    if not first and not seen["contradiction"]:
+    if not first and not seen[FAIL]:
         # The alert on an identity that fails says what the contradictions say themselves.
-        first = [alert.title for alert in alerts]
-    parts = [*first[:1], *seen["contradiction"], *seen["suspicion"]]
+        first = [alert.text for alert in alerts]
+    parts = [*first[:1], *seen[FAIL], *seen[SUSPICION]]
     return one_line("; ".join([*(part.rstrip(".") for part in parts[:-1]), *parts[-1:]]))
 
 
-def seen_text(seen: Identity) -> str:
+def seen_text(seen: Judged) -> str:
     """Say what was seen of an identity of a script that is not ours."""
-    return f"{seen.degree} {seen.id} at step {seen.step}: {seen.text}"
+    return f"{level_text(seen)} {seen.id} at step {seen.step}: {seen.text}"
 
 
 def host_lost_text(view: RunView) -> str:
@@ -830,10 +846,7 @@ def check_lines(view: RunView) -> list[str]:
     return [
         f"{counts}; they took {format_seconds(cost)}{again}",
         *filter(None, [audit_text(view)]),
-        *(
-            one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.reason}")
-            for check in found
-        ),
+        *(one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.text}") for check in found),
         *errors,
     ]
 
@@ -858,10 +871,10 @@ def audit_text(view: RunView) -> str:
         view.checks[id].numbers if id in view.checks else {}
         for id in ("step_student", "step_weights")
     )
-    if "all_positions" in student:
-        parts.append(f"positions {student['positions']:,.0f} of {student['all_positions']:,.0f}")
-    if "all_parameters" in weights:
-        parts.append(f"parameters {100 * weights['compared'] / weights['all_parameters']:.0f} %")
+    if all_positions := student.get("all_positions"):
+        parts.append(f"positions {student.get('positions') or 0:,.0f} of {all_positions:,.0f}")
+    if all_parameters := weights.get("all_parameters"):
+        parts.append(f"parameters {100 * (weights.get('compared') or 0) / all_parameters:.0f} %")
     return f"audited: {'; '.join(parts)}"
 
 

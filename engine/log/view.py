@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from engine.log.events import (
+    FAIL,
     TRAINING,
-    AlertRaised,
     AnyEvent,
-    Checked,
     CheckpointSaved,
     Compiled,
     DataReady,
@@ -27,13 +26,12 @@ from engine.log.events import (
     Evaluated,
     GpuSample,
     HostSample,
-    Identity,
     Imported,
+    Judged,
     KernelCounts,
     MemoryMeasured,
     MemoryPlanned,
     ModelReady,
-    NonFinite,
     Note,
     Phase,
     ProcessFound,
@@ -85,7 +83,7 @@ class RankSaid:
     """What a rank other than the first has said wrong in its newest session. Its words begin with `rank N: `."""
 
     clock: Clock
-    failed: Mapping[str, Checked] = field(default_factory=dict)
+    failed: Mapping[str, Judged] = field(default_factory=dict)
     """Checks whose newest result on this rank is a failure, by id."""
     ended: RunFinished | None = None
     """How it failed; None where it has not."""
@@ -96,7 +94,7 @@ class Failed(NamedTuple):
     """A check that failed on a rank."""
 
     rank: int
-    check: Checked
+    check: Judged
 
 
 class ErrorNote(NamedTuple):
@@ -169,8 +167,8 @@ class RunView:
     session_row: int = 0
     """The row of `steps` where this session begins."""
     evals: tuple[Evaluated, ...] = ()
-    non_finite: tuple[NonFinite, ...] = ()
-    identities: tuple[Identity, ...] = ()
+    non_finite: tuple[Judged, ...] = ()
+    identities: tuple[Judged, ...] = ()
     """What was seen of the identities of a watched script, once for each outcome."""
     checkpoints: tuple[CheckpointSaved, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -183,7 +181,7 @@ class RunView:
     """What this session had to compile, in order."""
     kernel_counts: KernelCounts | None = None
     vocabulary_cut: VocabularyCut | None = None
-    own_checks: dict[str, Checked] = field(default_factory=dict)
+    own_checks: dict[str, Judged] = field(default_factory=dict)
     """The newest result of each first-minute check of this session on the first rank, by its id."""
     checked_again: tuple[int, float] = (0, 0.0)
     """How many checks were repeated in this session, and the seconds that repeating them took."""
@@ -210,7 +208,7 @@ class RunView:
     exit: TrainerExited | None = None
     exit_unix_s: float | None = None
     launcher_gone: str | None = None
-    alerts: dict[str, AlertRaised] = field(default_factory=dict)
+    alerts: dict[str, Judged] = field(default_factory=dict)
     """Active alerts by id."""
     alert_count: int = 0
     """How many alerts were raised in this session."""
@@ -234,23 +232,23 @@ class RunView:
     def failures(self, id: str) -> list[Failed]:
         """Return the ranks on which a check has failed in this session."""
         own = self.own_checks.get(id)
-        found = [] if own is None or own.level != "fail" else [Failed(0, own)]
+        found = [] if own is None or own.level != FAIL else [Failed(0, own)]
         for rank, said in sorted(self.ranks_now.items()):
             if (check := said.failed.get(id)) is not None:
                 # The first rank may have logged it for that rank.
-                found = [one for one in found if one.check.reason != check.reason]
+                found = [one for one in found if one.check.text != check.text]
                 found.append(Failed(rank, check))
         return found
 
     @property
-    def checks(self) -> dict[str, Checked]:
+    def checks(self) -> dict[str, Judged]:
         """The newest result of each first-minute check of this session, by its id; one that failed on any rank has
         failed."""
         found = dict(self.own_checks)
         for id in {id: None for said in self.ranks_now.values() for id in said.failed}:
             first, *others = self.failures(id)
-            reason = "; ".join([first.check.reason, *(one.check.reason for one in others)])
-            found[id] = msgspec.structs.replace(first.check, reason=reason)
+            text = "; ".join([first.check.text, *(one.check.text for one in others)])
+            found[id] = msgspec.structs.replace(first.check, text=text)
         return found
 
     @property

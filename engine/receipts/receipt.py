@@ -362,7 +362,7 @@ def _tokens_trained(view: RunView) -> int:
 def _not_applied(view: RunView) -> set[int]:
     """Return the steps with a number that was not finite, whose update was left out."""
     of_weights = ("heldout_loss", "weight_norm")
-    return {event.step for event in view.non_finite if event.field not in of_weights}
+    return {event.step for event in view.non_finite if event.id not in of_weights}
 
 
 # A receipt against the files beside it

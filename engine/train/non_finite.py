@@ -11,23 +11,27 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from engine.errors import TrainingFailed
-from engine.log.events import NonFinite, StepDone, name_of_non_finite
+from engine.log.events import FAIL, NUMBER, Judged, StepDone, name_of_non_finite
 from engine.train.to_events import Log
 
 
-def non_finite(step: StepDone) -> Iterator[NonFinite]:
+def non_finite(step: StepDone) -> Iterator[Judged]:
     """Yield an event for each number of a step that is NaN or infinite."""
     for name in ("loss", "ce", "kd", "grad_norm"):
         value = getattr(step, name)
         if value is not None and not math.isfinite(value):
-            yield NonFinite(step=step.step, field=name, value=name_of_non_finite(value))
+            yield _not_finite(step.step, name, name_of_non_finite(value))
+
+
+def _not_finite(step: int, name: str, value: str) -> Judged:
+    return Judged(by=NUMBER, id=name, level=FAIL, text=value, step=step)
 
 
 def stop_unless_finite(step: StepDone) -> None:
     """Raise TrainingFailed for a step that changed no weight because a number of it is not finite."""
     if step.updated:
         return
-    names = ", ".join(f"{found.field} is {found.value}" for found in non_finite(step))
+    names = ", ".join(f"{found.id} is {found.text}" for found in non_finite(step))
     raise TrainingFailed(
         f"{names} at step {step.step}; the weights were not changed by it",
         hint="look at the steps before it; train.on_non_finite=skip would go on past it",
@@ -37,7 +41,7 @@ def stop_unless_finite(step: StepDone) -> None:
 def stop_for_weights(log: Log, step: int, name: str, value: float) -> NoReturn:
     """End a run whose weights give NaN or infinity, before a checkpoint is written from them."""
     found = name_of_non_finite(value)
-    log(NonFinite(step=step, field=name, value=found))
+    log(_not_finite(step, name, found))
     raise TrainingFailed(
         f"{name} is {found} at step {step}: the weights are no longer usable, and no checkpoint holds them",
         hint="resume from the last checkpoint with a lower learning rate in a new run",

@@ -20,11 +20,12 @@ from engine.data.batches import labelled_rows
 from engine.data.token_cache import Tokens, remarks_of
 from engine.decision import Decision
 from engine.log.events import (
-    Checked,
+    CHECK,
     Compiled,
     DataReady,
     DecisionMade,
     Event,
+    Judged,
     MemoryMeasured,
     MemoryPlanned,
     ModelReady,
@@ -200,12 +201,13 @@ def vocabulary_cut(teacher_ids: int, student_ids: int, dropped: DroppedMass) -> 
     )
 
 
-def checked(result: Result) -> Checked:
-    return Checked(
+def checked(result: Result) -> Judged:
+    return Judged(
+        by=CHECK,
         id=result.id,
         level=result.verdict.level.name.lower(),
-        reason=result.verdict.reason,
-        numbers=result.numbers,
+        text=result.verdict.reason,
+        numbers=dict(result.numbers),
         cost_s=result.cost_s,
         step=result.step,
     )

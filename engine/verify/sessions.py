@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.log.events import (
-    Checked,
     DataReady,
     Evaluated,
+    Judged,
     LogOpened,
     ModelReady,
     Recorded,
@@ -41,7 +41,7 @@ class Session:
     """By role, each as it was loaded."""
     steps: dict[int, StepDone] = field(default_factory=dict)
     recorded: dict[int, Recorded] = field(default_factory=dict)
-    audited: dict[tuple[int, str], Checked] = field(default_factory=dict)
+    audited: dict[tuple[int, str], Judged] = field(default_factory=dict)
     """Answers of checks of a step, by step and id."""
     evaluated: list[Evaluated] = field(default_factory=list)
     finished: RunFinished | None = None
@@ -78,8 +78,8 @@ def read_sessions(run: RunFolder) -> list[Session]:
                 session.steps.setdefault(event.step, event)
             case Recorded():
                 session.recorded.setdefault(event.step, event)
-            case Checked(step=int(step)):
-                session.audited[step, event.id] = event
+            case Judged(by="check"):
+                session.audited[event.step, event.id] = event
             case Evaluated():
                 session.evaluated.append(event)
             case RunFinished():

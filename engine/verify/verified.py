@@ -368,5 +368,5 @@ class _Verifying:
 def _audited(session: Session, step: int) -> dict[str, Verdict]:
     answers = ((about.id, session.audited.get((step, about.id))) for about in STAGES)
     return {
-        id: Verdict(Level[one.level.upper()], one.reason) for id, one in answers if one is not None
+        id: Verdict(Level[one.level.upper()], one.text) for id, one in answers if one is not None
     }

@@ -18,9 +18,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Collection, Sequence
 
-from engine.log.events import AlertCleared, AlertRaised, Note
+from engine.log.events import Judged, Note, alert_over
 from engine.watch.rules import RULES
-from engine.watch.rules.rule import Alert, Case, Rule, Unknown
+from engine.watch.rules.rule import Case, Rule, Unknown
 
 LONGEST_QUIET_S = 3600.0
 
@@ -28,7 +28,7 @@ LONGEST_QUIET_S = 3600.0
 class ActiveAlerts:
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self.rules = rules
-        self.answers: dict[str, Alert | Unknown | None] = {}
+        self.answers: dict[str, Judged | Unknown | None] = {}
         """The latest result of each rule."""
         self.broken: dict[str, str] = {}
         """Rules that raised an error, with the error."""
@@ -38,14 +38,12 @@ class ActiveAlerts:
         self._times_raised: dict[str, int] = {}
         self._session = 0
 
-    def look(
-        self, case: Case, without: Collection[str] = ()
-    ) -> list[AlertRaised | AlertCleared | Note]:
+    def look(self, case: Case, without: Collection[str] = ()) -> list[Judged | Note]:
         """Evaluate every rule except `without`, and return the events to be logged."""
         if case.view.sessions != self._session:
             self._session = case.view.sessions
             self._active_since, self._quiet_since, self._times_raised = {}, {}, {}
-        events: list[AlertRaised | AlertCleared | Note] = []
+        events: list[Judged | Note] = []
         for rule in self.rules:
             if rule.id in self.broken or rule.id in without:
                 continue
@@ -55,7 +53,7 @@ class ActiveAlerts:
                 events.append(self._disable(rule, error))
                 continue
             self.answers[rule.id] = answer
-            events += self._change(rule, answer, case.now_unix_s)
+            events += self._change(rule, answer, case)
         return events
 
     def _disable(self, rule: Rule, error: Exception) -> Note:
@@ -70,9 +68,9 @@ class ActiveAlerts:
         )
 
     def _change(
-        self, rule: Rule, answer: Alert | Unknown | None, now_s: float
-    ) -> list[AlertRaised | AlertCleared | Note]:
-        id = rule.id
+        self, rule: Rule, answer: Judged | Unknown | None, case: Case
+    ) -> list[Judged | Note]:
+        id, now_s = rule.id, case.now_unix_s
         if isinstance(answer, Unknown):
             return []
         since_s = self._active_since.get(id)
@@ -86,7 +84,11 @@ class ActiveAlerts:
                 return []
             self._active_since[id] = now_s
             self._times_raised[id] = self._times_raised.get(id, 0) + 1
-            over = [AlertCleared(id=id, stood_s=now_s - since_s)] if since_s is not None else []
+            over = (
+                [alert_over(id, active_s=now_s - since_s, step=case.view.last_step)]
+                if since_s is not None
+                else []
+            )
             return [*over, answer]
         if since_s is None:
             return []
@@ -97,4 +99,4 @@ class ActiveAlerts:
         if quiet_s < needed_s:
             return []
         del self._active_since[id], self._quiet_since[id]
-        return [AlertCleared(id=id, stood_s=now_s - since_s)]
+        return [alert_over(id, active_s=now_s - since_s, step=case.view.last_step)]

@@ -22,10 +22,10 @@ from operator import attrgetter
 
 from engine.errors import BadInput
 from engine.log.events import (
-    AlertCleared,
-    AlertRaised,
+    ALERT,
+    PASS,
     AnyEvent,
-    Checked,
+    Judged,
     LogOpened,
     Note,
     StepDone,
@@ -40,7 +40,7 @@ from engine.log.view import SOURCES, ErrorNote, Failed, RunView, rank_of, told_o
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.pace import median_step_s
-from engine.watch.rules.rule import Alert, Case, Unknown, earlier_settings
+from engine.watch.rules.rule import Case, Unknown, earlier_settings
 
 LOOK_S = 1.0
 MOST_LOOKS = 5000
@@ -53,7 +53,7 @@ MOST_BESIDE = 5
 class Raised:
     """One alert of a run, with the times at which it was raised and cleared."""
 
-    alert: Alert
+    alert: Judged
     unix_s: float
     cleared_unix_s: float | None
     replayed: bool = True
@@ -157,12 +157,8 @@ class _Replay:
                 self.waiting.append(line)
             return
         # Alerts that were logged at the time are not evidence: the rules are evaluated again.
-        if isinstance(event, AlertRaised):
-            said = Raised(alert=event, unix_s=unix_s, cleared_unix_s=None, replayed=False)
-            self.said.append(said)
-            return
-        if isinstance(event, AlertCleared):
-            clear(self.said, event.id, unix_s)
+        if isinstance(event, Judged) and event.by == ALERT:
+            add_or_clear(self.said, event, unix_s, replayed=False)
             return
         if self.next_look_s is not None and unix_s >= self.next_look_s:
             # Evaluated before this line is folded, because the line that breaks a silence also ends it.
@@ -184,12 +180,10 @@ class _Replay:
     def hear(self, rank: int, event: AnyEvent | None, unix_s: float) -> None:
         """Keep a check that failed on a rank, or its note of an error."""
         match event:
-            case Checked(level="fail"):
+            case Judged(by="check", level="fail"):
                 # The first rank may log what another has said.
-                told = (
-                    one.check.reason for one in self.failed.values() if one.check.id == event.id
-                )
-                if event.reason not in told:
+                told = (one.check.text for one in self.failed.values() if one.check.id == event.id)
+                if event.text not in told:
                     self.failed.setdefault((event.id, rank), Failed(rank, event))
             case Note(level="error"):
                 self.errors.append(ErrorNote(rank, unix_s, event))
@@ -204,10 +198,8 @@ class _Replay:
             beside=self.beside,
         )
         for event in self.alerts.look(case):
-            if isinstance(event, AlertRaised):
-                self.raised.append(Raised(alert=event, unix_s=now_s, cleared_unix_s=None))
-            elif isinstance(event, AlertCleared):
-                clear(self.raised, event.id, now_s)
+            if isinstance(event, Judged):
+                add_or_clear(self.raised, event, now_s)
         answers = self.alerts.answers.items()
         self.judged |= {id for id, answer in answers if not isinstance(answer, Unknown)}
 
@@ -243,9 +235,14 @@ class _Replay:
         )
 
 
-def clear(raised: list[Raised], id: str, now_s: float) -> None:
-    """Say of the newest alert `id` when it was cleared."""
+def add_or_clear(
+    raised: list[Raised], alert: Judged, now_s: float, *, replayed: bool = True
+) -> None:
+    """Add an alert, or set when the newest one of its id was cleared."""
+    if alert.level != PASS:
+        raised.append(Raised(alert=alert, unix_s=now_s, cleared_unix_s=None, replayed=replayed))
+        return
     for index in reversed(range(len(raised))):
-        if raised[index].alert.id == id:
+        if raised[index].alert.id == alert.id:
             raised[index] = replace(raised[index], cleared_unix_s=now_s)
             return

@@ -29,7 +29,7 @@ from typing import Any
 
 from engine.errors import RunLogError
 from engine.log.beats import Beat, behind, read_beats, waited_for
-from engine.log.events import AlertRaised, Event, Note, StackDump
+from engine.log.events import Event, Judged, Note, StackDump
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView, Table
@@ -167,13 +167,13 @@ class Watcher:
     def _judge(self, case: Case, without: tuple[str, ...] = ()) -> None:
         for event in self.alerts.look(case, without):
             self._write(event)
-            if not isinstance(event, AlertRaised):
+            if not isinstance(event, Judged) or not event.raises_alert:
                 continue
             if event.id == "gpu_idle" and not self.capturing:
-                self._begin_capture(event.title)
+                self._begin_capture(event.text)
             if event.id in STALLS and self.settings and self.settings.watch.on_stall == "stop":
                 self._asked_s = self._monotonic()
-                self._stop(f"watch.on_stall = stop: {event.title}", False)
+                self._stop(f"watch.on_stall = stop: {event.text}", False)
 
     def _begin_capture(self, why: str, *, native: bool = True) -> None:
         self._captures += 1

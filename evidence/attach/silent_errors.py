@@ -202,7 +202,7 @@ def said_by_watch(script: Path, folder: Path) -> tuple[str, list[str]]:
     found = [
         f"{line['degree']}: {line['id']} (step {line['step']})"
         for line in lines
-        if line["kind"] == "identity" and line["degree"] in ("contradiction", "suspicion")
+        if line.get("by") == "identity" and line["level"] in ("fail", "suspicion")
     ]
     return f"exit {done.returncode}", sorted(found)
 

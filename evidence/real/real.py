@@ -498,7 +498,7 @@ def _memory(events: list[dict[str, Any]], work: Work) -> dict[str, Any]:
 
 def _not_passed(events: list[dict[str, Any]], work: Work) -> list[dict[str, Any]]:
     """Checks and stages of the audit that did not pass, each time that they were asked, and those without an answer."""
-    logged = [one for one in events if one["kind"] == "check"]
+    logged = [one | {"reason": one["text"]} for one in events if one.get("by") == "check"]
     answered = {(one["id"], one["step"]) for one in logged}
     listed = (work.result("checks") or {}).get("checks", [])
     silent = [one for one in listed if (one["id"], one["step"]) not in answered]

@@ -174,7 +174,7 @@ class Story:
 
     def hang(self) -> None:
         """The run with the defect, until it is named, and the kill."""
-        from engine.log.events import AlertRaised, StackDump
+        from engine.log.events import Judged, StackDump
         from engine.log.folder import RunFolder
         from engine.log.follow import Follower
 
@@ -186,11 +186,12 @@ class Story:
         while named is None and time.monotonic() < deadline:
             time.sleep(0.05)
             follower.poll()
-            alerts = [x for x in follower.view.lines if isinstance(x.event, AlertRaised)]
+            events = [x for x in follower.view.lines if isinstance(x.event, Judged)]
+            alerts = [x for x in events if x.event.raises_alert]
             named = next(filter(has_line_and_flip, alerts), None)
         view = follower.view
         if named is None:
-            said = [line.event.title for line in alerts]
+            said = [line.event.text for line in alerts]
             raise SystemExit(f"not named within {NAMED_LIMIT_S:.0f} s; alerts: {said}")
         pid, steps = view.trainer_pid, view.last_step
         subprocess.run(["kill", "-9", str(pid)], check=True)
@@ -207,7 +208,7 @@ class Story:
             "steps": steps,
             "phase": view.phase.name,
             "named_by": named.event.id,
-            "title": named.event.title,
+            "title": named.event.text,
             "flip": named.event.flip,
             "numbers": named.event.numbers,
             "seconds_from_the_phase_to_each_alert": [
@@ -307,7 +308,7 @@ def has_line_and_flip(line: Any) -> bool:
     event = line.event
     return (
         event.id in ("cpu_bound_teacher", "stalled_at_start")
-        and " at " in event.title
+        and " at " in event.text
         and bool(event.flip)
     )
 

@@ -15,6 +15,7 @@ from engine.log.events import (
     FactsRead,
     GpuSample,
     HostSample,
+    Judged,
     ModelReady,
     Phase,
     RunStarted,
@@ -24,7 +25,8 @@ from engine.log.events import (
 from engine.log.view import RunView, Source
 from engine.spec import RunSpec, build_spec
 from engine.watch.rules import RULES
-from engine.watch.rules.rule import Alert, Case, Unknown
+from engine.watch.rules.rule import Case, Unknown
+from tests.support.judged import numbers_of
 from tests.support.run_events import example_of, fold_events, opened, step
 
 GIB = 2.0**30
@@ -170,17 +172,17 @@ class Log:
         return Case(view=self.view(), settings=self.settings, now_unix_s=now)
 
 
-def answer(rule: str, case: Case) -> Alert | Unknown | None:
+def answer(rule: str, case: Case) -> Judged | Unknown | None:
     return BY_ID[rule].answer(case)
 
 
-def raised(rule: str, case: Case) -> Alert:
+def raised(rule: str, case: Case) -> Judged:
     """Return the alert of a rule, asserting that the rule raised a complete one."""
     found = answer(rule, case)
-    assert isinstance(found, Alert), f"{rule}: {found}"
-    assert found.id == rule and found.severity in ("warning", "error")
-    assert found.title and found.meaning and bool(found.flip) != bool(found.no_flip)
-    assert found.numbers and all(held for _, _, held in found.numbers)
+    assert isinstance(found, Judged), f"{rule}: {found}"
+    assert found.id == rule and found.level in ("suspicion", "fail")
+    assert found.text and found.meaning and bool(found.flip) != bool(found.no_flip)
+    assert found.numbers and all(held for _, _, held in numbers_of(found))
     assert found.from_unix_s <= found.to_unix_s <= case.now_unix_s
     return found
 

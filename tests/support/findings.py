@@ -24,11 +24,12 @@ from engine.flips.flip_folder import create_flip, open_flip
 from engine.flips.plan import Plan
 from engine.flips.surroundings import Surroundings
 from engine.flips.verdict import Pair, judge
-from engine.log.events import AlertRaised, GpuSample, HostSample, RunFinished, TrainerExited
+from engine.log.events import GpuSample, HostSample, RunFinished, TrainerExited
 from engine.log.folder import RunFolder
 from engine.terminal import ArgumentParser
 from engine.verdict import Level, Verdict
 from tests.support.flip_pairs import outcome, plan, timed
+from tests.support.judged import alert_event
 from tests.support.paths import ROOT
 from tests.support.run_folders import START_UNIX_S, Scene, started, step
 
@@ -126,11 +127,11 @@ def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 
         )
     begin = scene.start_unix_s
     scene.watch(
-        AlertRaised(
+        alert_event(
             id="gpu_idle",
-            severity="error",
-            title="the GPU has done nothing for 6 s",
-            last_step=steps,
+            level="fail",
+            text="the GPU has done nothing for 6 s",
+            step=steps,
             from_unix_s=begin + steps,
             to_unix_s=begin + scene.now_s,
         ),
@@ -206,7 +207,7 @@ def an_arm(flip: Path, made: Plan, number: int, arm: str, shown: bool | None) ->
         scene.events(step(at, 2.0))
     scene.now_s += made.observed.window_s
     if shown:
-        scene.watch(AlertRaised(id=made.observed.id, severity="error", title="nothing is done"))
+        scene.watch(alert_event(id=made.observed.id, level="fail", text="nothing is done"))
     state, code = ("failed", 1) if shown is None else ("terminated", 143)
     end: dict[str, Any] = {"cause": "c", "certainty": "proved", "sentence": "it ended"}
     scene.watch(TrainerExited(trainer_pid=7, returncode=code, state=state, signal=None, **end))

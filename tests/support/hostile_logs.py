@@ -13,18 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RunLogError
-from engine.log.events import (
-    AlertCleared,
-    Event,
-    FactsRead,
-    GpuSample,
-    HostSample,
-    StepDone,
-    kind_of,
-)
+from engine.log.events import Event, FactsRead, GpuSample, HostSample, StepDone, kind_of
 from engine.log.folder import RunFolder
 from engine.log.read import decode_line
 from engine.log.write import encode
+from tests.support.judged import alert_end
 from tests.support.run_events import KINDS, example_of, numbered, step
 from tests.support.run_folders import Unknown
 
@@ -153,7 +146,7 @@ def _record(rng: random.Random, log: str) -> Any:
         plain: dict[str, Event] = {
             "events": step(rng.randrange(1, 99)),
             "device": rng.choice((HostSample(load1=1.0), GpuSample(index=0, gpu_util_pct=5.0))),
-            "watch": AlertCleared(id="x", stood_s=1.0),
+            "watch": alert_end(id="x", active_s=1.0),
         }
         return plain[log]
     kind: Any = rng.choice((*KINDS, Unknown, FactsRead, StepDone))

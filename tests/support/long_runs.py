@@ -24,7 +24,6 @@ from engine.log.events import (
     FactsRead,
     GpuSample,
     HostSample,
-    NonFinite,
     Note,
     RunFinished,
     StepDone,
@@ -32,6 +31,7 @@ from engine.log.events import (
 )
 from engine.log.folder import create_run
 from engine.log.write import encode
+from tests.support.judged import number_event
 from tests.support.run_events import example_of, opened
 from tests.support.run_folders import decision, evaluated, model, started
 
@@ -172,7 +172,7 @@ def _trainer(
             loss = 90.0 if number == spike else float("nan")
             line = _line(StepDone(**(fields | {"loss": loss})))
         if number == gap:
-            yield t_s, _line(NonFinite(step=number, field="loss", value="nan"))
+            yield t_s, _line(number_event(step=number, field="loss", value="nan"))
         yield t_s, line
         if number % 500 == 0:
             yield t_s, _line(evaluated(number, "student", 2.0 + 1 / number))

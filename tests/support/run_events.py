@@ -25,7 +25,6 @@ from engine.log.events import (
     Known,
     LauncherGone,
     LogOpened,
-    NonFinite,
     Note,
     Phase,
     RunFinished,
@@ -40,6 +39,7 @@ from engine.log.fold import fold
 from engine.log.table import batches_of
 from engine.log.view import SOURCES, RunView, Source, Table
 from engine.log.write import encode
+from tests.support.judged import number_event
 
 KINDS: tuple[type[Any], ...] = typing.get_args(Known)
 E = TypeVar("E", bound=Event)
@@ -210,7 +210,7 @@ def _trainer_session(draw: st.DrawFn, session: int, last: int) -> tuple[list[Eve
                 {
                     5: Evaluated(step=number, subject="student", loss=1.0, labelled=9, eval_s=None),
                     6: example_of(CheckpointSaved, step=number),
-                    7: NonFinite(step=number, field="loss", value="nan"),
+                    7: number_event(step=number, field="loss", value="nan"),
                     8: Note(level="info", text=draw(_TEXT)),
                     9: draw(
                         st.sampled_from(

@@ -15,7 +15,6 @@ from engine.log.events import (
     GpuSample,
     HostSample,
     ModelReady,
-    NonFinite,
     Note,
     RunFinished,
     RunStarted,
@@ -25,6 +24,7 @@ from engine.log.events import (
 )
 from engine.log.folder import RunFolder, create_run
 from engine.log.write import LogWriter
+from tests.support.judged import number_event
 
 STEP_S = 0.5
 START_UNIX_S = 1_750_000_000.0
@@ -108,7 +108,7 @@ class Scene:
             self.now_s += STEP_S
             loss = math.nan if number in nan else loss_at(number)
             if number in nan:
-                self.events(NonFinite(step=number, field="loss", value="nan"))
+                self.events(number_event(step=number, field="loss", value="nan"))
             self.events(step(number, loss))
         return self
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.attach.identity_catalogue import BY_ID, CONTRADICTION
+from engine.attach.identity_catalogue import BY_ID
+from engine.log.events import FAIL
 from engine.watch.rules.rule import ERROR, CannotJudge, Case, Span, Symptom, rule
 
 NAMED = 3
@@ -20,7 +21,7 @@ def identity_fails(case: Case) -> Symptom | None:
         raise CannotJudge("the audit of a run of ours looks at more (engine checks)")
     if not case.view.identities:
         raise CannotJudge("no identity has been looked at yet")
-    wrong = [one for one in case.view.identities if one.degree == CONTRADICTION]
+    wrong = [one for one in case.view.identities if one.level == FAIL]
     if not wrong:
         return None
     first = wrong[0]

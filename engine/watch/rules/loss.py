@@ -49,7 +49,7 @@ def non_finite(case: Case) -> Symptom | None:
     first, last = seen[0], seen[-1]
     rows = case.steps(1, at_least=1, session=False)
     return Symptom(
-        f"{first.field} was {first.value} at step {first.step}"
+        f"{first.id} was {first.text} at step {first.step}"
         + (f", and {len(seen) - 1} more up to step {last.step}" if len(seen) > 1 else ""),
         [("numbers that are not finite", len(seen), "expected 0")],
         case.span(rows),
@@ -107,7 +107,8 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
 def teacher_off_text(case: Case) -> Symptom | None:
     check = case.view.checks.get("teacher_knows_text")
     names = ("ce", "frequencies", "ln_vocabulary")
-    found = [] if check is None else [check.numbers[n] for n in names if n in check.numbers]
+    numbers = {} if check is None else check.numbers
+    found = [value for name in names if (value := numbers.get(name)) is not None]
     if check is None or len(found) < len(names):
         raise CannotJudge("teacher_knows_text has no numbers in this session")
     ce, frequencies, ln_v = found

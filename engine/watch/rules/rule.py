@@ -27,16 +27,15 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
 
 from engine.errors import BadInput
-from engine.log.events import TRAINING, AlertRaised, RunStarted
+from engine.log.events import ALERT, FAIL, SUSPICION, TRAINING, Judged, RunStarted, by_name
 from engine.log.folder import COMMAND, RunFolder
 from engine.log.view import RunView, Table
 from engine.spec import RunSpec, spec_from_dict
 
-Alert: TypeAlias = AlertRaised
 Number: TypeAlias = tuple[str, float, str]
 """Name with its unit, value, and what the value is compared with."""
 
-WARNING, ERROR = "warning", "error"
+WARNING, ERROR = SUSPICION, FAIL
 OTHERS = "the settings are the script's own"
 """Why a rule that needs settings cannot judge a script that is not ours."""
 
@@ -316,7 +315,7 @@ class Symptom:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     id: str
-    severity: str = ERROR
+    level: str = ERROR
     asks: str
     """The question that the rule answers, in one sentence."""
     reads: tuple[str, ...]
@@ -327,7 +326,7 @@ class Rule:
     clear_after_s: float = 30.0
     """Seconds without a symptom after which its alert is cleared."""
 
-    def answer(self, case: Case) -> Alert | Unknown | None:
+    def answer(self, case: Case) -> Judged | Unknown | None:
         try:
             found = self.judge(case)
         except CannotJudge as missing:
@@ -335,13 +334,16 @@ class Rule:
         if found is None:
             return None
         assert bool(found.flip) != bool(found.no_flip), f"{self.id}: a flip or why there is none"
-        return AlertRaised(
+        numbers, compared = by_name(found.numbers)
+        return Judged(
+            by=ALERT,
             id=self.id,
-            severity=self.severity,
-            title=found.title,
-            numbers=[(name, float(value), held) for name, value, held in found.numbers],
+            level=self.level,
+            text=found.title,
+            numbers=numbers,
+            compared=compared,
             first_step=found.span.first_step,
-            last_step=found.span.last_step,
+            step=found.span.last_step,
             from_unix_s=found.span.from_unix_s,
             to_unix_s=found.span.to_unix_s,
             meaning=found.meaning,
@@ -351,7 +353,7 @@ class Rule:
 
 
 def rule(
-    severity: str, *, asks: str, reads: tuple[str, ...], threshold: str, clear_after_s: float = 30.0
+    level: str, *, asks: str, reads: tuple[str, ...], threshold: str, clear_after_s: float = 30.0
 ) -> Callable[[Callable[[Case], Symptom | None]], Rule]:
     """Turn a function into a rule under the function's name. The decorator is all it takes to add a rule to a
     family."""
@@ -359,7 +361,7 @@ def rule(
     def named(judge: Callable[[Case], Symptom | None]) -> Rule:
         return Rule(
             id=judge.__name__,
-            severity=severity,
+            level=level,
             asks=asks,
             reads=reads,
             threshold=threshold,

@@ -59,14 +59,14 @@ def test_trainings_on_a_gpu_are_judged_without_waiting_for_it(tmp_path: Path) ->
     watched, _ = run_twice(tmp_path, TRAININGS)
     names = [said["name"] for said in watched.said]
     found = {
-        name: {line["id"]: line for line in lines if line["kind"] == "identity"}
+        name: {line["id"]: line for line in lines if line.get("by") == "identity"}
         for name, lines in zip(names, watched.trainings, strict=True)
     }
     wrong = {"vanishing": "vanishing_updates", "never zeroed": "kept_gradients"}
     for name, lines in found.items():
-        assert lines["update"]["degree"] == "pass", (name, lines["update"])
+        assert lines["update"]["level"] == "pass", (name, lines["update"])
         assert lines["update"]["numbers"]["parameters"] == 8
-        assert {one for one in lines if lines[one]["degree"] == "contradiction"} == (
+        assert {one for one in lines if lines[one]["level"] == "fail"} == (
             {wrong[name]} if name in wrong else set()
         ), (name, lines)
         assert "kept_gradients" in lines and "stale_parameters" in lines
@@ -130,12 +130,12 @@ def test_losses_on_a_gpu_are_judged_without_waiting_for_it(tmp_path: Path) -> No
     watched, _ = run_twice(tmp_path, LOSSES)
     names = [said["name"] for said in watched.said]
     found = {
-        name: {(line["id"], line["degree"]) for line in lines if line["kind"] == "identity"}
+        name: {(line["id"], line["level"]) for line in lines if line.get("by") == "identity"}
         for name, lines in zip(names, watched.trainings, strict=True)
     }
     wrong = {"same_tokens": "label_shift", "unscaled": "temperature_squared"}
     for name, lines in found.items():
-        named = {id for id, degree in lines if degree in ("suspicion", "contradiction")}
+        named = {id for id, degree in lines if degree in ("suspicion", "fail")}
         assert named == ({wrong[name]} if name in wrong else set()), (name, lines)
     assert ("label_shift", "pass") in found["next_tokens"]
     assert {("temperature_squared", "pass"), ("teacher_is_student", "pass")} <= found["distilled"]

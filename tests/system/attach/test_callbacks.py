@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.log.events import Evaluated, Identity, Logged, Note, TrainerExited
+from engine.log.events import Evaluated, Judged, Logged, Note, TrainerExited
 from engine.log.folder import RunFolder, read_command
 from engine.log.follow import Follower
 from engine.log.text import command_lines, sample_lines
@@ -88,7 +88,7 @@ def test_a_callback_in_a_trainer_of_transformers_changes_no_byte_and_records_wha
     losses = trainer.view.steps.values("loss")
     assert losses == pytest.approx(said, rel=1e-4, abs=1e-4) and len(said) == 8
     assert trainer.view.total_steps == 8
-    passed = {one.id for one in events_of(trainer, Identity) if one.degree == "pass"}
+    passed = {one.id for one in events_of(trainer, Judged) if one.level == "pass"}
     assert passed >= {"update", "label_shift", "accumulation_windows", "stale_parameters"}
 
 

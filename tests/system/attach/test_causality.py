@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identity_catalogue import PASS, SUSPICION, UNKNOWN
+from engine.log.events import PASS, SUSPICION, UNKNOWN
 from tests.support.attached import watched_once
 from tests.support.paths import ROOT
 from tests.support.running import engine
@@ -134,7 +134,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_a_model_that_sees_what_it_is_to_predict_is_suspected(found: Found, name: str) -> None:
     degree, text = EXPECTED[name]
     (line,) = [line for line in found[name] if line["id"] == "causality"]
-    assert line["degree"] == degree and text in line["text"], line
+    assert line["level"] == degree and text in line["text"], line
 
 
 def test_it_is_asked_by_the_command(tmp_path: Path) -> None:
@@ -159,4 +159,4 @@ def test_what_the_command_asks_is_answered(tmp_path: Path) -> None:
     )
     lines = (tmp_path / "runs" / "run" / "events.jsonl").read_text().splitlines()
     said = [json.loads(line) for line in lines if '"causality"' in line]
-    assert [line["degree"] for line in said] == [UNKNOWN]
+    assert [line["level"] for line in said] == [UNKNOWN]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identity_catalogue import PASS, SUSPICION
+from engine.log.events import PASS, SUSPICION
 from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import degrees, outcomes
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identity_catalogue import BY_ID, FACT, PASS, SUSPICION
+from engine.attach.identity_catalogue import BY_ID
+from engine.log.events import FACT, PASS, SUSPICION
 from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import Found, degrees, outcomes
 
@@ -542,7 +543,7 @@ def test_nothing_is_said_against_data_that_is_read_as_it_is_meant(found: Found, 
     said: dict[str, list[str]] = {}
     for line in found[name]:
         if BY_ID[line["id"]].identity == "data":
-            said.setdefault(line["id"], []).append(line["degree"])
+            said.setdefault(line["id"], []).append(line["level"])
     assert said == HEALTHY_DATA[name]
 
 
@@ -563,7 +564,7 @@ def _suspicions_of_data(found: Found, name: str) -> list[dict[str, object]]:
     return [
         line
         for line in found[name]
-        if line["degree"] == SUSPICION and BY_ID[line["id"]].identity == "data"
+        if line["level"] == SUSPICION and BY_ID[line["id"]].identity == "data"
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identity_catalogue import CONTRADICTION, SUSPICION
+from engine.log.events import FAIL, SUSPICION
 from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import Found, of_degree, outcomes
 
@@ -569,5 +569,5 @@ def test_a_healthy_program_has_no_contradiction_and_no_unknown_suspicion(
     programs: Found, name: str
 ) -> None:
     lines = [line for one, found in programs.items() if one.split(",")[0] == name for line in found]
-    assert lines and not of_degree(lines, CONTRADICTION)
+    assert lines and not of_degree(lines, FAIL)
     assert {line["id"] for line in of_degree(lines, SUSPICION)} == SUSPECTED.get(name, set())

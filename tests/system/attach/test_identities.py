@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identity_catalogue import (
-    BY_ID,
-    CONTRADICTION,
-    DEGREES,
-    FACT,
-    PASS,
-    SUSPICION,
-    UNKNOWN,
-)
+from engine.attach.identity_catalogue import BY_ID
+from engine.log.events import FACT, FAIL, LEVELS, PASS, SUSPICION, UNKNOWN
 from tests.support.attached import Ran, run_twice, watched_once
 
 SETUP = """
@@ -48,13 +41,13 @@ def outcomes(ran: Ran) -> dict[str, list[dict[str, Any]]]:
     """The lines of identities of each training, by the name that the script says; each has a row in the table."""
     names = [said["name"] for said in ran.said]
     found = {
-        name: [line for line in lines if line["kind"] == "identity"]
+        name: [line for line in lines if line.get("by") == "identity"]
         for name, lines in zip(names, ran.trainings, strict=True)
     }
     for lines in found.values():
         for line in lines:
-            assert DEGREES.index(line["degree"]) <= max(
-                DEGREES.index(BY_ID[line["id"]].degree), DEGREES.index(UNKNOWN)
+            assert LEVELS.index(line["level"]) <= max(
+                LEVELS.index(BY_ID[line["id"]].level), LEVELS.index(UNKNOWN)
             )
     for lines in ran.trainings:
         assert not [line for line in lines if line["kind"] == "note"]
@@ -62,7 +55,7 @@ def outcomes(ran: Ran) -> dict[str, list[dict[str, Any]]]:
 
 
 def degrees(lines: list[dict[str, Any]], name: str) -> list[str]:
-    return [line["degree"] for line in lines if line["id"] == name]
+    return [line["level"] for line in lines if line["id"] == name]
 
 
 Found = dict[str, list[dict[str, Any]]]
@@ -237,7 +230,7 @@ def test_weights_that_are_not_the_textbooks_update_are_named_with_both_values(
     updates: Found,
 ) -> None:
     for name in WRONG_NAMES:
-        assert CONTRADICTION in degrees(updates[name], "update"), name
+        assert FAIL in degrees(updates[name], "update"), name
     line = updates["without_the_correction_of_the_moments"][0]
     assert line["step"] == 1 and "0.weight: AdamW made " in line["text"]
     line = updates["a_row_that_is_written_elsewhere"][0]
@@ -527,13 +520,13 @@ def parameters(plain_loops: Found) -> Found:
 
 
 def of_degree(lines: list[dict[str, Any]], degree: str) -> list[dict[str, Any]]:
-    return [line for line in lines if line["degree"] == degree]
+    return [line for line in lines if line["level"] == degree]
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_contradiction_names_what_is_wrong_and_where(parameters: Found, name: str) -> None:
     identity, step, text = WRONG[name]
-    (line,) = of_degree(parameters[name], CONTRADICTION)
+    (line,) = of_degree(parameters[name], FAIL)
     assert (line["id"], line["step"]) == (identity, step)
     assert text in line["text"]
 
@@ -544,13 +537,13 @@ def test_what_may_be_meant_is_a_suspicion(parameters: Found, name: str) -> None:
     (line,) = of_degree(parameters[name], SUSPICION)
     assert line["id"] == identity
     assert all(text in line["text"] for text in texts)
-    assert not of_degree(parameters[name], CONTRADICTION)
+    assert not of_degree(parameters[name], FAIL)
 
 
 def test_the_healthy_twin_of_each_says_nothing(parameters: Found) -> None:
     for name, lines in parameters.items():
         if name not in WRONG and name not in SUSPECT:
-            assert {line["degree"] for line in lines} == {PASS}, name
+            assert {line["level"] for line in lines} == {PASS}, name
             assert degrees(lines, "stale_parameters") == [PASS], name
             assert degrees(lines, "kept_gradients") == [PASS], name
     assert degrees(parameters["bf16_at_a_large_rate"], "vanishing_updates") == [PASS]
@@ -844,7 +837,7 @@ def healthy(plain_loops: Found) -> Found:
 def test_no_healthy_program_has_a_contradiction(healthy: Found) -> None:
     assert len(healthy) == HEALTHY.count("\ndef ") - 1
     for name, lines in healthy.items():
-        assert not of_degree(lines, CONTRADICTION), name
+        assert not of_degree(lines, FAIL), name
 
 
 def test_suspicions_of_healthy_programs_are_few_and_say_why(healthy: Found) -> None:
@@ -934,7 +927,7 @@ def test_none_of_them_is_changed_by_being_watched(tmp_path: Path, script: str) -
 def test_a_healthy_trainer_of_transformers_has_no_contradiction(trainer: Found) -> None:
     for name in ("healthy", "healthy_with_checkpointing", "healthy_in_bf16"):
         lines = trainer[name]
-        assert {line["degree"] for line in lines} <= {PASS, FACT}, name
+        assert {line["level"] for line in lines} <= {PASS, FACT}, name
         assert {line["framework"] for line in lines} == {"transformers"}
         for identity in ("update", "stale_parameters", "kept_gradients"):
             assert degrees(lines, identity) == [PASS], (name, identity)
@@ -949,7 +942,7 @@ def test_a_healthy_trainer_of_transformers_has_no_contradiction(trainer: Found) 
     ],
 )
 def test_mistakes_in_front_of_a_trainer_are_named(trainer: Found, name: str, identity: str) -> None:
-    (line,) = of_degree(trainer[name], CONTRADICTION)
+    (line,) = of_degree(trainer[name], FAIL)
     assert line["id"] == identity
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identity_catalogue import FACT, PASS, SUSPICION
+from engine.log.events import FACT, PASS, SUSPICION
 from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import Found, degrees, outcomes
 
@@ -409,7 +409,7 @@ def test_a_loss_of_the_next_tokens_is_known_in_every_style(found: Found) -> None
         assert degrees(lines, "label_shift") == [PASS], name
         assert degrees(lines, "label_coverage") == [FACT], name
         assert degrees(lines, "double_softmax") == [PASS], name
-        assert not [line for line in lines if line["degree"] == SUSPICION], name
+        assert not [line for line in lines if line["level"] == SUSPICION], name
 
 
 def test_what_has_a_label_is_said(found: Found) -> None:
@@ -442,7 +442,7 @@ def test_what_has_a_label_is_said(found: Found) -> None:
     ],
 )
 def test_a_wrong_loss_is_named(found: Found, name: str, id: str, text: str) -> None:
-    named = [one for one in found[name] if one["degree"] == SUSPICION]
+    named = [one for one in found[name] if one["level"] == SUSPICION]
     assert [one["id"] for one in named] == [id]
     assert text in named[0]["text"]
 
@@ -462,7 +462,7 @@ def test_a_distillation_is_known_with_its_direction_and_temperature(
     found: Found, name: str, direction: str, temperature: float
 ) -> None:
     lines = found[name]
-    assert not [line for line in lines if line["degree"] == SUSPICION]
+    assert not [line for line in lines if line["level"] == SUSPICION]
     (line,) = [line for line in lines if line["id"] == "distillation"]
     assert line["text"].startswith(f"{direction} divergence")
     assert line["numbers"]["temperature"] == temperature
@@ -472,10 +472,10 @@ def test_a_distillation_is_known_with_its_direction_and_temperature(
 
 def test_the_loss_of_a_step_that_is_a_closure_is_known(found: Found) -> None:
     lines = found["teacher_inside_in_a_closure"]
-    assert not [line for line in lines if line["degree"] == SUSPICION]
+    assert not [line for line in lines if line["level"] == SUSPICION]
     assert degrees(lines, "label_shift") == [PASS]
     assert degrees(lines, "distillation") == [FACT]
-    (line,) = [one for one in found["not_shifted_in_a_closure"] if one["degree"] == SUSPICION]
+    (line,) = [one for one in found["not_shifted_in_a_closure"] if one["level"] == SUSPICION]
     assert line["id"] == "label_shift"
 
 
@@ -485,7 +485,7 @@ def test_a_teacher_in_eval_mode_is_nothing_wrong(found: Found) -> None:
 
 def test_smoothed_labels_and_unknown_places_are_nothing_wrong(found: Found) -> None:
     for name in ("smoothed_classes", "some_of_the_labelled_places"):
-        assert not [one for one in found[name] if one["degree"] == SUSPICION]
+        assert not [one for one in found[name] if one["level"] == SUSPICION]
 
 
 @pytest.mark.parametrize(
@@ -504,11 +504,11 @@ def test_smoothed_labels_and_unknown_places_are_nothing_wrong(found: Found) -> N
     ],
 )
 def test_a_wrong_distillation_is_named(found: Found, name: str, id: str, text: str) -> None:
-    named = [one for one in found[name] if one["degree"] == SUSPICION]
+    named = [one for one in found[name] if one["level"] == SUSPICION]
     assert [one["id"] for one in named] == [id]
     assert text in named[0]["text"]
 
 
 def test_the_story_is_named_in_its_first_steps(found: Found) -> None:
-    named = {line["id"]: line["step"] for line in found["story"] if line["degree"] == SUSPICION}
+    named = {line["id"]: line["step"] for line in found["story"] if line["level"] == SUSPICION}
     assert named == {"rows_left_out": 1, "teacher_is_student": 3}

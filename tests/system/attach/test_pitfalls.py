@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identity_catalogue import FACT, PASS, SUSPICION
+from engine.log.events import FACT, PASS, SUSPICION
 from tests.support.attached import run_twice
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
@@ -265,7 +265,7 @@ IDS = ("held_out", "schedule", "broadcast_loss", "bounded_logits", "one_class")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_named(found: Found, name: str) -> None:
     id, text = WRONG[name]
-    said = [line for line in found[name] if line["id"] in IDS and line["degree"] == SUSPICION]
+    said = [line for line in found[name] if line["id"] in IDS and line["level"] == SUSPICION]
     assert [line["id"] for line in said] == [id], found[name]
     assert text in said[0]["text"]
 

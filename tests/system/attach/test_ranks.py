@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identity_catalogue import CONTRADICTION, FACT, PASS, SUSPICION, UNKNOWN
+from engine.log.events import FACT, FAIL, PASS, SUSPICION, UNKNOWN
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from tests.support.attached import BEGIN, Ran, agree, run_twice, run_watched, watched_once
@@ -456,22 +456,22 @@ HEALTHY_SEEN = {
 }
 
 MISTAKES_SEEN = {
-    "bypassed": ([CONTRADICTION], "in front of step 2: no training step calls its forward"),
+    "bypassed": ([FAIL], "in front of step 2: no training step calls its forward"),
     "bypassed_by_a_method": (
-        [CONTRADICTION],
+        [FAIL],
         "body.0.weight, body.0.bias, body.3.weight, ...: 4 of 4",
     ),
-    "gone_when_it_is_judged": ([CONTRADICTION], "no training step calls its forward"),
+    "gone_when_it_is_judged": ([FAIL], "no training step calls its forward"),
     "written_on_one_rank": (
-        [PASS, CONTRADICTION],
+        [PASS, FAIL],
         "0.weight: 1 of 4 parameters under DistributedDataParallel differ between ranks 0 and 1 in front of step 3",
     ),
     "loaded_on_one_rank": (
-        [CONTRADICTION],
+        [FAIL],
         "step 1: they were changed after the module was wrapped",
     ),
-    "unfrozen_after_wrapping": ([CONTRADICTION], "0.weight, 0.bias: 2 of 4"),
-    "new_head_after_wrapping": ([CONTRADICTION], "put into the module after it was wrapped"),
+    "unfrozen_after_wrapping": ([FAIL], "0.weight, 0.bias: 2 of 4"),
+    "new_head_after_wrapping": ([FAIL], "put into the module after it was wrapped"),
     "never_averaged": ([SUSPICION], "were the same on ranks 0 and 1 at first"),
     "partly_averaged": ([SUSPICION], "3.weight, 3.bias: 2 of 4"),
     "always_in_no_sync": ([SUSPICION], "inside no_sync()"),
@@ -487,7 +487,7 @@ def test_ranks_that_train_one_model_are_in_no_alarm(
     for name, lines in found.items():
         assert (degrees(lines, DRIFT), degrees(lines, DATA)) == HEALTHY_SEEN[name], (name, lines)
         assert all(
-            line["degree"] in (PASS, FACT, UNKNOWN) for line in lines if line["id"] in (DRIFT, DATA)
+            line["level"] in (PASS, FACT, UNKNOWN) for line in lines if line["id"] in (DRIFT, DATA)
         )
 
 
@@ -496,7 +496,7 @@ def test_what_makes_ranks_differ_is_named(tmp_path_factory: pytest.TempPathFacto
     assert list(found) == [*MISTAKES_SEEN, *READ_TWICE]
     for name, (seen, text) in MISTAKES_SEEN.items():
         lines = [line for line in found[name] if line["id"] == DRIFT]
-        assert [line["degree"] for line in lines] == seen, (name, lines)
+        assert [line["level"] for line in lines] == seen, (name, lines)
         assert text in lines[-1]["text"] and degrees(found[name], DATA) == [PASS], (name, lines)
     for name in READ_TWICE:
         lines = found[name]
@@ -509,15 +509,15 @@ def test_ranks_of_the_trainer_and_of_accelerate_are_judged_as_those_of_a_plain_l
     ran = run_watched(tmp_path, FRAMEWORKS, *TORCHRUN)
     assert ran.returncode == 0, ran.stderr
     drift = [
-        degrees([one for one in lines if one["kind"] == "identity"], DRIFT)
+        degrees([one for one in lines if one.get("by") == "identity"], DRIFT)
         for lines in ran.trainings
     ]
     data = [
-        degrees([one for one in lines if one["kind"] == "identity"], DATA)
+        degrees([one for one in lines if one.get("by") == "identity"], DATA)
         for lines in ran.trainings
     ]
     # Local SGD averages the weights after three steps.
-    assert drift == [[PASS], [PASS], [SUSPICION, PASS], [CONTRADICTION]]
+    assert drift == [[PASS], [PASS], [SUSPICION, PASS], [FAIL]]
     assert data == [[PASS]] * 4
 
 
@@ -567,7 +567,7 @@ def test_the_summary_of_a_bypassed_wrapper_names_the_parameters_and_what_to_do(
     assert "contradiction rank_drift at step 2: 0.weight, 0.bias, 3.weight, ...: 4 of 4" in said
     assert "call the wrapped model, model(x), never model.module(x)" in said
     view = Follower(run).read_all()
-    assert [one.degree for one in view.identities if one.id == DRIFT] == [CONTRADICTION]
+    assert [one.degree for one in view.identities if one.id == DRIFT] == [FAIL]
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -39,7 +39,7 @@ print(said(alone, (1.0, 2.0), record(2, (1.0, 2.5)), began=((0.0, 0.0), (0.0, 0.
 print(said(wrapped, (1.0, 2.0), record(2, (1.0, 2.5), layout="b")))
 """
     assert probed(MADE + code).splitlines() == [
-        "[('rank_drift', 'pass')] [('rank_drift', 'contradiction')]",
+        "[('rank_drift', 'pass')] [('rank_drift', 'fail')]",
         "[('rank_drift', 'pass')] [('rank_drift', 'suspicion')]",
         "[('rank_drift', 'unknown'), ('rank_drift', 'pass')]",
         "[('rank_drift', 'suspicion')]",

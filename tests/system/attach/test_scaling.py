@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identity_catalogue import PASS, SUSPICION
+from engine.log.events import PASS, SUSPICION
 from tests.support.attached import run_twice
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
@@ -381,7 +381,7 @@ IDS = ("clipping", "accumulated_mean", "loss_scale", "outside_writes")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_named(found: Found, name: str) -> None:
     id, text = WRONG[name]
-    said = [line for line in found[name] if line["id"] in IDS and line["degree"] == SUSPICION]
+    said = [line for line in found[name] if line["id"] in IDS and line["level"] == SUSPICION]
     assert [line["id"] for line in said] == [id], found[name]
     assert text in said[0]["text"]
 

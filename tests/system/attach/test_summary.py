@@ -13,9 +13,7 @@ import pytest
 from engine.attach.identity_catalogue import BY_ID
 from engine.attach.summary import LET_IN, MOST_LINES, NO_STEP, WIDTH, summary_lines
 from engine.log.events import (
-    AlertRaised,
     Event,
-    Identity,
     Note,
     Phase,
     StackDump,
@@ -27,6 +25,7 @@ from engine.log.events import (
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
 from engine.log.write import LogWriter
+from tests.support.judged import alert_event, identity_event
 from tests.support.paths import ROOT
 from tests.support.running import engine_here
 
@@ -214,14 +213,14 @@ def write(run: RunFolder, steps: list[StepDone], *watch_events: Event) -> dict[s
 
 
 def test_a_stall_that_was_stopped_shows_where_it_stood(run: RunFolder) -> None:
-    alert = AlertRaised(id="stalled", severity="error", title="no step after step 2 for 9m")
+    alert = alert_event(id="stalled", level="fail", text="no step after step 2 for 9m")
     dump = StackDump(
         path="stacks/007.txt", state="waiting for a lock", summary="waits",
         python_frame="train.py:12 in load", native_frame="",
     )  # fmt: skip
     found = write(run, [StepDone(step=1), StepDone(step=2)], dump, alert, ended())
     assert found["verdict"].startswith("run: stalled, then ended by SIGTERM; after 2 steps")
-    assert "who sent it is not recorded" in found["why"] and alert.title in found["why"]
+    assert "who sent it is not recorded" in found["why"] and alert.text in found["why"]
     assert "stack: train.py:12 in load (stacks/007.txt)" in found["evidence"]
     # What the log does not hold is unknown, never 0.
     assert "loss unknown; learning rate unknown" in found["evidence"]
@@ -250,9 +249,9 @@ def test_a_contradiction_is_the_verdict_with_its_numbers_and_what_to_do(run: Run
     steps = [StepDone(step=1, loss=1.0), StepDone(step=2, loss=0.5)]
     with LogWriter(run.events, writer="probe") as log:
         about = {"id": "update", "numbers": {}, "framework": "transformers"}
-        seen = [("pass", 1, "held"), ("contradiction", 2, "net.weight: SGD made 3 of 1")]
+        seen = [("pass", 1, "held"), ("fail", 2, "net.weight: SGD made 3 of 1")]
         identities = [
-            Identity(degree=degree, step=step, text=text, **about)  # type: ignore[arg-type]
+            identity_event(level=degree, step=step, text=text, **about)  # type: ignore[arg-type]
             for degree, step, text in seen
         ]
         for event in (WATCHED, Phase(name="training"), *steps, *identities):
@@ -295,7 +294,7 @@ def test_a_gpu_says_only_the_seconds_that_the_script_waited(run: RunFolder) -> N
 
 def test_much_to_say_stays_on_one_screen_with_the_next_step(run: RunFolder) -> None:
     alerts = [
-        AlertRaised(id=f"rule_{n}", severity="warning", title=f"{n} " + "many words " * 40)
+        alert_event(id=f"rule_{n}", level="suspicion", text=f"{n} " + "many words " * 40)
         for n in range(9)
     ]
     gone = Note(level="warning", text="the probe removed itself: ValueError")

@@ -11,20 +11,18 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
-from engine.attach.identity_catalogue import (
-    CONTRADICTION,
-    FACT,
-    IDENTITIES,
-    PASS,
-    SUSPICION,
-    UNKNOWN,
-)
+from engine.attach.identity_catalogue import IDENTITIES
 from engine.attach.summary import summary_lines
 from engine.errors import BadInput
 from engine.log.events import (
+    FACT,
+    FAIL,
+    PASS,
+    SUSPICION,
+    UNKNOWN,
     DecisionMade,
     Event,
-    Identity,
+    Judged,
     Phase,
     StepDone,
     TrainerExited,
@@ -35,6 +33,7 @@ from engine.log.folder import RunFolder, create_run
 from engine.log.observed import observation, observations
 from engine.log.text import OTHERS_KERNELS, OTHERS_RESULT, UNSEEN_COMMAND
 from engine.log.write import LogWriter
+from tests.support.judged import identity_event
 from tests.support.running import engine_here
 from tests.support.screens import on_screen, press, settle, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
@@ -57,7 +56,7 @@ def write(path: Path, kind: str, *events: Event) -> None:
 
 def make(
     path: Path,
-    *seen: Identity,
+    *seen: Judged,
     steps: int = 3,
     code: int = 0,
     folder: Path = Path("/home/me"),
@@ -225,9 +224,9 @@ def test_what_needs_settings_refuses_it_with_the_command_to_change(
 
 def test_a_finding_begins_with_what_is_suspected_of_a_script(tmp_path: Path) -> None:
     seen = [
-        Identity(id="update", degree=PASS, step=1, text="each is the optimizer's"),
-        Identity(id="lost_gradients", degree=SUSPICION, step=2, text="4 of 9 got none"),
-        Identity(id="update", degree=CONTRADICTION, step=2, text="w moved by 1, not by 2"),
+        identity_event(id="update", level=PASS, step=1, text="each is the optimizer's"),
+        identity_event(id="lost_gradients", level=SUSPICION, step=2, text="4 of 9 got none"),
+        identity_event(id="update", level=FAIL, step=2, text="w moved by 1, not by 2"),
     ]
     run = make(tmp_path / "runs" / "run", *seen)
     found = observations(run)
@@ -250,12 +249,14 @@ def test_a_notebook_shows_the_command_in_the_place_of_decisions(tmp_path: Path) 
     assert shown[0].endswith("train.py --lr=run")
 
 
-SHIFT = Identity(id="label_shift", degree=SUSPICION, step=1, text="the labels are shifted twice")
-HELD = Identity(
-    id="update", degree=PASS, step=1, text="9 numbers are the textbook's", numbers={"of": 9}
+SHIFT = identity_event(
+    id="label_shift", level=SUSPICION, step=1, text="the labels are shifted twice"
 )
-KEPT = Identity(
-    id="kept_gradients", degree=CONTRADICTION, step=2, text="nothing zeroed them",
+HELD = identity_event(
+    id="update", level=PASS, step=1, text="9 numbers are the textbook's", numbers={"of": 9}
+)
+KEPT = identity_event(
+    id="kept_gradients", level=FAIL, step=2, text="nothing zeroed them",
     framework="transformers",
 )  # fmt: skip
 
@@ -263,10 +264,12 @@ KEPT = Identity(
 def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to_do(
     tmp_path: Path,
 ) -> None:
-    fact = Identity(id="label_coverage", degree=FACT, step=1, text="9 of 9 places")
+    fact = identity_event(id="label_coverage", level=FACT, step=1, text="9 of 9 places")
     # A later step at which it holds does not undo a contradiction.
-    later = Identity(id="kept_gradients", degree=PASS, step=4, text="nothing of the step before")
-    other = Identity(id="of_another_version", degree="marvel", step=1, text="who knows")
+    later = identity_event(
+        id="kept_gradients", level=PASS, step=4, text="nothing of the step before"
+    )
+    other = identity_event(id="of_another_version", level="marvel", step=1, text="who knows")
     run = make(tmp_path / "run", HELD, fact, SHIFT, KEPT, later, other)
     done = engine_here("checks", run.path)
     assert done.returncode == 1 and "settings" not in done.stderr
@@ -296,8 +299,8 @@ def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to
 
 
 def test_the_exit_code_and_json_of_identities_say_what_could_be_judged(tmp_path: Path) -> None:
-    fact = Identity(id="label_coverage", degree=FACT, step=1, text="9 of 9 places")
-    unknown = Identity(id="update", degree=UNKNOWN, step=1, text="sharded")
+    fact = identity_event(id="label_coverage", level=FACT, step=1, text="9 of 9 places")
+    unknown = identity_event(id="update", level=UNKNOWN, step=1, text="sharded")
     for name, seen, code, level in (
         ("holds", (HELD, SHIFT), 0, "pass"),
         ("wrong", (HELD, KEPT), 1, "fail"),
@@ -308,10 +311,8 @@ def test_the_exit_code_and_json_of_identities_say_what_could_be_judged(tmp_path:
         assert (done.returncode, found["level"]) == (code, level)
         rows = {row["id"]: row for row in found["identities"]}
         assert list(rows) != [] and rows.keys() == {row.id for row in IDENTITIES}
-        assert (
-            rows["lost_gradients"]["degree"] == UNKNOWN and rows["lost_gradients"]["step"] is None
-        )
-        keys = ("id", "degree", "text", "numbers", "step", "means", "remedy")
+        assert rows["lost_gradients"]["level"] == UNKNOWN and rows["lost_gradients"]["step"] is None
+        keys = ("id", "level", "text", "numbers", "step", "means", "remedy")
         assert tuple(found["identities"][0]) == keys
     assert rows["update"]["text"] == "sharded (step 1)"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identity_catalogue import PASS, SUSPICION
+from engine.log.events import PASS, SUSPICION
 from tests.support.attached import run_twice
 from tests.system.attach.test_identities import SETUP, Found, degrees, of_script
 
@@ -235,7 +235,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_window_that_the_end_of_the_data_cuts_is_suspected(windows: Found, name: str) -> None:
     text, passes, window = WRONG[name]
-    (line,) = [line for line in windows[name] if line["degree"] == SUSPICION]
+    (line,) = [line for line in windows[name] if line["level"] == SUSPICION]
     assert line["id"] == "accumulation_windows" and text in line["text"]
     assert line["numbers"] == {"passes": passes, "window": window}
 
@@ -244,6 +244,6 @@ def test_whole_windows_and_passes_that_are_not_a_windows_are_not_suspected(windo
     for name, lines in windows.items():
         if name not in WRONG:
             found = [line for line in lines if line["id"] == "accumulation_windows"]
-            assert {line["degree"] for line in found} <= {PASS}, name
+            assert {line["level"] for line in found} <= {PASS}, name
     for name in ("windows_that_fit", "the_last_window_is_stepped", "one_pass_each"):
         assert degrees(windows[name], "accumulation_windows") == [PASS], name

@@ -21,7 +21,7 @@ from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
 from engine.demo.train_tokenizer import train_bpe
 from engine.formats.tokenizer import open_tokenizer
-from engine.log.events import Checked
+from engine.log.events import Judged
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.models.config import ModelConfig
@@ -298,14 +298,14 @@ def test_no_stage_fails_on_a_healthy_run(
     said = [
         line.event
         for line in view.lines
-        if isinstance(line.event, Checked) and line.event.id in stages
+        if isinstance(line.event, Judged) and line.event.id in stages
     ]
     assert {one.step for one in said} >= {1, 2, 4, 6}
     assert {one.id for one in said} == stages
     if healthy.text == "wraps":
         taken = view.steps.last("position")
         assert view.data is not None and taken is not None and taken > view.data.epoch_rows
-    other = [f"step {one.step}: {one.id}: {one.reason}" for one in said if one.level != "pass"]
+    other = [f"step {one.step}: {one.id}: {one.text}" for one in said if one.level != "pass"]
     assert not other
 
 
@@ -349,9 +349,9 @@ def _said(run: RunFolder, settings: RunSpec) -> list[str]:
     view = Follower(run).read_all()
     found = diagnose(run, settings)
     return [
-        *(f"{one.id}: {one.reason}" for one in found.failed),
+        *(f"{one.check.id}: {one.check.text}" for one in found.failed),
         *(note.text for note in view.notes if note.level != "info"),
-        *(f"{one.alert.id}: {one.alert.title}" for one in found.raised),
+        *(f"{one.alert.id}: {one.alert.text}" for one in found.raised),
     ]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from engine.audit.stages import STAGES
-from engine.log.events import Checked
+from engine.log.events import Judged
 from engine.log.text import audit_text, check_lines
 from engine.log.view import RunView
 from engine.train import to_events
 from engine.train.auditing import is_due
 from tests.support.checked_runs import World, make_run, make_spec, make_world
 from tests.support.defects import DEFECTS
+from tests.support.judged import check_event
 from tests.support.kit import Kit
 from tests.support.run_events import fold_events, numbered, opened
 
@@ -45,8 +46,8 @@ def test_the_first_two_steps_of_a_session_and_the_last_of_a_run_are_audited(worl
 
 
 def test_what_asking_again_took_is_told_with_the_answers() -> None:
-    def answer(id: str, step: int, level: str = "pass") -> Checked:
-        return Checked(id=id, level=level, reason="r", cost_s=0.5, step=step)
+    def answer(id: str, step: int, level: str = "pass") -> Judged:
+        return check_event(id=id, level=level, text="r", cost_s=0.5, step=step)
 
     first = [answer("step_loss", 1), answer("step_rows", 1)]
     again = [answer("step_loss", 20), answer("step_rows", 20, "fail")]
@@ -70,7 +71,7 @@ def test_a_stage_that_is_skipped_is_not_judged(world: World) -> None:
 
 def test_how_much_of_a_run_was_audited_is_told(world: World) -> None:
     run = make_run(world, checks__every=2)
-    said: list[Checked] = []
+    said: list[Judged] = []
     for _ in range(5):
         before = dict(run.results)
         run.step(1)

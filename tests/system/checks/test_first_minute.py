@@ -21,7 +21,6 @@ from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
 from engine.checks.check import When
 from engine.cli import checks as command
 from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, SpecError, UsageError
-from engine.log.events import Checked
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import Liveness
@@ -29,6 +28,7 @@ from engine.log.text import event_text, status_text
 from engine.log.write import LogWriter
 from engine.verdict import Level
 from tests.support.checked_runs import Run, World, make_run, make_world
+from tests.support.judged import check_event
 from tests.support.kit import Kit
 
 STEPS = 6
@@ -227,7 +227,7 @@ def logged(folder: Path, levels: dict[str, str]) -> RunFolder:
         for name, level in levels.items():
             numbers = {"kl": math.nan, "step": 1.0}
             log.write(
-                Checked(id=name, level=level, reason="so", numbers=numbers, cost_s=0.25, step=0)
+                check_event(id=name, level=level, text="so", numbers=numbers, cost_s=0.25, step=0)
             )
     return run
 

@@ -15,15 +15,7 @@ from engine.drills import inputs, planting
 from engine.drills.catalogue import DRILLS, drill
 from engine.drills.naming import ALERT, CHECK, EXIT, REFUSAL, Expected, named_as, names_of
 from engine.errors import BadInput, InternalError
-from engine.log.events import (
-    AlertRaised,
-    Checked,
-    Event,
-    Note,
-    RunFinished,
-    StepDone,
-    TrainerExited,
-)
+from engine.log.events import Event, Judged, Note, RunFinished, StepDone, TrainerExited
 from engine.log.view import RunView
 from engine.watch.exit_cause import ExitState
 from engine.watch.rules import RULES
@@ -99,14 +91,16 @@ def view_of(*events: Event, watch: tuple[Event, ...] = ()) -> RunView:
 
 def test_failed_checks_alerts_refusals_and_exits_are_names_and_nothing_else_is() -> None:
     view = view_of(
-        example_of(Checked, id="no_token_leaks", level="pass"),
-        example_of(Checked, id="eval_baseline", level="unknown"),
-        example_of(Checked, id="weights_alive", level="fail", reason="zero"),
+        example_of(Judged, by="check", id="no_token_leaks", level="pass"),
+        example_of(Judged, by="check", id="eval_baseline", level="unknown"),
+        example_of(Judged, by="check", id="weights_alive", level="fail", text="zero"),
         example_of(StepDone, step=1),
         Note(level="warning", text="w"),
         RunFinished(state="failed", reason="memory: cpu — too much", exit_code=65, step=0),
         watch=(
-            example_of(AlertRaised, id="stalled", flip="--set a=b", from_unix_s=5.0),
+            example_of(
+                Judged, by="alert", level="fail", id="stalled", flip="--set a=b", from_unix_s=5.0
+            ),
             example_of(TrainerExited, state="KILLED_EXTERNAL"),
         ),
     )
@@ -140,7 +134,9 @@ def test_a_run_that_checks_ended_is_named_by_the_checks_alone() -> None:
     ],
 )
 def test_a_name_must_be_of_its_kind_and_say_what_it_must(expected: Expected, met: bool) -> None:
-    alert = example_of(AlertRaised, id="stalled", title="waits for a lock", flip="--set a=b")
+    alert = example_of(
+        Judged, by="alert", level="fail", id="stalled", text="waits for a lock", flip="--set a=b"
+    )
     said = names_of(view_of(watch=(alert,)))
     assert (named_as(said, [expected]) is not None) == met
 

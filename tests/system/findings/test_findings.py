@@ -214,7 +214,7 @@ def in_log(
 
 
 def without_alert(line: dict[str, Any]) -> dict[str, Any]:
-    return {**line, "kind": "note", "text": "x"} if line["kind"] == "alert" else line
+    return {**line, "kind": "note", "text": "x"} if line.get("by") == "alert" else line
 
 
 def copied(source: str, target: str) -> Callable[[World, Path], object]:
@@ -232,7 +232,8 @@ def pair_twice(_: World, flip: Path) -> None:
 
 
 def alert_put_in(line: dict[str, Any]) -> dict[str, Any]:
-    return line | ({"kind": "alert", "id": "gpu_idle"} if line["kind"] == "trainer_started" else {})
+    alert = {"kind": "judged", "by": "alert", "id": "gpu_idle", "level": "fail", "step": 0}
+    return line | (alert if line["kind"] == "trainer_started" else {})
 
 
 def another_flip(make: Callable[[World, Path], object]) -> Callable[[World], object]:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from engine.findings.bundle import Bundle
 from engine.findings.check import check_bundle
-from engine.log.events import Checked, FactsRead, Note
+from engine.log.events import FactsRead, Note
 from engine.receipts.context import allowed_environment, checkout_state
 from engine.redact import Redactor, is_secret_name
 from tests.support.findings import ask, hanging_run
+from tests.support.judged import check_event
 from tests.support.run_folders import Scene, started
 
 # Put together here, so that no scanner of this repository takes them for real ones.
@@ -282,7 +283,7 @@ def test_planted_tokens_are_in_no_byte_of_a_bundle_and_the_bundle_says_what_was_
         started("chatty", 3),
         Note(level="info", text=f"password={PASSWORD} {OWN} Bearer {BEARER}"),
         Note(level="info", text=f"key {AWS_ID}, secret_key: {AWS_SECRET}, {JWT}"),
-        Checked(id="x", level="fail", reason=f"token={PASSWORD}", cost_s=0.0, step=0),
+        check_event(id="x", level="fail", text=f"token={PASSWORD}", cost_s=0.0, step=0),
     )
     scene.device(FactsRead(facts={"url": f"https://{GITHUB}@host"}))
     chatty = scene.close().run

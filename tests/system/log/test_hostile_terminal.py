@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from engine.log.events import (
-    AlertRaised,
-    Checked,
     DecisionMade,
     Event,
     FactsRead,
     GpuSample,
     HostSample,
+    Judged,
     Note,
     Phase,
     StackDump,
 )
 from engine.log.folder import RunFolder, create_run
 from engine.log.write import encode
+from tests.support.judged import alert_event
 from tests.support.run_events import example_of, finished, numbered, opened, started, step
 from tests.support.terminals import LEAVE_ALTERNATE, Terminal
 
@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> RunFolder:
             started(9),
             Phase(name=h, detail=h),
             DecisionMade(knob=h, choice=h, reason=h, rejected=[(h, h)], override=h),
-            example_of(Checked, id=h, level=h, reason=h),
+            example_of(Judged, by="check", id=h, level=h, text=h),
             *(step(n, phases={h: 0.25}) for n in range(1, 6)),
             Note(level=h, text=h),
             finished(h, reason=h),
@@ -75,7 +75,7 @@ def run(tmp_path: Path) -> RunFolder:
         ],
         "watch": [
             opened(1.75e9),
-            AlertRaised(id=h, severity=h, title=h, numbers=[(h, 1.0, h)], meaning=h, flip=h),
+            alert_event(id=h, level=h, text=h, numbers=[(h, 1.0, h)], meaning=h, flip=h),
             example_of(StackDump, path=h, state=h, summary=h, python_stack=[h]),
         ],
     }

@@ -426,7 +426,7 @@ def test_a_whole_run_reads_its_teacher_out_of_a_store_and_never_loads_it(
     assert view.eval_of("teacher") is not None
     items = {name for name, _, _ in view.memory_plan.items} if view.memory_plan else set()
     assert "teacher head" in items and "teacher weights" not in items
-    levels = {c.id: (c.level, c.reason) for c in view.checks.values()}
+    levels = {c.id: (c.level, c.text) for c in view.checks.values()}
     for name in ("teacher_knows_text", "teacher_not_student", "step_gradients", "step_teacher"):
         assert levels[name][0] == "pass", levels[name]
     assert not [reason for level, reason in levels.values() if "broke" in reason]
@@ -440,7 +440,7 @@ def test_a_whole_run_trains_on_stored_targets_and_says_what_it_cannot_check(
 ) -> None:
     sets = [f"teacher.cache={top_k_store}", "teacher.cache_miss=refuse", "checkpoint.every=0"]
     view = _run(spec_file, tmp_path / "run", *sets)
-    levels = {c.id: (c.level, c.reason) for c in view.checks.values()}
+    levels = {c.id: (c.level, c.text) for c in view.checks.values()}
     assert levels["teacher_knows_text"][0] == "unknown"
     assert "no hidden states to ask for" in levels["teacher_knows_text"][1]
     assert levels["step_gradients"][0] == "pass", levels["step_gradients"]
@@ -571,7 +571,7 @@ def test_a_teacher_that_does_not_fit_is_not_loaded_to_be_compared(
     run, code = carry_out(spec, tmp_path / "run", "checkpoint.at_end=false")
     view = Follower(run).read_all()
     assert code == 0 and view.checks["stored_outputs"].level == "unknown"
-    assert "not compared" in view.checks["stored_outputs"].reason
+    assert "not compared" in view.checks["stored_outputs"].text
     assert "comparing stored outputs" not in run.events.read_text()
 
 

@@ -92,14 +92,14 @@ def test_a_step_that_never_ends_is_named_with_its_line_goes_on_and_is_ended_by_a
 
     def named(view: RunView) -> bool:
         alert = view.alerts.get("stalled_at_start")
-        return alert is not None and "in training" in alert.title
+        return alert is not None and "in training" in alert.text
 
     follower = wait_for(run, named)
     view = follower.view
     alert, dump = view.alerts["stalled_at_start"], view.stack_dump
     assert dump is not None and dump.state == "computing"
     assert "engine/train/trainer.py" in " ".join(dump.python_stack)
-    assert dump.python_frame and dump.python_frame in alert.title
+    assert dump.python_frame and dump.python_frame in alert.text
     assert dump.python_frame in (run / dump.path).read_text()
     assert follower.alive.trainer, "a stall is reported, not ended"
     done = engine_here("diagnose", run, "--json")
@@ -130,7 +130,7 @@ def handles(pid: int, number: int) -> bool:
 
 def test_a_stopped_trainer_is_told_from_a_busy_one(stopped: Stopped) -> None:
     alert = stopped.stalled.alerts["stalled"]
-    assert "stopped by a signal" in alert.title
+    assert "stopped by a signal" in alert.text
     assert f"kill -CONT {stopped.trainer}" in alert.meaning
     said = engine_here("tail", stopped.path, "-n", 2000).stdout
     assert "ALERT stalled: no step after step" in said

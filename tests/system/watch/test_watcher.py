@@ -14,11 +14,10 @@ import msgspec
 import pytest
 
 from engine.log.events import (
-    AlertCleared,
-    AlertRaised,
     Event,
     GpuSample,
     HostSample,
+    Judged,
     Note,
     Phase,
     RunFinished,
@@ -38,6 +37,7 @@ from engine.watch.watcher import (
     trimmed,
 )
 from tests.support.diagnosing import healthy_step
+from tests.support.judged import is_alert, is_alert_end, numbers_of
 from tests.support.perf import within
 from tests.support.run_events import fold_events, numbered, opened
 from tests.support.run_folders import START_UNIX_S, Scene, started
@@ -80,6 +80,9 @@ class Watched:
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.written if isinstance(event, kind)]
 
+    def alerts(self) -> list[Any]:
+        return [event for event in self.written if is_alert(event)]
+
     def end(self) -> None:
         self.scene.close()
         self.child.kill()
@@ -108,13 +111,13 @@ def test_a_healthy_run_is_watched_in_silence(watched: Watched) -> None:
 
 def test_a_stall_is_told_once_with_the_stacks_before_it(watched: Watched) -> None:
     training(watched).pass_seconds(60)
-    assert [type(event) for event in watched.written] == [StackDump, AlertRaised]
+    assert [type(event) for event in watched.written] == [StackDump, Judged]
     dump, alert = watched.written
-    assert isinstance(dump, StackDump) and isinstance(alert, AlertRaised)
+    assert isinstance(dump, StackDump) and is_alert(alert)
     assert alert.id == "stalled" and dump.path in alert.meaning
     assert (watched.scene.run.path / dump.path).exists()
     # Thirty seconds of silence, the next look, two ticks for the stacks.
-    silence_s = dict((n, v) for n, v, _ in alert.numbers)["seconds of silence"]
+    silence_s = dict((n, v) for n, v, _ in numbers_of(alert))["seconds of silence"]
     assert silence_s <= 30 + LOOK_S + 3
     watched.pass_seconds(300)
     assert len(watched.written) == 2
@@ -124,10 +127,10 @@ def test_a_stall_is_over_with_the_next_step_and_a_second_one_is_another(watched:
     training(watched).pass_seconds(60)
     watched.scene.steps(21, 21)
     watched.pass_seconds(10)
-    assert isinstance(watched.written[-1], AlertCleared)
+    assert is_alert_end(watched.written[-1])
     watched.pass_seconds(60)
-    kinds = [type(event) for event in watched.written]
-    assert kinds == [StackDump, AlertRaised, AlertCleared, StackDump, AlertRaised]
+    raised = [is_alert(event) for event in watched.written if isinstance(event, Judged)]
+    assert raised == [True, False, True]
     assert len({event.path for event in watched.of(StackDump)}) == 2
     assert watched.stops == []
 
@@ -135,7 +138,7 @@ def test_a_stall_is_over_with_the_next_step_and_a_second_one_is_another(watched:
 def test_a_limit_that_was_set_is_kept(watched: Watched) -> None:
     watched.set(stall_seconds=5)
     training(watched).pass_seconds(14)
-    assert "stalled" in {event.id for event in watched.of(AlertRaised)}
+    assert "stalled" in {event.id for event in watched.alerts()}
 
 
 STILL = HostSample(family_cpu_pct=0.0, family_io_bytes_per_s=0.0)
@@ -165,11 +168,11 @@ def test_a_silence_at_work_is_a_note_with_the_line_and_no_alert(watched: Watched
 
 def test_a_silence_in_which_nobody_works_is_an_alert_within_a_minute(watched: Watched) -> None:
     silent(watched, STILL, 59)
-    assert [type(event) for event in watched.written] == [StackDump, AlertRaised]
-    alert = watched.of(AlertRaised)[0]
+    assert [type(event) for event in watched.written] == [StackDump, Judged]
+    alert = watched.alerts()[0]
     assert alert.id == "stalled_at_start" and watched.of(StackDump)[0].path in alert.meaning
     silent(watched, AT_WORK, 5)
-    assert isinstance(watched.written[-1], AlertCleared)
+    assert is_alert_end(watched.written[-1])
 
 
 def test_stacks_of_a_quiet_run_that_cannot_be_taken_leave_no_note_for_the_next(
@@ -179,7 +182,7 @@ def test_stacks_of_a_quiet_run_that_cannot_be_taken_leave_no_note_for_the_next(
     silent(watched, AT_WORK, 100)
     (watched.scene.run.path / "stacks").unlink()
     training(watched).pass_seconds(60)
-    assert [type(event) for event in watched.written] == [Note, StackDump, AlertRaised]
+    assert [type(event) for event in watched.written] == [Note, StackDump, Judged]
     assert "no stacks were taken" in watched.of(Note)[0].text
 
 
@@ -189,13 +192,13 @@ def test_a_second_stall_that_begins_between_two_looks_is_not_taken_for_the_first
     watched.set(stall_seconds=1)
     watched.scene.begin(100).events(Phase(name="tokenizing"))
     watched.pass_seconds(10)
-    titles = {alert.id: alert.title for alert in watched.of(AlertRaised)}
+    titles = {alert.id: alert.text for alert in watched.alerts()}
     assert "in tokenizing" in titles["stalled_at_start"]
     watched.scene.events(Phase(name="training"))
     watched.pass_seconds(20)
     stalls = [e for e in watched.written if getattr(e, "id", "") == "stalled_at_start"]
-    assert [type(event) for event in stalls] == [AlertRaised, AlertCleared, AlertRaised]
-    assert "in training" in stalls[-1].title
+    assert [type(event) for event in stalls] == [Judged, Judged, Judged]
+    assert "in training" in stalls[-1].text
 
 
 def test_on_stall_stop_asks_after_the_alert_and_ends_what_does_not_answer(watched: Watched) -> None:
@@ -217,7 +220,7 @@ def test_an_idle_gpu_has_the_stacks_taken(watched: Watched) -> None:
         scene.device(GpuSample(index=0, gpu_util_pct=0.0))
         scene.steps(number, number)
         watched.pass_seconds(1)
-    assert [event.id for event in watched.of(AlertRaised)] == ["gpu_idle"]
+    assert [event.id for event in watched.alerts()] == ["gpu_idle"]
     assert len(watched.of(StackDump)) == 1
 
 
@@ -240,14 +243,14 @@ def test_a_rule_that_fails_is_one_note_and_the_others_go_on(
     watched.watcher.alerts = ActiveAlerts((bad, *RULES))
     training(watched).pass_seconds(60)
     kinds = [type(event) for event in watched.written]
-    assert kinds == [Note, StackDump, AlertRaised]
+    assert kinds == [Note, StackDump, Judged]
     assert "planted" in watched.of(Note)[0].text
 
 
 def test_stacks_that_cannot_be_kept_are_a_note_and_the_alert_comes(watched: Watched) -> None:
     (watched.scene.run.path / "stacks").write_text("a file in the way")
     training(watched).pass_seconds(60)
-    assert [type(event) for event in watched.written] == [Note, AlertRaised]
+    assert [type(event) for event in watched.written] == [Note, Judged]
     assert "no stacks were taken" in watched.of(Note)[0].text
 
 
@@ -315,7 +318,7 @@ def test_what_the_last_lines_of_a_run_show_is_an_alert_too(watched: Watched) -> 
     watched.set()
     watched.scene.events(started("scene", 10)).steps(1, 6)
     watched.watcher.last_look()
-    assert watched.of(AlertRaised) == []
+    assert watched.alerts() == []
     watched.scene.events(RunFinished(state="stopped", reason="", exit_code=0, step=6))
     watched.watcher.last_look()
-    assert "schedule_not_as_set" in [alert.id for alert in watched.of(AlertRaised)]
+    assert "schedule_not_as_set" in [alert.id for alert in watched.alerts()]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.log.events import AlertRaised
+from tests.support.judged import alert_event
 from tests.support.lacks import skip_for
 from tests.support.perf import many, within
 from tests.support.run_folders import completed, running
@@ -128,7 +128,7 @@ def test_a_run_with_50_000_alerts_is_left_within_two_seconds(
     tmp_path: Path, all_read: bool
 ) -> None:
     scene, count = running(tmp_path / "many"), many(50_000, 2_000)
-    alerts = (AlertRaised(id=f"rule_{i}", severity="warning", title="t") for i in range(count))
+    alerts = (alert_event(id=f"rule_{i}", level="suspicion", text="t") for i in range(count))
     scene.watch(*alerts)
     terminal = Terminal(str(scene.run.path))
     terminal.read_until(f"{count} alerts" if all_read else "RUNNING")

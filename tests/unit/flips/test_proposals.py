@@ -9,10 +9,11 @@ import pytest
 from engine.flips.proposals import IDEAS, Proposal, options_for, proposals
 from engine.flips.script_settings import read_script_settings
 from engine.flips.watched import difference
-from engine.log.events import AlertRaised, Compiled, Event, StepDone, Watched
+from engine.log.events import Compiled, Event, Judged, StepDone, Watched
 from engine.log.folder import WatchedCommand
 from engine.log.view import RunView
 from engine.watch.rules import RULES
+from tests.support.judged import alert_event, is_alert
 from tests.support.run_events import fold_events, numbered
 
 PROBED: dict[str, Any] = {
@@ -28,8 +29,8 @@ def watched(device: str = "cpu", world: int = 1) -> Watched:
     return Watched(**PROBED, device=device, parameters=1, world=world)
 
 
-def alert(id: str, severity: str = "warning") -> AlertRaised:
-    return AlertRaised(id=id, severity=severity, title=f"{id} is so", flip="", no_flip="-")
+def alert(id: str, severity: str = "warning") -> Judged:
+    return alert_event(id=id, level=severity, text=f"{id} is so", flip="", no_flip="-")
 
 
 def found(*events: Event, words: tuple[str, ...] = ("python", "t.py")) -> tuple[Proposal, ...]:
@@ -37,7 +38,7 @@ def found(*events: Event, words: tuple[str, ...] = ("python", "t.py")) -> tuple[
     view = RunView()
     for source in ("watch", "events"):
         is_watch = source == "watch"
-        of_source = [one for one in events if isinstance(one, AlertRaised) == is_watch]
+        of_source = [one for one in events if is_alert(one) == is_watch]
         view = fold_events(view, source, numbered(of_source))  # type: ignore[arg-type]
     return proposals(view, command=command)
 

@@ -9,29 +9,30 @@ from pathlib import Path
 import pytest
 
 from engine.errors import BadInput
-from engine.log.events import AlertRaised, AnyEvent, Checked, Identity, RunFinished, TrainerExited
+from engine.log.events import AnyEvent, Judged, RunFinished, TrainerExited
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.observed import Observed, is_shown, observation, observations, shown
+from tests.support.judged import alert_event, check_event, identity_event, is_alert
 from tests.support.run_folders import START_UNIX_S, Scene, started, step
 
-CHECK = Checked(id="step_rows", level="fail", reason="7 of 8 rows", cost_s=0.1, step=3)
+CHECK = check_event(id="step_rows", level="fail", text="7 of 8 rows", cost_s=0.1, step=3)
 
 
-def answered(level: str, at: int) -> Checked:
-    return Checked(id="step_rows", level=level, reason="r", cost_s=0.1, step=at)
+def answered(level: str, at: int) -> Judged:
+    return check_event(id="step_rows", level=level, text="r", cost_s=0.1, step=at)
 
 
-ALERT = AlertRaised(
+ALERT = alert_event(
     id="gpu_idle",
-    severity="error",
-    title="the GPU does nothing",
-    last_step=3,
+    level="fail",
+    text="the GPU does nothing",
+    step=3,
     from_unix_s=START_UNIX_S,
     to_unix_s=START_UNIX_S + 5,
 )
-WARNING = AlertRaised(id="data_wait", severity="warning", title="waits", last_step=2)
-WRONG = Identity(id="update", degree="contradiction", step=2, text="another rate")
+WARNING = alert_event(id="data_wait", level="suspicion", text="waits", step=2)
+WRONG = identity_event(id="update", level="fail", step=2, text="another rate")
 
 
 def ended(state: str = "completed", returncode: int = 0) -> TrainerExited:
@@ -55,11 +56,11 @@ def run_of(
     for number in range(1, steps + 1):
         scene.now_s += 1.0
         scene.events(step(number, 2.0))
-    scene.events(*[one for one in said if isinstance(one, Checked | Identity)])
+    scene.events(*[one for one in said if isinstance(one, Judged | Judged)])
     exit_ = end or ended()
     if exit_.returncode == 0:
         scene.events(RunFinished(state="stopped", reason="r", exit_code=0, step=steps))
-    scene.watch(*[one for one in said if isinstance(one, AlertRaised)], exit_)
+    scene.watch(*[one for one in said if is_alert(one)], exit_)
     return scene.close().run
 
 
@@ -101,8 +102,8 @@ def asked(tmp_path: Path, said: AnyEvent, name: str = "") -> Observed:
         (CHECK, (answered("pass", 0),), 6, None),
         (CHECK, (answered("unknown", 6),), 6, None),
         (WRONG, (WRONG,), 6, True),
-        (WRONG, (Identity(id="update", degree="suspicion", step=1, text="t"),), 6, True),
-        (WRONG, (Identity(id="update", degree="pass", step=1, text="t"),), 6, False),
+        (WRONG, (identity_event(id="update", level="suspicion", step=1, text="t"),), 6, True),
+        (WRONG, (identity_event(id="update", level="pass", step=1, text="t"),), 6, False),
         (WRONG, (), 6, None),
         (ALERT, (ALERT,), 6, True),
         (ALERT, (WARNING,), 6, False),

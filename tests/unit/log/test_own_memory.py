@@ -27,6 +27,7 @@ from engine.machine.reading import absent
 from engine.machine.sampler import Sampler
 from engine.train.to_events import held_by
 from tests.support.diagnosing import GIB, Log, at, quiet, raised
+from tests.support.judged import numbers_of
 from tests.support.run_events import example_of, fold_events, numbered, opened
 
 NO_NVML = absent("no NVIDIA driver library on this machine", "nvmlInit")
@@ -177,7 +178,7 @@ def filling(
 def test_whose_memory_grows_is_said(held: float, reserved: float, words: str) -> None:
     alert = raised("memory_ceiling", filling(held, reserved, 2.0).case())
     assert words in alert.meaning
-    numbers = {name: value for name, value, _ in alert.numbers}
+    numbers = {name: value for name, value, _ in numbers_of(alert)}
     # Two thirds of five minutes.
     assert numbers["held by tensors, GiB more"] == pytest.approx(held * 310 / 60 * 2 / 3, rel=0.1)
     assert numbers["reserved by the allocator, GiB more"] == pytest.approx(
@@ -187,7 +188,7 @@ def test_whose_memory_grows_is_said(held: float, reserved: float, words: str) ->
 
 def test_without_counts_of_the_gpu_the_allocator_is_held_against_the_plan() -> None:
     alert = raised("memory_ceiling", filling(2.0, 2.0, 2.0, nvml=False).case())
-    assert "memory that the allocator may take fills up: 119.0 GiB" in alert.title
+    assert "memory that the allocator may take fills up: 119.0 GiB" in alert.text
     fragments = raised("memory_ceiling", filling(0.0, 2.0, 2.0, nvml=False).case())
     assert "expandable_segments" in fragments.no_flip
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from engine.cli.main import main
 from engine.cli.progress import exit_code
 from engine.log.beats import log_of
-from engine.log.events import AnyEvent, Checked, Event, Note, RunFinished, TrainerExited
+from engine.log.events import AnyEvent, Event, Judged, Note, RunFinished, TrainerExited
 from engine.log.follow import Follower
 from engine.log.in_order import InOrder
 from engine.log.read import Liveness
@@ -22,6 +22,7 @@ from engine.log.view import SOURCES, RunView
 from engine.log.write import LogWriter
 from engine.train.checkpoint.continuing import was_stopped_by_checks
 from engine.train.ranks.torchrun import _first_failed
+from tests.support.judged import check_event
 from tests.support.run_events import fold_events, picture
 from tests.support.run_folders import Scene, completed, step
 
@@ -30,8 +31,8 @@ ROWS = "step 3 began at row 12, expected row 8"
 PEER = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:6511"
 
 
-def checked(id: str, level: str, reason: str, at: int = 3) -> Checked:
-    return Checked(id=id, level=level, reason=reason, cost_s=0.01, step=at)
+def checked(id: str, level: str, reason: str, at: int = 3) -> Judged:
+    return check_event(id=id, level=level, text=reason, cost_s=0.01, step=at)
 
 
 def failed(reason: str, code: int = 1) -> RunFinished:
@@ -318,7 +319,7 @@ def test_a_rank_may_open_its_log_before_the_first_rank_does(tmp_path: Path) -> N
     scene.now_s += 10
     say(scene, 1, checked("resume_continues", "fail", "other rows again"))
     view = view_of(scene.open().begin(60, resumed_from=3).steps(4, 6))
-    assert view.checks["resume_continues"].reason == "rank 1: other rows again"
+    assert view.checks["resume_continues"].text == "rank 1: other rows again"
 
 
 def test_a_line_that_is_cut_off_says_nothing_and_hides_nothing(

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from engine.decision import Decision
 from engine.log.events import (
     TRAINING,
-    AlertRaised,
     AnyEvent,
-    Checked,
     CheckpointSaved,
     DataReady,
     DecisionMade,
@@ -58,6 +56,7 @@ from engine.log.text import (
     step_text,
 )
 from engine.log.view import RunView, Source
+from tests.support.judged import alert_event, check_event
 from tests.support.run_events import (
     KINDS,
     events_of,
@@ -439,13 +438,13 @@ def test_every_kind_has_words_of_its_own() -> None:
 
 # Alerts.
 
-ALERT = AlertRaised(
+ALERT = alert_event(
     id="gpu_idle",
-    severity="error",
-    title="GPU 0 was 0.3 % busy",
+    level="fail",
+    text="GPU 0 was 0.3 % busy",
     numbers=[("gpu_util_pct, mean", 0.3, "at most 5 is idle"), ("x", math.nan, "y\nz")],
     first_step=3,
-    last_step=9,
+    step=9,
     from_unix_s=1.7e9,
     to_unix_s=1.7e9 + 30,
     meaning="the work is not on the GPU",
@@ -467,7 +466,7 @@ def test_an_alert_reads_with_its_numbers_its_window_and_its_flip() -> None:
 
 
 def test_the_status_names_the_alerts_that_stand() -> None:
-    other = AlertRaised(id="data_wait", severity="warning", title="t")
+    other = alert_event(id="data_wait", level="suspicion", text="t")
     view = fold_events(
         view_of(opened(1.0), started()), "watch", numbered([opened(1.0), ALERT, other])
     )
@@ -477,9 +476,9 @@ def test_the_status_names_the_alerts_that_stand() -> None:
 
 
 def test_the_reason_is_the_end_before_a_failed_check_before_an_alert() -> None:
-    warning = AlertRaised(id="data_wait", severity="warning", title="the loader is late")
-    error = AlertRaised(id="not_finite", severity="error", title="the loss is NaN")
-    check = Checked(id="shift", level="fail", reason="labels are off by one", cost_s=0.1, step=0)
+    warning = alert_event(id="data_wait", level="suspicion", text="the loader is late")
+    error = alert_event(id="not_finite", level="fail", text="the loss is NaN")
+    check = check_event(id="shift", level="fail", text="labels are off by one", cost_s=0.1, step=0)
     ended = RunFinished(state="failed", reason="no space left", exit_code=65, step=3)
     assert reason_text(view_of(), "running") == ""
     assert reason_text(view_of(warning, error), "running") == "the loss is NaN"

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from engine.log.events import (
     TRAINING,
-    AlertCleared,
-    AlertRaised,
     AnyEvent,
     CheckpointSaved,
     DecisionMade,
@@ -26,9 +24,9 @@ from engine.log.events import (
     FactsRead,
     GpuSample,
     HostSample,
+    Judged,
     LauncherGone,
     ModelReady,
-    NonFinite,
     Note,
     Phase,
     RunStarted,
@@ -51,6 +49,7 @@ from engine.log.view import (
     Source,
 )
 from engine.log.write import encode
+from tests.support.judged import alert_end, alert_event, number_event
 from tests.support.perf import ratio_within, within
 from tests.support.run_events import (
     dealt,
@@ -193,7 +192,7 @@ def test_a_resume_drops_what_it_repeats_and_nothing_else(
     for event in logs["events"]:
         if isinstance(event, RunStarted):
             kept = [e for e in kept if e.step <= (event.resumed_from or 0)]
-        elif isinstance(event, StepDone | Evaluated | CheckpointSaved | NonFinite):
+        elif isinstance(event, StepDone | Evaluated | CheckpointSaved | Judged):
             kept.append(event)
     view = fold_all(logs)
     steps = [event for event in kept if isinstance(event, StepDone)]
@@ -205,7 +204,7 @@ def test_a_resume_drops_what_it_repeats_and_nothing_else(
     assert numbers == sorted(set(numbers)), "a step was counted twice"
     assert view.evals == tuple(e for e in kept if isinstance(e, Evaluated))
     assert view.checkpoints == tuple(e for e in kept if isinstance(e, CheckpointSaved))
-    assert view.non_finite == tuple(e for e in kept if isinstance(e, NonFinite))
+    assert view.non_finite == tuple(e for e in kept if isinstance(e, Judged))
     notes = [e for source in SOURCES for e in logs[source] if isinstance(e, Note)]
     assert len(view.notes) == len(notes)
 
@@ -227,7 +226,7 @@ def test_a_first_session_tells_its_story() -> None:
         step(1),
         evaluated(1),
         checkpoint(1),
-        NonFinite(step=1, field="kd", value="nan"),
+        number_event(step=1, field="kd", value="nan"),
         Note(level="info", text="n"),
         example_of(StudentSaved),
         Unrecognised(kind="dream"),  # type: ignore[arg-type]
@@ -576,7 +575,7 @@ def test_a_log_of_200_000_steps_is_read_within_three_seconds(tmp_path: Path) -> 
 def test_many_events_of_a_rare_kind_do_not_take_quadratic_time() -> None:
     """A run that diverged names each bad number; 50,000 of them copied each time would take
     minutes."""
-    bad = NonFinite(step=1, field="loss", value="nan")
+    bad = number_event(step=1, field="loss", value="nan")
     note = Note(level="info", text="x")
 
     def seconds(count: int) -> float:
@@ -591,12 +590,12 @@ def test_many_events_of_a_rare_kind_do_not_take_quadratic_time() -> None:
 
 
 def test_alerts_stand_until_they_are_cleared_or_a_new_watcher_comes() -> None:
-    raised = AlertRaised(id="gpu_idle", severity="error", title="t")
-    other = AlertRaised(id="data_wait", severity="warning", title="t")
+    raised = alert_event(id="gpu_idle", level="fail", text="t")
+    other = alert_event(id="data_wait", level="suspicion", text="t")
     log: list[Event] = [opened(1.0), raised, other]
     view = view_of(*log, source="watch")
     assert set(view.alerts) == {"gpu_idle", "data_wait"} and view.alert_count == 2
-    log.append(AlertCleared(id="gpu_idle", stood_s=3.0))
+    log.append(alert_end(id="gpu_idle", active_s=3.0))
     assert set(view_of(*log, source="watch").alerts) == {"data_wait"}
     view = view_of(*log, opened(100.0), source="watch")
     assert view.alerts == {} and view.alert_count == 0 and view.stack_dump is None

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 import engine.watch.rules as diagnose_package
 from engine.cli.main import main
 from engine.log.events import (
-    AlertCleared,
-    AlertRaised,
     Evaluated,
     Event,
     GpuSample,
     HostSample,
+    Judged,
     ModelReady,
     Note,
     RunFinished,
@@ -34,8 +33,9 @@ from engine.watch import replay
 from engine.watch.active_alerts import LONGEST_QUIET_S, ActiveAlerts
 from engine.watch.replay import diagnose
 from engine.watch.rules import RULES
-from engine.watch.rules.rule import WARNING, Alert, CannotJudge, Case, Rule, Symptom, Unknown, rule
+from engine.watch.rules.rule import WARNING, CannotJudge, Case, Rule, Symptom, Unknown, rule
 from tests.support.diagnosing import START, Log, healthy_step, spec
+from tests.support.judged import alert_event, is_alert, numbers_of
 from tests.support.perf import within
 from tests.support.run_events import (
     example_of,
@@ -75,8 +75,8 @@ def test_a_function_in_a_family_is_all_that_a_rule_takes(
     assert "toy: Is it a toy?\n  fires at: one step\n  reads: step\n" in capsys.readouterr().out
     alerts = ActiveAlerts(rules)
     said = alerts.look(Log(count=30).case())
-    assert [e.id for e in said if isinstance(e, AlertRaised)] == ["toy"]
-    assert rules[-1].severity == "warning"
+    assert [e.id for e in said if is_alert(e)] == ["toy"]
+    assert rules[-1].level == "suspicion"
 
 
 # Any log.
@@ -152,7 +152,7 @@ def _odd(rng: random.Random) -> dict[str, Any]:
 def _must_not_fail(case: Case) -> None:
     for each in RULES:
         answer = each.answer(case)
-        assert answer is None or isinstance(answer, Alert | Unknown)
+        assert answer is None or isinstance(answer, Judged | Unknown)
         if isinstance(answer, Unknown):
             assert answer.reason
 
@@ -202,7 +202,7 @@ def test_a_healthy_run_raises_nothing(tmp_path: Path, seed: int, device: str) ->
         },
     )
     found = diagnose(folder_of(log, tmp_path), spec())
-    assert [entry.alert.title for entry in found.raised] == []
+    assert [entry.alert.text for entry in found.raised] == []
     expected = len(RULES) - 14 if device == "cpu" else len(RULES) - 9
     assert len(found.judged) >= expected, found.unjudged
 
@@ -250,7 +250,7 @@ def test_a_silence_in_the_middle_is_found_without_any_device_log(tmp_path: Path)
     found = diagnose(run, spec())
     (entry,) = found.raised
     assert entry.alert.id == "stalled" and entry.cleared_unix_s is not None
-    assert entry.alert.numbers[0][1] > 300
+    assert numbers_of(entry.alert)[0][1] > 300
 
 
 def test_the_time_between_two_sessions_is_no_silence(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_the_time_between_two_sessions_is_no_silence(tmp_path: Path) -> None:
 def test_alerts_of_the_time_are_not_evidence(tmp_path: Path) -> None:
     log = Log(count=60)
     run = folder_of(log, tmp_path)
-    write_log(run.watch, [opened(START), AlertRaised(id="gpu_idle", severity="error", title="t")])
+    write_log(run.watch, [opened(START), alert_event(id="gpu_idle", level="fail", text="t")])
     found = diagnose(run, spec())
     assert [one.replayed for one in found.raised] == [False] and found.view.alerts == {}
 
@@ -328,11 +328,11 @@ def case_at(second: float, sessions: int = 1) -> Case:
 def test_an_alert_is_raised_once_stands_and_is_cleared_after_quiet() -> None:
     switch = Switch()
     alerts = ActiveAlerts([switch.rule])
-    said: list[tuple[int, str]] = []
+    said: list[tuple[int, bool]] = []
     for second in range(200):
         switch.on = 50 <= second < 100
-        said += [(second, type(e).__name__) for e in alerts.look(case_at(second))]
-    assert said == [(50, "AlertRaised"), (130, "AlertCleared")]
+        said += [(second, is_alert(e)) for e in alerts.look(case_at(second))]
+    assert said == [(50, True), (130, False)]
 
 
 def test_not_knowing_neither_raises_nor_clears() -> None:
@@ -363,8 +363,8 @@ def test_a_stall_is_over_with_the_first_line_and_the_next_is_another() -> None:
     kinds = []
     for second in range(10):
         switch.on = second % 2 == 0
-        kinds += [type(e) for e in alerts.look(case_at(second))]
-    assert kinds == [AlertRaised, AlertCleared] * 5
+        kinds += [is_alert(e) for e in alerts.look(case_at(second))]
+    assert kinds == [True, False] * 5
 
 
 def test_a_new_session_begins_with_nothing_standing() -> None:
@@ -377,7 +377,7 @@ def test_a_new_session_begins_with_nothing_standing() -> None:
 
 
 def test_a_rule_that_fails_is_named_once_and_left_out() -> None:
-    def broken(case: Case) -> Alert | None:
+    def broken(case: Case) -> Judged | None:
         raise ZeroDivisionError("1/0")
 
     asked = []
@@ -430,9 +430,9 @@ def test_a_run_is_compared_with_those_beside_it_that_completed_before_it(
     run = made("slow", 2.0, 0.3)
     made("later", 3.0, 0.01)
 
-    def alerts(**more: Any) -> list[Alert]:
+    def alerts(**more: Any) -> list[Judged]:
         return [e.alert for e in diagnose(run, None, **more).raised]
 
     (alert,) = (one for one in alerts(beside=True) if one.id == "slower_than_before")
-    assert {name for name, *_ in alert.numbers[1:]} == {"seconds in first", "seconds in second"}
+    assert {name for name, *_ in numbers_of(alert)[1:]} == {"seconds in first", "seconds in second"}
     assert "slower_than_before" not in [one.id for one in alerts()]

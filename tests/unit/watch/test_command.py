@@ -10,17 +10,10 @@ import pytest
 from engine.checks.catalogue import CATALOGUE
 from engine.cli.main import main
 from engine.drills import naming
-from engine.log.events import (
-    AlertCleared,
-    AlertRaised,
-    Checked,
-    NonFinite,
-    Phase,
-    RunFinished,
-    TrainerExited,
-)
+from engine.log.events import Judged, Phase, RunFinished, TrainerExited
 from engine.log.follow import Follower
 from engine.watch.rules import RULES
+from tests.support.judged import alert_end, alert_event, number_event
 from tests.support.run_events import example_of
 from tests.support.run_folders import Scene, completed, corrupt, empty, running
 from tests.support.screens import texts_of
@@ -33,7 +26,7 @@ def run(*arguments: object) -> int:
 def sick(path: Path) -> Scene:
     """A run with two steps that were not finite."""
     scene = Scene(path).open().begin(60).events(Phase(name="training")).steps(1, 30)
-    scene.events(NonFinite(step=30, field="loss", value="nan"))
+    scene.events(number_event(step=30, field="loss", value="nan"))
     return scene
 
 
@@ -54,10 +47,12 @@ def test_whatever_was_named_while_a_run_lived_is_named_when_it_is_dead(
 ) -> None:
     scene = sick(tmp_path / "run")
     for rule in RULES:
-        scene.watch(example_of(AlertRaised, id=rule.id))
+        scene.watch(example_of(Judged, by="alert", level="fail", id=rule.id))
     for about in CATALOGUE:
-        scene.events(example_of(Checked, id=about.id, level="fail", reason=f"{about.id} is off"))
-    scene.watch(AlertCleared(id="non_finite", stood_s=1.0), AlertCleared(id="stalled", stood_s=1.0))
+        scene.events(
+            example_of(Judged, by="check", id=about.id, level="fail", text=f"{about.id} is off")
+        )
+    scene.watch(alert_end(id="non_finite", active_s=1.0), alert_end(id="stalled", active_s=1.0))
     scene.events(RunFinished(state="failed", reason="disk: full", exit_code=65, step=30))
     scene.watch(example_of(TrainerExited, state="CRASHED", sentence="It crashed with SIGSEGV."))
     folder = scene.close().run
@@ -89,7 +84,8 @@ def test_json_is_one_value_with_the_numbers(
     found = json.loads(capsys.readouterr().out)
     (alert,) = found["alerts"]
     assert alert["id"] == "non_finite" and alert["cleared_unix_s"] is None
-    assert alert["numbers"] == [["numbers that are not finite", 1.0, "expected 0"]]
+    assert alert["numbers"] == {"numbers that are not finite": 1.0}
+    assert alert["compared"] == {"numbers that are not finite": "expected 0"}
     assert set(found["judged"]) | set(found["unjudged"]) == {rule.id for rule in RULES}
     assert not set(found["judged"]) & set(found["unjudged"])
 
@@ -134,10 +130,10 @@ def test_either_a_run_or_the_list(arguments: list[str], capsys: pytest.CaptureFi
     assert "either RUN or --list" in capsys.readouterr().err
 
 
-ALERT = AlertRaised(
+ALERT = alert_event(
     id="gpu_idle",
-    severity="error",
-    title="GPU 0 was 0.3 % busy",
+    level="fail",
+    text="GPU 0 was 0.3 % busy",
     numbers=[("gpu_util_pct", 0.3, "at most 5")],
     meaning="the work is elsewhere",
     flip="--set teacher.backend=dequantized",

@@ -21,6 +21,7 @@ from engine.watch.rules.gpu import (
 )
 from engine.watch.rules.rule import Case
 from tests.support.diagnosing import Log, at, quiet, raised, unknown
+from tests.support.judged import numbers_of
 from tests.support.run_events import fold_events
 
 WORKING: dict[str, Any] = {
@@ -47,14 +48,14 @@ def test_an_idle_gpu_during_steps_is_named_with_the_flip_of_the_backend() -> Non
     log.extra = [(7.0, DecisionMade(knob="teacher.backend", choice="quantized", reason="r"))]
     alert = raised("gpu_idle", log.case())
     assert alert.flip == "--set teacher.backend=dequantized"
-    assert alert.numbers[0][1] == IDLE_PCT
+    assert numbers_of(alert)[0][1] == IDLE_PCT
     quiet("gpu_idle", gpu(gpu_util_pct=IDLE_PCT + 0.1).case())
 
 
 def test_an_idle_gpu_at_step_zero_is_named_before_any_step() -> None:
     log = gpu(steps=0, gpu_util_pct=0.0)
     log.silent_s = 31.0
-    assert "step 1 should be computed" in raised("gpu_idle", log.case()).title
+    assert "step 1 should be computed" in raised("gpu_idle", log.case()).text
     log.silent_s = 29.0
     unknown("gpu_idle", log.case(), "30 s of work")
 
@@ -176,14 +177,14 @@ def test_a_teacher_on_the_cpu_is_named_with_its_line_where_the_stacks_are_known(
     )
     case = dataclasses.replace(case, view=fold_events(case.view, "watch", [dump]))
     alert = raised("cpu_bound_teacher", case)
-    assert alert.title.endswith("% CPU, at /x/softmax.py:66 in attend")
+    assert alert.text.endswith("% CPU, at /x/softmax.py:66 in attend")
     assert "stacks/7.txt" in alert.meaning and alert.flip == "--set teacher.backend=dequantized"
 
 
 def test_a_busy_gpu_without_work_is_named() -> None:
     low = {"tensor_util_pct": TENSOR_PCT - 0.1, "gpu_power_w": 7 * POWER_PCT - 1}
     alert = raised("busy_without_work", gpu(**low).case())
-    assert [name.split(",")[0] for name, _, _ in alert.numbers] == [
+    assert [name.split(",")[0] for name, _, _ in numbers_of(alert)] == [
         "gpu_util_pct",
         "tensor_util_pct",
         "power",
@@ -213,7 +214,7 @@ def test_power_alone_decides_where_there_are_no_counters() -> None:
 
 def test_clocks_held_down_by_heat_are_named_and_a_power_cap_is_not() -> None:
     log = Log(count=120, gpu=lambda t: WORKING | {"clock_event_reasons": hot(t, 5)})
-    assert "hw_thermal_slowdown" in raised("throttled", log.case()).title
+    assert "hw_thermal_slowdown" in raised("throttled", log.case()).text
     assert SLOWED_SHARE == 0.2
     log.gpu = lambda t: WORKING | {"clock_event_reasons": hot(t, 6)}
     quiet("throttled", log.case())

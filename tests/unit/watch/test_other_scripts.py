@@ -7,22 +7,23 @@ import dataclasses
 import math
 from typing import Any
 
-from engine.log.events import Evaluated, Identity, Watched
+from engine.log.events import Evaluated, Judged, Watched
 from engine.watch.rules import loss, update
 from engine.watch.rules.rule import Case
 from tests.support.diagnosing import LN_V, VOCABULARY, Log, quiet, raised, unknown
+from tests.support.judged import identity_event
 from tests.support.run_events import example_of
 
-CROSS_ENTROPY = Identity(
-    id="label_coverage", degree="fact", step=1, text="", numbers={"vocabulary": float(VOCABULARY)}
+CROSS_ENTROPY = identity_event(
+    id="label_coverage", level="fact", step=1, text="", numbers={"vocabulary": float(VOCABULARY)}
 )
 
 
-def clipped_to(norm: float) -> Identity:
-    return Identity(id="clipping", degree="pass", step=1, text="", numbers={"max_norm": norm})
+def clipped_to(norm: float) -> Judged:
+    return identity_event(id="clipping", level="pass", step=1, text="", numbers={"max_norm": norm})
 
 
-def case(change: Any, *seen: Identity, count: int = 150, **more: Any) -> Case:
+def case(change: Any, *seen: Judged, count: int = 150, **more: Any) -> Case:
     def alone(number: int) -> dict[str, Any]:
         return {"ce": None, "kd": None, **change(number)}
 
@@ -37,7 +38,7 @@ def test_a_loss_that_is_not_finite_for_good_is_named_and_one_that_a_scaler_leave
 ):
     nan = case(lambda n: {"loss": math.nan} if n > 140 else {})
     alert = raised("non_finite", nan)
-    assert alert.title == "the loss has been nan for 3 steps" and "10 times lower" in alert.no_flip
+    assert alert.text == "the loss has been nan for 3 steps" and "10 times lower" in alert.no_flip
     quiet("non_finite", case(lambda n: {"loss": math.inf} if n in (80, 150) else {}))
 
 
@@ -54,7 +55,7 @@ def test_a_loss_of_guessing_is_named_where_it_is_known_to_be_one_cross_entropy()
         return {"loss": LN_V + 0.01}
 
     alert = raised("loss_not_below_guessing", case(guessing, CROSS_ENTROPY))
-    assert f"ln V = {LN_V:.3f}" in alert.title
+    assert f"ln V = {LN_V:.3f}" in alert.text
     quiet("loss_not_below_guessing", case(lambda n: {"loss": 2.0}, CROSS_ENTROPY))
     unknown("loss_not_below_guessing", case(guessing), "one cross entropy")
 

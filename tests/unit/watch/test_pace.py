@@ -9,18 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.log.events import (
-    CheckpointSaved,
-    Compiled,
-    Evaluated,
-    Event,
-    FactsRead,
-    RunFinished,
-)
+from engine.log.events import CheckpointSaved, Compiled, Evaluated, Event, FactsRead, RunFinished
 from engine.machine.rates import Rates, keep_rates, kept_rates
 from engine.watch.rules import memory, pace
 from engine.watch.rules.rule import Case
 from tests.support.diagnosing import GIB, Log, quiet, raised, spec, unknown
+from tests.support.judged import numbers_of
 from tests.support.run_events import example_of, fold_events
 
 # Data.
@@ -100,8 +94,8 @@ def test_a_part_is_slow_beside_what_it_needs_and_beside_the_others(
         quiet("slow_part", case)
         return
     alert = raised("slow_part", case)
-    assert alert.title.startswith(f"{slow} takes {times[slow]:.0f} times what its arithmetic")
-    assert alert.numbers[-2][1:] == (1000.0, "measured by `engine doctor`")
+    assert alert.text.startswith(f"{slow} takes {times[slow]:.0f} times what its arithmetic")
+    assert numbers_of(alert)[-2][1:] == (1000.0, "measured by `engine doctor`")
 
 
 @pytest.mark.usefixtures("rated")
@@ -116,7 +110,7 @@ def test_a_part_without_two_others_is_slow_by_itself() -> None:
 def test_a_machine_is_slow_when_every_part_is() -> None:
     every = dict.fromkeys(NEEDS, pace.MACHINE_TIMES + 0.1)
     alert = raised("slow_machine", timed(every).case())
-    assert alert.title.startswith("every part of a step takes 5 times")
+    assert alert.text.startswith("every part of a step takes 5 times")
     quiet("slow_machine", timed(every | {"student": 4.9}).case())
     quiet("slow_machine", timed({"teacher": 50.0}).case())
     # A teacher that is read from a store needs no matmul, and may wait for its disk.
@@ -164,7 +158,7 @@ def test_steps_that_take_longer_than_in_earlier_runs_are_named_with_the_runs() -
         return dataclasses.replace(log.case(), beside=beside)
 
     alert = raised("slower_than_before", case(0.16, a=0.1, b=0.1, c=0.09))
-    assert [name for name, _, _ in alert.numbers[1:]] == [f"seconds in {one}" for one in "abc"]
+    assert [name for name, _, _ in numbers_of(alert)[1:]] == [f"seconds in {one}" for one in "abc"]
     quiet("slower_than_before", case(0.14, a=0.1, b=0.1))
     quiet("slower_than_before", case(0.04, a=0.01, b=0.01))
     unknown("slower_than_before", case(0.16, a=0.1, b=math.nan), "1 earlier run(s)")
@@ -186,10 +180,10 @@ def beside(eval_s: float, save_s: float = 0.1) -> Log:
 def test_a_run_that_is_evaluated_or_saved_most_of_the_time_is_named() -> None:
     # What follows the newest step is not counted: 7 of 8.
     alert = raised("seldom_training", beside(3.0).case())
-    assert alert.title.endswith("most of it into evaluations") and "eval.every" in alert.no_flip
-    assert alert.numbers[0][1:] == (pytest.approx(21.0), "7 of them")
+    assert alert.text.endswith("most of it into evaluations") and "eval.every" in alert.no_flip
+    assert numbers_of(alert)[0][1:] == (pytest.approx(21.0), "7 of them")
     saving = raised("seldom_training", beside(0.1, 3.0).case())
-    assert saving.title.endswith("most of it into checkpoints")
+    assert saving.text.endswith("most of it into checkpoints")
     assert "checkpoint.every" in saving.no_flip and "eval.rows" not in saving.no_flip
     quiet("seldom_training", beside(2.5).case())
     quiet("seldom_training", Log(count=40).case())
@@ -212,7 +206,7 @@ def outside(outside_s: float, wall_s: float = 0.6) -> Log:
 
 def test_steps_of_which_a_third_is_in_no_phase_are_named_with_what_takes_it() -> None:
     alert = raised("unaccounted", outside(0.21).case())
-    assert alert.title.startswith("35 %") and alert.title.endswith("most in: log")
+    assert alert.text.startswith("35 %") and alert.text.endswith("most in: log")
     quiet("unaccounted", outside(0.19).case())
     quiet("unaccounted", outside(0.02, 0.03).case())
     unknown("unaccounted", Log(count=30).case(), "not logged")
@@ -231,7 +225,7 @@ def test_a_newest_step_that_is_unlike_the_others_does_not_say_where_their_time_w
     }
     quiet("unaccounted", Log(count=30, change=lambda n: unlike if n == 30 else usual).case())
     later = Log(count=31, change=lambda n: unlike if n == 30 else usual)
-    assert raised("unaccounted", later.case()).title.endswith("most in: observers")
+    assert raised("unaccounted", later.case()).text.endswith("most in: observers")
 
 
 def test_one_long_pause_outside_is_no_pattern_and_a_longer_one_is() -> None:
@@ -256,7 +250,7 @@ def two_modes(ratio: float, every: int) -> Log:
 @pytest.mark.parametrize("every", [2, 5])
 def test_two_kinds_of_step_are_named(every: int) -> None:
     alert = raised("step_time_bimodal", two_modes(pace.BIMODAL_RATIO + 0.1, every).case())
-    assert alert.numbers[1][1] == pytest.approx(1 / every)
+    assert numbers_of(alert)[1][1] == pytest.approx(1 / every)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +300,7 @@ def compiled(late: bool, at_s: float = 20.0) -> tuple[float, Compiled]:
 
 def test_a_compile_after_warm_up_is_named_with_what_differs() -> None:
     alert = raised("compile_after_warm_up", Log(count=30, extra=[compiled(True)]).case())
-    assert "q4k; differs in m" in alert.title and alert.no_flip
+    assert "q4k; differs in m" in alert.text and alert.no_flip
     off = Log(count=30, extra=[compiled(True)], settings=spec(kernels__prewarm=False))
     assert raised("compile_after_warm_up", off.case()).flip == "--set kernels.prewarm=true"
     quiet("compile_after_warm_up", Log(count=30, extra=[compiled(False)]).case())
@@ -331,7 +325,7 @@ def filling(gib_per_minute: float, start: float = 100.0, **fields: Any) -> Log:
 
 def test_memory_that_grows_to_its_end_is_named_with_the_time_left() -> None:
     alert = raised("memory_ceiling", filling(2.0).case())
-    left_s = alert.numbers[2][1]
+    left_s = numbers_of(alert)[2][1]
     used = 100 + 2.0 * 310 / 60
     assert left_s == pytest.approx((141 - used) / 2.0 * 60, rel=0.2)
 
@@ -345,7 +339,7 @@ def test_memory_of_the_host_that_shrinks_is_named() -> None:
             "host_total_bytes": 128 * GIB,
         },
     )
-    assert "memory of the host" in raised("memory_ceiling", log.case()).title
+    assert "memory of the host" in raised("memory_ceiling", log.case()).text
 
 
 def test_memory_that_other_processes_take_is_not_called_a_leak_of_the_run() -> None:
@@ -361,10 +355,10 @@ def test_memory_that_other_processes_take_is_not_called_a_leak_of_the_run() -> N
         )
 
     quiet("memory_ceiling", log(0.1, device="cpu").case())
-    assert "memory of the host" in raised("memory_ceiling", log(5.0, device="cpu").case()).title
+    assert "memory of the host" in raised("memory_ceiling", log(5.0, device="cpu").case()).text
     # What CUDA takes of shared memory is in no resident size.
     unified = log(0.1, gpu=lambda _: {"gpu_util_pct": 50.0})
-    assert "memory of the host" in raised("memory_ceiling", unified.case()).title
+    assert "memory of the host" in raised("memory_ceiling", unified.case()).text
 
 
 @pytest.mark.parametrize(
@@ -410,8 +404,8 @@ def leaking(mib_per_minute: float, steps: int) -> Log:
 def test_a_slow_leak_that_the_run_will_not_survive_is_named_hours_ahead() -> None:
     # 20 MiB a minute are 0.3 % of 64 GiB in ten minutes, and 20 GiB in 17 hours.
     alert = raised("memory_ceiling", leaking(20.0, steps=10_000).case())
-    assert "memory of the host" in alert.title
-    assert alert.numbers[2][1] == pytest.approx((20 * 1024 / 20 - 120) * 60, rel=0.1)
+    assert "memory of the host" in alert.text
+    assert numbers_of(alert)[2][1] == pytest.approx((20 * 1024 / 20 - 120) * 60, rel=0.1)
     quiet("memory_ceiling", leaking(20.0, steps=2_000).case())  # over before
     quiet("memory_ceiling", leaking(0.0, steps=10_000).case())
 
@@ -453,7 +447,7 @@ def refused(used_gib: float, reason: str = REFUSED) -> Log:
 def test_an_allocator_that_stops_before_the_device_is_named_with_the_flip() -> None:
     alert = raised("allocator_ceiling", refused(30.0).case())
     assert alert.flip == "--set memory.allocator=managed"
-    assert alert.numbers[1][1] == pytest.approx(932 / 1024)
+    assert numbers_of(alert)[1][1] == pytest.approx(932 / 1024)
     quiet("allocator_ceiling", refused(100 - 100 * memory.UNUSED_SHARE + 1).case())
     quiet("allocator_ceiling", refused(30.0, "NaN at step 3").case())
     large = REFUSED.replace("932.00 MiB", "60.00 GiB")
@@ -472,5 +466,5 @@ def test_on_shared_memory_the_host_s_is_what_was_free() -> None:
     unknown("allocator_ceiling", case, "Not Supported")
     facts = FactsRead(facts={"cuda0_integrated": "yes", "cuda0_nvml_index": 0})
     shared = dataclasses.replace(case, view=fold_events(case.view, "device", [facts]))
-    assert "CPU and GPU share" in raised("allocator_ceiling", shared).title
+    assert "CPU and GPU share" in raised("allocator_ceiling", shared).text
     unknown("allocator_ceiling", Log(count=3).case(), "when the run has ended")

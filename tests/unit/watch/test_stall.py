@@ -22,6 +22,7 @@ from engine.watch.rules import stall
 from engine.watch.rules.rule import Case
 from engine.watch.rules.stall import silence
 from tests.support.diagnosing import START, Log, at, quiet, raised, spec, unknown
+from tests.support.judged import numbers_of
 from tests.support.run_events import example_of, fold_events, opened
 
 BOTH = ("stalled", "stalled_at_start")
@@ -33,7 +34,7 @@ def silent(seconds: float, count: int = 30, every_s: float = 0.5, **fields: obje
 
 def test_no_step_for_much_longer_than_usual_is_a_stall() -> None:
     alert = raised("stalled", silent(stall.LEAST_S + 1).case())
-    assert "no step after step 30 for 31.0 s in training" in alert.title
+    assert "no step after step 30 for 31.0 s in training" in alert.text
     quiet("stalled", silent(stall.LEAST_S - 1).case())
 
 
@@ -59,7 +60,7 @@ def test_a_limit_that_was_set_is_the_limit() -> None:
 
 def test_before_the_first_step_the_phase_is_named() -> None:
     alert = raised("stalled_at_start", silent(stall.FIRST_STEP_S + 1, count=0).case())
-    assert "in training" in alert.title
+    assert "in training" in alert.text
     quiet("stalled_at_start", silent(stall.FIRST_STEP_S - 1, count=0).case())
     unknown("stalled", silent(99.0, count=0).case(), "see stalled_at_start")
     quiet("stalled_at_start", silent(99.0).case())
@@ -71,7 +72,7 @@ def test_before_the_first_step_the_phase_is_named() -> None:
 def test_each_phase_has_its_own_limit(phase: str, limit_s: float) -> None:
     log = silent(limit_s + 1, count=0)
     log.extra = [(20.0, Phase(name=f"{phase} x", detail="/data"))]
-    assert f"{phase} x (/data)" in raised("stalled_at_start", log.case()).title
+    assert f"{phase} x (/data)" in raised("stalled_at_start", log.case()).text
     log.silent_s = limit_s - 1
     quiet("stalled_at_start", log.case())
 
@@ -82,10 +83,10 @@ def test_a_checkpoint_has_its_own_limit_and_the_step_after_it_that_of_a_step() -
     log.silent_s = stall.LEAST_S + 1
     quiet("stalled", log.case())
     log.silent_s = stall.PHASE_S["saving"] + 1
-    assert "in saving a checkpoint" in raised("stalled", log.case()).title
+    assert "in saving a checkpoint" in raised("stalled", log.case()).text
     log.extra = [(20.2, Phase(name="saving a checkpoint"))]
     log.silent_s = stall.LEAST_S + 1
-    assert "in training" in raised("stalled", log.case()).title
+    assert "in training" in raised("stalled", log.case()).text
 
 
 def test_a_first_evaluation_that_hangs_is_at_the_start() -> None:
@@ -116,7 +117,7 @@ def test_a_trainer_that_never_wrote_a_line_is_silent_since_it_was_started() -> N
         [opened(START), at(TrainerStarted(trainer_pid=1, supervisor_pid=2), 1.0)],
     )  # type: ignore[list-item]
     case = Case(view=view, settings=None, now_unix_s=START + 1 + stall.FIRST_LINE_S + 1)
-    assert "in starting" in raised("stalled_at_start", case).title
+    assert "in starting" in raised("stalled_at_start", case).text
     quiet("stalled_at_start", dataclasses.replace(case, now_unix_s=START + stall.FIRST_LINE_S))
     nothing = Case(view=RunView(), settings=None, now_unix_s=START)
     unknown("stalled_at_start", nothing, "no trainer was started")
@@ -161,7 +162,7 @@ def test_the_alert_names_the_line_and_the_flip_when_it_is_the_teacher() -> None:
     clock = [opened(START), at(DUMP, log.last_s + 35)]
     seen = dataclasses.replace(case, view=fold_events(case.view, "watch", clock))  # type: ignore[arg-type]
     alert = raised("stalled", seen)
-    assert "decoder.py:88 in norm (mkl_blas)" in alert.title and "stacks/5.txt" in alert.meaning
+    assert "decoder.py:88 in norm (mkl_blas)" in alert.text and "stacks/5.txt" in alert.meaning
     assert alert.flip == "--set teacher.backend=dequantized"
     # Stacks of an earlier silence say nothing of this one.
     old = [opened(START), at(DUMP, log.last_s - 5)]
@@ -185,12 +186,12 @@ def test_a_wait_for_the_gpu_is_told_from_work(python: str, native: str, words: s
     clock = [opened(START), at(dump, log.last_s + 35)]
     case = log.case()
     seen = dataclasses.replace(case, view=fold_events(case.view, "watch", clock))  # type: ignore[arg-type]
-    assert words in raised("stalled", seen).title
+    assert words in raised("stalled", seen).text
 
 
 def test_gpu_and_cpu_are_told_with_a_stall() -> None:
     log = silent(
         40.0, gpu=lambda _: {"gpu_util_pct": 0.0}, host=lambda _: {"trainer_cpu_pct": 1320.0}
     )
-    numbers = {name: value for name, value, _ in raised("stalled", log.case()).numbers}
+    numbers = {name: value for name, value, _ in numbers_of(raised("stalled", log.case()))}
     assert numbers["trainer_cpu_pct"] == 1320.0 and numbers["gpu_util_pct"] == 0.0

@@ -16,6 +16,7 @@ from engine.watch.rules import stall
 from engine.watch.rules.rule import Case, Unknown
 from engine.watch.rules.stall import silence
 from tests.support.diagnosing import START, Log, answer, at, quiet, raised, spec, unknown
+from tests.support.judged import numbers_of
 from tests.support.run_events import example_of, fold_events
 
 BEGUN_S = 20.0
@@ -52,8 +53,8 @@ def loading(
 def test_nobody_at_work_is_told_within_a_minute_in_every_phase(phase: str) -> None:
     log = loading(stall.STILL_S + 1, phase=phase)
     alert = raised("stalled_at_start", log.case())
-    assert f"in {phase}" in alert.title
-    numbers = {name: (value, held) for name, value, held in alert.numbers}
+    assert f"in {phase}" in alert.text
+    numbers = {name: (value, held) for name, value, held in numbers_of(alert)}
     assert "50 allowed: nothing was computed, read or written" in numbers["seconds of silence"][1]
     assert numbers["family_cpu_pct"][0] == 0.2
     assert stall.STILL_S + 5 + 2 < 60, "a look every five seconds, and two ticks for the stacks"
@@ -78,7 +79,7 @@ def test_who_is_at_work_or_may_be_has_the_time_of_its_phase(did: dict[str, Any])
     quiet("stalled_at_start", log.case())
     assert silence(log.case()).is_quiet
     log.silent_s += 2
-    assert "600 allowed: phase" in str(raised("stalled_at_start", log.case()).numbers)
+    assert "600 allowed: phase" in str(numbers_of(raised("stalled_at_start", log.case())))
 
 
 def test_work_that_goes_on_after_a_pause_is_at_work() -> None:
@@ -97,7 +98,7 @@ def test_a_gpu_at_work_is_work_and_one_that_is_not_known_is_no_proof() -> None:
     def on_gpu(gpu: Any) -> Any:
         return loading(stall.STILL_S + 1, device="cuda", gpu=gpu).case()
 
-    assert "in loading" in raised("stalled_at_start", on_gpu(lambda _: {"gpu_util_pct": 0.0})).title
+    assert "in loading" in raised("stalled_at_start", on_gpu(lambda _: {"gpu_util_pct": 0.0})).text
     quiet("stalled_at_start", on_gpu(lambda _: {"gpu_util_pct": 3.0}))
     quiet("stalled_at_start", on_gpu(lambda _: {"gpu_power_w": 80.0}))
     quiet("stalled_at_start", on_gpu(None))
@@ -108,7 +109,7 @@ def test_in_training_a_long_evaluation_does_not_hide_a_run_that_stands_still() -
     log = Log(
         count=30, silent_s=stall.STILL_S + 1, extra=done, device="cpu", host=lambda _: NOTHING
     )
-    assert "in training" in raised("stalled", log.case()).title
+    assert "in training" in raised("stalled", log.case()).text
     log.host = lambda _: {"family_cpu_pct": 100.0, "family_io_bytes_per_s": 0.0}
     quiet("stalled", log.case())
 
@@ -170,7 +171,7 @@ def test_a_process_in_which_nobody_works_is_told_with_its_stacks_and_without_a_w
 ):
     alert = raised("nobody_works", outside(100.0, 40.0, dumped_s=95.0))
     assert (
-        alert.title == "nobody works for 1m00s in process 7: waiting for a lock at t.py:3 in f (x)"
+        alert.text == "nobody works for 1m00s in process 7: waiting for a lock at t.py:3 in f (x)"
     )
     # Its stacks are about to be taken, or never come.
     quiet("nobody_works", outside(100.0, 40.0))

@@ -12,12 +12,11 @@ import pytest
 
 from engine.log.events import (
     AnyEvent,
-    Checked,
     CheckpointSaved,
     DataReady,
     Evaluated,
+    Judged,
     ModelReady,
-    NonFinite,
     RunFinished,
     StepDone,
     StopRequested,
@@ -39,6 +38,7 @@ from tests.support.diagnosing import (
     spec,
     unknown,
 )
+from tests.support.judged import number_event, numbers_of
 from tests.support.run_events import example_of
 
 NO_MODEL = (6.5, example_of(ModelReady, role="student", vocab_size=1))
@@ -49,9 +49,9 @@ def steady(count: int = 120, **values: Any) -> Log:
 
 
 def test_a_number_that_is_not_finite_is_named() -> None:
-    log = Log(count=30, extra=[(20.0, NonFinite(step=20, field="loss", value="nan"))])
+    log = Log(count=30, extra=[(20.0, number_event(step=20, field="loss", value="nan"))])
     alert = raised("non_finite", log.case())
-    assert "loss was nan at step 20" in alert.title and alert.flip == "--set train.lr=0.0001"
+    assert "loss was nan at step 20" in alert.text and alert.flip == "--set train.lr=0.0001"
     quiet("non_finite", Log(count=1).case())
     unknown("non_finite", Log().case(), "needs 1 steps")
 
@@ -81,11 +81,13 @@ def test_the_loss_of_a_uniform_student_is_named() -> None:
 def test_text_that_a_teacher_does_not_know_is_a_warning_where_the_check_leaves_it_open() -> None:
     def asked(level: str, ce: float) -> Log:
         numbers = {"ce": ce, "frequencies": 4.0, "ln_vocabulary": LN_V}
-        check = example_of(Checked, id="teacher_knows_text", level=level, numbers=numbers)
+        check = example_of(
+            Judged, by="check", id="teacher_knows_text", level=level, numbers=numbers
+        )
         return Log(count=1, extra=[(9.5, check)])
 
     alert = raised("teacher_off_text", asked("unknown", 4.0).case())
-    assert alert.severity == "warning" and "outside what the teacher knows" in alert.title
+    assert alert.level == "suspicion" and "outside what the teacher knows" in alert.text
     quiet("teacher_off_text", asked("pass", 3.99).case())
     quiet("teacher_off_text", asked("fail", LN_V).case())
     unknown("teacher_off_text", Log(count=1).case(), "no numbers")
@@ -116,7 +118,7 @@ def spiking(height: float) -> Log:
 
 def test_a_jump_of_the_loss_is_named_with_its_step() -> None:
     alert = raised("loss_spike", spiking(2.0 * loss.SPIKE_RATIO + 0.1).case())
-    assert "at step 100" in alert.title
+    assert "at step 100" in alert.text
     quiet("loss_spike", spiking(2.0 * loss.SPIKE_RATIO - 0.1).case())
     noisy = Log(count=120, change=lambda n: {"loss": 2.0 + (n % 5)})
     quiet("loss_spike", noisy.case())
@@ -219,7 +221,7 @@ def test_a_rate_that_never_reached_the_optimizer_is_named() -> None:
 def test_a_batch_that_is_not_the_one_that_was_set_is_named(
     changes: dict[str, int], words: str
 ) -> None:
-    assert words in raised("batch_not_as_set", steady(5, **changes).case()).title
+    assert words in raised("batch_not_as_set", steady(5, **changes).case()).text
     quiet("batch_not_as_set", Log(count=5).case())
     unknown("batch_not_as_set", Log().case(), "needs 1 steps")
 
@@ -237,7 +239,7 @@ def test_a_batch_that_is_not_the_one_that_was_set_is_named(
 )
 def test_a_setting_that_did_not_reach_the_run_is_named(changes: dict[str, Any], name: str) -> None:
     log = Log(count=5, start_changes=changes)
-    assert raised("run_not_as_set", log.case()).numbers[0][0] == name
+    assert numbers_of(raised("run_not_as_set", log.case()))[0][0] == name
     quiet("run_not_as_set", Log(count=5).case())
     log.settings = None
     unknown("run_not_as_set", log.case(), "effective.json")
@@ -290,7 +292,7 @@ def end(state: str, step: int, asked: bool = False) -> list[AnyEvent]:
     ],
 )
 def test_what_was_not_evaluated_saved_or_ended_as_set_is_named(log: Log, words: str) -> None:
-    assert words in raised("schedule_not_as_set", log.case()).title
+    assert words in raised("schedule_not_as_set", log.case()).text
 
 
 @pytest.mark.parametrize(
@@ -342,8 +344,8 @@ def test_a_session_that_begins_otherwise_than_the_one_before_is_named() -> None:
         case, view=dataclasses.replace(case.view, before={**case.view.before, **other})
     )
     alert = raised("resumed_as_another", case)
-    assert alert.title == f"teacher.sha256 is {'a' * 24}, {'b' * 24} before"
-    assert "data.epoch_rows" in raised("resumed_as_another", _data_changed()).title
+    assert alert.text == f"teacher.sha256 is {'a' * 24}, {'b' * 24} before"
+    assert "data.epoch_rows" in raised("resumed_as_another", _data_changed()).text
     quiet("resumed_as_another", Log(count=5).case())
     unknown("resumed_as_another", resumed(torch="1.0"), "versions")
 

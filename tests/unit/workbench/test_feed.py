@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from tests.support.judged import alert_event
 from tests.support.perf import many, within
 from tests.support.run_folders import (
     START_UNIX_S,
@@ -166,7 +166,7 @@ def test_a_broken_log_does_not_keep_the_others_from_being_read(
 @pytest.mark.perf
 def test_50_000_alerts_are_read_once_each_and_a_pane_shows_the_newest(tmp_path: Path) -> None:
     scene, count = running(tmp_path / "many"), many(50_000, 5_000)
-    alerts = (AlertRaised(id=f"rule_{i}", severity="warning", title="t") for i in range(count))
+    alerts = (alert_event(id=f"rule_{i}", level="suspicion", text="t") for i in range(count))
     scene.watch(*alerts).close()
     feed = RunFeed(scene.run)
     began_s = time.process_time()

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import engine.log.read as read_module
-from engine.log.events import AlertRaised, Note, StepDone
+from engine.log.events import Note, StepDone
 from engine.log.folder import RunFolder
 from engine.log.text import line_text, step_text
 from engine.log.view import LogLine
+from tests.support.judged import alert_event
 from tests.support.run_events import events_of, opened, started, step, write_log
 from tests.support.run_folders import Scene, completed, resumed, running
 from workbench.feed import RunFeed
@@ -137,7 +138,7 @@ def test_the_log_grows_at_its_end(tmp_path: Path) -> None:
     feed = RunFeed(scene.run)
     first = feed.poll().log
     assert feed.poll().log is first
-    scene.watch(AlertRaised(id="data_wait", severity="warning", title="waits"))
+    scene.watch(alert_event(id="data_wait", level="suspicion", text="waits"))
     scene.steps(11, 12)
     second = feed.poll().log
     scene.close()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.log.events import AlertCleared, AlertRaised
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.notes import NAME, change_notes
+from tests.support.judged import alert_end, alert_event
 from tests.support.run_folders import (
     START_UNIX_S,
     Scene,
@@ -159,8 +159,8 @@ def test_a_run_inside_a_run_is_no_row(tmp_path: Path) -> None:
 def test_alerts_that_stand_are_in_the_row_worst_first(tmp_path: Path) -> None:
     scene = running(tmp_path / "run")
     for name, severity in (("data_wait", "warning"), ("not_finite", "error"), ("over", "error")):
-        scene.watch(AlertRaised(id=name, severity=severity, title=name))
-    scene.watch(AlertCleared(id="over", stood_s=1.0))
+        scene.watch(alert_event(id=name, level=severity, text=name))
+    scene.watch(alert_end(id="over", active_s=1.0))
     row = row_of(scene.run)
     scene.close()
     assert row.alerts == (("error", "not_finite"), ("warning", "data_wait"))

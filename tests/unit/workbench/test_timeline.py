@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.log.events import AlertCleared, AlertRaised, Compiled, NonFinite
+from engine.log.events import Compiled
 from engine.log.follow import Follower
 from engine.log.table import Table
 from engine.units import format_seconds
+from tests.support.judged import alert_end, alert_event, number_event
 from tests.support.run_folders import Scene, checkpoint, completed, resumed, step
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.plot.canvas import plain
@@ -258,8 +259,8 @@ def test_each_thing_that_stands_out_is_a_mark_at_its_step(tmp_path: Path) -> Non
     )
     scene.events(late, checkpoint(20))
     scene.steps(21, 30, nan={25, 26})
-    scene.watch(AlertRaised(id="data_wait", severity="warning", title="waits", flip="--set a.b=1"))
-    scene.watch(AlertCleared(id="data_wait", stood_s=1.0)).steps(31, 40).close()
+    scene.watch(alert_event(id="data_wait", level="suspicion", text="waits", flip="--set a.b=1"))
+    scene.watch(alert_end(id="data_wait", active_s=1.0)).steps(31, 40).close()
     flip = FlipSeen(tmp_path / "f", scene.start_unix_s + 15.2, "a.b: 0 -> 1", "B_FASTER")
     found = happenings(Follower(scene.run).read_all(), [flip])
     assert [(m.kind, m.step) for m in found] == [
@@ -285,7 +286,7 @@ def test_a_resume_is_a_mark_and_drops_those_of_the_steps_it_replaced(tmp_path: P
 def test_a_run_that_diverged_for_long_is_one_mark(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "run").open().begin(3000)
     for number in range(1, 2001):
-        scene.events(NonFinite(step=number, field="loss", value="nan"), step(number, math.nan))
+        scene.events(number_event(step=number, field="loss", value="nan"), step(number, math.nan))
     view = Follower(scene.close().run).read_all()
     (only,) = happenings(view)
     assert (only.kind, only.step) == ("nan", 1.0) and "2000" in only.title

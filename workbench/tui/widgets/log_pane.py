@@ -24,9 +24,9 @@ from textual.widgets import Input
 from textual.worker import get_current_worker
 
 from engine.log.events import (
-    AlertRaised,
+    PASS,
     Evaluated,
-    NonFinite,
+    Judged,
     Note,
     StackDump,
     StepDone,
@@ -47,7 +47,7 @@ FILTER_ROWS = 4000
 def role_of(line: LogLine) -> str:
     """Return the style of a line; its text carries the same meaning."""
     match line.event:
-        case NonFinite() | AlertRaised():
+        case Judged(by="number" | "alert", level=level) if level != PASS:
             return "log--bad"
         case Note(level="error" | "warning"):
             return "log--bad"

@@ -16,7 +16,7 @@ from collections import Counter
 from typing import Any
 
 from .outside import rows_of
-from .parameters import CONTRADICTION, PASS, SUSPICION, Line
+from .parameters import FAIL, PASS, SUSPICION, Line
 from .updates import Rows, fits, is_plain
 
 _NUMBERS = 1 << 14
@@ -129,7 +129,7 @@ class Chain:
                 f"the gradients of step {step - 2} of {optimizer} are still part of those of step {step}: nothing "
                 f"zeroed them in between"
             )
-            return [("kept_gradients", CONTRADICTION, text, {"steps": self._steps})]
+            return [("kept_gradients", FAIL, text, {"steps": self._steps})]
         if holds:
             return []
         text = f"the gradients of a step of {optimizer} hold nothing of the step before"

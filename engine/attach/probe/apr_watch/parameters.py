@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-PASS, UNKNOWN, FACT, SUSPICION, CONTRADICTION = (
+PASS, UNKNOWN, FACT, SUSPICION, FAIL = (
     "pass",
     "unknown",
     "fact",
     "suspicion",
-    "contradiction",
+    "fail",
 )
 Line = tuple[str, str, str, dict[str, Any]]
 """The id of an identity, its degree, what was seen, and the numbers behind it."""
@@ -212,7 +212,7 @@ class Held:
                 f"{name} has stepped {self._looks} times without a single gradient, although backward passes reached "
                 f"{len(hit)} of its {len(mine)} parameters"
             )
-            return [("lost_gradients", CONTRADICTION, text, numbers)]
+            return [("lost_gradients", FAIL, text, numbers)]
         if self._looks < 3:
             return []
         idle = [one for one, _ in mine if id(one) in self._without]
@@ -257,7 +257,7 @@ class Held:
                 f"({named(modules, stale, labels)}), and {len(loose)} that get gradients are in no optimizer "
                 f"({named(modules, loose, labels)})"
             )
-            return [("stale_parameters", CONTRADICTION, text, numbers)]
+            return [("stale_parameters", FAIL, text, numbers)]
         found: list[Line] = []
         if idle:
             text = (

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from .data import print_of
 from .folders import rank_and_world
 from .modes import Noticed
-from .parameters import CONTRADICTION, FACT, NAMED, PASS, SUSPICION, UNKNOWN, Line, Modules
+from .parameters import FACT, FAIL, NAMED, PASS, SUSPICION, UNKNOWN, Line, Modules
 from .updates import is_plain
 from .values import is_capturing
 
@@ -483,7 +483,7 @@ def _of_wrapped(found: Compared, places: list[int]) -> list[Line]:
         text += ": they were changed after the module was wrapped"
     elif not any(one.was_called for one in wrappers):
         text += ": no training step calls its forward, so that no gradient is averaged"
-    return [(DRIFT, CONTRADICTION, text, numbers)]
+    return [(DRIFT, FAIL, text, numbers)]
 
 
 def _of_alone(found: Compared, places: list[int]) -> list[Line]:

@@ -550,7 +550,7 @@ class Steps:
         for seen in found:
             step = seen.step if isinstance(seen, Noticed) else None
             about = {"step": min(self._step, step or self._step), "framework": framework()}
-            entry = Entry(Values(), self.log, "identity", about, None, seen, self._told)
+            entry = Entry(Values(), self.log, "judged", about, None, seen, self._told)
             self._waiting.append(entry)
         self._write_ready()
 
@@ -681,11 +681,11 @@ def _write(entry: Entry) -> None:
 
 def _write_identities(entry: Entry, seen: Seen | Noticed) -> None:
     # What a GPU has not passed at the end of the process is not known.
-    for name, degree, text, numbers in seen.lines() if seen.has_passed() else []:
-        if entry.told is not None and (name, degree) not in entry.told:
-            entry.told.add((name, degree))
-            about = {"id": name, "degree": degree, "text": text, "numbers": numbers}
-            entry.log.write("identity", **entry.fields, **about)
+    for name, level, text, numbers in seen.lines() if seen.has_passed() else []:
+        if entry.told is not None and (name, level) not in entry.told:
+            entry.told.add((name, level))
+            about = {"id": name, "level": level, "text": text, "numbers": numbers}
+            entry.log.write("judged", by="identity", **entry.fields, **about)
 
 
 def _plain(value: Any) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .distillation import Divergence
 from .losses import Loss, combined
-from .parameters import CONTRADICTION, PASS, SUSPICION, UNKNOWN, Line, Modules, named
+from .parameters import FAIL, PASS, SUSPICION, UNKNOWN, Line, Modules, named
 from .textbook import Rule, judge, rule_of
 
 TYPE_CHECKING = False
@@ -396,7 +396,7 @@ class Seen:
             ]
         if len(parameters) > 1:
             text += f"; also {named(modules, parameters[1:], labels)}"
-        return [("update", CONTRADICTION, text, about)]
+        return [("update", FAIL, text, about)]
 
     def _judge(self, batch: _Batch, into: _Found) -> None:
         torch, count = self._torch, batch.count
@@ -455,11 +455,11 @@ class Seen:
         if share <= _MOST:
             return [("vanishing_updates", PASS, text, about)]
         # Gradients shrink as a training converges, and the updates of SGD with them; those of Adam do not.
-        degree = SUSPICION if self._rules[0].kind == "sgd" else CONTRADICTION
+        level = SUSPICION if self._rules[0].kind == "sgd" else FAIL
         return [
             (
                 "vanishing_updates",
-                degree,
+                level,
                 f"{text}: the update is below half of their last place",
                 about,
             )

@@ -14,7 +14,7 @@ import os
 import time
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 _MOST = 1e100
 """The largest number that a line may hold (`LOG_NUMBER` of engine/limits.py)."""
 _TEXT = 64 * 1024

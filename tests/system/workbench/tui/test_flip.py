@@ -15,11 +15,12 @@ from engine.findings.check import check_bundle
 from engine.flips.flip_folder import find_flips, read_verdict
 from engine.flips.proposals import proposals
 from engine.flips.verdict import Pair
-from engine.log.events import AlertRaised, DecisionMade, Event, FactsRead
+from engine.log.events import DecisionMade, Event, FactsRead, Judged
 from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
 from tests.support.findings import NONE, SAME, asked, carry_out, flip, hanging_run
 from tests.support.flip_pairs import plan, timed
+from tests.support.judged import alert_event, is_alert
 from tests.support.run_folders import Scene, completed
 from tests.support.screens import on_screen, poll, press, settle, shows, texts_of, words_of
 from workbench.feed import RunFeed
@@ -32,13 +33,13 @@ from workbench.tui.screens.flip import FlipScreen
 def _view(tmp_path: Path, *events: Event) -> RunView:
     scene = Scene(tmp_path / "run").open()
     for event in events:
-        (scene.watch if isinstance(event, AlertRaised) else scene.events)(event)
+        (scene.watch if is_alert(event) else scene.events)(event)
     scene.close()
     return RunFeed(scene.run).read_all().view
 
 
-def _alert(severity: str, flip: str) -> AlertRaised:
-    return AlertRaised(id=f"rule_{severity}", severity=severity, title="the GPU idles", flip=flip)
+def _alert(level: str, flip: str) -> Judged:
+    return alert_event(id=f"rule_{level}", level=level, text="the GPU idles", flip=flip)
 
 
 def test_alerts_come_first_and_errors_before_warnings(tmp_path: Path) -> None:
@@ -49,8 +50,8 @@ def test_alerts_come_first_and_errors_before_warnings(tmp_path: Path) -> None:
         _view(
             tmp_path,
             chosen,
-            _alert("warning", "--set compute.threads=1"),
-            _alert("error", "--set memory.allocator=native"),
+            _alert("suspicion", "--set compute.threads=1"),
+            _alert("fail", "--set memory.allocator=native"),
         )
     )
     assert [s.assignment for s in found] == [
@@ -66,7 +67,7 @@ def test_what_is_no_setting_is_not_suggested_and_nothing_twice(tmp_path: Path) -
     twice = DecisionMade(
         knob="compute.threads", choice="2", reason="-", rejected=[("1", "slow"), ("1", "slow")]
     )
-    alert = _alert("error", "--set compute.threads=1")
+    alert = _alert("fail", "--set compute.threads=1")
     found = proposals(_view(tmp_path, odd, twice, alert))
     assert [s.assignment for s in found] == ["compute.threads=1"]
     assert found[0].source.startswith("alert")
@@ -200,9 +201,7 @@ def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> Non
     )
     device = DecisionMade(knob="compute.device", choice="cpu", reason="-", rejected=[("cuda", "-")])
     facts = FactsRead(facts={"cuda_count": None, "gpu_count": None})
-    view = _view(
-        tmp_path, facts, managed, dense, device, _alert("error", "--set compute.threads=2")
-    )
+    view = _view(tmp_path, facts, managed, dense, device, _alert("fail", "--set compute.threads=2"))
     found = proposals(view, {"compute.threads": 2})
     assert [one.assignment for one in found if not one.impossible] == ["teacher.backend=none"]
     why = {one.assignment: one.impossible for one in found if one.impossible}
@@ -218,7 +217,7 @@ def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> Non
 
 def test_a_choice_that_the_run_made_by_itself_is_no_alternative(tmp_path: Path) -> None:
     chosen = DecisionMade(knob="compute.threads", choice="4", reason="-", rejected=[("2", "-")])
-    view = _view(tmp_path, chosen, _alert("error", "--set compute.threads=4"))
+    view = _view(tmp_path, chosen, _alert("fail", "--set compute.threads=4"))
     found = proposals(view, {"compute.threads": 0})
     assert [(one.assignment, bool(one.impossible)) for one in found] == [
         ("compute.threads=2", False),

@@ -11,9 +11,9 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.errors import BadInput
-from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
 from engine.log.notes import Notes, change_notes, read_notes
+from tests.support.judged import alert_event
 from tests.support.run_folders import completed, corrupt, empty, killed, resumed, running, torn
 from tests.support.screens import on_screen, poll, press, text_of, texts_of, words_of
 from workbench.tui.screens import actions
@@ -177,8 +177,8 @@ def test_a_tiny_terminal_shows_the_heading_alone(tmp_path: Path) -> None:
 
 def test_alerts_are_told_in_words(tmp_path: Path) -> None:
     scene = running(tmp_path / "ill")
-    scene.watch(AlertRaised(id="data_wait", severity="warning", title="the loader is late"))
-    scene.watch(AlertRaised(id="not_finite", severity="error", title="the loss is NaN"))
+    scene.watch(alert_event(id="data_wait", level="suspicion", text="the loader is late"))
+    scene.watch(alert_event(id="not_finite", level="fail", text="the loss is NaN"))
     (text,) = texts_of(tmp_path, (80, 24))
     scene.close()
     for words in ("error 2", "error: not_finite", "warning: data_wait", "! 1 with alerts"):

@@ -10,11 +10,11 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.flips.flip_folder import create_flip
-from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
 from engine.spec import load_spec
 from tests.support.findings import HERE
 from tests.support.flip_pairs import plan
+from tests.support.judged import alert_event
 from tests.support.kit import Kit
 from tests.support.run_events import exited
 from tests.support.run_folders import Scene, completed, corrupt, killed, resumed, torn
@@ -25,13 +25,13 @@ from workbench.tui.widgets.log_pane import LogView
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
 SIZES = [(40, 12), (80, 24), (120, 40), (160, 45)]
-ALERT = AlertRaised(
+ALERT = alert_event(
     id="data_wait",
-    severity="warning",
-    title="22% of a step waits for data",
+    level="suspicion",
+    text="22% of a step waits for data",
     numbers=[("data_share", 0.22, "over 0.1")],
     first_step=10,
-    last_step=20,
+    step=20,
     meaning="the loader is slower than the step",
     flip="--set data.seq_len=64",
 )

@@ -203,7 +203,7 @@ def test_the_founding_story_closes_by_a_real_flip_in_few_keys(
 
     def hangs(view: RunView) -> bool:
         alert = view.alerts.get("stalled_at_start")
-        return alert is not None and "loading the teacher" in alert.title
+        return alert is not None and "loading the teacher" in alert.text
 
     pid = wait_for(run.path, hangs).view.trainer_pid
     assert pid is not None
