@@ -15,7 +15,6 @@ from typing import ClassVar, Literal
 from engine.units import format_seconds
 from engine.verdict import Level
 from workbench.jobs import Job
-from workbench.traces import Trace
 
 Tone = Literal["good", "bad", "unsure", "quiet", "plain"]
 SIGNS: dict[Tone, str] = {"good": "+", "bad": "!", "unsure": "?", "quiet": "-", "plain": " "}
@@ -41,8 +40,6 @@ class Row:
     """Whether the entry was withdrawn: drawn struck through."""
     lines: tuple[str, ...] = ()
     """Details. A line that does not begin with a space is a heading of those that do."""
-    trace: Trace | None = None
-    """A plot above the details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,6 @@ class Trace:
     gap: float = math.inf
     """Points further apart than this on x are not joined: nothing is known between them."""
 
-    x_name: str = "step"
-    """The unit of x."""
-
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever logged in it."""

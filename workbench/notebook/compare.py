@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import UsageError
 from engine.log.downsample import Row, points
 from engine.log.folder import open_run
-from engine.report.chart import LIMIT, Series, line_chart
+from engine.report.chart import COLOURS, LIMIT, Series, line_chart
 from engine.terminal import as_html, printable
 from workbench.compared import (
     Compared,
@@ -85,7 +85,7 @@ class Compare:
         for place, metric in enumerate(metrics):
             at = {"row": place // ACROSS + 1, "col": place % ACROSS + 1}
             for number, curve in enumerate(self.curves(metric)):
-                for part, how in _drawn_parts(curve, _colour(number)):
+                for part, how in _drawn_parts(curve, COLOURS[number % len(COLOURS)]):
                     figure.add_scatter(
                         x=[x for x, _ in part],
                         # A non-finite value leaves a gap in the line.
@@ -178,8 +178,3 @@ def _drawn_parts(curve: Curve, colour: str) -> Iterator[tuple[tuple[Row, ...], d
         yield curve.low, edge
         yield curve.high, edge | {"fill": "tonexty", "fillcolor": f"{colour}33"}
     yield curve.rows, {"line": {"color": colour}}
-
-
-def _colour(number: int) -> str:
-    colours = ("#1f77b4", "#d2691e", "#2e9e4f", "#9467bd", "#b8860b", "#555555")
-    return colours[number % len(colours)]

@@ -23,7 +23,6 @@ others; values above it are an arrow at the top.
 from __future__ import annotations
 
 import math
-import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -168,21 +167,6 @@ class Chart:
     y_text: Callable[[float | None], str] = format_value
     ticks: Callable[[float, float, int], Sequence[float]] | None = None
     """Chooses about `count` x in [low, high] to label; None for round numbers."""
-
-
-def chart_of(traces: Sequence[Trace]) -> Chart:
-    """Return a chart of whole traces over each other."""
-    letters = string.ascii_uppercase if len(traces) > 1 else [""]
-    xs = [x for trace in traces for b in trace.buckets for x in (b.x_first, b.x_last)]
-    return Chart(
-        low=min(xs, default=0.0),
-        high=max(xs, default=1.0),
-        lines=tuple(
-            Line(trace=t, slot=n, value=t.last, named=True, letter=letter)
-            for n, (t, letter) in enumerate(zip(traces, letters, strict=False))
-        ),
-        x_name=traces[0].x_name if traces else "step",
-    )
 
 
 def margin_of(width: int) -> int:
@@ -353,7 +337,10 @@ class _Drawing:
         self.crosses(canvas, [*self.lines, *(Line(trace=x.trace, slot=0) for x in hidden)])
         # Drawn before the names of levels, so that it covers none of their letters.
         self.draw_cursor(canvas)
-        name_levels(canvas, levels)
+        for row, name in levels:
+            places = [(canvas.columns - len(name) - 3, row), (2, row)]
+            # As text of the axis, so that no other name covers it.
+            write_where_free(canvas, f" {name} ", places, "level", "axis")
         ticks = Axis(*span, rows, chart.log_y)
         placed = [(ticks.dot(tick.value), tick) for tick in ticks.ticks(max(2, rows // 3))]
         labels = {rows - 1 - dot: tick.text for dot, tick in placed if dot is not None}
@@ -370,7 +357,9 @@ class _Drawing:
         labels = {0: band.y_text(span[1]), rows - 1: band.y_text(span[0])}
         if labels[0] == labels[rows - 1]:
             labels = {rows // 2: labels[0]}
-        name_band(canvas, f"{band.name} {band.y_text(band.trace.last)}")
+        name = f" {band.name} {band.y_text(band.trace.last)} "[: canvas.columns]
+        places = [(x, y) for y in (0, rows - 1) for x in (canvas.columns - len(name), 0)]
+        write_where_free(canvas, name, places, None, "legend")
         return self.framed(canvas, labels)
 
     def lane(self, lane: LaneRow) -> Row:
@@ -578,27 +567,15 @@ def _joined(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int, int]]:
     return [(x, low, high) for x, (low, high) in runs.items()]
 
 
-def name_band(canvas: Canvas, name: str) -> None:
-    """Write the name of a band in a corner that its line leaves free; nowhere if it needs all."""
-    words = f" {name} "[: canvas.columns]
-    for row in (0, canvas.rows - 1):
-        for start in (canvas.columns - len(words), 0):
-            cells = range(start, start + len(words))
-            if all(canvas.role(column, row) is None for column in cells):
-                for column, char in zip(cells, words, strict=True):
-                    canvas.char(column, row, char, "legend")
-                return
-
-
-def name_levels(canvas: Canvas, levels: Sequence[tuple[int, str]]) -> None:
-    """Write the name of each level on its row, where no line and no other name covers it."""
-    taken: set[tuple[int, int]] = set()
-    for row, name in levels:
-        words = f" {name} "
-        for start in (canvas.columns - len(words) - 1, 2):
-            place = [(column, row) for column in range(start, start + len(words))]
-            if start > 0 and all(canvas.role(*at) == "level" and at not in taken for at in place):
-                for at, char in zip(place, words, strict=True):
-                    canvas.char(*at, char, "level")
-                taken.update(place)
-                break
+def write_where_free(
+    canvas: Canvas, words: str, places: Sequence[tuple[int, int]], free: str | None, role: str
+) -> None:
+    """Write words from the first of some places (column, row) on whose cells all have the role `free`; nowhere if
+    there is none."""
+    for start, row in places:
+        cells = range(start, start + len(words))
+        fits = start >= 0 and cells.stop <= canvas.columns
+        if fits and all(canvas.role(column, row) == free for column in cells):
+            for column, char in zip(cells, words, strict=True):
+                canvas.char(column, row, char, role)
+            return

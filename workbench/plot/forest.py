@@ -15,28 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from engine.flips.plan import Plan
 from engine.flips.statistics import Interval
 from engine.flips.text import ASCII, UNICODE
 from engine.flips.verdict import Pair, interval_of
+from engine.log.axis import Axis
 from workbench.plot.canvas import Row, Span, fit, name_places
 
 HEAD_WIDTH = 9
 TAIL_WIDTH = 22
 MIN_WIDTH = 12
 REACH_MOST = math.log(20.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    reach: float
-    cells: int
-
-    def cell(self, x: float) -> int:
-        share = (min(max(x, -self.reach), self.reach) + self.reach) / (2 * self.reach)
-        return round(share * (self.cells - 1))
 
 
 def render_forest(
@@ -50,7 +40,8 @@ def render_forest(
         return []
     tail = TAIL_WIDTH if width >= HEAD_WIDTH + TAIL_WIDTH + 20 else 0
     intervals = [interval_of(plan, pairs[:count]) for count in range(1, len(pairs) + 1)]
-    axis = _Axis(_reach(plan, pairs, intervals), width - HEAD_WIDTH - tail)
+    reach = _reach(plan, pairs, intervals)
+    axis = Axis(-reach, reach, width - HEAD_WIDTH - tail)
     rows = [_axis_row(plan, axis, width)]
     shown = list(zip(pairs, intervals, strict=True))[-(height - 1) :]
     for pair, interval in shown:
@@ -67,38 +58,40 @@ def _reach(plan: Plan, pairs: Sequence[Pair], intervals: Sequence[Interval | Non
     return min(REACH_MOST, max([2 * math.log1p(plan.margin), *(1.1 * abs(x) for x in known)]))
 
 
-def _axis_row(plan: Plan, axis: _Axis, width: int) -> Row:
+def _axis_row(plan: Plan, axis: Axis, width: int) -> Row:
     delta = math.log1p(plan.margin)
-    ends = ((x, f"{math.expm1(x):+.0%}") for x in (-axis.reach, axis.reach))
+    ends = ((x, f"{math.expm1(x):+.0%}") for x in (axis.low, axis.high))
     margins = ((-delta, f"-{plan.margin:.0%}"), (delta, f"+{plan.margin:.0%}"))
-    placed = [(axis.cell(x), text) for x, text in ((0.0, "B = A"), *ends, *margins)]
-    words, _ = name_places(placed, axis.cells)
+    texts = ((0.0, "B = A"), *ends, *margins)
+    placed = zip(axis.dots_of(x for x, _ in texts), (text for _, text in texts), strict=True)
+    words, _ = name_places(placed, axis.dots)
     return fit([Span(f"{'pair':<{HEAD_WIDTH}}{words}", "axis")], width)
 
 
 def _pair_row(
-    plan: Plan, pair: Pair, interval: Interval | None, axis: _Axis, width: int, *, ascii_only: bool
+    plan: Plan, pair: Pair, interval: Interval | None, axis: Axis, width: int, *, ascii_only: bool
 ) -> Row:
     edge, zero, line, middle, left, right = tuple(ASCII if ascii_only else UNICODE)
     before, after = ("<", ">") if ascii_only else ("◂", "▸")
-    cells: list[tuple[str, str]] = [(" ", "axis")] * axis.cells
+    cells: list[tuple[str, str]] = [(" ", "axis")] * axis.dots
     delta = math.log1p(plan.margin)
     if interval is not None:
-        first, last = axis.cell(interval.low), axis.cell(interval.high)
+        first, mean, last = axis.dots_of((interval.low, interval.mean, interval.high))
         for column in range(first, last + 1):
             cells[column] = (line, "trace0")
-    for x, mark, role in ((-delta, edge, "trace1"), (0.0, zero, "axis"), (delta, edge, "trace1")):
-        cells[axis.cell(x)] = (mark, role)
+    lower, centre, upper = axis.dots_of((-delta, 0.0, delta))
+    cells[centre] = (zero, "axis")
+    cells[lower] = cells[upper] = (edge, "trace1")
     text = ""
     if interval is not None:
-        cells[first] = (left if interval.low >= -axis.reach else before, "trace0")
-        cells[last] = (right if interval.high <= axis.reach else after, "trace0")
-        cells[axis.cell(interval.mean)] = (middle, "trace0")
+        cells[first] = (left if interval.low >= axis.low else before, "trace0")
+        cells[last] = (right if interval.high <= axis.high else after, "trace0")
+        cells[mean] = (middle, "trace0")
         text = f"{interval.ratio:.3f}"
         if math.isfinite(interval.high):
             text += f" [{math.exp(interval.low):.3f}, {math.exp(interval.high):.3f}]"
     if pair.complete and pair.difference is not None:
-        own = axis.cell(pair.difference)
+        (own,) = axis.dots_of((pair.difference,))
         if cells[own][0] != middle:
             cells[own] = ("x", "mark")
     else:

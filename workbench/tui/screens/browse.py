@@ -23,10 +23,8 @@ from engine.log.text import one_line
 from workbench.jobs import Job
 from workbench.listing import Listing, Row, with_job
 from workbench.paths import with_short_paths
-from workbench.plot.chart import chart_of
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.widgets.chart_view import ChartView
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.row_list import RowList
 from workbench.tui.widgets.words_view import WordsView
@@ -67,20 +65,13 @@ screen.
     DEFAULT_CSS = """
     DetailsPane {
         border: round $foreground 40%; padding: 0 1; scrollbar-size-vertical: 1;
-        ChartView { height: 9; margin-bottom: 1; display: none; }
-        &.-plotted ChartView { display: block; }
     }
     DetailsPane:focus { border: heavy $primary; }
     """
 
     row: reactive[Row | None] = reactive(None, init=False)
 
-    def __init__(self, *, ascii_only: bool, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self._ascii_only = ascii_only
-
     def compose(self) -> ComposeResult:
-        yield ChartView(ascii_only=self._ascii_only)
         yield WordsView()
 
     def whole_text(self) -> str:
@@ -90,13 +81,9 @@ screen.
     def watch_row(self, before: Row | None, row: Row | None) -> None:
         if row is None:
             self.query_one(WordsView).lines = ()
-            self.set_class(False, "-plotted")
             return
         if before is None or before.key != row.key:
             self.scroll_home(animate=False)
-        self.set_class(row.trace is not None, "-plotted")
-        if row.trace is not None:
-            self.query_one(ChartView).chart = chart_of((row.trace,))
         self.query_one(WordsView).lines = tuple(map(with_short_paths, row.lines))
 
 
@@ -163,7 +150,7 @@ class BrowseScreen(PollingScreen, Generic[F]):
         yield Static(f"{self.title}: reading", id="head", markup=False)
         with Container(id="both"):
             yield RowList()
-            yield DetailsPane(ascii_only=self.context.ascii_only)
+            yield DetailsPane()
         yield WordsView(id="empty")
         yield Static(id="job", markup=False)
         yield KeyBar()

@@ -23,8 +23,9 @@ from workbench.finding_rows import EVIDENCE, JOB, FindingFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
-from workbench.tui.screens.form import Field, FormScreen, Values
+from workbench.tui.screens.form import FormScreen
 from workbench.tui.screens.polling import PollingScreen
+from workbench.tui.widgets.fields import Field, Values
 
 NOTES = (
     "+ confirmed: runs as they were show the observation, runs with the change do not, in three",

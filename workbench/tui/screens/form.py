@@ -6,39 +6,24 @@ their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from workbench.tui.printable import as_title
 from workbench.tui.screens.polling import CommandEnded, run_command
-from workbench.tui.widgets.choice import Choice
+from workbench.tui.widgets.fields import Field, Values, field_lines, values_in
 
+OF_FIELD = "field-"
+"""Beginning of the id of a field, whose name another part of the form may have as well."""
 KEYS = "enter submits   tab next field   esc cancels"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
-    """One field of a form."""
-
-    name: str
-    label: str
-    value: str = ""
-    hint: str = ""
-    """Shown while the field is empty."""
-    options: tuple[str, ...] = ()
-    """The values to choose from; empty for free text."""
-
-
-Values = Mapping[str, str]
 
 
 class FormScreen(ModalScreen[str | None]):
@@ -85,18 +70,7 @@ class FormScreen(ModalScreen[str | None]):
             box.border_title = as_title(self._title)
             if self._note:
                 yield Static(self._note, id="note", markup=False)
-            for field in self._fields:
-                with Horizontal(classes="line"):
-                    yield Static(field.label, classes="label", markup=False)
-                    if field.options:
-                        yield Choice(field.options, field.value, id=f"field-{field.name}")
-                    else:
-                        yield Input(
-                            field.value,
-                            placeholder=field.hint,
-                            id=f"field-{field.name}",
-                            compact=True,
-                        )
+            yield from field_lines(self._fields, OF_FIELD)
             yield Static(id="said", markup=False)
             yield Static(KEYS, id="keys", markup=False)
 
@@ -105,23 +79,13 @@ class FormScreen(ModalScreen[str | None]):
         if inputs:
             inputs[0].focus()
 
-    @property
-    def values(self) -> dict[str, str]:
-        """Return the current values of the fields."""
-        found = {}
-        for field in self._fields:
-            widget = self.query_one(f"#field-{field.name}")
-            assert isinstance(widget, Input | Choice)
-            found[field.name] = widget.value.strip()
-        return found
-
     @on(Input.Submitted)
     def action_send(self) -> None:
         """Submit, in a thread: the engine may take a while."""
         if self._sending:
             return
         self._sending = True
-        values = self.values
+        values = values_in(self, self._fields, OF_FIELD)
         self.query_one("#said", Static).update("")
         self.query_one("#keys", Static).update("working")
 

@@ -29,8 +29,9 @@ from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.finding import FindingScreen, ask_why, finding_form
 from workbench.tui.screens.flip import FlipScreen
-from workbench.tui.screens.form import Field, FormScreen, Values
+from workbench.tui.screens.form import FormScreen
 from workbench.tui.screens.runs import RunsScreen
+from workbench.tui.widgets.fields import Field, Values
 
 
 class WhysScreen(BrowseScreen[FindingsFeed]):

@@ -19,7 +19,6 @@ from textual.content import Content
 from textual.events import Resize
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option as Choosable
 
 from engine.errors import EngineError
 from engine.log.folder import RunFolder, is_run
@@ -46,6 +45,7 @@ from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import CommandEnded, run_command
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.keyed_list import KeyedList
 
 LOW = 18
 """With fewer rows, the description and the command shrink in favour of the settings."""
@@ -108,7 +108,7 @@ MORE = "more"
 """The row after the essentials, which opens the search."""
 
 
-class SettingsList(OptionList):
+class SettingsList(KeyedList):
     """Draws settings. The sign before a key is `!` for a wrong value, `*` for a typed one, and `+` where file or
     environment differ from the default. What is wrong with a value is below it."""
 
@@ -119,15 +119,8 @@ class SettingsList(OptionList):
     """
 
     def __init__(self) -> None:
-        super().__init__(markup=False)
+        super().__init__()
         self._shown: tuple[tuple[Setting, ...], bool, str] = ((), False, "")
-        self._keys: list[str] = []
-
-    @property
-    def key(self) -> str | None:
-        """Return the key of the row under the cursor."""
-        at = self.highlighted
-        return self._keys[at] if at is not None and at < len(self._keys) else None
 
     def on_resize(self) -> None:
         settings, described, more = self._shown
@@ -146,17 +139,9 @@ class SettingsList(OptionList):
             rows[setting.option.key] = _prompt(setting, width, described=described)
         if more:
             rows.setdefault(MORE, Content.styled(more, "$text-muted"))
-        kept, keys = self.key, list(rows)
-        if keys == self._keys:
-            for place, prompt in enumerate(rows.values()):
-                if self.get_option_at_index(place).prompt != prompt:
-                    self.replace_option_prompt_at_index(place, prompt)
-            # What is wrong with a value makes its row higher.
-            self.call_after_refresh(self.scroll_to_highlight)
-            return
-        self._keys = keys
-        self.set_options([Choosable(prompt, id=key) for key, prompt in rows.items()])
-        self.highlighted = keys.index(kept) if kept in rows else 0 if rows else None
+        self.draw(rows)
+        # What is wrong with a value makes its row higher.
+        self.call_after_refresh(self.scroll_to_highlight)
 
 
 def _prompt(setting: Setting, width: int, *, described: bool) -> Content:

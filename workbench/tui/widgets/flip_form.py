@@ -4,17 +4,18 @@ registered; a moment later, from the engine, its cost or why it cannot run."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
 from textual.timer import Timer
-from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import Input, OptionList
 
 from engine.errors import EngineError
 from engine.flips.proposals import Proposal
@@ -23,24 +24,24 @@ from engine.log.text import one_line
 from workbench.flip_snapshots import Wanted
 from workbench.tui.names import wrapped
 from workbench.tui.widgets.choice import Choice
+from workbench.tui.widgets.fields import Field, field_lines, values_in
+from workbench.tui.widgets.keyed_list import KeyedList
 from workbench.tui.widgets.words_view import WordsView
 
-CONTROLS = ("auto", "run", "skip")
-LINES = (
-    ("assignment", "B differs in", "teacher.backend=quantized"),
-    ("hypothesis", "hypothesis", "what you expect, in one sentence"),
-    ("margin", "margin", "differences too small to matter"),
-    ("budget", "budget", "of all pairs, as 90s or 5m"),
-    ("steps", "steps", "of each run"),
+START = (
+    Field(name="assignment", label="B differs in", hint="teacher.backend=quantized"),
+    Field(name="hypothesis", label="hypothesis", hint="what you expect, in one sentence"),
+    Field(name="margin", label="margin", value="5%", hint="differences too small to matter"),
+    Field(name="budget", label="budget", value="5m", hint="of all pairs, as 90s or 5m"),
+    Field(name="steps", label="steps", value="12", hint="of each run"),
+    Field(name="controls", label="controls", options=("auto", "run", "skip")),
 )
-START = Wanted(assignment="")
-OF_WATCHED = Wanted(assignment="", budget="", steps="")
-"""Of a watched run: the engine chooses what its steps need."""
-HINTS_OF_WATCHED = {
+OF_WATCHED = {
     "assignment": "loader.workers=4, NAME=VALUE of its environment, or --option value",
     "budget": "what 8 pairs of this run need",
     "steps": "so many that a run lasts some seconds",
 }
+"""The hints of fields that are empty at first for a watched run: the engine chooses what its steps need."""
 WIDE = 10_000
 """A width at which nothing is wrapped."""
 CHECK_AFTER_S = 0.4
@@ -90,50 +91,50 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
     def __init__(self, *, watched: bool = False) -> None:
         """`watched`: the run is somebody's own script."""
         super().__init__(id="form")
-        self._start = OF_WATCHED if watched else START
-        self._hints = HINTS_OF_WATCHED if watched else {}
+        self._fields = tuple(
+            replace(one, value="", hint=OF_WATCHED[one.name])
+            if watched and one.name in OF_WATCHED
+            else one
+            for one in START
+        )
 
     def compose(self) -> ComposeResult:
-        yield OptionList(markup=False)
-        for name, label, hint in LINES:
-            with Horizontal(classes="line"):
-                yield Static(label, classes="label", markup=False)
-                hint = self._hints.get(name, hint)
-                yield Input(getattr(self._start, name), id=name, placeholder=hint, compact=True)
-        with Horizontal(classes="line"):
-            yield Static("controls", classes="label", markup=False)
-            yield Choice(CONTROLS, id="controls")
+        yield KeyedList()
+        yield from field_lines(self._fields)
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).display = False
+        self.query_one(KeyedList).display = False
 
     def watch_found(self, found: tuple[Proposal, ...] | None) -> None:
-        options = self.query_one(OptionList)
-        options.set_options([_option(proposal, WIDE) for proposal in found or ()])
+        options = self.query_one(KeyedList)
+        options.draw(_prompts(found or (), WIDE))
         options.display = bool(found)
         self.call_after_refresh(self.on_resize)
         possible = [i for i, one in enumerate(found or ()) if not one.impossible]
+        for place in range(len(found or ())):
+            if place not in possible:
+                options.disable_option_at_index(place)
         if not possible:
-            self.query_one("#assignment", Input).focus()
+            options.highlighted = None
+            self._input("assignment").focus()
             return
         options.highlighted = possible[0]
         options.focus()
 
     def on_resize(self) -> None:
         """Wrap the suggestions to the width of their list."""
-        options = self.query_one(OptionList)
+        options = self.query_one(KeyedList)
         width = options.scrollable_content_region.width
         if width > 0 and options.option_count == len(self.found or ()):
-            for place, proposal in enumerate(self.found or ()):
-                prompt = _option(proposal, width).prompt
-                if prompt != options.get_option_at_index(place).prompt:
-                    options.replace_option_prompt_at_index(place, prompt)
+            options.draw(_prompts(self.found or (), width))
+
+    def _input(self, name: str) -> Input:
+        return self.query_one(f"#{name}", Input)
 
     @property
     def wanted(self) -> Wanted:
         """Return the flip that the form describes."""
-        values = {name: self.query_one(f"#{name}", Input).value.strip() for name, *_ in LINES}
-        return Wanted(**values, controls=self.query_one("#controls", Choice).value)
+        return Wanted(**values_in(self, self._fields))
 
     @on(OptionList.OptionHighlighted)
     def fill(self, event: OptionList.OptionHighlighted) -> None:
@@ -143,8 +144,8 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
             return
         proposal = self.found[event.option_index]
         if not proposal.impossible:
-            self.query_one("#assignment", Input).value = proposal.assignment
-            self.query_one("#hypothesis", Input).value = proposal.hypothesis
+            self._input("assignment").value = proposal.assignment
+            self._input("hypothesis").value = proposal.hypothesis
 
     @on(Input.Changed)
     @on(Choice.Changed)
@@ -159,13 +160,17 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         self.post_message(self.Sent())
 
 
-def _option(proposal: Proposal, width: int) -> Option:
-    if proposal.impossible:
-        text = f"/ {proposal.assignment}   not here: {one_line(proposal.impossible)}"
+def _prompts(found: Sequence[Proposal], width: int) -> dict[str, Content]:
+    """Return the suggestions as rows of a width."""
+    prompts = {}
+    for place, proposal in enumerate(found):
+        text, style = f"  {proposal.assignment}   {one_line(proposal.source)}", ""
+        if proposal.impossible:
+            text = f"/ {proposal.assignment}   not here: {one_line(proposal.impossible)}"
+            style = "$text-muted"
         rows = "\n".join(wrapped(text, width))
-        return Option(Content.styled(rows, "$text-muted"), disabled=True)
-    text = f"  {proposal.assignment}   {one_line(proposal.source)}"
-    return Option(Content("\n".join(wrapped(text, width))))
+        prompts[f"{place} {proposal.assignment}"] = Content.styled(rows, style)
+    return prompts
 
 
 class FlipPlan(VerticalScroll, can_focus=False):

@@ -9,11 +9,10 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.reactive import reactive
-from textual.widgets import OptionList
-from textual.widgets.option_list import Option
 
 from workbench.listing import SIGNS, Row, Tone
 from workbench.tui.names import told_apart, wrapped
+from workbench.tui.widgets.keyed_list import KeyedList
 
 STYLES: dict[Tone, str] = {
     "good": "$text-success",
@@ -67,7 +66,7 @@ def prompt_of(row: Row, line: str) -> Content:
     )
 
 
-class RowList(OptionList):
+class RowList(KeyedList):
     """Draws rows."""
 
     HELP = """\
@@ -90,11 +89,6 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
 
     rows: reactive[tuple[Row, ...]] = reactive((), init=False)
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id, markup=False)
-        self._keys: list[str] = []
-        self._prompts: list[Content] = []
-
     def whole_text(self) -> str:
         """Return every row, as lines."""
         lines = lines_of(self.rows, WHOLE)
@@ -116,29 +110,10 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
         index = self.highlighted
         return self.rows[index] if index is not None and index < len(self.rows) else None
 
-    def select(self, key: str) -> bool:
-        """Put the cursor on a row; False if no row has that key."""
-        keys = [row.key for row in self.rows]
-        if key in keys:
-            self.highlighted = keys.index(key)
-        return key in keys
-
     def on_resize(self) -> None:
         self.watch_rows(self.rows)
 
     def watch_rows(self, rows: tuple[Row, ...]) -> None:
         width = max(0, self.scrollable_content_region.width - SIGN_CELLS) or WHOLE
         lines = lines_of(rows, width)
-        prompts = [prompt_of(*one) for one in zip(rows, lines, strict=True)]
-        index, keys = self.highlighted, [row.key for row in rows]
-        kept = self._keys[index] if index is not None and index < len(self._keys) else ""
-        before, self._prompts = self._prompts, prompts
-        if self._keys == keys:
-            for place, (old, new) in enumerate(zip(before, prompts, strict=True)):
-                if old != new:
-                    self.replace_option_prompt_at_index(place, new)
-            return
-        self._keys = keys
-        self.set_options([Option(prompt) for prompt in prompts])
-        if rows and not self.select(kept):
-            self.highlighted = 0
+        self.draw({row.key: prompt_of(row, line) for row, line in zip(rows, lines, strict=True)})

@@ -157,7 +157,7 @@ def test_a_list_is_as_wide_as_its_rows_and_as_high(tmp_path: Path) -> None:
             return Listing(head="three", rows=listed)
 
     async def script(pilot: Pilot[None]) -> None:
-        screen = BrowseScreen(pilot.app.screen.context, "three", Feed())  # type: ignore[attr-defined]
+        screen = BrowseScreen(pilot.app.screen.context, Feed())  # type: ignore[attr-defined]
         pilot.app.push_screen(screen)
         await settle(pilot)
         rows, details = screen.query_one(RowList), screen.query_one("DetailsPane")

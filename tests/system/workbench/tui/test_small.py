@@ -9,13 +9,14 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.log.downsample import Bucket
+from tests.support.charts import chart_of
 from tests.support.run_folders import completed, killed, running
 from tests.support.screens import on_screen, poll, press, resize, text_of, words_of
 from workbench.feed import RunFeed
 from workbench.listing import Row
 from workbench.marks import happenings
 from workbench.plot.canvas import Span, plain
-from workbench.plot.chart import Chart, Level, Line, chart_of, legend_rows, render_chart
+from workbench.plot.chart import Chart, Level, Line, legend_rows, render_chart
 from workbench.traces import Trace
 from workbench.tui.widgets.row_list import lines_of
 from workbench.tui.widgets.status_line import compact

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from engine.log.axis import Axis
 from engine.log.downsample import bucket_at, buckets, equal_widths
+from tests.support.charts import chart_of
 from workbench.groups import Samples, spread_of
 from workbench.plot.canvas import ASCII, UNICODE, plain
-from workbench.plot.chart import Band, LaneRow, Level, Point, chart_of, render_chart
+from workbench.plot.chart import Band, LaneRow, Level, Point, render_chart
 from workbench.traces import Trace, points_of
 
 WIDTH, HEIGHT = 60, 12
@@ -259,8 +260,8 @@ def test_every_finite_axis_has_ticks(a: float, b: float, count: int) -> None:
 
 
 def test_the_x_axis_is_named_after_what_it_counts_and_keeps_the_digits_of_seconds() -> None:
-    seconds = replace(points_of("loss", [(0.0, 1.0), (0.25, 2.0), (0.75, 3.0)]), x_name="s")
-    words = rows_of([seconds])[-1].split()
+    seconds = points_of("loss", [(0.0, 1.0), (0.25, 2.0), (0.75, 3.0)])
+    words = rows_of([seconds], x_name="s")[-1].split()
     assert words[0] == "s" and words[-1] == "0.75"
     assert lines_of([1.0, 2.0, 3.0])[-1].split()[0] == "step"
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.charts import chart_of
 from workbench.plot.canvas import Span, plain
-from workbench.plot.chart import Chart, chart_of
+from workbench.plot.chart import Chart
 from workbench.plot.grid import render_grid, shape_of
 from workbench.traces import points_of
 
