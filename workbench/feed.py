@@ -32,6 +32,28 @@ UNREADABLE = "unreadable"
 READING = "reading"
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The run that the keys act on, as of the last poll."""
+
+    run: RunFolder
+    state: str
+    alive: bool
+    """Whether a process of it exists."""
+    step: int
+    is_command: bool = False
+    """Whether it is known to be somebody's own script, which cannot be resumed."""
+
+    def can(self, action: str) -> bool:
+        """Whether `stop` or `resume` is possible now."""
+        if action == "stop":
+            return self.alive
+        if self.is_command:
+            return False
+        ended = self.state != READING and has_ended(self.state)
+        return ended and not self.alive and self.state not in ("completed", UNREADABLE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
     """One run at one poll. Compared by identity: comparing long views would be too slow for a screen."""
@@ -63,8 +85,19 @@ class Snapshot:
         if self.state == READING:
             return False
         if self.state == UNREADABLE:
-            return not (self.alive.trainer or self.alive.supervisor)
+            return not self.target.alive
         return has_ended(self.state)
+
+    @property
+    def target(self) -> Target:
+        """What may be done to the run."""
+        return Target(
+            self.run,
+            self.state,
+            self.alive.trainer or self.alive.supervisor,
+            self.view.last_step,
+            is_command=self.command is not None,
+        )
 
 
 def not_read(run: RunFolder, problem: OSError) -> str:

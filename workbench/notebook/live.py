@@ -30,7 +30,7 @@ from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.view import RunView
 from engine.report.chart import run_figures
 from workbench.engine_commands import resume_run, start_run, stop_run
-from workbench.feed import UNREADABLE, RunFeed, Snapshot
+from workbench.feed import RunFeed, Snapshot
 from workbench.notebook.panel import Panel
 from workbench.notebook.stream import Stream
 from workbench.panes import result_words
@@ -218,14 +218,10 @@ class Live(Panel):
         return run_figures(snapshot.view, limit=STILL_LIMIT), lines
 
     def _draw_buttons(self) -> None:
-        snapshot = self.snapshot
-        goes_on = snapshot is not None and (snapshot.alive.trainer or snapshot.alive.supervisor)
-        ended = snapshot is not None and snapshot.has_ended and not goes_on
-        whole = snapshot is not None and snapshot.state in ("completed", UNREADABLE)
-        is_command = snapshot is not None and snapshot.command is not None
+        target = None if self.snapshot is None else self.snapshot.target
         self._buttons["start"].disabled = self._spec is None or self._feed is not None
-        self._buttons["stop"].disabled = not goes_on
-        self._buttons["resume"].disabled = not ended or whole or is_command
+        for action in ("stop", "resume"):
+            self._buttons[action].disabled = target is None or not target.can(action)
 
     def _hear(self, _: Any, content: dict[str, Any], __: Any) -> None:
         """Handle a message of a page, on any thread."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -26,7 +27,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import DataTable
 
-from engine.errors import EngineError, write_error
+from engine.errors import write_error
 from engine.log.folder import is_run
 from workbench.tui.printable import drawable
 
@@ -149,27 +150,31 @@ def save(folder: Path, run: str | None, captures: Sequence[Capture]) -> list[Pat
     stem = time.strftime("%Y%m%d-%H%M%S")
     if run is not None:
         stem += "-" + re.sub(r"[^A-Za-z0-9._]+", "-", run).strip("-.")[:NAME_LENGTH]
-    written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for one in captures:
-            for suffix, content in (("txt", one.text), ("svg", one.svg)):
-                written.append(_write_new(folder / f"{stem}-{one.name}.{suffix}", content))
-    except OSError as problem:
-        raise _not_written(folder, problem) from problem
-    return written
+    with _writing_in(folder):
+        return [
+            _write_new(folder / f"{stem}-{one.name}.{suffix}", content)
+            for one in captures
+            for suffix, content in (("txt", one.text), ("svg", one.svg))
+        ]
 
 
 def save_copy(folder: Path, text: str) -> Path:
     """Write the copied text to `copied.txt`, replacing the previous one. Raises BadInput or
     DiskFull when it cannot be written."""
     path = folder / "copied.txt"
+    with _writing_in(folder):
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+@contextmanager
+def _writing_in(folder: Path) -> Iterator[None]:
+    """Make a folder to write in. Raises BadInput or DiskFull where that fails, or what is done meanwhile."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        yield
     except OSError as problem:
-        raise _not_written(folder, problem) from problem
-    return path
+        raise write_error("capture", folder, "to write there", problem) from problem
 
 
 def _write_new(path: Path, content: str) -> Path:
@@ -182,7 +187,3 @@ def _write_new(path: Path, content: str) -> Path:
             continue
         return free
     raise FileExistsError(f"{path} and 999 more exist")
-
-
-def _not_written(folder: Path, problem: OSError) -> EngineError:
-    return write_error("capture", folder, "to write there", problem)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from textual.binding import Binding
 
 from engine.log.folder import RunFolder
-from engine.log.text import has_ended
 from workbench.engine_commands import command_text, resume_arguments, resume_run, stop_run
-from workbench.feed import READING, UNREADABLE, command_of
+from workbench.feed import Target, command_of
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import PollingScreen, Problem
 
@@ -24,28 +22,6 @@ STOP = Binding("x", "stop", "stop", tooltip="stop the run, after confirmation")
 RESUME = Binding(
     "R", "resume", "resume", tooltip="continue a run that ended early, after confirmation"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The run that the keys act on, as of the last poll."""
-
-    run: RunFolder
-    state: str
-    alive: bool
-    """Whether a process of it exists."""
-    step: int
-    is_command: bool = False
-    """Whether it is known to be somebody's own script, which cannot be resumed."""
-
-    def can(self, action: str) -> bool:
-        """Whether `stop` or `resume` is possible now."""
-        if action == "stop":
-            return self.alive
-        if self.is_command:
-            return False
-        ended = self.state != READING and has_ended(self.state)
-        return ended and not self.alive and self.state not in ("completed", UNREADABLE)
 
 
 def changes_to_allow(problem: Problem) -> list[str]:

@@ -52,11 +52,11 @@ from workbench.tui.run_lines import (
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.chart_grid import ChartGrid
 from workbench.tui.widgets.key_bar import KeyBar
-from workbench.tui.widgets.pane_tabs import PaneTabs
+from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
 from workbench.tui.widgets.text_pane import TextPane, drawn
 
 PANES = ("plot", "results", "settings", "alerts")
-PANE_KEYS = Binding.Group("pane")
+TABS = {name: (str(n), name) for n, name in enumerate(PANES, start=1)}
 GRID, SINGLE = (100, 30), 18
 """From the first size on, all panes are shown; with fewer rows than the second number only one; otherwise the
 plot and one more."""
@@ -93,16 +93,7 @@ class CompareScreen(PollingScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("escape,q", "back", "back", tooltip="remove the cursor, or back to the runs"),
-        *(
-            Binding(
-                str(digit),
-                f"pane('{name}')",
-                name,
-                group=PANE_KEYS,
-                tooltip=f"a pane: {', '.join(PANES)}",
-            )
-            for digit, name in enumerate(PANES, start=1)
-        ),
+        *pane_keys(TABS),
         Binding("m", "metric(1)", "metric", tooltip="the next metric"),
         Binding("M", "metric(-1)", "metric before", show=False, tooltip="the metric before"),
         Binding("g", "grid", "grid", tooltip="one metric large, or all that fit"),
@@ -173,7 +164,7 @@ class CompareScreen(PollingScreen):
                 with Vertical(id="beside"):
                     yield TextPane("3 settings that differ", id="settings")
                     yield TextPane("4 alerts", id="alerts")
-        yield PaneTabs({name: (str(n), name) for n, name in enumerate(PANES, start=1)})
+        yield PaneTabs(TABS)
         yield KeyBar()
 
     def poll(self) -> Polled:

@@ -26,12 +26,12 @@ from engine.flips.proposals import Proposal, of_alert, proposals
 from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView
 from workbench.engine_commands import command_text
-from workbench.feed import RunFeed, Snapshot
+from workbench.feed import RunFeed, Snapshot, Target
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.panes import PANES, Pane
 from workbench.tui.context import Context
 from workbench.tui.layout import Layout, arrange
-from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
+from workbench.tui.screens.actions import RESUME, STOP, ask_to_resume, ask_to_stop
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.mark import MarkScreen
@@ -39,12 +39,12 @@ from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.screens.replay import TICK_S, Replay, Replayed
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.log_pane import LogPane
-from workbench.tui.widgets.pane_tabs import PaneTabs
+from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
 from workbench.tui.widgets.status_line import StatusLine
 from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
-PANE_KEYS = Binding.Group("pane")
+TABS = {pane.id: (pane.key, pane.name) for pane in PANES}
 VERIFYING = "verifying: "
 
 
@@ -87,16 +87,7 @@ class RunScreen(PollingScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; the run continues"),
-        *(
-            Binding(
-                pane.key,
-                f"pane('{pane.id}')",
-                pane.name,
-                group=PANE_KEYS,
-                tooltip=f"a pane: {', '.join(other.name for other in PANES)}",
-            )
-            for pane in PANES
-        ),
+        *pane_keys(TABS),
         Binding("z", "zoom", "zoom", tooltip="the chosen pane alone, or all panes again"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis of the chosen plot on or off"),
         Binding("slash", "filter", "filter", tooltip="filter the log"),
@@ -199,7 +190,7 @@ class RunScreen(PollingScreen):
                     with _Column(id=column):
                         yield from (self._made(pane) for pane in PANES if pane.column == column)
             yield from (self._made(pane) for pane in PANES if pane.column == "below")
-        yield PaneTabs({pane.id: (pane.key, pane.name) for pane in PANES})
+        yield PaneTabs(TABS)
         yield KeyBar()
 
     def _made(self, pane: Pane) -> Widget:
@@ -470,17 +461,7 @@ class RunScreen(PollingScreen):
     # Keys that act on the run, or ask why.
 
     def target(self) -> Target | None:
-        snapshot = self._snapshot
-        if snapshot is None:
-            return None
-        alive = snapshot.alive.trainer or snapshot.alive.supervisor
-        return Target(
-            self.run,
-            snapshot.state,
-            alive,
-            snapshot.view.last_step,
-            is_command=snapshot.command is not None,
-        )
+        return None if self._snapshot is None else self._snapshot.target
 
     def action_stop(self) -> None:
         if (target := self.target()) is not None:

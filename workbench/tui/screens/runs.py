@@ -18,6 +18,7 @@ from engine.log.filters import Filter, parse_filter
 from engine.log.folder import RunFolder
 from engine.log.notes import change_notes
 from engine.units import format_count, format_value
+from workbench.feed import Target
 from workbench.paths import path_text
 from workbench.plot.series import SERIES, series_style
 from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot
@@ -27,7 +28,6 @@ from workbench.tui.names import shortened
 from workbench.tui.screens.actions import (
     RESUME,
     STOP,
-    Target,
     ask_to_resume,
     ask_to_stop,
     refused_command,

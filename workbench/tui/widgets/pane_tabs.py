@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from textual.binding import Binding
 from textual.content import Content
 from textual.reactive import reactive
 from textual.style import Style
 from textual.widgets import Static
+
+Tabs = Mapping[str, tuple[str, str]]
+"""The key and the name of each pane, by its id."""
+
+
+def pane_keys(tabs: Tabs) -> list[Binding]:
+    """Return the keys that choose a pane of a screen."""
+    group, names = Binding.Group("pane"), ", ".join(name for _, name in tabs.values())
+    return [
+        Binding(key, f"pane('{id_}')", name, group=group, tooltip=f"a pane: {names}")
+        for id_, (key, name) in tabs.items()
+    ]
 
 
 class PaneTabs(Static):
@@ -17,8 +30,7 @@ class PaneTabs(Static):
 
     chosen: reactive[str] = reactive("")
 
-    def __init__(self, panes: Mapping[str, tuple[str, str]]) -> None:
-        """`panes` maps the id of each pane to its key and its name."""
+    def __init__(self, panes: Tabs) -> None:
         super().__init__(markup=False)
         self._panes = panes
         self.set_reactive(PaneTabs.chosen, next(iter(panes)))
