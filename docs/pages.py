@@ -62,58 +62,51 @@ def settings() -> str:
     return text
 
 
-def checks() -> str:
-    from engine.checks.catalogue import CATALOGUE
-
-    text = (
-        "# First-minute checks\n\n"
-        "What is proved about a run before and during its first steps. `engine checks RUN` shows the answers "
-        "of a run; `checks.skip` leaves one out, and the log says so. A check that stops a run ends it before "
-        "the next step.\n"
-    )
-    for about in CATALOGUE:
-        stops = "stops the run" if about.stops else "warns"
-        text += f"\n## {about.id}\n\n{about.question}\n\n"
-        text += (
-            f"- asked: {about.when.value}; {stops}\n- failed: {about.means}\n- do: {about.remedy}\n"
-        )
-    return text
-
-
-def alerts() -> str:
+def judged() -> str:
+    from engine.catalogue import CHECKS, IDENTITIES
+    from engine.log.events import IDENTITY
+    from engine.log.text import LEVEL_WORDS
     from engine.watch.rules import RULES
 
     text = (
-        "# Alerts\n\n"
-        "The rules that watch a run from another process, and that `engine diagnose RUN` asks afterwards. An "
-        "alert carries its numbers, what each is held against, and the flip that would test the suspicion.\n"
+        "# What is judged\n\n"
+        "Everything that a run can be told is wrong with it, by an id. The log has each result as a line `judged`.\n"
+        "\n## Checks\n\n"
+        "What is checked before and during the first steps of a run of the engine, and at its checkpoints and its end; "
+        "ids that begin with `step_` are the stages of the audit of a step. `engine checks RUN` shows the results, "
+        "`checks.skip` leaves one out, and the log says so. A check that stops a run ends it before the next step.\n"
+    )
+    for about in CHECKS:
+        stops = "stops the run" if about.stops else "warns"
+        text += f"\n### {about.id}\n\n{about.question}\n\n- asked: {about.when.value.replace('_', ' ')}; {stops}\n"
+        text += f"- failed: {about.means}\n- do: {about.remedy}\n"
+    text += (
+        "\n## Alerts\n\n"
+        "The rules by which another process watches a run, and which `engine diagnose RUN` asks afterwards. An alert "
+        "carries its numbers, what each is compared with, and the flip that would test the suspicion.\n"
     )
     for rule in RULES:
-        text += f"\n## {rule.id}\n\n{rule.asks}\n\n- fires at: {rule.threshold}\n- reads: {rule.reads}\n"
-    return text
-
-
-def watch_identities() -> str:
-    from engine.attach.identity_catalogue import IDENTITIES
-    from engine.log.events import IDENTITY
-    from engine.log.text import LEVEL_WORDS
-
-    text = (
-        "# Identities of a watched training\n\n"
-        "What holds in every healthy training. [`engine watch`](../how-to/watch.md) looks at each on a few steps: the "
+        level = LEVEL_WORDS.get((rule.about.by, rule.about.level), rule.about.level)
+        text += f"\n### {rule.id}\n\n{rule.about.question}\n\n- raises: {level}\n"
+        text += f"- fires at: {rule.threshold}\n- reads: {', '.join(rule.reads)}\n"
+    text += (
+        "\n## Identities of a watched script\n\n"
+        "What holds in every healthy training. [`engine watch`](../how-to/watch.md) checks each on a few steps: the "
         "first three of an optimizer, then those whose number is a power of two. Nothing is learnt from another run, "
         "and the script is changed in nothing.\n\n"
         "A **contradiction** is an identity that fails, and the only alarm: the summary names it with its numbers. A "
         "**suspicion** holds, and may be a mistake or meant. A **fact** is neither. What cannot be seen is "
         "**unknown**, never a pass.\n"
     )
-    for row in IDENTITIES:
-        text += f"\n## {row.id}\n\n{row.question}\n\n"
-        text += f"- identity: {row.identity}; at worst a {LEVEL_WORDS.get((IDENTITY, row.level), row.level)}\n- otherwise: {row.means}\n"
-        text += f"- do, in a plain loop: {row.plain}\n"
+    for about in IDENTITIES:
+        level = LEVEL_WORDS.get((IDENTITY, about.level), about.level)
+        text += (
+            f"\n### {about.id}\n\n{about.question}\n\n- about: {about.group}; at worst a {level}\n"
+        )
+        text += f"- failed: {about.means}\n- do, in a plain loop: {about.remedy}\n"
         for name, remedy in (
-            ("the Trainer of transformers", row.transformers),
-            ("Lightning", row.lightning),
+            ("the Trainer of transformers", about.transformers),
+            ("Lightning", about.lightning),
         ):
             text += f"- with {name}: {remedy}\n" if remedy else ""
     return text
@@ -183,10 +176,8 @@ def limits() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "reference/settings.md": settings,
-    "reference/checks.md": checks,
-    "reference/alerts.md": alerts,
+    "reference/judged.md": judged,
     "reference/commands.md": commands,
-    "reference/watch-identities.md": watch_identities,
     "reference/drills.md": drills,
     "limits.md": limits,
 }

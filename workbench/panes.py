@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from engine.attach.identity_catalogue import identity_lines
 from engine.log.events import IDLE, STEP_PHASES
+from engine.log.identities import identity_lines
 from engine.log.text import (
     OTHERS_DATA,
     OTHERS_KERNELS,

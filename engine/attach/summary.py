@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from engine.attach.identity_catalogue import BY_ID, outcomes
+from engine.catalogue import BY_ID
 from engine.errors import RunLogError
 from engine.log.beats import read_lost_rank
-from engine.log.events import FAIL, IDLE, SUSPICION, UNKNOWN, HostSample, Judged, StepDone
+from engine.log.events import FAIL, IDENTITY, IDLE, SUSPICION, UNKNOWN, HostSample, Judged, StepDone
 from engine.log.folder import RunFolder, find_runs, read_command
 from engine.log.follow import Follower
+from engine.log.identities import outcomes
 from engine.log.text import event_text, level_text, one_line, seen_text
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value
@@ -411,16 +412,16 @@ class _Summary:
         if self._stall is not None or (ended is not None and ended.signal == "SIGKILL"):
             return f"engine diagnose {self.path}"
         if wrong := self._of_level(FAIL):
-            row = BY_ID.get(wrong[0].id)
-            return f"{row.remedy(wrong[0].framework) if row else ''}; then {look}"
+            row = BY_ID[IDENTITY].get(wrong[0].id)
+            return f"{row.remedy_with(wrong[0].framework) if row else ''}; then {look}"
         if ended is None or ended.returncode:
             return look
         if self._waits_for_data:
             return f"engine flip {self.path} --set {MORE_WORKERS} tests {BY_HAND}; --propose lists what else"
         if self._alerts or self._first_non_finite is not None:
             return f"engine diagnose {self.path}"
-        if (doubt := self._of_level(SUSPICION)) and (row := BY_ID.get(doubt[0].id)):
-            return f"unless {row.id} is meant: {row.remedy(doubt[0].framework)}; then {look}"
+        if (doubt := self._of_level(SUSPICION)) and (row := BY_ID[IDENTITY].get(doubt[0].id)):
+            return f"unless {row.id} is meant: {row.remedy_with(doubt[0].framework)}; then {look}"
         return look
 
 

@@ -47,8 +47,8 @@ from engine.audit.observed import (
 )
 from engine.audit.reference import IGNORED, Forward
 from engine.audit.shapes import shape_said
-from engine.audit.stages import STAGES
-from engine.checks.check import About, Answer, Numbers, unknown
+from engine.catalogue import STAGES, About
+from engine.checks.check import Answer, Numbers, unknown
 from engine.errors import BadInput
 from engine.verdict import Level
 

@@ -7,45 +7,9 @@ was skipped, could not run, or found nothing to judge.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
+from engine.catalogue import About
 from engine.verdict import Level, Verdict
-
-
-class When(Enum):
-    """When a check runs."""
-
-    BEFORE = "before"
-    """Before a model runs: settings and data."""
-    AT_START = "at_start"
-    """Before the first step of a session."""
-    GOING_ON = "going_on"
-    """Right before the first step, when nothing else comes between."""
-    FIRST_STEPS = "first_steps"
-    """After one of the first steps, as soon as there is a result."""
-    AT_STEP = "at_step"
-    """Of a step that is audited: the first of a session, some later ones, the last."""
-    AT_CHECKPOINT = "at_checkpoint"
-    """After each checkpoint."""
-    AT_END = "at_end"
-    """After the last step, once the student is saved."""
-    ALWAYS = "always"
-    """After the first steps, and again whenever the result changes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """The description of a check."""
-
-    id: str
-    question: str
-    means: str
-    """What a failure means."""
-    remedy: str
-    """What to do about a failure."""
-    when: When
-    stops: bool = True
-    """Whether a failure makes the run worthless; the run is then stopped, unless checks.on_fail is report."""
 
 
 @dataclass(frozen=True, slots=True)

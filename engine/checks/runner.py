@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
+from engine.catalogue import CHECKS, About, When, skipped_ids
 from engine.checks.artefact import Artefact, artefact
-from engine.checks.catalogue import CATALOGUE, skipped_ids
-from engine.checks.check import About, Answer, Result, When, unknown
+from engine.checks.check import Answer, Result, unknown
 from engine.checks.checkpoint import checkpoint_reloads, resume_continues
 from engine.checks.context import Context
 from engine.checks.data import (
@@ -78,7 +78,7 @@ _ASKED: tuple[Callable[..., Answer | None], ...] = (
 """Each is asked of the context; after a step also of the step, of a checkpoint of its folder and step, at the end of
 what was saved or reported. None is not yet an answer.
 """
-CHECKS = {check.__name__: check for check in _ASKED}
+_FUNCTIONS = {check.__name__: check for check in _ASKED}
 AT_ONCE = (When.BEFORE, When.AT_START)
 
 
@@ -95,13 +95,13 @@ class Checks:
     def before_training(self, context: Context) -> Iterator[Result]:
         """Run every check that needs no step, in the order of the catalogue."""
         self._context = context
-        for about in CATALOGUE:
+        for about in CHECKS:
             if not self.spec.enabled or about.id in self._skipped:
                 why = "checks.skip" if self.spec.enabled else "checks.enabled=false"
                 yield _result(about, unknown(f"skipped by {why}"), 0.0, context.step)
             elif about.when in AT_ONCE:
                 yield from self._ask(about, context.step)
-            elif about.id in CHECKS:
+            elif about.id in _FUNCTIONS:
                 self._open[about] = None
 
     @property
@@ -162,7 +162,7 @@ class Checks:
             # These look at no model, and a checkpoint may be read while a step is made.
             apart = about.when in (When.ALWAYS, When.AT_CHECKPOINT)
             with contextlib.nullcontext() if apart else undisturbed(context):
-                answer = CHECKS[about.id](context, *more)
+                answer = _FUNCTIONS[about.id](context, *more)
         except NoHiddenStates as error:
             answer = unknown(str(error))
         except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run

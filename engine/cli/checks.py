@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, RunLogError, Usage
 from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
-    from engine.checks.check import About
+    from engine.catalogue import About
     from engine.log.events import Judged
     from engine.log.view import ErrorNote, RunView
     from engine.verdict import Verdict
@@ -55,12 +54,15 @@ def checks(arguments: argparse.Namespace) -> int:
 
 
 def _list_checks(as_json: bool) -> int:
-    from engine.checks.catalogue import CATALOGUE
+    from engine.catalogue import CHECKS
 
     if as_json:
-        put_json([dataclasses.asdict(a) | {"when": a.when.value} for a in CATALOGUE])
+        keys = ("id", "question", "means", "remedy", "stops")
+        put_json(
+            [{key: getattr(one, key) for key in keys} | {"when": one.when.value} for one in CHECKS]
+        )
         return 0
-    for about in CATALOGUE:
+    for about in CHECKS:
         stops = "; stops the run" if about.stops else ""
         put(f"{about.id}  ({about.when.value.replace('_', ' ')}{stops})")
         for text in (about.question, f"failed: {about.means}", f"do: {about.remedy}"):
@@ -69,7 +71,7 @@ def _list_checks(as_json: bool) -> int:
 
 
 def _answers(path: Path, as_json: bool) -> int:
-    from engine.checks.catalogue import ABOUT, CATALOGUE, RETIRED
+    from engine.catalogue import BY_ID, CHECKS, RETIRED
     from engine.log.folder import open_run, read_command
     from engine.log.follow import Follower
     from engine.log.text import audit_text, error_lines, errors_text, one_line
@@ -85,9 +87,9 @@ def _answers(path: Path, as_json: bool) -> int:
             return _identities(path, follower.view, as_json)
     view = follower.view
     found = view.own_checks
-    named: list[tuple[str, About | None]] = [(about.id, about) for about in CATALOGUE]
+    named: list[tuple[str, About | None]] = [(about.id, about) for about in CHECKS]
     # What an earlier version asked, its answers still count.
-    named += [(id, ABOUT.get(now)) for id, now in RETIRED.items() if id in found]
+    named += [(id, BY_ID["check"].get(now)) for id, now in RETIRED.items() if id in found]
     answers: list[tuple[str, About | None, int, Judged | None, Verdict]] = []
     for id, about in named:
         seen: list[tuple[int, Judged | None]] = [*view.failures(id)] or [(0, found.get(id))]
@@ -145,11 +147,11 @@ def _answers(path: Path, as_json: bool) -> int:
 
 
 def _identities(path: Path, view: RunView, as_json: bool) -> int:
-    from engine.attach.identity_catalogue import (
+    from engine.log.events import FAIL, PASS, SUSPICION
+    from engine.log.identities import (
         identity_lines,
         outcomes,
     )
-    from engine.log.events import FAIL, PASS, SUSPICION
     from engine.log.text import error_lines
     from engine.verdict import Level, Verdict
 
@@ -253,17 +255,25 @@ def _list_rules(*, as_json: bool) -> None:
     from engine.watch.rules import RULES
 
     if as_json:
-        fields = ("id", "asks", "reads", "threshold")
-        put_json([{name: getattr(rule, name) for name in fields} for rule in RULES])
+        rows = [
+            {
+                "id": rule.id,
+                "asks": rule.about.question,
+                "reads": rule.reads,
+                "threshold": rule.threshold,
+            }
+            for rule in RULES
+        ]
+        put_json(rows)
         return
     for rule in RULES:
-        put(f"{rule.id}: {rule.asks}")
+        put(f"{rule.id}: {rule.about.question}")
         put(f"  fires at: {rule.threshold}")
         put(f"  reads: {', '.join(rule.reads)}")
 
 
 def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
-    from engine.checks.catalogue import ABOUT
+    from engine.catalogue import BY_ID
     from engine.log.text import alert_lines, clock_text, error_lines, errors_text, one_line
     from engine.units import format_seconds
 
@@ -279,8 +289,8 @@ def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
     lines = [head]
     for _, check in found.failed:
         lines += ["", f"check {check.id}: {one_line(check.text)}", f"  at step {check.step}"]
-        if check.id in ABOUT:
-            lines += [f"  {ABOUT[check.id].means}", f"  do: {ABOUT[check.id].remedy}"]
+        if (about := BY_ID["check"].get(check.id)) is not None:
+            lines += [f"  {about.means}", f"  do: {about.remedy}"]
     if found.errors:
         lines += ["", *error_lines(found.errors, name)]
     for entry in found.raised:

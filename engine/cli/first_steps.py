@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checks.catalogue import CATALOGUE, skipped_ids
+from engine.catalogue import CHECKS, skipped_ids
 from engine.cli.progress import exit_code
 from engine.errors import BadInput
 from engine.log.beats import log_of, read_lost_rank
@@ -149,7 +149,7 @@ def _shortened(spec: RunSpec, folder: Path, text_bytes: int | None) -> RunSpec:
     if text_bytes is not None:
         data = dataclasses.replace(data, max_bytes=text_bytes)
     rows = min(spec.eval.rows, EVAL_ROWS_AT_ONCE)
-    skip = ",".join(about.id for about in CATALOGUE if about.id != ASKED)
+    skip = ",".join(about.id for about in CHECKS if about.id != ASKED)
     asked = spec.has_teacher and spec.checks.enabled and ASKED not in skipped_ids(spec.checks.skip)
     checks = ChecksSection(enabled=asked, skip=skip, on_fail="report", every=-1)
     return dataclasses.replace(

@@ -294,9 +294,9 @@ def _print_all(follower: Any, log_lines: int) -> None:
 def _what_it_does(run: RunFolder, view: Any) -> dict[str, list[str]]:
     """Return the command of a run that is somebody's own script and what was seen of it, or the decisions of one of
     ours."""
-    from engine.attach.identity_catalogue import identity_lines
     from engine.errors import RunLogError
     from engine.log.folder import read_command
+    from engine.log.identities import identity_lines
     from engine.log.text import command_lines, decision_lines
 
     # Settings that cannot be read are those of a run of ours.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from engine.catalogue import skipped_ids
 from engine.checkpoint_folders import FREE_SPACE_FACTOR, published, step_of
-from engine.checks.catalogue import skipped_ids
 from engine.data.chat import Turns
 from engine.data.chat_template import ChatTemplate, find_chat_template, template_of
 from engine.data.corpus import Corpus, Document, check_corpus, open_corpus

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine.attach.identity_catalogue import identity_lines
 from engine.errors import BadInput, RunLogError
 from engine.findings.bundle import Bundle, is_bundle
 from engine.findings.check import check_bundle
@@ -22,6 +21,7 @@ from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.flips.verdict import interval_of
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
 from engine.log.follow import Follower
+from engine.log.identities import identity_lines
 from engine.log.text import (
     OTHERS_KERNELS,
     OTHERS_RESULT,

@@ -34,9 +34,8 @@ from engine.audit.observed import (
     UpdatedParameter,
     Wanted,
 )
-from engine.audit.stages import STAGES
-from engine.checks.catalogue import skipped_ids
-from engine.checks.check import About, Answer, Result, unknown
+from engine.catalogue import STAGES, About, skipped_ids
+from engine.checks.check import Answer, Result, unknown
 from engine.checks.weights import held, shape_of, weights_of
 from engine.data.tokens import TokenStream
 from engine.formats.open import open_weights

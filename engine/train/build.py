@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checks.catalogue import skipped_ids
+from engine.catalogue import skipped_ids
 from engine.data.batches import Batch
 from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256

@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from engine.audit.stages import STAGES
-from engine.checks.catalogue import skipped_ids
+from engine.catalogue import STAGES, skipped_ids
 from engine.checks.check import Answer, Numbers, Result, passed
 from engine.data.batches import Batch, Int64Array
 from engine.data.row_hashes import RowHash, hashes_of, row_hashes

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.audit.stages import STAGES
-from engine.checks.catalogue import CATALOGUE
+from engine.catalogue import CHECKS, STAGES
 from engine.errors import CheckpointError, write_error
 from engine.files import read_json_object
 from engine.limits import RUN_FILE
@@ -42,7 +41,7 @@ def replayed_spec(
     the run; step `audited` is compared with a textbook step. Raises SpecError."""
     spec = spec_from_dict(stretch.settings)
     stages = {about.id for about in STAGES}
-    others = ",".join(about.id for about in CATALOGUE if about.id not in stages)
+    others = ",".join(about.id for about in CHECKS if about.id not in stages)
     return dataclasses.replace(
         spec,
         run=dataclasses.replace(spec.run, name=folder.name, out=str(folder.parent)),

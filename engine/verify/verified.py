@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from engine.audit.stages import STAGES
+from engine.catalogue import STAGES
 from engine.checkpoint_folders import published, step_of
 from engine.errors import BadInput, EngineError, RunLogError, SpecError, UsageError
 from engine.log.folder import RunFolder, must_have_settings

@@ -39,7 +39,7 @@ from workbench.tui.keys import is_refused
 from workbench.tui.places import PLACES, place
 from workbench.tui.printable import Printable, drawable
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import Polled
+from workbench.tui.screens.polling import Polled, RunChosen
 from workbench.tui.screens.runs import RunsScreen
 from workbench.tui.themes import OWN, OWN_NAMES, THEME_VARIABLES
 from workbench.tui.widgets.key_bar import bindings_of
@@ -150,8 +150,8 @@ class WorkbenchApp(App[None]):
         if type(built) is not type(screen):
             self.push_screen(built)
 
-    @on(RunsScreen.Opened)
-    def open_run(self, message: RunsScreen.Opened) -> None:
+    @on(RunChosen)
+    def open_run(self, message: RunChosen) -> None:
         """Open the screen of a run over the list."""
         self.open_folder(message.run)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from engine.attach.identity_catalogue import BY_ID
-from engine.log.events import FAIL
-from engine.watch.rules.rule import ERROR, CannotJudge, Case, Span, Symptom, rule
+from engine.catalogue import BY_ID
+from engine.log.events import FAIL, IDENTITY
+from engine.watch.rules.rule import CannotJudge, Case, Span, Symptom, rule
 
 NAMED = 3
 """So many contradictions are counted out in the title."""
 
 
 @rule(
-    ERROR,
-    asks="Does an identity that holds in every healthy training fail?",
     reads=("identity",),
     threshold="one contradiction",
 )
@@ -25,7 +23,7 @@ def identity_fails(case: Case) -> Symptom | None:
     if not wrong:
         return None
     first = wrong[0]
-    row = BY_ID.get(first.id)
+    about = BY_ID[IDENTITY].get(first.id)
     names = list(dict.fromkeys(one.id for one in wrong))
     more = f" (and {', '.join(names[1:NAMED])})" if len(names) > 1 else ""
     begun_s = case.view.session_unix_s or 0.0
@@ -45,8 +43,8 @@ def identity_fails(case: Case) -> Symptom | None:
             from_unix_s=begun_s + first.t_s,
             to_unix_s=begun_s + wrong[-1].t_s,
         ),
-        meaning=row.means
-        if row
+        meaning=about.means
+        if about
         else "what has to hold in every healthy training does not hold in this one",
-        no_flip=row.remedy(first.framework) if row else "look at engine checks RUN",
+        no_flip=about.remedy_with(first.framework) if about else "look at engine checks RUN",
     )

@@ -7,7 +7,7 @@ also judged by its power and, where the device has the counters, by its tensor p
 from __future__ import annotations
 
 from engine.units import format_seconds
-from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, mean, rule
+from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, rule
 
 WINDOW_S = 30.0
 """Long enough to bridge the gap between two steps and a small evaluation, short enough to report within a
@@ -40,8 +40,6 @@ def _computing(case: Case) -> None:
 
 
 @rule(
-    ERROR,
-    asks="Is the GPU idle while a model should be at work?",
     reads=("gpu_util_pct",),
     threshold=f"mean utilisation of at most {IDLE_PCT:g} % over {WINDOW_S:g} s",
 )
@@ -69,8 +67,6 @@ def gpu_idle(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Is the teacher computed by the CPU although the run is on a GPU?",
     reads=("gpu_util_pct", "trainer_cpu_pct", "teacher_s or a stack dump"),
     threshold=f"utilisation at most {IDLE_PCT:g} %, trainer at {CPU_PCT:g} % CPU or more, half of the "
     "step time (or the stack) in the teacher",
@@ -121,8 +117,6 @@ def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
 
 
 @rule(
-    WARNING,
-    asks="Does a GPU that reads busy do any work?",
     reads=("gpu_util_pct", "tensor_util_pct or gpu_power_w"),
     threshold=f"utilisation of {BUSY_PCT:g} % or more, and tensor pipes under {TENSOR_PCT:g} % and power "
     f"under {POWER_PCT:g} % of the limit, as far as they are known",
@@ -170,8 +164,6 @@ def _more_rows(case: Case) -> int:
 
 
 @rule(
-    WARNING,
-    asks="Do heat or the power supply hold the clocks down?",
     reads=("clock_event_reasons",),
     threshold=f"in {100 * SLOWED_SHARE:g} % of the readings of {SLOWED_WINDOW_S:g} s",
 )
@@ -198,8 +190,6 @@ def throttled(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Is the GPU still there?",
     reads=("any GPU reading",),
     threshold="NVML says that the GPU is lost",
 )

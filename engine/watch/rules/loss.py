@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, mean, median, rule
+from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, median, rule
 
 NON_FINITE_STEPS = 3
 """Of a script that is not ours, so many in a row."""
@@ -34,8 +34,6 @@ HELDOUT_IN_A_ROW = 3
 
 
 @rule(
-    ERROR,
-    asks="Was a loss, gradient or weight NaN or infinite?",
     reads=("non_finite events",),
     threshold="one number",
 )
@@ -76,8 +74,6 @@ def _not_finite_loss(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Is the student worse than guessing?",
     reads=("ce", "vocabulary"),
     threshold=f"mean ce of {GUESSING_STEPS} steps at ln V or above, from step {GUESSING_FROM} on",
 )
@@ -99,8 +95,6 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Does the teacher know the text that it is asked about?",
     reads=("check teacher_knows_text",),
     threshold="cross entropy on held-out text at that of token frequencies or above, and below ln V",
 )
@@ -128,8 +122,6 @@ def teacher_off_text(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Is the loss that of a uniform student?",
     reads=("loss", "ce", "vocabulary", "alpha"),
     threshold=f"flat over {ALPHA_STEPS} steps, within {ALPHA_NEAR:.0%} of alpha * ln V, ce within "
     f"{ALPHA_CE_NEAR:.0%} of ln V",
@@ -161,8 +153,6 @@ def loss_at_alpha_ln_v(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Is there anything to learn from the teacher?",
     reads=("kd", "alpha", "temperature"),
     threshold=f"median KL of the first {KL_STEPS} steps under {KL_NEAR_ZERO:g} nats",
 )
@@ -192,8 +182,6 @@ def kl_near_zero(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Did the loss jump?",
     reads=("loss",),
     threshold=f"{SPIKE_SIGMAS:g} robust sigmas and {SPIKE_RATIO:g} times the median of the "
     f"{SPIKE_BEFORE} steps before, within {SPIKE_WINDOW} steps",
@@ -235,8 +223,6 @@ def loss_spike(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Does the held-out loss rise while the training loss falls?",
     reads=("held-out loss of the student", "ce"),
     threshold=f"{HELDOUT_IN_A_ROW} evaluations in a row {HELDOUT_WORSE_NATS:g} nats above the best",
 )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from engine.log.table import Table
 from engine.units import format_bytes, format_seconds
-from engine.watch.rules.rule import ERROR, CannotJudge, Case, Number, Symptom, mean, median, rule
+from engine.watch.rules.rule import CannotJudge, Case, Number, Symptom, mean, median, rule
 
 TREND_WINDOW_S = 600.0
 TREND_READINGS = 120
@@ -42,8 +42,6 @@ UNUSED_SHARE = 0.25
 
 
 @rule(
-    ERROR,
-    asks="Does memory grow from step to step towards its end?",
     reads=("gpu_mem_used_bytes or host_available_bytes", "step"),
     threshold=f"medians of three thirds of up to {format_seconds(TREND_WINDOW_S)} rise evenly, by "
     f"{GROWTH_SHARE:.0%} of the total or more, and reach it within {format_seconds(HORIZON_S)}; or those of a session "
@@ -259,8 +257,6 @@ def _trend(
 
 
 @rule(
-    ERROR,
-    asks="Do all processes wait for memory?",
     reads=("psi_memory_full_avg10_pct",),
     threshold=f"{PRESSURE_PCT:g} % of {PRESSURE_WINDOW_S:g} s or more",
 )
@@ -293,8 +289,6 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @rule(
-    ERROR,
-    asks="Was an allocation refused although there was memory?",
     reads=("how the run ended", "gpu_mem_used_bytes, or host_available_bytes where shared"),
     threshold=f"{UNUSED_SHARE:.0%} of the memory free in the last minute, and twice what was asked for",
 )

@@ -13,7 +13,7 @@ from engine.log.events import OUTSIDE
 from engine.log.view import PHASES_KEPT, RunView
 from engine.machine.rates import Rates, kept_rates
 from engine.units import format_seconds
-from engine.watch.rules.rule import OTHERS, WARNING, CannotJudge, Case, Symptom, median, rule
+from engine.watch.rules.rule import OTHERS, CannotJudge, Case, Symptom, median, rule
 
 PART_WARM_UP = 4
 """Steps in which compilers and caches are still at work."""
@@ -120,8 +120,6 @@ def _numbers(rates: Rates, parts: dict[str, _Part]) -> list[tuple[str, float, st
 
 
 @rule(
-    WARNING,
-    asks="Does one part of the step take many times what its arithmetic needs on this machine?",
     reads=("costs", "phases", "rates of `engine doctor`"),
     threshold=f"{BESIDE_TIMES:g} times what its FLOPs, bytes and launches need at the rates that `engine doctor` has "
     f"measured, and {OTHERS_TIMES:g} times what the other parts take of theirs; {PART_TIMES:g} times where fewer than "
@@ -152,8 +150,6 @@ def slow_part(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Is this machine as fast as it was when `engine doctor` measured it?",
     reads=("costs", "phases", "rates of `engine doctor`"),
     threshold=f"every part with matmuls takes {MACHINE_TIMES:g} times what its FLOPs, bytes and launches need at the "
     f"rates that `engine doctor` has measured: median of {PHASES_KEPT} steps, together {PART_LEAST_S:g} s or more",
@@ -182,8 +178,6 @@ def slow_machine(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Do steps wait for data?",
     reads=("data_s", "step_s"),
     threshold=f"{DATA_SHARE:.0%} of the time of {DATA_STEPS} steps or more, and {DATA_LEAST_S:g} s; "
     f"{DATA_BURST_S:g} s where most steps do not wait",
@@ -208,8 +202,6 @@ def data_wait(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Is the time between two steps spent on training?",
     reads=("outside_s", "wall_s"),
     threshold=f"{OUTSIDE_SHARE:.0%} of the time of {DATA_STEPS} steps or more in observers, the log or nothing, "
     f"and {DATA_LEAST_S:g} s; {DATA_BURST_S:g} s where it is not so of most steps",
@@ -246,8 +238,6 @@ def unaccounted(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Does most of the time go into training?",
     reads=("evaluations", "checkpoints"),
     threshold=f"{BESIDE_SHARE:.0%} of the time from the first step of a session to the newest in evaluations and "
     f"checkpoints, and {BESIDE_LEAST_S:g} s",
@@ -281,8 +271,6 @@ def seldom_training(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Are there two kinds of step?",
     reads=("step_s",),
     threshold=f"two groups with a gap of {BIMODAL_GAP:g} times their spread, medians {BIMODAL_RATIO:g} "
     f"times apart, {BIMODAL_SHARE:.0%} of {BIMODAL_STEPS} steps in the smaller",
@@ -319,8 +307,6 @@ def _spread(times: list[float]) -> float:
 
 
 @rule(
-    WARNING,
-    asks="Does a step take longer than it did at the beginning?",
     reads=("step_s",),
     threshold=f"medians of the last two {DRIFT_STEPS} steps {DRIFT_RATIO:g} times that of the first "
     f"{DRIFT_STEPS} after {DRIFT_WARM_UP}",
@@ -352,8 +338,6 @@ def median_step_s(view: RunView) -> float:
 
 
 @rule(
-    WARNING,
-    asks="Do steps take longer than in earlier runs of the same settings on this machine?",
     reads=("step_s", "the runs beside it"),
     threshold=f"the median step {SLOWER_RATIO:g} times that of {SLOWER_RUNS} completed runs or more in the folders "
     f"beside it, and {SLOWER_LEAST_S:g} s or more; judged by `engine diagnose`",
@@ -385,8 +369,6 @@ def slower_than_before(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Did a step wait for a compiler?",
     reads=("compile events",),
     threshold="one compile after warm-up",
 )

@@ -1,10 +1,10 @@
 """What a rule is: it judges a run at one moment and returns a symptom or nothing, or raises CannotJudge.
 
-    @rule(ERROR, asks=..., reads=..., threshold=...)
+    @rule(reads=..., threshold=...)
     def its_id(case: Case) -> Symptom | None: ...              or raises CannotJudge
 
-The rules of a family are the decorated functions in one file of this package. `RULES` lists them all, for
-`engine diagnose`, the supervisor, `--list` and the tests.
+Its question and its level are in its row of `engine/catalogue.py`. The rules of a family are the decorated functions in
+one file of this package. `RULES` lists them all, for `engine diagnose`, the supervisor, `--list` and the tests.
 
 A rule is pure: the same view, settings and moment give the same result, so the supervisor that watches a run
 and `engine diagnose RUN` a year later agree. It uses a window of the newest steps or readings, never the
@@ -26,8 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
 
+from engine.catalogue import BY_ID, About
 from engine.errors import BadInput
-from engine.log.events import ALERT, FAIL, SUSPICION, TRAINING, Judged, RunStarted, by_name
+from engine.log.events import ALERT, TRAINING, Judged, RunStarted, by_name
 from engine.log.folder import COMMAND, RunFolder
 from engine.log.view import RunView, Table
 from engine.spec import RunSpec, spec_from_dict
@@ -35,7 +36,6 @@ from engine.spec import RunSpec, spec_from_dict
 Number: TypeAlias = tuple[str, float, str]
 """Name with its unit, value, and what the value is compared with."""
 
-WARNING, ERROR = SUSPICION, FAIL
 OTHERS = "the settings are the script's own"
 """Why a rule that needs settings cannot judge a script that is not ours."""
 
@@ -314,10 +314,7 @@ class Symptom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    id: str
-    level: str = ERROR
-    asks: str
-    """The question that the rule answers, in one sentence."""
+    about: About
     reads: tuple[str, ...]
     """The inputs without which it cannot judge."""
     threshold: str
@@ -325,6 +322,10 @@ class Rule:
     judge: Callable[[Case], Symptom | None]
     clear_after_s: float = 30.0
     """Seconds without a symptom after which its alert is cleared."""
+
+    @property
+    def id(self) -> str:
+        return self.about.id
 
     def answer(self, case: Case) -> Judged | Unknown | None:
         try:
@@ -338,7 +339,7 @@ class Rule:
         return Judged(
             by=ALERT,
             id=self.id,
-            level=self.level,
+            level=self.about.level,
             text=found.title,
             numbers=numbers,
             compared=compared,
@@ -353,16 +354,13 @@ class Rule:
 
 
 def rule(
-    level: str, *, asks: str, reads: tuple[str, ...], threshold: str, clear_after_s: float = 30.0
+    *, reads: tuple[str, ...], threshold: str, clear_after_s: float = 30.0
 ) -> Callable[[Callable[[Case], Symptom | None]], Rule]:
-    """Turn a function into a rule under the function's name. The decorator is all it takes to add a rule to a
-    family."""
+    """Turn a function into the rule whose row in the catalogue has the function's name."""
 
     def named(judge: Callable[[Case], Symptom | None]) -> Rule:
         return Rule(
-            id=judge.__name__,
-            level=level,
-            asks=asks,
+            about=BY_ID[ALERT][judge.__name__],
             reads=reads,
             threshold=threshold,
             judge=judge,

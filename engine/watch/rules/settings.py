@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from engine.spec import TrainSection
-from engine.watch.rules.rule import ERROR, CannotJudge, Case, Number, Symptom, rule
+from engine.watch.rules.rule import CannotJudge, Case, Number, Symptom, rule
 
 VERSIONS = ("engine", "python", "torch", "device")
 MADE_BY = ("model", "teacher", "student", "vocab", "data", "compute")
@@ -35,8 +35,6 @@ def expected_rate(step: int, train: TrainSection) -> float:
 
 
 @rule(
-    ERROR,
-    asks="Is the learning rate that of the schedule, and not 0?",
     reads=("lr", "[train]"),
     threshold=f"a relative difference of {RATE_TOLERANCE:g} in one of {STEPS} steps",
 )
@@ -63,8 +61,6 @@ def learning_rate(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Are the rows and tokens of a step, and the position in the data, what they should be?",
     reads=("rows", "tokens", "position", "rows_per_step", "seq_len"),
     threshold=f"one of {STEPS} steps differs",
 )
@@ -98,8 +94,6 @@ def batch_not_as_set(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Did every setting reach the run?",
     reads=("run_started", "effective.json"),
     threshold="one value differs",
 )
@@ -130,8 +124,6 @@ def run_not_as_set(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Was the run evaluated, saved and ended at the steps that the settings say?",
     reads=("eval", "checkpoint", "run_finished", "effective.json"),
     threshold="one step differs",
 )
@@ -177,8 +169,6 @@ def schedule_not_as_set(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Does a resumed session begin with the models, the data and the settings of the one before it?",
     reads=("run_started", "data", "model"),
     threshold="one value differs, though settings and versions do not",
 )

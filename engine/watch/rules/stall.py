@@ -33,8 +33,6 @@ from engine.log.events import TRAINING, StackDump
 from engine.log.table import Table
 from engine.units import format_seconds
 from engine.watch.rules.rule import (
-    ERROR,
-    WARNING,
     CannotJudge,
     Case,
     Number,
@@ -298,8 +296,6 @@ def _machine(case: Case) -> list[tuple[str, float]]:
 
 
 @rule(
-    WARNING,
-    asks="Does a process that ran already when it began to be watched do anything at all?",
     reads=("family_cpu_pct, family_io_bytes_per_s", "gpu_util_pct of every GPU"),
     threshold=f"{STILL_S:g} s with less than {STILL_CPU_PCT:g} % of a core and {STILL_IO_BYTES_PER_S:g} B/s in all "
     "its processes, and nothing on any GPU",
@@ -320,8 +316,6 @@ def _steps_in_session(case: Case) -> int:
 
 
 @rule(
-    ERROR,
-    asks="Is the run silent before its first step, and in which phase?",
     reads=("the newest line of the trainer", "phase", "family_cpu_pct, family_io_bytes_per_s"),
     threshold=f"{STILL_S:g} s where nothing is computed, read or written; else "
     f"{FIRST_STEP_S:g} s before the first step; "
@@ -338,8 +332,6 @@ def stalled_at_start(case: Case) -> Symptom | None:
 
 
 @rule(
-    ERROR,
-    asks="Has the run stopped making steps?",
     reads=(
         "the newest line of the trainer",
         "unix_s of the steps",

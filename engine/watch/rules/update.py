@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, median, rule
+from engine.watch.rules.rule import CannotJudge, Case, Symptom, median, rule
 
 ZERO_STEPS = 10
 ZERO_NORM = 1e-12
@@ -15,8 +15,6 @@ CLIPPED_TIMES = 3.0
 
 
 @rule(
-    ERROR,
-    asks="Is there a gradient at all?",
     reads=("grad_norm",),
     threshold=f"median norm of {ZERO_STEPS} steps at most {ZERO_NORM:g}",
 )
@@ -43,8 +41,6 @@ def _without_gradient(case: Case) -> dict[str, str]:
 
 
 @rule(
-    ERROR,
-    asks="Does the gradient explode?",
     reads=("grad_norm",),
     threshold=f"median norm of {EXPLODING_STEPS} steps {EXPLODING_RATIO:g} times that of the "
     f"{EXPLODING_BEFORE} before",
@@ -67,8 +63,6 @@ def gradient_exploding(case: Case) -> Symptom | None:
 
 
 @rule(
-    WARNING,
-    asks="Is every gradient clipped, and by much?",
     reads=("grad_norm", "train.clip_norm"),
     threshold=f"{CLIPPED_SHARE:.0%} of {CLIPPED_STEPS} steps, with a median norm of "
     f"{CLIPPED_TIMES:g} times the limit",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identity_catalogue import BY_ID
+from engine.catalogue import BY_ID
 from engine.log.events import FACT, PASS, SUSPICION
 from tests.support.attached import run_twice, watched_once
 from tests.system.attach.test_identities import Found, degrees, outcomes
@@ -542,7 +542,7 @@ WRONG_DATA = {
 def test_nothing_is_said_against_data_that_is_read_as_it_is_meant(found: Found, name: str) -> None:
     said: dict[str, list[str]] = {}
     for line in found[name]:
-        if BY_ID[line["id"]].identity == "data":
+        if BY_ID["identity"][line["id"]].group == "data":
             said.setdefault(line["id"], []).append(line["level"])
     assert said == HEALTHY_DATA[name]
 
@@ -564,7 +564,7 @@ def _suspicions_of_data(found: Found, name: str) -> list[dict[str, object]]:
     return [
         line
         for line in found[name]
-        if line["level"] == SUSPICION and BY_ID[line["id"]].identity == "data"
+        if line["level"] == SUSPICION and BY_ID["identity"][line["id"]].group == "data"
     ]
 
 

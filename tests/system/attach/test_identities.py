@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.identity_catalogue import BY_ID
+from engine.catalogue import BY_ID
 from engine.log.events import FACT, FAIL, LEVELS, PASS, SUSPICION, UNKNOWN
 from tests.support.attached import Ran, run_twice, watched_once
 
@@ -47,7 +47,7 @@ def outcomes(ran: Ran) -> dict[str, list[dict[str, Any]]]:
     for lines in found.values():
         for line in lines:
             assert LEVELS.index(line["level"]) <= max(
-                LEVELS.index(BY_ID[line["id"]].level), LEVELS.index(UNKNOWN)
+                LEVELS.index(BY_ID["identity"][line["id"]].level), LEVELS.index(UNKNOWN)
             )
     for lines in ran.trainings:
         assert not [line for line in lines if line["kind"] == "note"]

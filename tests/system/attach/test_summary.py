@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.attach.identity_catalogue import BY_ID
 from engine.attach.summary import LET_IN, MOST_LINES, NO_STEP, WIDTH, summary_lines
+from engine.catalogue import BY_ID
 from engine.log.events import (
     Event,
     Note,
@@ -260,7 +260,7 @@ def test_a_contradiction_is_the_verdict_with_its_numbers_and_what_to_do(run: Run
     assert found["verdict"].endswith("; the training is wrong: update")
     assert found["why"].startswith("contradiction update at step 2: net.weight: SGD made 3 of 1")
     assert "identities: update contradiction" in found["evidence"]
-    remedy = BY_ID["update"].transformers
+    remedy = BY_ID["identity"]["update"].transformers
     assert remedy and found["next step"].startswith(f"{remedy}; then apr-workbench")
 
 

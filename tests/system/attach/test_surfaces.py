@@ -11,8 +11,8 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
-from engine.attach.identity_catalogue import IDENTITIES
 from engine.attach.summary import summary_lines
+from engine.catalogue import IDENTITIES
 from engine.errors import BadInput
 from engine.log.events import (
     FACT,

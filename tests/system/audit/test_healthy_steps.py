@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from engine.audit.stages import STAGES
+from engine.catalogue import STAGES
 from engine.data.batches import Batches
 from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine.audit import bounds, judge
-from engine.audit.stages import STAGES
+from engine.catalogue import STAGES
 from engine.models.load import load_decoder
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train import auditing

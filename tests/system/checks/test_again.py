@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.audit.stages import STAGES
+from engine.catalogue import STAGES
 from engine.log.events import Judged
 from engine.log.text import audit_text, check_lines
 from engine.log.view import RunView

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks.catalogue import ABOUT, CATALOGUE
+from engine.catalogue import BY_ID, CHECKS
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.log.write import LogWriter
@@ -59,7 +59,7 @@ def test_a_planted_defect_is_named(world: World, name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("name", "check", "text"), SAID)
 def test_a_failure_says_what_it_saw(world: World, name: str, check: str, text: str) -> None:
-    others = ", ".join(about.id for about in CATALOGUE if about.id != check)
+    others = ", ".join(about.id for about in CHECKS if about.id != check)
     with DEFECTS[name].plant():
         run = make_run(world, checks__skip=others, **SETS.get(name, {})).begin()
         run.step(1)
@@ -76,7 +76,9 @@ def test_every_defect_is_undone(world: World) -> None:
 
 
 def test_what_must_name_a_defect_exists() -> None:
-    assert {one.named_by for one in (*DEFECTS.values(), *BETWEEN_PARTS.values())} <= ABOUT.keys()
+    assert {one.named_by for one in (*DEFECTS.values(), *BETWEEN_PARTS.values())} <= BY_ID[
+        "check"
+    ].keys()
 
 
 def resumed(world: World, folder: Path) -> Run:

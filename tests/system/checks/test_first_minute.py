@@ -15,10 +15,8 @@ import pytest
 import torch
 
 import engine.checks
-from engine.audit.stages import STAGES
+from engine.catalogue import BY_ID, CHECKS, STAGES, When, skipped_ids
 from engine.checks import runner
-from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
-from engine.checks.check import When
 from engine.cli import checks as command
 from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, SpecError, UsageError
 from engine.log.folder import RunFolder
@@ -53,7 +51,7 @@ def healthy(world: World, seed: int, folder: Path) -> Run:
 def test_a_healthy_run_raises_nothing(world: World, seed: int, tmp_path: Path) -> None:
     run = healthy(world, seed, tmp_path)
     assert run.failures() == {}
-    assert run.results.keys() == ABOUT.keys()
+    assert run.results.keys() == BY_ID["check"].keys()
     # A CPU run plans no memory here.
     assert run.unknowns().keys() <= {"memory_as_planned"}
     assert all(result.cost_s >= 0 for result in run.results.values())
@@ -114,7 +112,7 @@ def test_a_run_with_checks_is_bit_for_bit_the_run_without(world: World, tmp_path
 
     with_checks, one, random_one = train(True)
     without, other, random_other = train(False)
-    assert one.failures() == {} and len(one.results) == len(CATALOGUE)
+    assert one.failures() == {} and len(one.results) == len(CHECKS)
     assert with_checks == without
     assert torch.equal(random_one, random_other)
     for name, parameter in one.trainer.student.named_parameters():
@@ -149,7 +147,7 @@ def test_a_skipped_check_is_unknown_and_the_others_are_asked(world: World) -> No
 def test_switched_off_checks_are_all_unknown(world: World) -> None:
     run = make_run(world, checks__enabled=False).begin()
     run.step(1)
-    assert run.results.keys() == ABOUT.keys()
+    assert run.results.keys() == BY_ID["check"].keys()
     assert {str(r.verdict) for r in run.results.values()} == {
         "unknown: skipped by checks.enabled=false"
     }
@@ -172,7 +170,7 @@ def test_a_check_that_breaks_is_unknown_and_ends_nothing(
         torch.manual_seed(1)
         raise RuntimeError("no kernel for it")
 
-    monkeypatch.setitem(runner.CHECKS, "eval_baseline", broken)
+    monkeypatch.setitem(runner._FUNCTIONS, "eval_baseline", broken)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     run = make_run(world)
@@ -198,22 +196,22 @@ def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> N
 
 def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
     stages = [one.id for one in STAGES]
-    made = [*runner.CHECKS, *stages]
-    assert sorted(made) == sorted(ABOUT) and len(made) == len(set(made)) == len(CATALOGUE)
+    made = [*runner._FUNCTIONS, *stages]
+    assert sorted(made) == sorted(BY_ID["check"]) and len(made) == len(set(made)) == len(CHECKS)
     table = (engine.checks.__doc__ or "").split("What they are,")[0]
     listed = [
         line.split()[0]
         for line in table.splitlines()
         if line.startswith(" " * 6) and line[6] != " "
     ]
-    assert sorted(listed) == sorted(ABOUT)
-    for about in CATALOGUE:
+    assert sorted(listed) == sorted(BY_ID["check"])
+    for about in CHECKS:
         assert about.question.endswith("?") and about.means and about.remedy
-        assert about.id in (stages if about.when is When.AT_STEP else runner.CHECKS)
+        assert about.id in (stages if about.when is When.AT_STEP else runner._FUNCTIONS)
 
 
 def test_the_catalogue_needs_no_torch() -> None:
-    code = "import sys, engine.cli.checks as c, engine.checks.catalogue; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.cli.checks as c, engine.catalogue; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -241,7 +239,7 @@ def ask(run: RunFolder | None, **options: bool) -> int:
 def test_the_exit_code_is_the_lowest_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    every = dict.fromkeys(ABOUT, "pass")
+    every = dict.fromkeys(BY_ID["check"], "pass")
     for number, (changed, code) in enumerate(
         [
             ({}, EXIT_PASS),
@@ -253,14 +251,14 @@ def test_the_exit_code_is_the_lowest_answer(
         folder.mkdir()
         assert ask(logged(folder, every | changed)) == code
     out = capsys.readouterr().out
-    assert "FAIL     step_gradients" in out and ABOUT["step_gradients"].means[:40] in out
-    assert f"{len(ABOUT) - 2} passed, 1 failed, 1 unknown" in out
+    assert "FAIL     step_gradients" in out and BY_ID["check"]["step_gradients"].means[:40] in out
+    assert f"{len(BY_ID['check']) - 2} passed, 1 failed, 1 unknown" in out
 
 
 def test_the_answers_of_an_earlier_version_count_and_name_the_stage_of_today(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    every = dict.fromkeys(ABOUT, "pass") | {"loss_gradient": "fail"}
+    every = dict.fromkeys(BY_ID["check"], "pass") | {"loss_gradient": "fail"}
     assert ask(logged(tmp_path, every)) == EXIT_FAIL
     out = capsys.readouterr().out
     assert "FAIL     loss_gradient" in out and "so (now step_gradients)" in out
@@ -293,8 +291,8 @@ def test_the_view_keeps_the_newest_answer_and_the_status_names_failures(tmp_path
 def test_the_list_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert ask(None, list=True) == EXIT_PASS
     text = capsys.readouterr().out
-    assert all(about.id in text for about in CATALOGUE)
+    assert all(about.id in text for about in CHECKS)
     assert ask(None, list=True, json=True) == EXIT_PASS
-    assert len(json.loads(capsys.readouterr().out)) == len(CATALOGUE)
+    assert len(json.loads(capsys.readouterr().out)) == len(CHECKS)
     with pytest.raises(UsageError):
         ask(None)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.audit.reference import PlainDecoder
-from engine.checks.catalogue import ABOUT
+from engine.catalogue import BY_ID
 from engine.checks.check import Answer
 from engine.checks.checkpoint import (
     checkpoint_reloads,
@@ -55,7 +55,7 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def answer(name: str, looked_at: Context) -> Answer:
-    assert name in ABOUT
+    assert name in BY_ID["check"]
     found = CHECKS[name](looked_at)
     assert found is not None
     return found

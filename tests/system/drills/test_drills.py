@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from engine.checks.catalogue import ABOUT
+from engine.catalogue import BY_ID
 from engine.data.batches import Batches
 from engine.drills import inputs, planting
 from engine.drills.catalogue import DRILLS, drill
@@ -37,7 +37,7 @@ def test_every_drill_has_a_name_of_its_own_and_the_code_that_makes_it_happen() -
 
 def test_what_must_name_an_incident_exists() -> None:
     known = {
-        CHECK: set(ABOUT),
+        CHECK: set(BY_ID["check"]),
         ALERT: {rule.id for rule in RULES},
         EXIT: {state.value for state in ExitState},
         REFUSAL: {"memory", "kernel", "checkpoint", "student.path", "teacher.cache"},

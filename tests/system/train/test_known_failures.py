@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.checks.catalogue import ABOUT
+from engine.catalogue import BY_ID
 from engine.drills.catalogue import drill
 from engine.export.gate import IDS as GATES
 from engine.watch.rules import RULES
@@ -260,14 +260,14 @@ FAILURES = (*ASSERTIONS, *GAPS)
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.id)
 def test_what_would_have_caught_it_exists(failure: Failure) -> None:
     assert failure.checks or failure.rules or failure.gates or failure.tests
-    assert set(failure.checks) <= ABOUT.keys()
+    assert set(failure.checks) <= BY_ID["check"].keys()
     assert set(failure.rules) <= {rule.id for rule in RULES}
     assert set(failure.gates) <= set(GATES)
     for id_ in failure.drills:
         # What names it in a real run is what the table says.
         by = {expected.id for expected in drill(id_).expected}
         told = {*failure.checks, *failure.rules}
-        assert by & told or not {*ABOUT, *(rule.id for rule in RULES)} & by, (id_, by)
+        assert by & told or not {*BY_ID["check"], *(rule.id for rule in RULES)} & by, (id_, by)
     planted = DEFECTS | BETWEEN_PARTS
     assert {planted[id_].named_by for id_ in failure.defects} <= set(failure.checks)
     for test in failure.tests:
@@ -281,4 +281,4 @@ def test_every_failure_is_in_the_table_and_so_is_every_check() -> None:
     assert [one.id for one in GAPS] == [f"G{n}" for n in range(1, 12)]
     # Checks of the run's own text and of its arithmetic, which no published failure asked for.
     own = {"split_disjoint", "batch_not_degenerate", "step_rows", "documents_in_rows"}
-    assert {id_ for one in FAILURES for id_ in one.checks} | own == ABOUT.keys()
+    assert {id_ for one in FAILURES for id_ in one.checks} | own == BY_ID["check"].keys()

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.catalogue import About
 from engine.log.events import (
     Event,
     GpuSample,
@@ -239,7 +240,8 @@ def test_a_rule_that_fails_is_one_note_and_the_others_go_on(
     def broken(case: Case) -> Symptom | None:
         raise RuntimeError("planted")
 
-    bad = Rule(id="broken", asks="?", reads=("x",), threshold="x", judge=broken)
+    about = About(by="alert", id="broken", question="?")
+    bad = Rule(about=about, reads=("x",), threshold="x", judge=broken)
     watched.watcher.alerts = ActiveAlerts((bad, *RULES))
     training(watched).pass_seconds(60)
     kinds = [type(event) for event in watched.written]

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.watch.rules as diagnose_package
+from engine.catalogue import BY_ID, About
 from engine.cli.main import main
 from engine.log.events import (
+    SUSPICION,
     Evaluated,
     Event,
     GpuSample,
@@ -33,7 +35,7 @@ from engine.watch import replay
 from engine.watch.active_alerts import LONGEST_QUIET_S, ActiveAlerts
 from engine.watch.replay import diagnose
 from engine.watch.rules import RULES
-from engine.watch.rules.rule import WARNING, CannotJudge, Case, Rule, Symptom, Unknown, rule
+from engine.watch.rules.rule import CannotJudge, Case, Rule, Symptom, Unknown, rule
 from tests.support.diagnosing import START, Log, healthy_step, spec
 from tests.support.judged import alert_event, is_alert, numbers_of
 from tests.support.perf import within
@@ -54,7 +56,7 @@ from tests.support.run_folders import completed, killed, resumed, running, torn,
 def test_every_rule_has_an_id_of_its_own_and_says_what_it_asks() -> None:
     assert len({each.id for each in RULES}) == len(RULES)
     for each in RULES:
-        assert each.asks.endswith("?") and each.reads and each.threshold
+        assert each.about.question.endswith("?") and each.reads and each.threshold
         assert each.id.isidentifier() and each.id.islower()
 
 
@@ -63,7 +65,10 @@ def test_a_function_in_a_family_is_all_that_a_rule_takes(
 ) -> None:
     family = ModuleType("toy")
 
-    @rule(WARNING, asks="Is it a toy?", reads=("step",), threshold="one step")
+    about = About(by="alert", id="toy", question="Is it a toy?", level=SUSPICION)
+    monkeypatch.setitem(BY_ID["alert"], "toy", about)
+
+    @rule(reads=("step",), threshold="one step")
     def toy(case: Case) -> Symptom | None:
         rows = case.steps(1, at_least=1)
         return Symptom("a toy", [("n", 1, "m")], case.span(rows), meaning="m", no_flip="n")
@@ -76,7 +81,7 @@ def test_a_function_in_a_family_is_all_that_a_rule_takes(
     alerts = ActiveAlerts(rules)
     said = alerts.look(Log(count=30).case())
     assert [e.id for e in said if is_alert(e)] == ["toy"]
-    assert rules[-1].level == "suspicion"
+    assert rules[-1].about.level == "suspicion"
 
 
 # Any log.
@@ -310,7 +315,11 @@ class Switch:
     def __init__(self, **fields: Any) -> None:
         self.on: bool | None = False
         self.rule = Rule(
-            id="switch", asks="?", reads=("x",), threshold="x", judge=self.judge, **fields
+            about=About(by="alert", id="switch", question="?"),
+            reads=("x",),
+            threshold="x",
+            judge=self.judge,
+            **fields,
         )
 
     def judge(self, case: Case) -> Symptom | None:
@@ -387,7 +396,8 @@ def test_a_rule_that_fails_is_named_once_and_left_out() -> None:
         return None
 
     def named(id: str, judge: Any) -> Rule:
-        return Rule(id=id, asks="?", reads=("x",), threshold="x", judge=judge)
+        about = About(by="alert", id=id, question="?")
+        return Rule(about=about, reads=("x",), threshold="x", judge=judge)
 
     alerts = ActiveAlerts([named("broken", broken), named("sound", sound)])
     said = [event for second in range(5) for event in alerts.look(case_at(second))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks.catalogue import CATALOGUE
+from engine.catalogue import CHECKS
 from engine.cli.main import main
 from engine.drills import naming
 from engine.log.events import Judged, Phase, RunFinished, TrainerExited
@@ -48,7 +48,7 @@ def test_whatever_was_named_while_a_run_lived_is_named_when_it_is_dead(
     scene = sick(tmp_path / "run")
     for rule in RULES:
         scene.watch(example_of(Judged, by="alert", level="fail", id=rule.id))
-    for about in CATALOGUE:
+    for about in CHECKS:
         scene.events(
             example_of(Judged, by="check", id=about.id, level="fail", text=f"{about.id} is off")
         )
@@ -71,7 +71,7 @@ def test_whatever_was_named_while_a_run_lived_is_named_when_it_is_dead(
     run("diagnose", folder.path)
     out = capsys.readouterr().out
     assert all(f": {each.id}: " in out for each in RULES)
-    assert all(f"check {about.id}: {about.id} is off" in out for about in CATALOGUE)
+    assert all(f"check {about.id}: {about.id} is off" in out for about in CHECKS)
     assert "disk: full" in out and "exit: CRASHED: It crashed with SIGSEGV." in out
     assert out.count("said while the run went on") == len(RULES) - len(replayed)
 
@@ -119,7 +119,7 @@ def test_the_list_documents_every_rule(capsys: pytest.CaptureFixture[str]) -> No
     assert run("diagnose", "--list") == 0
     out = capsys.readouterr().out
     for rule in RULES:
-        assert f"{rule.id}: {rule.asks}" in out and rule.threshold in out
+        assert f"{rule.id}: {rule.about.question}" in out and rule.threshold in out
     assert run("diagnose", "--list", "--json") == 0
     assert [r["id"] for r in json.loads(capsys.readouterr().out)] == [r.id for r in RULES]
 

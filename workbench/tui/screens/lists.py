@@ -30,7 +30,7 @@ from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.finding import FindingScreen, ask_why, finding_form
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import FormScreen
-from workbench.tui.screens.runs import RunsScreen
+from workbench.tui.screens.polling import RunChosen
 from workbench.tui.widgets.fields import Field, Values
 
 
@@ -182,7 +182,7 @@ class DrillsScreen(BrowseScreen[DrillsFeed]):
 
     def action_open_run(self) -> None:
         if (folder := self._run()) is not None:
-            self.post_message(RunsScreen.Opened(RunFolder(folder)))
+            self.post_message(RunChosen(RunFolder(folder)))
 
 
 class DoctorScreen(BrowseScreen[DoctorFeed]):

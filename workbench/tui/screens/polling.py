@@ -19,10 +19,19 @@ from textual.widgets._toast import ToastRack
 from textual.worker import Worker, get_current_worker
 
 from engine.errors import EngineError
+from engine.log.folder import RunFolder
 from workbench.tui.context import Context
 from workbench.tui.keys import is_offered
 from workbench.tui.layout import is_tiny
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+
+
+class RunChosen(Message):
+    """A run was chosen, to be opened."""
+
+    def __init__(self, run: RunFolder) -> None:
+        super().__init__()
+        self.run = run
 
 
 class Polled(Message):

@@ -10,7 +10,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.events import Resize
-from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
 from engine.errors import BadInput
@@ -32,7 +31,7 @@ from workbench.tui.screens.actions import (
     ask_to_stop,
     refused_command,
 )
-from workbench.tui.screens.polling import Polled, PollingScreen, run_command
+from workbench.tui.screens.polling import Polled, PollingScreen, RunChosen, run_command
 from workbench.tui.widgets.filter_line import FilterLine
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.runs_table import RunsTable
@@ -69,13 +68,6 @@ class RunsScreen(PollingScreen):
         "Marks stay on their runs until they are removed; the letter and the colour are those of",
         "the run in the comparison.",
     )
-
-    class Opened(Message):
-        """A run was chosen."""
-
-        def __init__(self, run: RunFolder) -> None:
-            super().__init__()
-            self.run = run
 
     AUTO_FOCUS = "RunsTable"
     ACTING = frozenset({"stop", "resume", "start", "again", "tags", "note"})
@@ -274,7 +266,7 @@ class RunsScreen(PollingScreen):
     def action_open(self) -> None:
         row = self.query_one(RunsTable).selected
         if row is not None:
-            self.post_message(self.Opened(RunFolder(row.path)))
+            self.post_message(RunChosen(RunFolder(row.path)))
 
     def action_sort(self, place: int) -> None:
         self.query_one(RunsTable).sort_by_place(place)

@@ -1,5 +1,5 @@
 """Identities that hold in every healthy training, looked at on a few steps: the first three of an optimizer, then
-those whose number is a power of two. What each is called, and what to do: `engine/attach/identity_catalogue.py`.
+those whose number is a power of two. What each is called, and what to do: `engine/catalogue.py`.
 
     gradient  the gradients of a step are its own backward passes' (gradients.py), each loss counts once in their mean,
               and they are clipped where that has an effect (scaling.py)

@@ -1,0 +1,777 @@
+"""Everything that can be judged, in words: checks, stages of the audit, alerts, and the identities of a watched script.
+For each its question, what a failure means, and what to do. No torch.
+
+What judges has the same id: a function of `engine.checks` or of `engine.audit.judge` for a check or stage, one of
+`engine.watch.rules` for an alert, and for an identity the probe (`engine/attach/probe/apr_watch`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+from engine.errors import SpecError
+from engine.log.events import ALERT, CHECK, FACT, FAIL, IDENTITY, SUSPICION
+
+TRANSFORMERS, LIGHTNING = "transformers", "lightning"
+
+
+class When(Enum):
+    """When a check runs."""
+
+    BEFORE = "before"
+    """Before a model runs: settings and data."""
+    AT_START = "at_start"
+    """Before the first step of a session."""
+    GOING_ON = "going_on"
+    """Right before the first step, when nothing else comes between."""
+    FIRST_STEPS = "first_steps"
+    """After one of the first steps, as soon as there is a result."""
+    AT_STEP = "at_step"
+    """Of a step that is audited: the first of a session, some later ones, the last."""
+    AT_CHECKPOINT = "at_checkpoint"
+    """After each checkpoint."""
+    AT_END = "at_end"
+    """After the last step, once the student is saved."""
+    ALWAYS = "always"
+    """After the first steps, and again whenever the result changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """One thing that can be judged."""
+
+    by: str
+    """`check`, `alert` or `identity`."""
+    id: str
+    question: str
+    means: str = ""
+    """What a failure means; an alert says it with its numbers."""
+    remedy: str = ""
+    """What to do about a failure; of an identity in a plain training loop. An alert names the flip to try."""
+    transformers: str = ""
+    lightning: str = ""
+    """What to do where it differs with the Trainer of transformers or of Lightning."""
+    level: str = FAIL
+    """The worst that it can be."""
+    when: When = When.ALWAYS
+    stops: bool = False
+    """Whether a failure makes the run worthless; the run is then stopped, unless checks.on_fail is report."""
+    group: str = ""
+    """What an identity is about: `update`, `gradient`, `loss`, `data` or `ranks`."""
+
+    def remedy_with(self, framework: str) -> str:
+        """Return what to do in a script that trains with `framework`; with none where it is empty."""
+        found = {TRANSFORMERS: self.transformers, LIGHTNING: self.lightning}.get(framework)
+        return found or self.remedy
+
+
+_check = partial(About, by=CHECK, stops=True)
+_stage = partial(_check, when=When.AT_STEP)
+_identity = partial(About, by=IDENTITY)
+
+
+def _alert(id: str, level: str, question: str) -> About:
+    return About(by=ALERT, id=id, level=level, question=question)
+
+
+STAGES: tuple[About, ...] = (
+    _stage(
+        id="step_rows",
+        question="Did the step train on the rows of the corpus whose turn it was, each once?",
+        means="Rows are met twice, left out or altered between the corpus and the models.",
+        remedy="`engine data RUN --step N` shows the rows of the step; see that nothing writes to the corpus, and "
+        "empty the cache of tokens (`apr-workbench/tokens` of the user's cache).",
+    ),
+    _stage(
+        id="step_labels",
+        question="Is every label of the step the next token of its document, and every such token a label?",
+        means="The student learns to repeat or skip tokens, is trained on what is not to be predicted, or misses "
+        "a part.",
+        remedy="`engine data RUN --step N` shows which tokens have labels; compare them with the chat template and "
+        "data.turns.",
+    ),
+    _stage(
+        id="step_teacher",
+        question="Are the teacher's hidden states in the step those of a plain forward pass over its tokens?",
+        means="The teacher computes another model, or sees other tokens, neighbours or positions than it should.",
+        remedy="Flip teacher.backend, teacher.kernel or teacher.precision to see which part it is; of stored outputs "
+        "(teacher.cache), run without them, and `engine prepare` a new store at the temperature of the loss.",
+    ),
+    _stage(
+        id="step_student",
+        question="Are the student's hidden states in the step those of a plain forward pass with its weights?",
+        means="The forward pass that trains is not the model that is saved.",
+        remedy="Flip student.compile or student.precision to see which part it is.",
+    ),
+    _stage(
+        id="step_loss_parts",
+        question="Are the logged cross entropy, divergence and agreement those of the step's hidden states and labels?",
+        means="Tokens or rows are left out of the loss, counted twice, or compared at other settings than the spec's.",
+        remedy="Flip loss.kernel and loss.chunk_rows to see whether a kernel or a compiler is wrong.",
+    ),
+    _stage(
+        id="step_loss",
+        question="Is the logged loss the sum of its parts with the weights that the spec gives?",
+        means="The run trains with another weight of the teacher than it records.",
+        remedy="Compare loss.alpha and loss.temperature in `resolved.json` with the spec.",
+    ),
+    _stage(
+        id="step_gradients",
+        question="Are the gradients those of the logged loss, over all rows and passes of the step?",
+        means="The run descends another objective than the one it logs: rows or passes are left out or weighted "
+        "wrongly.",
+        remedy="The numbers say where the difference begins: at the hidden states, in the loss, else in the "
+        "tensor named. Flip loss.kernel, student.compile, student.checkpointing or student.graphs.",
+    ),
+    _stage(
+        id="step_clipping",
+        question="Is the logged gradient norm that of the gradients?",
+        means="Gradients are clipped by another norm than theirs, and the chart shows that one.",
+        remedy="Flip train.update: its fused kernel sums the squares otherwise.",
+    ),
+    _stage(
+        id="step_moments",
+        question="Are the optimizer's moments those that AdamW makes of the clipped gradients?",
+        means="The optimizer sees other gradients than the loss gave, clips them otherwise, or has other betas.",
+        remedy="Flip train.update, and compare train.clip_norm, beta1 and beta2 in `resolved.json` with the spec.",
+    ),
+    _stage(
+        id="step_weights",
+        question="Did every weight move as AdamW says, at the rate, decay and epsilon of the spec?",
+        means="The rate or decay that trains is not the one that is recorded, or a part of the student is not trained.",
+        remedy="Flip train.update; see in `engine tail RUN` whether steps were skipped.",
+    ),
+)
+"""The stages of a training step, in the order in which data flows through them: rows, labels, teacher, student, loss
+parts, loss, gradients, clipping, moments, weights."""
+
+CHECKS: tuple[About, ...] = (
+    _check(
+        id="vocabulary_by_bytes",
+        question="Is every id the same token to the teacher, to the student and in the training text, and every text "
+        "the same ids?",
+        means="Probabilities are compared id by id, so the student is taught another word than the teacher meant, or "
+        "a model reads its text cut in places where it was not trained to.",
+        remedy="Take teacher and student of one family, and the tokenizer that belongs to them.",
+        when=When.BEFORE,
+    ),
+    _check(
+        id="batch_not_degenerate",
+        question="Does a step hold different rows of varied text?",
+        means="There is nothing to learn from the batch, however well its loss falls.",
+        remedy="`engine data SPEC` shows the rows: point data.corpus at varied text, and leave copies out.",
+        when=When.BEFORE,
+    ),
+    _check(
+        id="documents_in_rows",
+        question="Are documents that are read and tokenized again in the rows of their split, whole?",
+        means="The rows are not of this corpus and tokenizer: text is lost, cut, altered, or in both splits.",
+        remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); see that nothing writes to the "
+        "corpus, and that tokenizer.json truncates nothing.",
+        when=When.BEFORE,
+    ),
+    _check(
+        id="padding_not_trained",
+        question="Are rows free of labels on padding?",
+        means="Part of the loss is the easy prediction of padding, and the student learns to answer with it.",
+        remedy="Give padding the label -100, or pack documents instead of padding them.",
+        when=When.BEFORE,
+    ),
+    _check(
+        id="end_is_learnt",
+        question="Is any of the special tokens that end a text or a turn a label?",
+        means="The student is never taught to stop: what it generates goes on until it is cut off.",
+        remedy="Give the end of each text or answer a label; if padding is the same token, mask by place, not by id.",
+        when=When.BEFORE,
+        stops=False,
+    ),
+    _check(
+        id="resume_continues",
+        question="Is all that a resumed run goes on from, bit for bit, what its checkpoint's files hold?",
+        means="It goes on as another run: old weights, cold or mixed moments, rows that are met twice. Each rank "
+        "compares its part of tensors and moments, counters, generators, step and row.",
+        remedy="The reason names what differs. The checkpoint stays as it is: resume again, with the versions of torch "
+        "and the engine that wrote it if they have changed.",
+        when=When.GOING_ON,
+    ),
+    _check(
+        id="weights_alive",
+        question="Are the tensors of both models finite, and no matrix constant?",
+        means="A model was left as it was allocated or initialised; its file was not read into it.",
+        remedy="Load the file again and compare with `engine inspect --values`.",
+        when=When.AT_START,
+    ),
+    _check(
+        id="no_token_leaks",
+        question="Does a token move only later ones of its document, in a model that transformers runs?",
+        means="It sees the tokens that it is to predict, or other documents of its row: its losses mean nothing.",
+        remedy="Take another version of transformers, `model.engine=native` where the family allows it, or "
+        "`data.packing=documents`.",
+        when=When.AT_START,
+    ),
+    _check(
+        id="teacher_knows_text",
+        question="Does the teacher predict held-out text better than token frequencies do?",
+        means="It guesses: its weights are random, or its tokenizer or forward pass is wrong. It teaches noise.",
+        remedy="Check the file, the tokenizer and the family; a good teacher is far below ln V.",
+        when=When.AT_START,
+    ),
+    _check(
+        id="eval_baseline",
+        question="Does the evaluation give a model that knows nothing no better than token frequencies?",
+        means="The evaluation praises anything, so no held-out loss of this run means something.",
+        remedy="`engine data SPEC` shows the held-out rows and which tokens have labels; take more with eval.rows.",
+        when=When.AT_START,
+        stops=False,
+    ),
+    _check(
+        id="teacher_fp8_within_noise_floor",
+        question="Is a teacher in 8-bit floats as near to its exact self as one with 4-bit weights would be?",
+        means="The student learns from answers that rounding has moved by more than people accept of 4-bit files.",
+        remedy="Take teacher.precision=bf16, which rounds less and takes longer.",
+        when=When.AT_START,
+    ),
+    _check(
+        id="stored_outputs",
+        question="Are the stored teacher outputs of some rows of the run those that the teacher computes?",
+        means="The student learns from outputs of another model, of other rows, or altered ones.",
+        remedy="Make the store again with `engine prepare`, from the teacher that the spec names.",
+        when=When.AT_START,
+    ),
+    _check(
+        id="teacher_not_student",
+        question="Are teacher and student different models, with a KL above zero at the start?",
+        means="The student has nothing to learn: the KL is zero from the first step on and stays there.",
+        remedy="Give student.path other weights.",
+        when=When.AT_START,
+    ),
+    *STAGES,
+    _check(
+        id="split_disjoint",
+        question="Is held-out text absent from the text that is trained on?",
+        means="The held-out loss measures memory of the training text and says nothing about new text.",
+        remedy="Remove copies from the corpus, or split by document; `engine data SPEC` names them.",
+        when=When.FIRST_STEPS,
+        stops=False,
+    ),
+    _check(
+        id="memory_as_planned",
+        question="Is the measured peak of memory near the one that was planned?",
+        means="The plan cannot be trusted to refuse a run that does not fit.",
+        remedy="See what else uses the device (`engine doctor`); memory.limit_gib plans for less, memory.budget=report "
+        "goes on.",
+        when=When.FIRST_STEPS,
+        stops=False,
+    ),
+    _check(
+        id="no_late_compile",
+        question="Was every kernel compiled before the steps that are timed?",
+        means="A step waited for a compiler; a key may change with every step.",
+        remedy="`engine tail RUN` names the kernel and what changed: kernels.prewarm=true compiles it before, or "
+        "student.compile=off does without.",
+        when=When.ALWAYS,
+        stops=False,
+    ),
+    _check(
+        id="checkpoint_reloads",
+        question="Is a checkpoint, read back, byte for byte as it was written, and would a resume take it?",
+        means="The disk gives back something else than was written; the run could not be resumed from there.",
+        remedy="Look at the disk (`dmesg`, `df`), or take another one, and resume: the checkpoint before is kept.",
+        when=When.AT_CHECKPOINT,
+    ),
+    _check(
+        id="artefact",
+        question="Is the saved student, read back from its files, the trained one in student.save_as, bit for bit?",
+        means="What is evaluated, published and used is another model than the one that was trained.",
+        remedy="The last checkpoint has the trained weights: look at the disk (`dmesg`, `df`) and at the version of "
+        "transformers, and resume, to save it again.",
+        when=When.AT_END,
+    ),
+)
+"""Checks and stages, in the order in which they are asked."""
+
+ALERTS: tuple[About, ...] = (
+    _alert(
+        "nobody_works",
+        SUSPICION,
+        "Does a process that ran already when it began to be watched do anything at all?",
+    ),
+    _alert(
+        "stalled_at_start", FAIL, "Is the run silent before its first step, and in which phase?"
+    ),
+    _alert("stalled", FAIL, "Has the run stopped making steps?"),
+    _alert("identity_fails", FAIL, "Does an identity that holds in every healthy training fail?"),
+    _alert("gpu_idle", FAIL, "Is the GPU idle while a model should be at work?"),
+    _alert(
+        "cpu_bound_teacher",
+        FAIL,
+        "Is the teacher computed by the CPU although the run is on a GPU?",
+    ),
+    _alert("busy_without_work", SUSPICION, "Does a GPU that reads busy do any work?"),
+    _alert("throttled", SUSPICION, "Do heat or the power supply hold the clocks down?"),
+    _alert("gpu_lost", FAIL, "Is the GPU still there?"),
+    _alert("memory_ceiling", FAIL, "Does memory grow from step to step towards its end?"),
+    _alert("memory_pressure", FAIL, "Do all processes wait for memory?"),
+    _alert("allocator_ceiling", FAIL, "Was an allocation refused although there was memory?"),
+    _alert(
+        "slow_part",
+        SUSPICION,
+        "Does one part of the step take many times what its arithmetic needs on this machine?",
+    ),
+    _alert(
+        "slow_machine",
+        SUSPICION,
+        "Is this machine as fast as it was when `engine doctor` measured it?",
+    ),
+    _alert("data_wait", SUSPICION, "Do steps wait for data?"),
+    _alert("unaccounted", SUSPICION, "Is the time between two steps spent on training?"),
+    _alert("seldom_training", SUSPICION, "Does most of the time go into training?"),
+    _alert("step_time_bimodal", SUSPICION, "Are there two kinds of step?"),
+    _alert("step_time_drift", SUSPICION, "Does a step take longer than it did at the beginning?"),
+    _alert(
+        "slower_than_before",
+        SUSPICION,
+        "Do steps take longer than in earlier runs of the same settings on this machine?",
+    ),
+    _alert("compile_after_warm_up", SUSPICION, "Did a step wait for a compiler?"),
+    _alert("non_finite", FAIL, "Was a loss, gradient or weight NaN or infinite?"),
+    _alert("loss_not_below_guessing", FAIL, "Is the student worse than guessing?"),
+    _alert("teacher_off_text", SUSPICION, "Does the teacher know the text that it is asked about?"),
+    _alert("loss_at_alpha_ln_v", FAIL, "Is the loss that of a uniform student?"),
+    _alert("kl_near_zero", FAIL, "Is there anything to learn from the teacher?"),
+    _alert("loss_spike", SUSPICION, "Did the loss jump?"),
+    _alert(
+        "heldout_diverging", SUSPICION, "Does the held-out loss rise while the training loss falls?"
+    ),
+    _alert("gradient_zero", FAIL, "Is there a gradient at all?"),
+    _alert("gradient_exploding", FAIL, "Does the gradient explode?"),
+    _alert("always_clipped", SUSPICION, "Is every gradient clipped, and by much?"),
+    _alert("learning_rate", FAIL, "Is the learning rate that of the schedule, and not 0?"),
+    _alert(
+        "batch_not_as_set",
+        FAIL,
+        "Are the rows and tokens of a step, and the position in the data, what they should be?",
+    ),
+    _alert("run_not_as_set", FAIL, "Did every setting reach the run?"),
+    _alert(
+        "schedule_not_as_set",
+        FAIL,
+        "Was the run evaluated, saved and ended at the steps that the settings say?",
+    ),
+    _alert(
+        "resumed_as_another",
+        FAIL,
+        "Does a resumed session begin with the models, the data and the settings of the one before it?",
+    ),
+)
+"""The rules of the supervisor, in the order in which they are listed."""
+
+IDENTITIES: tuple[About, ...] = (
+    _identity(
+        id="update",
+        group="update",
+        level=FAIL,
+        question="Are the new weights what AdamW, Adam or SGD by the textbook makes of the old, from gradient, state, "
+        "rate and decay?",
+        means="Something else moves the weights too, or the optimizer does not do what its settings say.",
+        remedy="compare the step with foreach=False and fused=False; look for code that writes weights, states or "
+        "gradients while optimizer.step() runs",
+        transformers='set optim="adamw_torch" and look at callbacks that write weights or gradients',
+    ),
+    _identity(
+        id="outside_writes",
+        group="update",
+        level=SUSPICION,
+        question="Are the weights in front of a step those that the step before left?",
+        means="Something else trains too: a decay by hand, a restored copy, a clamp, an average; or it is meant.",
+        remedy="look for code that writes p.data or uses no_grad() between steps, and hooks on the optimizer",
+        transformers="look at callbacks that write weights in on_step_end or on_step_begin",
+        lightning="look at callbacks and at on_before_zero_grad, on_train_batch_end",
+    ),
+    _identity(
+        id="vanishing_updates",
+        group="update",
+        level=FAIL,
+        question="Do 16-bit weights that have a gradient move, or is the update less than their type holds?",
+        means="The loss may fall by the few weights that move; the others stay as they were for the whole run.",
+        remedy="keep the weights in fp32 and run the forward pass under torch.autocast, or raise the rate",
+        transformers="load the model with dtype=torch.float32 and set bf16=True",
+        lightning='load the model in fp32 and set precision="bf16-mixed", not "bf16-true"',
+    ),
+    _identity(
+        id="stale_parameters",
+        group="update",
+        level=FAIL,
+        question="Are the parameters that the optimizer holds those of the model that trains?",
+        means="The optimizer steps parameters of another model, or of layers that were replaced, and the new ones stay "
+        "as they were made.",
+        remedy="make the optimizer last: after replaced layers, copies, .to(), sharding and wrapping",
+        transformers="give the Trainer the model in its last form, without an optimizer made before",
+        lightning="replace layers before configure_optimizers runs, in configure_model or __init__",
+    ),
+    _identity(
+        id="lost_gradients",
+        group="gradient",
+        level=FAIL,
+        question="Are the gradients of the backward passes there when the optimizer steps?",
+        means="Something removes the gradients in between, and the optimizer does nothing at all.",
+        remedy="call optimizer.zero_grad() after optimizer.step(), or in front of the backward pass",
+    ),
+    _identity(
+        id="kept_gradients",
+        group="gradient",
+        level=FAIL,
+        question="Do the gradients of a step hold nothing of the step before?",
+        means="Each step is along the sum of all gradients so far, as with a momentum that never fades.",
+        remedy="call zero_grad() of every optimizer once for each of its steps, in front of the first backward pass",
+        transformers="leave zero_grad() to the Trainer: look at what overrides training_step or wraps the model",
+        lightning="with manual optimization call zero_grad() of every optimizer once for each of its steps",
+    ),
+    _identity(
+        id="accumulation_windows",
+        group="gradient",
+        level=SUSPICION,
+        question="Does each backward pass count in one step, and each step in one accumulation window?",
+        means="Where the data ends within a window, its gradients are dropped, or added to a window that is scaled as "
+        "if it were whole.",
+        remedy="step behind the last batch of a pass over the data too, with its loss divided by as many batches as "
+        "there are; or let drop_last and the window fit the data",
+    ),
+    _identity(
+        id="accumulated_mean",
+        group="gradient",
+        level=SUSPICION,
+        question="Where a step sums the gradients of several batches, is each loss divided by their number once?",
+        means="The gradients are as many times too large or too small; clipping and SGD see that, Adam's eps too.",
+        remedy="divide each loss by the number of backward passes that a step sums, in one place",
+        transformers="compute_loss gives the sum over num_items_in_batch; a mean is divided by the Trainer only where "
+        "the model takes no num_items_in_batch",
+        lightning="Lightning divides by accumulate_grad_batches; training_step gives the mean of its batch",
+    ),
+    _identity(
+        id="clipping",
+        group="gradient",
+        level=SUSPICION,
+        question="Are gradients clipped in front of the step, once they are unscaled?",
+        means="Clipping has no effect, or clips nearly every step to almost nothing.",
+        remedy="loss.backward(), scaler.unscale_(optimizer) where there is a scaler, clip_grad_norm_, optimizer.step()",
+        transformers="set max_grad_norm and leave clipping to the Trainer",
+        lightning="set gradient_clip_val, or clip in configure_gradient_clipping",
+    ),
+    _identity(
+        id="loss_scale",
+        group="gradient",
+        level=SUSPICION,
+        question="Is the loss scaled where its backward pass is in fp16?",
+        means="Gradients below 6e-8 are 0 in fp16: the layers far from the loss learn less, or nothing.",
+        remedy="use torch.amp.GradScaler, or bf16 instead of fp16",
+        transformers="set fp16=True, which scales, with weights in fp32; or bf16=True",
+        lightning='set precision="16-mixed", not "16-true"',
+    ),
+    _identity(
+        id="schedule",
+        group="update",
+        level=SUSPICION,
+        question="Is the schedule called once for each step of its optimizer, and does the rate stay above 0?",
+        means="The rate falls too early, comes to 0 or rises again, or stays as it was.",
+        remedy="call schedule.step() where optimizer.step() is called, count its length in those calls, and make it of "
+        "the optimizer that steps",
+        transformers="leave the schedule to the Trainer, or give optimizers=(optimizer, its schedule)",
+        lightning='return {"scheduler": ..., "interval": "step"} where its length is in steps',
+    ),
+    _identity(
+        id="label_shift",
+        group="loss",
+        level=SUSPICION,
+        question="Are the labels of a language model the tokens that follow the ones it reads?",
+        means="The model learns to repeat what it reads, or to skip a token: the loss falls, and the text is bad.",
+        remedy="shift once: logits[:, :-1] against tokens[:, 1:], or inputs and labels cut from one row a token apart",
+        transformers="give labels = input_ids and let the model shift them; a collator that shifts too shifts twice",
+    ),
+    _identity(
+        id="causality",
+        group="loss",
+        level=SUSPICION,
+        question="With --ask causality: does no place of a language model see the tokens behind it?",
+        means="The model reads the answer: the loss falls far below what it can reach when it writes by itself.",
+        remedy="give attention its causal mask, or is_causal=True; look at means, norms and convolutions over places",
+        transformers="set config.is_decoder=True, look at the attention mask; or the model is an encoder",
+    ),
+    _identity(
+        id="label_coverage",
+        group="loss",
+        level=SUSPICION,
+        question="How many places have a label?",
+        means="A loss without a label is NaN or 0, and the step moves by decay and momentum alone.",
+        remedy="look at what masks the labels; a row that is cut off may lose all that is to be learnt",
+        transformers="look at max_length and at assistant_only_loss or completion_only_loss",
+    ),
+    _identity(
+        id="padding_labels",
+        group="loss",
+        level=SUSPICION,
+        question="Has padding no label?",
+        means="Most of the loss may be of padding, which is learnt at once, and the loss looks better than it is.",
+        remedy="set the labels of padding to -100, or mask the loss",
+        transformers="let the collator pad labels with -100, as DataCollatorForLanguageModeling does",
+    ),
+    _identity(
+        id="end_of_text",
+        group="loss",
+        level=SUSPICION,
+        question="Is the token that ends a text a label?",
+        means="The model is never taught to stop, and writes on when it is done.",
+        remedy="give pad another token than the end of text, or mask by the attention mask and not by the token",
+        transformers="set tokenizer.pad_token to another token than eos_token: the collator masks every pad_token",
+    ),
+    _identity(
+        id="rows_left_out",
+        group="loss",
+        level=SUSPICION,
+        question="Do all rows of a batch reach the loss?",
+        means="Abouts that are read from the data are not trained on, and the log counts them.",
+        remedy="look for an index where a slice is meant, as in logits[0] or batch[:1]",
+    ),
+    _identity(
+        id="double_softmax",
+        group="loss",
+        level=SUSPICION,
+        question="Is the softmax taken once?",
+        means="The cross entropy of a softmax of probabilities is nearly flat: it cannot fall far.",
+        remedy="give cross_entropy the logits, or nll_loss their log_softmax",
+    ),
+    _identity(
+        id="distillation",
+        group="loss",
+        level=FACT,
+        question="Which divergence from a teacher is trained, at which temperature, and how far apart are the two?",
+        means="What is distilled; at the start of a run some nats.",
+        remedy="compare it with the recipe",
+    ),
+    _identity(
+        id="teacher_is_student",
+        group="loss",
+        level=SUSPICION,
+        question="Are teacher and student different models?",
+        means="The divergence is 0 from the start and stays there: there is nothing to learn from the teacher.",
+        remedy="look at what the teacher is loaded from, and that it is no reference or copy of the student",
+    ),
+    _identity(
+        id="teacher_mode",
+        group="loss",
+        level=SUSPICION,
+        question="Is the teacher in eval mode?",
+        means="Its answers to the same tokens are drawn anew at each step, and the student learns their noise.",
+        remedy="call teacher.eval() after it is loaded, and after anything that calls train() on what holds it",
+        transformers="load it apart from the model that the Trainer gets, and call eval() on it",
+        lightning="call eval() on it where it is made: Lightning keeps the modes that modules have (before 2.2 it "
+        "calls train() on all that the LightningModule holds, and the teacher has to be in a list)",
+    ),
+    _identity(
+        id="temperature_squared",
+        group="loss",
+        level=SUSPICION,
+        question="Is a divergence at a temperature multiplied by its square?",
+        means="Its gradient is T^2 times smaller than that of the cross entropy beside it, so that the teacher hardly "
+        "counts.",
+        remedy="multiply the divergence by T * T",
+    ),
+    _identity(
+        id="divergence_mean",
+        group="loss",
+        level=SUSPICION,
+        question="Is the divergence summed over the vocabulary before a mean is taken?",
+        means="It is as many times too small as there are tokens.",
+        remedy='give kl_div reduction="batchmean" and logits of shape (places, vocabulary), or sum over the last axis',
+    ),
+    _identity(
+        id="broadcast_loss",
+        group="loss",
+        level=SUSPICION,
+        question="Have predictions and targets of a loss the same shape?",
+        means="Shapes (N, 1) and (N,) make a table of all pairs: each prediction is drawn to the mean of all targets.",
+        remedy="squeeze the last axis of the predictions, or unsqueeze the targets: both (N,) or both (N, 1)",
+    ),
+    _identity(
+        id="bounded_logits",
+        group="loss",
+        level=SUSPICION,
+        question="Are the logits of a cross entropy as a layer gives them, without an activation?",
+        means="Probabilities cannot come near 0 and 1: the loss cannot fall far.",
+        remedy="give the loss what the last layer gives: no ReLU, sigmoid or tanh behind it",
+    ),
+    _identity(
+        id="one_class",
+        group="data",
+        level=SUSPICION,
+        question="Are the labels of a batch of several classes?",
+        means="The data is sorted by class: the model learns to answer the class that it saw last.",
+        remedy="shuffle: DataLoader(..., shuffle=True), or shuffle a stream in front of the batches",
+    ),
+    _identity(
+        id="training_mode",
+        group="data",
+        level=SUSPICION,
+        question="Are dropout and batch norm of the model that is trained in training mode?",
+        means="Nothing drops out and no statistics are taken: an evaluation left the model in eval mode, or it was "
+        "loaded so.",
+        remedy="call model.train() in front of each epoch, and behind each evaluation",
+        transformers="the Trainer calls model.train() in each training_step: look at what overrides it, and at "
+        "callbacks",
+        lightning="Lightning keeps the modes that modules have: call .train() on what was loaded, as from_pretrained "
+        "gives it in eval mode",
+    ),
+    _identity(
+        id="evaluation_mode",
+        group="data",
+        level=SUSPICION,
+        question="Are they in eval mode while an evaluation runs?",
+        means="Each evaluation is of a model with parts dropped out, and the statistics of batch norm move by held-out "
+        "data. A model without dropout and batch norm is the same in both modes.",
+        remedy="call model.eval() in front of the evaluation, and model.train() behind it",
+        lightning="with loops of your own call .eval() in front of them; Trainer.validate() does it by itself",
+    ),
+    _identity(
+        id="held_out",
+        group="data",
+        level=SUSPICION,
+        question="Are the samples that evaluations read others than those that are trained on?",
+        means="The evaluation tells how well the training data is learnt by heart, and no overfitting shows in it.",
+        remedy="split once, before anything is repeated, copied or augmented, and give each loader its own part",
+        transformers="give eval_dataset another part than train_dataset: dataset.train_test_split(seed=...)",
+        lightning="return the loader of the validation part from val_dataloader",
+    ),
+    _identity(
+        id="data_order",
+        group="data",
+        level=SUSPICION,
+        question="Is the order of the data another one in each pass, where it is to be shuffled?",
+        means="Each epoch has the same batches: the generator is seeded anew, or a sampler is not told its epoch.",
+        remedy="seed once, in front of the first epoch; of a DistributedSampler call set_epoch(epoch) in front of each",
+    ),
+    _identity(
+        id="cut_passes",
+        group="data",
+        level=SUSPICION,
+        question="Do passes over a data loader come to their end?",
+        means="An iterator that is made anew gives the first batch again; without shuffling it is the same one, and "
+        "the rest of the data is never read.",
+        remedy="make the iterator once for each epoch, for batch in loader, instead of next(iter(loader))",
+        lightning="look at limit_train_batches and overfit_batches",
+    ),
+    _identity(
+        id="repeated_samples",
+        group="data",
+        level=SUSPICION,
+        question="Is each sample handed out once in a pass?",
+        means="Some are trained on twice and others not at all, unless that is what the sampler is for.",
+        remedy="look at what the sampler, or the batch sampler, yields; draw from randperm, not from randint",
+    ),
+    _identity(
+        id="repeated_batches",
+        group="data",
+        level=SUSPICION,
+        question="Do batches that follow each other differ?",
+        means="The same data is trained on several times in a row.",
+        remedy="of an IterableDataset with several workers give each its part by get_worker_info(); else look at what "
+        "__getitem__ does with its index",
+    ),
+    _identity(
+        id="no_gradient",
+        group="update",
+        level=SUSPICION,
+        question="Has each parameter of the optimizer had a gradient by its third step?",
+        means="A part of the model is not used, or is cut off by detach() or no_grad(); an expert that no token chose "
+        "yet looks the same.",
+        remedy="look for detach(), .data, torch.no_grad() and layers that forward() does not call",
+    ),
+    _identity(
+        id="unowned_parameters",
+        group="update",
+        level=SUSPICION,
+        question="Is each parameter that gets a gradient held by an optimizer?",
+        means="It stays as it was made, though its gradient is computed: it was forgotten, or it is to stay as it is.",
+        remedy="give the optimizer all of them; if they are to stay, set requires_grad_(False), which also saves the "
+        "time and memory of their gradients",
+    ),
+    _identity(
+        id="rank_drift",
+        group="ranks",
+        level=FAIL,
+        question="Do all ranks begin a step with the same weights?",
+        means="Each rank trains a model of its own, and what is saved is that of one rank, trained on its part of the "
+        "data alone.",
+        remedy="call the wrapped model, model(x), never model.module(x); wrap it after its last change (layers, "
+        "requires_grad, loaded weights), and write weights on all ranks alike. Without a wrapper average the gradients "
+        "of all parameters in front of each step. Local SGD, DiLoCo and ensembles are meant to differ",
+        transformers="look at what overrides training_step or compute_loss and calls model.module, and at callbacks "
+        "that write weights on one rank",
+        lightning="call self(x) or self.model(x) in training_step, and write no weights under rank_zero_only",
+    ),
+    _identity(
+        id="rank_data",
+        group="ranks",
+        level=SUSPICION,
+        question="Do ranks that train one model read different data?",
+        means="They compute the same gradients: as many GPUs as there are do the work of one. It is meant where each "
+        "takes its part of a batch later, as with context parallelism.",
+        remedy="give the DataLoader a DistributedSampler; of an IterableDataset let each rank read its part",
+        transformers="leave get_train_dataloader to the Trainer; split a stream with split_dataset_by_node",
+        lightning="leave use_distributed_sampler on; split a stream by the rank",
+    ),
+)
+"""What has to hold in every healthy training, of a script that is watched."""
+
+BY_ID: dict[str, dict[str, About]] = {
+    CHECK: {one.id: one for one in CHECKS},
+    ALERT: {one.id: one for one in ALERTS},
+    IDENTITY: {one.id: one for one in IDENTITIES},
+}
+"""The rows by what judges and by their ids."""
+
+
+RETIRED = {
+    "causal_mask": "no_token_leaks",
+    "documents_isolated": "no_token_leaks",
+    "forward_is_the_model": "no_token_leaks",
+    "positions_matter": "step_student",
+    "shift_proof": "step_labels",
+    "student_shift": "step_labels",
+    "labels_are_next_tokens": "step_labels",
+    "nan_not_masked": "",
+    "effective_settings": "step_weights",
+    "ignored_rows_have_no_part": "step_gradients",
+    "loss_invariants": "step_loss_parts",
+    "loss_gradient": "step_gradients",
+    "gradient_above_rounding": "step_gradients",
+    "rows_in_update": "step_gradients",
+    "tensors_moved": "step_weights",
+    "effective_learning_rate": "step_weights",
+    "step_work": "",
+    "reported_loss": "",
+    "receipt_agrees": "",
+}
+"""Checks that runs of earlier versions have results of, each with the check that asks its question now, if any."""
+
+
+def skipped_ids(text: str) -> frozenset[str]:
+    """Return the ids in a `checks.skip` setting. Raises SpecError for one that names no check, and for one whose
+    question another check asks; one whose question is asked no more is skipped already."""
+    ids = [part.strip() for part in text.split(",") if part.strip()]
+    problems = []
+    for name in ids:
+        if name in RETIRED:
+            if now := RETIRED[name]:
+                problems.append(
+                    f"checks.skip: expected ids of checks, found {name!r}, which is now {now}"
+                )
+        elif name not in BY_ID[CHECK]:
+            near = difflib.get_close_matches(name, BY_ID[CHECK], n=1)
+            did_you_mean = f"; did you mean {near[0]}?" if near else ""
+            problems.append(f"checks.skip: expected ids of checks, found {name!r}{did_you_mean}")
+    if problems:
+        raise SpecError(problems, hint="`engine checks --list` has the ids")
+    return frozenset(ids)

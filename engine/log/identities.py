@@ -1,0 +1,87 @@
+"""The lines in which every surface shows what was seen of the identities of a watched script (`engine/catalogue.py`).
+No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.catalogue import BY_ID, About
+from engine.log.events import FACT, FAIL, IDENTITY, LEVELS, PASS, SUSPICION, UNKNOWN, Judged
+from engine.log.text import LEVEL_WORDS, UNSEEN_COMMAND, one_line
+from engine.log.view import RunView
+
+SIGNS = {
+    FAIL: "x CONTRADICTION",
+    SUSPICION: "! suspicion",
+    UNKNOWN: "? unknown",
+    FACT: "- fact",
+    PASS: "+ pass",
+}
+"""In the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was seen of an identity in one run."""
+
+    id: str
+    about: About | None
+    """None where another version wrote it."""
+    seen: Judged | None
+    """The worst of what was seen; None where nothing was."""
+
+    @property
+    def level(self) -> str:
+        return self.seen.level if self.seen is not None and self.seen.level in SIGNS else UNKNOWN
+
+    @property
+    def text(self) -> str:
+        if self.seen is not None:
+            return one_line(f"{self.seen.text} (step {self.seen.step})")
+        return f"not judged: {self.about.question if self.about is not None else ''}"
+
+    @property
+    def means(self) -> str:
+        return self.about.means if self.about is not None else ""
+
+    @property
+    def remedy(self) -> str:
+        framework = self.seen.framework if self.seen is not None else ""
+        return self.about.remedy_with(framework) if self.about is not None else ""
+
+
+def outcomes(view: RunView) -> list[Outcome]:
+    """What was seen of each identity: contradictions, suspicions, what is unknown, facts, what holds.
+
+    The log has each outcome of an identity once, at the first step that had it, so the worst of them counts: a
+    contradiction is not undone by a later step.
+    """
+    worst: dict[str, Judged] = {}
+    for one in view.identities:
+        if one.id not in worst or _badness(one) > _badness(worst[one.id]):
+            worst[one.id] = one
+    ids = dict.fromkeys([*BY_ID[IDENTITY], *worst])
+    found = [Outcome(id, BY_ID[IDENTITY].get(id), worst.get(id)) for id in ids]
+    return sorted(found, key=lambda one: list(SIGNS).index(one.level))
+
+
+def _badness(one: Judged) -> int:
+    return LEVELS.index(one.level) if one.level in LEVELS else -1
+
+
+def identity_lines(view: RunView) -> list[str]:
+    """Render every identity with its level, and of those that may be wrong what that means and what to do."""
+    if view.watched is None:
+        return [UNSEEN_COMMAND]
+    found = outcomes(view)
+    lines = [
+        ", ".join(
+            f"{sum(one.level == level for one in found)} {LEVEL_WORDS.get((IDENTITY, level), level)}"
+            for level in SIGNS
+        )
+    ]
+    for one in found:
+        lines.append(f"{SIGNS[one.level]} {one.id}: {one.text}")
+        if one.level in (FAIL, SUSPICION) and one.about is not None:
+            lines += [f"  means: {one.means}", f"  do: {one.remedy}"]
+    return lines
