@@ -1,4 +1,4 @@
-"""The verdict of a check: `Fail < Unknown < Pass`.
+"""The verdict of a check, `Fail < Unknown < Pass`, and its answer: a verdict with the numbers behind it.
 
 Skipped, stale, not run and "the tool is absent" are all UNKNOWN, never PASS. The verdict of a set is the
 lowest of its members. An empty set is UNKNOWN, because nothing was checked.
@@ -7,7 +7,7 @@ lowest of its members. An empty set is UNKNOWN, because nothing was checked.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN
@@ -38,3 +38,38 @@ class Verdict:
 def lowest(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the lowest verdict of a set, UNKNOWN when it is empty."""
     return min(verdicts, key=lambda v: v.level, default=Verdict(Level.UNKNOWN, "nothing was asked"))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    verdict: Verdict
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+class Numbers(dict[str, float]):
+    """The numbers that a check has measured so far, by name; they are included in its answer."""
+
+    def passed(self, reason: str, **more: float) -> Answer:
+        return self._answer(Level.PASS, reason, more)
+
+    def unknown(self, reason: str, **more: float) -> Answer:
+        return self._answer(Level.UNKNOWN, reason, more)
+
+    def failed(self, reason: str, **more: float) -> Answer:
+        return self._answer(Level.FAIL, reason, more)
+
+    def _answer(self, level: Level, reason: str, more: dict[str, float]) -> Answer:
+        known = {**self, **more}
+        return Answer(Verdict(level, reason), {name: float(x) for name, x in known.items()})
+
+
+def passed(reason: str, **numbers: float) -> Answer:
+    return Numbers().passed(reason, **numbers)
+
+
+def unknown(reason: str, **numbers: float) -> Answer:
+    return Numbers().unknown(reason, **numbers)
+
+
+def failed(reason: str, **numbers: float) -> Answer:
+    return Numbers().failed(reason, **numbers)

@@ -48,9 +48,8 @@ from engine.audit.observed import (
 from engine.audit.reference import IGNORED, Forward
 from engine.audit.shapes import shape_said
 from engine.catalogue import STAGES, About
-from engine.checks.check import Answer, Numbers, unknown
 from engine.errors import BadInput
-from engine.verdict import Level
+from engine.verdict import Answer, Level, Numbers, unknown
 
 ROUNDING, TF32 = 2.0**-24, 2.0**-11
 """One rounding of fp32, and of what enters a TF32 matmul."""

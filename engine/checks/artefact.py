@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.checks.check import Answer, Numbers
 from engine.checks.checkpoint import same_bits
 from engine.checks.context import Context
 from engine.errors import EngineError, WeightsError
@@ -32,6 +31,7 @@ from engine.models.read_config import config_of
 from engine.models.transformers_config import TransformersConfig
 from engine.runtime.ranks import own_part
 from engine.spec.sections import ModelSection
+from engine.verdict import Answer, Numbers
 
 SAMPLED = 1024
 """Numbers of a tensor, evenly spread."""

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from engine import limits
 from engine.checkpoint_folders import published, step_of
-from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.errors import EngineError
 from engine.files import read_json
 from engine.formats.open import open_weights
 from engine.runtime.parts import read_parts
 from engine.runtime.ranks import own_part, part_like
+from engine.verdict import Answer, Numbers
 
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
 STUDENT_FILE = "student.safetensors"

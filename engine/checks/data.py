@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_windows
 from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
+from engine.verdict import Answer, Numbers, unknown
 
 LOOKED_AT = 4
 """Number of steps whose rows are checked."""

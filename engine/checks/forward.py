@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.checks.check import Answer, Numbers, passed
 from engine.checks.context import Context
 from engine.checks.logits import Hidden
+from engine.verdict import Answer, Numbers, passed
 
 ROWS, LENGTH = 2, 24
 LEAK = 1e-4

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.checks.check import Answer, Numbers, failed, passed, unknown
 from engine.checks.context import Context
 from engine.log.events import StepDone
 from engine.units import format_bytes
+from engine.verdict import Answer, Numbers, failed, passed, unknown
 
 SETTLED = 3
 """Steps after which the peak of a step has been reached and every kernel of a step has run."""

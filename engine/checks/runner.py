@@ -28,7 +28,6 @@ import torch
 
 from engine.catalogue import CHECKS, About, When, skipped_ids
 from engine.checks.artefact import Artefact, artefact
-from engine.checks.check import Answer, Result, unknown
 from engine.checks.checkpoint import checkpoint_reloads, resume_continues
 from engine.checks.context import Context
 from engine.checks.data import (
@@ -40,6 +39,7 @@ from engine.checks.data import (
 )
 from engine.checks.forward import no_token_leaks
 from engine.checks.resources import memory_as_planned, no_late_compile
+from engine.checks.result import Result
 from engine.checks.teacher import (
     eval_baseline,
     stored_outputs,
@@ -53,7 +53,7 @@ from engine.log.events import StepDone
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
-from engine.verdict import Verdict
+from engine.verdict import Answer, Verdict, unknown
 
 _ASKED: tuple[Callable[..., Answer | None], ...] = (
     vocabulary_by_bytes,
@@ -78,7 +78,7 @@ _ASKED: tuple[Callable[..., Answer | None], ...] = (
 """Each is asked of the context; after a step also of the step, of a checkpoint of its folder and step, at the end of
 what was saved or reported. None is not yet an answer.
 """
-_FUNCTIONS = {check.__name__: check for check in _ASKED}
+FUNCTIONS = {check.__name__: check for check in _ASKED}
 AT_ONCE = (When.BEFORE, When.AT_START)
 
 
@@ -101,7 +101,7 @@ class Checks:
                 yield _result(about, unknown(f"skipped by {why}"), 0.0, context.step)
             elif about.when in AT_ONCE:
                 yield from self._ask(about, context.step)
-            elif about.id in _FUNCTIONS:
+            elif about.id in FUNCTIONS:
                 self._open[about] = None
 
     @property
@@ -162,7 +162,7 @@ class Checks:
             # These look at no model, and a checkpoint may be read while a step is made.
             apart = about.when in (When.ALWAYS, When.AT_CHECKPOINT)
             with contextlib.nullcontext() if apart else undisturbed(context):
-                answer = _FUNCTIONS[about.id](context, *more)
+                answer = FUNCTIONS[about.id](context, *more)
         except NoHiddenStates as error:
             answer = unknown(str(error))
         except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run

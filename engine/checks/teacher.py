@@ -14,7 +14,6 @@ import math
 import torch
 from torch import Tensor
 
-from engine.checks.check import Answer, Numbers, passed, unknown
 from engine.checks.context import Context
 from engine.checks.data import next_rows
 from engine.checks.logits import (
@@ -30,6 +29,7 @@ from engine.models.packed import head_of
 from engine.teachers.fp8 import NOISE_FLOOR_KL, rounding_of
 from engine.teachers.same_model import same_values
 from engine.teachers.store.teacher import CachedTeacher
+from engine.verdict import Answer, Numbers, passed, unknown
 
 SMALLEST_KL = 1e-5
 """Nats at the start. Two roundings of one model differ by more, which is why values are compared too; the

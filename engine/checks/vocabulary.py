@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from engine.checks.check import Answer, Numbers, failed
 from engine.checks.context import Context
 from engine.teachers.vocabulary import compare
+from engine.verdict import Answer, Numbers, failed
 
 
 def vocabulary_by_bytes(context: Context) -> Answer:

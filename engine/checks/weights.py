@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from engine.audit.reference import Shape, Stretch, Weight
-from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.packed import stored_tensor, tensor_names
 from engine.quant.planes import PackedMatrix, dequantize_rows_reference
+from engine.verdict import Answer, Numbers
 
 SAMPLED_ROWS = 64
 LISTED = 3

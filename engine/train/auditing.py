@@ -35,7 +35,7 @@ from engine.audit.observed import (
     Wanted,
 )
 from engine.catalogue import STAGES, About, skipped_ids
-from engine.checks.check import Answer, Result, unknown
+from engine.checks.result import Result
 from engine.checks.weights import held, shape_of, weights_of
 from engine.data.tokens import TokenStream
 from engine.formats.open import open_weights
@@ -56,6 +56,7 @@ from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
+from engine.verdict import Answer, unknown
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 """One rounding in each dtype."""

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from engine.checkpoint_folders import published
 from engine.checks.artefact import Artefact
-from engine.checks.check import Result
 from engine.checks.context import Context, Memory
+from engine.checks.result import Result
 from engine.checks.runner import Checks
 from engine.errors import TrainingFailed
 from engine.log.events import (

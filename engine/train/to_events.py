@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from engine.checks.check import Result
+from engine.checks.result import Result
 from engine.data.batches import labelled_rows
 from engine.data.token_cache import Tokens, remarks_of
 from engine.decision import Decision

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.catalogue import STAGES, skipped_ids
-from engine.checks.check import Answer, Numbers, Result, passed
+from engine.checks.result import Result
 from engine.data.batches import Batch, Int64Array
 from engine.data.row_hashes import RowHash, hashes_of, row_hashes
 from engine.log.events import StepDone
@@ -28,7 +28,7 @@ from engine.spec import RunSpec
 from engine.train.prescribed_rows import PrescribedRows
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
-from engine.verdict import Level
+from engine.verdict import Answer, Level, Numbers, passed
 
 
 class TrainedRows(StepObserver):

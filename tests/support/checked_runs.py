@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from engine.checks.artefact import Artefact, Sample, samples_of
-from engine.checks.check import Result
 from engine.checks.context import Context
+from engine.checks.result import Result
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from engine.checks.artefact import samples_of
-from engine.checks.check import Result
 from engine.checks.context import Context
+from engine.checks.result import Result
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
 from engine.log.folder import RunFolder, create_run

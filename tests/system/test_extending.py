@@ -83,9 +83,9 @@ def test_what_is_judged_is_listed_and_has_a_function(extended: Callable[..., str
     alerts = json.loads(extended("-m", "engine", "diagnose", "--list", "--json"))
     assert "loss_frozen" in {one["id"] for one in alerts}
     code = (
-        "from engine.checks.runner import _FUNCTIONS; from engine.audit.judge import BEFORE_UPDATE; "
+        "from engine.checks.runner import FUNCTIONS; from engine.audit.judge import BEFORE_UPDATE; "
         "from engine.catalogue import BY_ID; BY_ID['identity']['parameters_finite']; "
-        "print(_FUNCTIONS['rows_have_labels'].__name__, BEFORE_UPDATE['step_padding'].__name__)"
+        "print(FUNCTIONS['rows_have_labels'].__name__, BEFORE_UPDATE['step_padding'].__name__)"
     )
     assert extended("-c", code).split() == ["rows_have_labels", "step_padding"]
 

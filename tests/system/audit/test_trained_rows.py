@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.checks.check import Result
+from engine.checks.result import Result
 from engine.data import batches
 from engine.data.batches import Batch, Batches
 from engine.data.row_hashes import hashes_of

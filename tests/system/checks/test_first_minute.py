@@ -170,7 +170,7 @@ def test_a_check_that_breaks_is_unknown_and_ends_nothing(
         torch.manual_seed(1)
         raise RuntimeError("no kernel for it")
 
-    monkeypatch.setitem(runner._FUNCTIONS, "eval_baseline", broken)
+    monkeypatch.setitem(runner.FUNCTIONS, "eval_baseline", broken)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     run = make_run(world)
@@ -196,7 +196,7 @@ def test_only_a_failure_that_makes_the_run_worthless_stops_it(world: World) -> N
 
 def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
     stages = [one.id for one in STAGES]
-    made = [*runner._FUNCTIONS, *stages]
+    made = [*runner.FUNCTIONS, *stages]
     assert sorted(made) == sorted(BY_ID["check"]) and len(made) == len(set(made)) == len(CHECKS)
     table = (engine.checks.__doc__ or "").split("What they are,")[0]
     listed = [
@@ -207,7 +207,7 @@ def test_every_check_in_the_catalogue_is_made_and_documented() -> None:
     assert sorted(listed) == sorted(BY_ID["check"])
     for about in CHECKS:
         assert about.question.endswith("?") and about.means and about.remedy
-        assert about.id in (stages if about.when is When.AT_STEP else runner._FUNCTIONS)
+        assert about.id in (stages if about.when is When.AT_STEP else runner.FUNCTIONS)
 
 
 def test_the_catalogue_needs_no_torch() -> None:

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from engine.audit.reference import PlainDecoder
 from engine.catalogue import BY_ID
-from engine.checks.check import Answer
 from engine.checks.checkpoint import (
     checkpoint_reloads,
     random_states,
 )
 from engine.checks.context import Context, Memory, Resumed
 from engine.checks.data import end_is_learnt, split_disjoint
-from engine.checks.runner import CHECKS
+from engine.checks.runner import FUNCTIONS
 from engine.checks.weights import shape_of, weights_of
 from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import PERMUTATIONS, SHINGLE, near_copies, predicted, shared_windows
@@ -43,7 +42,7 @@ from engine.train.checkpoint.keeper import Keeper
 from engine.train.checkpoint.manifest import MANIFEST, digest_of
 from engine.train.step import StepObserver
 from engine.train.trainer import Trainer
-from engine.verdict import Level
+from engine.verdict import Answer, Level
 from tests.support.checked_runs import World, context, make_run, make_world
 from tests.support.defects import DEFECTS
 from tests.support.kit import Kit, tiny_config
@@ -56,7 +55,7 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def answer(name: str, looked_at: Context) -> Answer:
     assert name in BY_ID["check"]
-    found = CHECKS[name](looked_at)
+    found = FUNCTIONS[name](looked_at)
     assert found is not None
     return found
 

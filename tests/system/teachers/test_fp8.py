@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checks.check import Answer
 from engine.checks.context import Context
 from engine.checks.teacher import teacher_fp8_within_noise_floor
 from engine.data.batches import Batch, gather_rows
@@ -37,6 +36,7 @@ from engine.teachers.fp8 import (
 )
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.truncating import TruncatingTeacher
+from engine.verdict import Answer
 from tests.support.packed_models import lively, make_batch, make_config
 from tests.support.paths import DEMO, SUPPORT
 
