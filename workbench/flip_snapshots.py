@@ -16,6 +16,8 @@ from typing import Any
 
 from engine.errors import RunLogError, UsageError
 from engine.flips.flip_folder import find_flips, read_pairs, read_plan_of, read_verdict
+from engine.flips.judge import interval_of
+from engine.flips.pair import Pair, count_of
 from engine.flips.plan import Plan, make_plan, parse_share, parse_time
 from engine.flips.text import (
     ASCII,
@@ -28,7 +30,7 @@ from engine.flips.text import (
     plan_lines,
     verdict_line,
 )
-from engine.flips.verdict import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
+from engine.flips.verdicts import DECIDED, INCONCLUSIVE
 from engine.flips.watched import difference, options_for, watched_plan
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,6 @@ from engine.errors import UsageError
 from engine.terminal import ArgumentParser, put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.flips.conclusion import FlipVerdict
     from engine.flips.plan import Plan
 
 HELP = "test a setting: two arms in turn, and a verdict"
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress = Progress(read_plan_of(folder))
         progress.say_pairs(folder)
         with progress.watching() as watching:
-            verdict = resume_flip(folder, watching, **how)
+            fields = resume_flip(folder, watching, **how)
     else:
         plan = _plan(arguments)
         folder = arguments.out or Path("flips") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.name}"
@@ -121,8 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
                 put(plan.to_json())
             return 0
         with Progress(plan).watching() as watching:
-            verdict = run_flip(plan, folder, watching, **how)
-    return _report(verdict, folder, as_json=arguments.json)
+            fields = run_flip(plan, folder, watching, **how)
+    return _report(fields, folder, as_json=arguments.json)
 
 
 def _propose(arguments: argparse.Namespace) -> int:
@@ -283,17 +283,18 @@ def show_plan(plan: Plan, folder: Path, use_controls: str = "skip", *, dry_run: 
     return plan
 
 
-def _report(verdict: FlipVerdict, folder: Path, *, as_json: bool) -> int:
-    import json
-
+def _report(fields: Mapping[str, Any], folder: Path, *, as_json: bool) -> int:
     from engine.errors import EXIT_INTERRUPTED
     from engine.flips.text import characters, verdict_lines
+    from engine.flips.verdicts import VERDICTS
+    from engine.verdict import Verdict
 
-    fields = json.loads(verdict.to_json())
     if as_json:
         put_json({**fields, "folder": str(folder.absolute())})
     else:
         for line in verdict_lines(fields, characters=characters(sys.stdout)):
             put(line)
         put(f"  evidence: {folder / 'verdict.json'}, plan.json, pairs.jsonl, arms/")
-    return EXIT_INTERRUPTED if verdict.interrupted else verdict.answer.exit_code
+    if fields["interrupted"]:
+        return EXIT_INTERRUPTED
+    return Verdict(VERDICTS[fields["verdict"]].level, fields["reason"]).exit_code

@@ -14,9 +14,10 @@ from pathlib import Path
 from engine.flips import text
 from engine.flips.flip import Watching
 from engine.flips.flip_folder import read_pairs
+from engine.flips.judge import interval_of
+from engine.flips.pair import Pair
 from engine.flips.plan import Plan
 from engine.flips.statistics import Interval
-from engine.flips.verdict import Pair, interval_of
 from engine.log.view import RunView
 from engine.signals import hand_over
 from engine.terminal import StatusLine

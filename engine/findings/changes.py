@@ -18,7 +18,7 @@ from engine.flips.ending import ending_plan
 from engine.flips.flip_folder import read_pairs, read_verdict
 from engine.flips.plan import Change, Plan
 from engine.flips.proposals import proposals
-from engine.flips.verdict import ENDS_IT, INVALID
+from engine.flips.verdicts import ENDS_IT, INVALID
 from engine.log.folder import RunFolder, read_command, settings_of
 from engine.log.follow import Follower
 from engine.log.observed import Observed, observation, run_id

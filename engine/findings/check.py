@@ -28,12 +28,13 @@ from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
 from engine.flips.arms import Outcome, shown_by
 from engine.flips.command import LINE, LINE_VARIABLE
-from engine.flips.comparable import settings_differ
 from engine.flips.ending import PAIRS_MIN, as_it_was
 from engine.flips.flip_folder import read_header, read_pairs, read_plan_of
+from engine.flips.judge import judge
+from engine.flips.pair import Pair, settings_differ
 from engine.flips.plan import Plan
 from engine.flips.statistics import ALPHA
-from engine.flips.verdict import INVALID, Pair, judge
+from engine.flips.verdicts import INVALID
 from engine.flips.watched import arms_of
 from engine.log.folder import COMMAND, RunFolder, read_command
 from engine.log.observed import LOGS, lines_of, observations, run_id
@@ -276,7 +277,7 @@ def _pair_faults(
             yield f"pair {number} is not the one that its plan has there"
         if why := _not_flipped(plan, pair, folder):
             yield f"pair {number}: {why}"
-        for outcome in pair.outcomes.values():
+        for outcome in (pair.a, pair.b):
             run = RunFolder(folder / outcome.run)
             if (name := run_id(run)) in ids:
                 yield f"{outcome.run} is a run that stands for another one too"

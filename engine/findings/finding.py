@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from engine.errors import EXIT_FAIL, BadInput, EngineError
 from engine.flips.plan import Change, Plan
-from engine.flips.verdict import ENDS_IT, KEEPS_IT
+from engine.flips.verdicts import ENDS_IT, KEEPS_IT
 from engine.log.observed import Observed
 from engine.log.text import one_line
 from engine.redact import Redactor
@@ -70,7 +70,7 @@ class Test(Signed, frozen=True, kw_only=True):
     flip: Text
     """Its folder, relative to that of the finding."""
     verdict: str = ""
-    """A word of `engine.flips.verdict`; empty until it was recorded."""
+    """One of VERDICTS of `engine.flips.verdicts`; empty until it was recorded."""
     reason: str = ""
 
 

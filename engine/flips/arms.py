@@ -84,7 +84,7 @@ class Outcome:
     choices: dict[str, str] = field(default_factory=dict)
     """The choice of every decision, by its setting."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Facts that the run logged about itself, by the names in `proof.FACTS`."""
+    """Facts that the run logged about itself, by the names in `pair.FACTS`."""
     kernels: dict[str, int] | None = None
     """Launches of each kernel; None when the run did not count them."""
     slowed: float | None = None
@@ -315,7 +315,7 @@ def _launches(view: RunView) -> dict[str, int] | None:
 
 
 def _facts(view: RunView) -> dict[str, Any]:
-    """The facts of `proof.FACTS` that the run has logged by now; a run that hangs has logged few."""
+    """The facts of `pair.FACTS` that the run has logged by now; a run that hangs has logged few."""
     started, data, watched = view.started, view.data, view.watched
     student, teacher = view.models.get("student"), view.models.get("teacher")
     found: dict[str, Any] = {}

@@ -23,9 +23,10 @@ from typing import Any
 from engine import limits
 from engine.errors import BadInput, write_error
 from engine.files import parse_json, read_bytes, user_state
+from engine.flips.pair import count_of
 from engine.flips.plan import EXTERNAL, Plan
+from engine.flips.statistics import EQUIVALENT, FASTER
 from engine.flips.surroundings import Surroundings
-from engine.flips.verdict import EQUIVALENT, FASTER, count_of
 from engine.units import format_seconds
 from engine.verdict import Level, Verdict
 
@@ -86,20 +87,16 @@ def remember(control: Control) -> None:
         raise write_error("controls", file, "to add a line", error) from error
 
 
-def find(plan: Plan, surroundings: Surroundings) -> dict[str, Control | None]:
-    """The newest control of each kind that applies to this plan; None when there is none."""
-    found: dict[str, Control | None] = dict.fromkeys((SAME, SLOW))
-    for control in _read():
-        if control.kind in found and _speaks_of(control, plan, surroundings):
-            found[control.kind] = control
-    return found
+def find(plan: Plan, surroundings: Surroundings) -> dict[str, Control]:
+    """The newest control of each kind that applies to this plan, where there is one."""
+    return {c.kind: c for c in _read() if _speaks_of(c, plan, surroundings)}
 
 
-def answers(plan: Plan, found: Mapping[str, Control | None], why_none: str) -> dict[str, Verdict]:
+def answers(plan: Plan, found: Mapping[str, Control], why_none: str) -> dict[str, Verdict]:
     """The controls AA and positive as verdicts; `why_none` is the reason given for a missing control."""
     out = {}
     for name, kind in (("AA", SAME), ("positive", SLOW)):
-        control = found[kind]
+        control = found.get(kind)
         if kind not in kinds_of(plan):
             text = f"waiting does not lengthen {plan.metric}: there is no positive control for it"
             out[name] = Verdict(Level.UNKNOWN, text)
@@ -110,7 +107,8 @@ def answers(plan: Plan, found: Mapping[str, Control | None], why_none: str) -> d
 
 def _speaks_of(control: Control, plan: Plan, surroundings: Surroundings) -> bool:
     return (
-        bool(surroundings.machine)
+        control.kind in EXPECTED
+        and bool(surroundings.machine)
         and control.surroundings == dataclasses.asdict(surroundings)
         and control.metric == plan.metric
         and control.margin <= plan.margin

@@ -19,17 +19,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import BadInput
-from engine.flips import comparable, controls
+from engine.flips import controls
 from engine.flips.arms import Outcome, Stopped, run_arm
-from engine.flips.conclusion import FlipVerdict, conclude
 from engine.flips.controls import Control
 from engine.flips.flip_folder import FlipFolder, create_flip, open_flip, read_verdict
+from engine.flips.judge import Judgement, conclude, interval_of, judge
+from engine.flips.pair import Pair, count_of, proofs
 from engine.flips.plan import Plan
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import Surroundings, device_lock, find_surroundings
-from engine.flips.verdict import Judgement, Pair, count_of, interval_of, judge
 from engine.log.view import RunView
 from engine.units import format_seconds
 
@@ -60,8 +61,8 @@ def run_flip(
     *,
     use_controls: str = "auto",
     share: bool = False,
-) -> FlipVerdict:
-    """Carry out `plan` in the new folder `folder`.
+) -> dict[str, Any]:
+    """Carry out `plan` in the new folder `folder`, and return the fields of its verdict.json.
 
     `use_controls`: `auto` uses the controls of the last day that apply to this plan, `run` runs them first,
     `skip` uses none. Raises BadInput for a folder that exists or a device that is in use.
@@ -85,7 +86,7 @@ def resume_flip(
     *,
     use_controls: str = "auto",
     share: bool = False,
-) -> FlipVerdict:
+) -> dict[str, Any]:
     """Continue a flip that was interrupted or died. Raises BadInput for one that ended."""
     _check_choice(use_controls)
     flip, plan = open_flip(folder.absolute())
@@ -120,7 +121,7 @@ class _Experiment:
     watching: Watching
     what: str = "flip"
 
-    def carry_out(self, use_controls: str) -> FlipVerdict:
+    def carry_out(self, use_controls: str) -> dict[str, Any]:
         begun_s = time.monotonic()
         judgement, interrupted = None, False
         if use_controls == "run":
@@ -133,8 +134,7 @@ class _Experiment:
         if judgement is None:
             judgement, interrupted = self.measure()
         assert judgement is not None, "a flip that has ended has a verdict"
-        found: dict[str, Control | None] = dict.fromkeys((controls.SAME, controls.SLOW))
-        why_none = "skipped"
+        found, why_none = {}, "skipped"
         if use_controls != "skip":
             found = controls.find(self.plan, self.surroundings)
             why_none = "none of this machine and spec within a day"
@@ -147,8 +147,7 @@ class _Experiment:
             interrupted=interrupted,
             cost_s=time.monotonic() - begun_s,
         )
-        self.flip.write(verdict.to_json())
-        return verdict
+        return self.flip.write(verdict)
 
     def measure(self, *, most: int | None = None) -> tuple[Judgement | None, bool]:
         """Measure pairs until the judge decides or there are `most` of them. Return the judgement (None in
@@ -191,7 +190,7 @@ class _Experiment:
             seconds=time.monotonic() - begun_s,
             a=a,
             b=b,
-            proofs=comparable.proofs(plan, a, b, self.flip.path),
+            proofs=proofs(plan, a, b, self.flip.path),
         )
 
     def run_controls(self) -> bool:

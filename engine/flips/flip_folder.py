@@ -27,9 +27,9 @@ from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import parse_json, read_bytes, read_json, read_text
 from engine.flips.arms import Outcome
+from engine.flips.pair import PROOFS, Pair
 from engine.flips.plan import Plan, read_plan
 from engine.flips.surroundings import Surroundings
-from engine.flips.verdict import PROOFS, Pair
 from engine.log.folder import new_folder, write_whole
 from engine.log.write import sync_folder, write_fully
 from engine.verdict import Level, Verdict
@@ -65,9 +65,12 @@ class FlipFolder:
         tries = [name, *(f"{name}.{n}" for n in range(2, 100))]
         return next(p for t in tries if not (p := self.path / "arms" / t).exists())
 
-    def write(self, verdict: str) -> None:
-        """Write a verdict, given as JSON."""
-        write_whole(self.path / "verdict.json", verdict)
+    def write(self, verdict: Mapping[str, Any]) -> dict[str, Any]:
+        """Write verdict.json; returns its fields as whoever reads it finds them."""
+        text = json.dumps(verdict, indent=2, sort_keys=True, allow_nan=False)
+        write_whole(self.path / "verdict.json", f"{text}\n")
+        fields: dict[str, Any] = json.loads(text)
+        return fields
 
     def close(self) -> None:
         os.close(self._fd)

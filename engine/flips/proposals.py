@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from engine.flips.comparable import as_choice
+from engine.flips.pair import as_choice
 from engine.flips.watched import options_for, options_of
 from engine.log.events import FAIL, Judged
 from engine.log.folder import WatchedCommand

@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+FASTER, SLOWER, EQUIVALENT = "B_FASTER", "B_SLOWER", "EQUIVALENT"
 ALPHA = 0.05
 LEVEL = 1 - 2 * ALPHA
 PRIOR_WEIGHT = 2.0
@@ -100,15 +101,15 @@ def fixed_interval(differences: Sequence[float], *, alpha: float = ALPHA) -> Int
 
 # contract: flip-statistics-v1
 def decide(interval: Interval, margin: float) -> str | None:
-    """Return `B_FASTER`, `B_SLOWER` or `EQUIVALENT`; None while more pairs are needed. `margin` is a
+    """Return FASTER, SLOWER or EQUIVALENT; None while more pairs are needed. `margin` is a
     fraction: 0.05 is 5 %. For a metric where less is better."""
     delta = math.log1p(margin)
     if interval.high < -delta:
-        return "B_FASTER"
+        return FASTER
     if interval.low > delta:
-        return "B_SLOWER"
+        return SLOWER
     if -delta < interval.low and interval.high < delta:
-        return "EQUIVALENT"
+        return EQUIVALENT
     return None
 
 
@@ -158,38 +159,27 @@ def sign_bound(pairs: int) -> float:
     return 2.0**-pairs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A reason to distrust the interval."""
-
-    id: str
-    text: str
-
-
 def diagnose(
     differences: Sequence[float], b_first: Sequence[bool], times_s: Sequence[float]
-) -> list[Finding]:
-    """Find evidence against independent, unordered pairs. `b_first` says whether B ran first in a pair,
+) -> dict[str, str]:
+    """Find evidence against independent, unordered pairs, by name. `b_first` says whether B ran first in a pair,
     `times_s` when the pair began."""
-    found = []
+    found = {}
     n = len(differences)
     correlation = _lag_one(differences) if n >= _ENOUGH_FOR_DIAGNOSIS else 0.0
     if abs(correlation) > max(AUTOCORRELATION_LIMIT, AUTOCORRELATION_ERRORS / math.sqrt(n)):
-        found.append(
-            Finding(
-                id="autocorrelation", text=f"neighbouring pairs correlate by {correlation:+.2f}"
-            )
-        )
+        found["autocorrelation"] = f"neighbouring pairs correlate by {correlation:+.2f}"
     ba = [d for d, first in zip(differences, b_first, strict=True) if first]
     ab = [d for d, first in zip(differences, b_first, strict=True) if not first]
     order, p = _two_sample_t(ab, ba)
     if p < DIAGNOSIS_P_LIMIT:
         gap = math.expm1(statistics.fmean(ba) - statistics.fmean(ab))
-        text = f"pairs that began with B differ from the others by {gap:+.1%} (t = {order:.1f}, p = {p:.3f})"
-        found.append(Finding(id="order", text=text))
+        found["order"] = (
+            f"pairs that began with B differ from the others by {gap:+.1%} (t = {order:.1f}, p = {p:.3f})"
+        )
     trend = _trend_p(differences, times_s) if n >= _ENOUGH_FOR_DIAGNOSIS else 1.0
     if trend < DIAGNOSIS_P_LIMIT:
-        found.append(Finding(id="trend", text=f"the difference drifts with time (p = {trend:.3f})"))
+        found["trend"] = f"the difference drifts with time (p = {trend:.3f})"
     return found
 
 

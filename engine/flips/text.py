@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from engine.flips.answer import affordable, answer, busy_with
 from engine.flips.arms import Outcome
 from engine.flips.command import SEED, TRACKERS
+from engine.flips.pair import Pair, count_of
 from engine.flips.plan import SHOWN, Change, Plan
 from engine.flips.statistics import Interval
-from engine.flips.verdict import Pair, count_of
+from engine.flips.verdicts import affordable, answer, busy_with
 from engine.units import NOT_MEASURED, format_bytes, format_seconds, format_value
 
 BAR_WIDTH = 61
@@ -87,8 +87,7 @@ def pair_heading(plan: Plan) -> str:
 
 def pair_line(plan: Plan, pair: Pair, interval: Interval | None) -> str:
     """Format one line of the table of pairs."""
-    difference = pair.difference if pair.complete else None
-    ratio = f"{math.exp(difference):.3f}" if difference is not None else "-"
+    ratio = "-" if pair.difference is None else f"{math.exp(pair.difference):.3f}"
     values = [value_text(plan.metric, o) for o in (pair.a, pair.b)]
     order = "B A" if pair.b_first else "A B"
     so_far = "-" if interval is None else interval_text(interval)

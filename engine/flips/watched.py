@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import BadInput
 from engine.flips.command import LINE, OUT, WORDS
-from engine.flips.comparable import REDACTED
+from engine.flips.pair import REDACTED
 from engine.flips.plan import (
     BUDGET_S,
     PAIRS_MIN,

@@ -17,8 +17,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.flips.pair import Pair
 from engine.flips.plan import Plan
-from engine.flips.verdict import Pair
 from engine.log.axis import Axis
 from engine.log.downsample import Row, points
 from engine.log.figures import Curve, figures_of
@@ -111,7 +111,7 @@ def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
 
 def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
     """B over A of each comparable pair, between the edges of the margin."""
-    known = [(p.number, d) for p in pairs if p.complete and (d := p.difference) is not None]
+    known = [(p.number, d) for p in pairs if (d := p.difference) is not None]
     rows = tuple((float(number), math.exp(d)) for number, d in known)
     ends = (0.5, max([p.number for p in pairs], default=1) + 0.5)
     levels = (

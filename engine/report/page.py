@@ -17,8 +17,8 @@ from engine.findings.finding import Finding
 from engine.findings.older import Older
 from engine.findings.text import lines
 from engine.flips.flip_folder import is_flip, read_pairs, read_plan_of, read_verdict
+from engine.flips.judge import interval_of
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
-from engine.flips.verdict import interval_of
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
 from engine.log.follow import Follower
 from engine.log.identities import identity_lines

@@ -143,7 +143,7 @@ def compared(run: Path, blocks: list[Block], options: argparse.Namespace) -> dic
         "margin": options.margin,
         "verdict": decide(interval, options.margin) or "INCONCLUSIVE",
         "diagnosis": [
-            f.text for f in diagnose(differences, off_first, [began for _, began, _ in blocks[::2]])
+            *diagnose(differences, off_first, [began for _, began, _ in blocks[::2]]).values()
         ],
         "readings": sum(r["kind"] in ("gpu", "host") for r in records(run / "device.jsonl")),
     }

@@ -19,11 +19,11 @@ from engine.findings.bundle import Bundle
 from engine.findings.changes import Suspect
 from engine.findings.finding import Finding, Test
 from engine.flips.arms import Outcome, shown_by
-from engine.flips.conclusion import FlipVerdict, conclude
 from engine.flips.flip_folder import create_flip, open_flip
+from engine.flips.judge import conclude, judge
+from engine.flips.pair import Pair
 from engine.flips.plan import Plan
 from engine.flips.surroundings import Surroundings
-from engine.flips.verdict import Pair, judge
 from engine.log.events import GpuSample, HostSample, RunFinished, TrainerExited
 from engine.log.folder import RunFolder
 from engine.terminal import ArgumentParser
@@ -78,7 +78,7 @@ def flip(
     *,
     pairs: list[Pair] | None = None,
     controls: dict[str, Verdict] = PASSED,
-) -> FlipVerdict:
+) -> dict[str, Any]:
     """Make a flip folder as `engine flip` leaves it, from made-up pairs."""
     made = plan()
     opened = create_flip(folder, made, HERE)
@@ -87,7 +87,7 @@ def flip(
     judgement = judge(made, opened.pairs, "no more pairs")
     assert judgement is not None
     verdict = conclude(made, opened, judgement, controls, HERE, interrupted=False, cost_s=1.0)
-    opened.write(verdict.to_json())
+    opened.write(verdict)
     opened.close()
     return verdict
 
@@ -191,7 +191,7 @@ def end_test(flip: Path, shows: Shows) -> None:
     judgement = judge(made, opened.pairs) or judge(made, opened.pairs, "no more pairs")
     assert judgement is not None
     verdict = conclude(made, opened, judgement, {}, HERE, interrupted=False, cost_s=1.0)
-    opened.write(verdict.to_json())
+    opened.write(verdict)
     opened.close()
 
 

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
+from engine.flips.judge import Judgement, judge
+from engine.flips.pair import Pair
 from engine.flips.plan import Plan
-from engine.flips.verdict import Judgement, Pair, judge
 from tests.support.flip_pairs import outcome, pair, plan
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.flips.arms import Outcome
+from engine.flips.pair import Pair
 from engine.flips.plan import Change, Plan
 from engine.flips.statistics import LEVEL, PRIOR_WEIGHT
-from engine.flips.verdict import Pair
 from engine.spec import RunSpec
 from engine.verdict import Level, Verdict
 

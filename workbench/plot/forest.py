@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from engine.flips.judge import interval_of
+from engine.flips.pair import Pair
 from engine.flips.plan import Plan
 from engine.flips.statistics import Interval
 from engine.flips.text import ASCII, UNICODE
-from engine.flips.verdict import Pair, interval_of
 from engine.log.axis import Axis
 from workbench.plot.canvas import Row, Span, fit, name_places
 
@@ -51,7 +52,7 @@ def render_forest(
 
 def _reach(plan: Plan, pairs: Sequence[Pair], intervals: Sequence[Interval | None]) -> float:
     """Return half the width of the axis, as a logarithm: twice the margin, or more where a value needs it."""
-    known = [p.difference for p in pairs if p.complete and p.difference is not None]
+    known = [p.difference for p in pairs if p.difference is not None]
     newest = intervals[-1]
     if newest is not None:
         known += [x for x in (newest.low, newest.high) if math.isfinite(x)]
@@ -90,7 +91,7 @@ def _pair_row(
         text = f"{interval.ratio:.3f}"
         if math.isfinite(interval.high):
             text += f" [{math.exp(interval.low):.3f}, {math.exp(interval.high):.3f}]"
-    if pair.complete and pair.difference is not None:
+    if pair.difference is not None:
         (own,) = axis.dots_of((pair.difference,))
         if cells[own][0] != middle:
             cells[own] = ("x", "mark")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import subprocess
@@ -16,7 +15,6 @@ from engine.errors import BadInput
 from engine.flips import arms
 from engine.flips.arms import Stopped, run_arm
 from engine.flips.command import WORDS
-from engine.flips.conclusion import FlipVerdict
 from engine.flips.flip import run_flip
 from engine.flips.flip_folder import find_flips, read_pairs, read_plan_of
 from engine.flips.plan import make_command_plan
@@ -50,30 +48,30 @@ def ends(pid: int) -> bool:
 
 def flip(
     a: str, b: str, *words: str, out: str = "flips/1", use_controls: str = "skip", **how: Any
-) -> FlipVerdict:
+) -> dict[str, Any]:
     command = words or (sys.executable, "train.py", "{}", "--out", "{out}")
     how = {"order_seed": 1, "steps": 6, "budget_s": 900.0} | how
     plan = make_command_plan(command, {WORDS: a}, {WORDS: b}, **how)
     return run_flip(plan, Path(out), use_controls=use_controls)
 
 
-def answer_of(verdict: FlipVerdict) -> list[str]:
-    return answer_lines(json.loads(verdict.to_json()))
+def answer_of(verdict: dict[str, Any]) -> list[str]:
+    return answer_lines(verdict)
 
 
 def test_an_arm_whose_steps_take_several_times_as_long_is_measured_so(folder: Path) -> None:
     verdict = flip("--sleep 0.02", "--sleep 0.2", pairs_max=1)
-    assert verdict.verdict == "INCONCLUSIVE" and verdict.n_pairs == 1, verdict.reason
+    assert verdict["verdict"] == "INCONCLUSIVE" and verdict["n_pairs"] == 1, verdict["reason"]
     # Four such pairs are judged in test_verdict. The margin is for their interval: the noise of one pair crosses it.
-    assert verdict.effect is not None and verdict.effect > 2
-    assert verdict.controls["manipulation"]["level"] == "pass"
-    assert verdict.controls["equal"]["level"] == "pass"
+    assert verdict["effect"] is not None and verdict["effect"] > 2
+    assert verdict["controls"]["manipulation"]["level"] == "pass"
+    assert verdict["controls"]["equal"]["level"] == "pass"
     (found,) = find_flips(folder / "flips")
     assert read_plan_of(found).kind == "command"
     (pair,) = read_pairs(found)
     # A sleep never ends early, however busy the machine is.
     assert pair.b.value is not None and pair.b.value >= 0.2
-    for outcome in pair.outcomes.values():
+    for outcome in (pair.a, pair.b):
         # Ended by the probe as the script would end: what it has to close is closed, with trackers offline.
         assert (outcome.state, outcome.steps) == ("completed", 6)
         assert (found / "out" / Path(outcome.run).name / "closed").read_text() == "offline"
@@ -84,7 +82,7 @@ def test_an_arm_whose_steps_take_several_times_as_long_is_measured_so(folder: Pa
 @pytest.mark.soak  # eight arms; one pair of them is measured above, and four pairs are judged in test_verdict
 def test_an_arm_whose_steps_take_several_times_as_long_is_slower(folder: Path) -> None:
     verdict = flip("--sleep 0.02", "--sleep 0.2")
-    assert verdict.verdict == "B_SLOWER", verdict.reason
+    assert verdict["verdict"] == "B_SLOWER", verdict["reason"]
     assert answer_of(verdict)[0].startswith("--sleep 0.2 is slower: time per step +")
 
 
@@ -98,7 +96,7 @@ def test_a_watched_run_is_flipped_with_more_workers_in_a_copy_of_its_folder(fold
     plan = watched_plan(folder / "runs" / "loaded", {"loader.workers": "4"}, order_seed=1)
     assert plan.steps == 45, "as many as the run made"
     verdict = run_flip(plan, Path("flips/1"), use_controls="skip")
-    assert verdict.verdict == "B_FASTER", verdict.reason
+    assert verdict["verdict"] == "B_FASTER", verdict["reason"]
     assert answer_of(verdict)[1].startswith("next: set num_workers=4")
     assert (folder / "kept.txt").read_text() == "of the watched run"
     assert not (folder / "flips" / "1" / "work").exists()
@@ -108,7 +106,7 @@ def test_a_setting_that_changes_nothing_in_b_is_not_judged(folder: Path) -> None
     words = (sys.executable, "train.py")
     plan = make_command_plan(words, {}, {"loader.workers": "4"}, order_seed=1, steps=6, pairs_max=1)
     verdict = run_flip(plan, Path("flips/1"), use_controls="skip")
-    assert verdict.verdict == "INVALID"
+    assert verdict["verdict"] == "INVALID"
     assert "loader.workers=4 changed nothing in arm B" in answer_of(verdict)[0]
 
 
@@ -134,14 +132,17 @@ def test_a_line_that_is_none_is_refused(folder: Path, name: str, said: str) -> N
 @pytest.mark.soak
 def test_a_script_with_fewer_steps_than_are_asked_for_is_said_to_have_them(folder: Path) -> None:
     verdict = flip("--steps 4", "--steps 5", pairs_max=1)
-    assert verdict.verdict == "INVALID" and "ended early after 4 steps" in verdict.reason
+    assert verdict["verdict"] == "INVALID" and "ended early after 4 steps" in verdict["reason"]
     assert "fewer --steps" in answer_of(verdict)[1]
 
 
 def test_a_script_that_fails_at_once_is_said_with_its_last_line(folder: Path) -> None:
     verdict = flip("1", "2", sys.executable, "-c", "raise SystemExit('no data')", "{}", pairs_max=1)
-    assert verdict.verdict == "INVALID"
-    assert "A failed after 0 steps" in verdict.reason and "its last line: no data" in verdict.reason
+    assert verdict["verdict"] == "INVALID"
+    assert (
+        "A failed after 0 steps" in verdict["reason"]
+        and "its last line: no data" in verdict["reason"]
+    )
 
 
 def test_a_command_without_a_training_is_said_to_have_no_step(folder: Path) -> None:
@@ -153,14 +154,14 @@ def test_a_command_without_a_training_is_said_to_have_no_step(folder: Path) -> N
 @pytest.mark.parametrize("number", range(3))
 def test_a_command_against_itself_is_never_faster_or_slower(folder: Path, number: int) -> None:
     verdict = flip("--sleep 0.05", "--sleep 0.050", order_seed=number, steps=12)
-    assert verdict.verdict in ("EQUIVALENT", "INCONCLUSIVE"), verdict.reason
+    assert verdict["verdict"] in ("EQUIVALENT", "INCONCLUSIVE"), verdict["reason"]
 
 
 @pytest.mark.soak
 def test_both_controls_of_a_command_are_run(folder: Path) -> None:
     verdict = flip("--sleep 0.05", "--sleep 0.2", use_controls="run", steps=12)
     assert {p.name for p in Path("flips/1/controls").iterdir()} == {"same", "slow"}
-    assert verdict.verdict == "B_SLOWER"
+    assert verdict["verdict"] == "B_SLOWER"
 
 
 def test_an_arm_that_is_ended_leaves_no_process_that_it_started(

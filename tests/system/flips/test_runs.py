@@ -19,13 +19,12 @@ import pytest
 
 from engine.flips import arms, controls
 from engine.flips.arms import Stopped, run_arm
-from engine.flips.conclusion import FlipVerdict
 from engine.flips.flip import Watching, run_flip
 from engine.flips.flip_folder import read_pairs, read_plan_of
+from engine.flips.pair import Pair
 from engine.flips.plan import Plan, make_plan
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import device_lock, find_surroundings
-from engine.flips.verdict import Pair
 from engine.log.folder import find_runs
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -61,12 +60,15 @@ def test_an_arm_killed_from_outside_is_said_and_the_flip_goes_on(kit: Kit, tmp_p
     verdict = run_flip(
         plan, folder, Watching(on_pair=lambda *said: heard.append(said), on_arm=kill)
     )
-    assert verdict.pairs_run == 2 and verdict.n_pairs == 1
-    assert verdict.verdict == "INCONCLUSIVE" and "the most that the plan allows" in verdict.reason
+    assert verdict["pairs_run"] == 2 and verdict["n_pairs"] == 1
+    assert (
+        verdict["verdict"] == "INCONCLUSIVE"
+        and "the most that the plan allows" in verdict["reason"]
+    )
     first, second = read_pairs(folder)
     assert first.b.state == "killed_external" and first.a.completed
     assert first.b.value is None and first.difference is None
-    assert "not the kernel's OOM killer" in verdict.diagnostics["left_out"][0]
+    assert "not the kernel's OOM killer" in verdict["diagnostics"]["left_out"][0]
     assert second.complete and second.difference is not None
     # Both pairs were heard of, the interval of the first with nothing in it.
     assert [(what, pair.number) for what, pair, _ in heard] == [("flip", 1), ("flip", 2)]
@@ -97,7 +99,7 @@ def test_an_arm_killed_from_outside_is_said_and_the_flip_goes_on(kit: Kit, tmp_p
 @dataclass(frozen=True)
 class Hung:
     folder: Path
-    verdict: FlipVerdict
+    verdict: dict[str, Any]
     trainer: int
     """Of arm B, which was stopped when its pid was known."""
 
@@ -162,19 +164,19 @@ def test_a_step_that_never_ends_is_stopped_when_the_flip_is(
 def test_a_setting_that_auto_had_chosen_already_is_not_flipped(kit: Kit, tmp_path: Path) -> None:
     plan = small_plan(kit, tmp_path, "compute.thread_wait=passive", pairs_max=8)
     verdict = run_flip(plan, tmp_path / "flip")
-    assert verdict.verdict == "INVALID" and verdict.pairs_run == 1
-    assert "NotFlipped: compute.thread_wait came to passive in both arms" in verdict.reason
-    assert verdict.next == [f"look: engine tail {tmp_path / 'flip' / 'arms' / '01-b'}"]
+    assert verdict["verdict"] == "INVALID" and verdict["pairs_run"] == 1
+    assert "NotFlipped: compute.thread_wait came to passive in both arms" in verdict["reason"]
+    assert verdict["next"] == [f"look: engine tail {tmp_path / 'flip' / 'arms' / '01-b'}"]
 
 
 @pytest.mark.soak  # two whole arms; what parity is and what it ends are tests of test_proof and test_verdict
 def test_an_arm_that_computes_otherwise_fails_parity_however_fast(kit: Kit, tmp_path: Path) -> None:
     plan = small_plan(kit, tmp_path, "student.precision=bf16", parity=1e-7, pairs_max=8)
     verdict = run_flip(plan, tmp_path / "flip")
-    assert verdict.verdict == "PARITY_FAIL" and verdict.pairs_run == 1
-    assert "the loss of step 1" in verdict.reason or "held-out loss" in verdict.reason
-    assert verdict.controls["parity"]["level"] == "fail"
-    assert verdict.controls["manipulation"]["level"] == "pass"
+    assert verdict["verdict"] == "PARITY_FAIL" and verdict["pairs_run"] == 1
+    assert "the loss of step 1" in verdict["reason"] or "held-out loss" in verdict["reason"]
+    assert verdict["controls"]["parity"]["level"] == "fail"
+    assert verdict["controls"]["manipulation"]["level"] == "pass"
 
 
 @pytest.mark.soak
@@ -195,19 +197,21 @@ def test_controls_are_run_after_a_first_pair_and_remembered(kit: Kit, tmp_path: 
     assert slowed["B"]["compute"]["slow_by"] == 0
     # One pair says nothing, so the controls failed; they are found again by their own.
     found = controls.find(plan, find_surroundings(plan))
-    assert {kind: c and c.verdict for kind, c in found.items()} == dict.fromkeys(
+    assert {kind: c.verdict for kind, c in found.items()} == dict.fromkeys(
         ("same", "slow"), "INCONCLUSIVE"
     )
-    assert verdict.controls["AA"]["level"] == "fail" and verdict.grade == "screen"
-    assert str(folder / "controls" / "same") in verdict.controls["AA"]["reason"]
+    assert verdict["controls"]["AA"]["level"] == "fail" and verdict["class"] == "screen"
+    assert str(folder / "controls" / "same") in verdict["controls"]["AA"]["reason"]
 
 
 def test_a_hang_is_decided_before_any_control_is_run(hung: Hung) -> None:
     verdict = hung.verdict
-    assert verdict.verdict == "B_DID_NOT_COMPLETE" and verdict.grade == "screen", verdict.reason
-    assert "B made 0 steps in 200 s, the last phase was " in verdict.reason
-    assert "A made 6 in " in verdict.reason and not (hung.folder / "controls").exists()
-    assert verdict.effect is None and verdict.censored["bound_ln_b_over_a"] > 0
+    assert verdict["verdict"] == "B_DID_NOT_COMPLETE" and verdict["class"] == "screen", verdict[
+        "reason"
+    ]
+    assert "B made 0 steps in 200 s, the last phase was " in verdict["reason"]
+    assert "A made 6 in " in verdict["reason"] and not (hung.folder / "controls").exists()
+    assert verdict["effect"] is None and verdict["censored"]["bound_ln_b_over_a"] > 0
 
 
 def start_flip(*arguments: object) -> subprocess.Popen[str]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.flips.comparable import parity
+from engine.flips.judge import guards_of, judge
+from engine.flips.pair import Pair, parity
 from engine.flips.plan import Change, Plan
-from engine.flips.verdict import Pair, guards_of, judge
 from engine.log.observed import Observed
 from engine.verdict import Level, Verdict
 from tests.support.flip_experiments import experiment, judged
@@ -34,16 +34,15 @@ def test_fewer_pairs_than_registered_decide_nothing() -> None:
     assert verdict_of(plan(), []) is None
 
 
-def test_an_end_without_a_decision_is_inconclusive_and_says_how_many_pairs_it_takes() -> None:
+def test_an_end_without_a_decision_is_inconclusive() -> None:
     judgement = judged(plan(), timed([0.2, -0.1, 0.15, -0.12]), "out of budget")
     assert judgement.verdict == "INCONCLUSIVE" and judgement.reason == "out of budget"
-    assert judgement.pairs_needed is not None and judgement.pairs_needed > 4
     assert verdict_of(plan(), [], "interrupted") == "INCONCLUSIVE"
 
 
 def test_hang_against_progress_is_decided_by_one_pair_as_a_screen() -> None:
     judgement = judged(plan(), [pair(1, hang("A"), outcome("B", steps=57, seconds=290.0))])
-    assert judgement.verdict == "A_DID_NOT_COMPLETE" and judgement.is_screen
+    assert judgement.verdict == "A_DID_NOT_COMPLETE" and judgement.censored["p"] > plan().alpha
     assert "A made 0 steps in 300 s" in judgement.reason
     assert "B made 57 in 290 s" in judgement.reason
     assert judgement.interval is None, "a time that was not measured is not made up"
@@ -62,7 +61,7 @@ def test_a_crash_is_repeated_until_chance_would_rarely_do_it() -> None:
     one = pair(1, outcome("A"), incomplete("B", "alloc_failed", reason="no memory"))
     assert verdict_of(plan(), [one] * 4) is None
     judgement = judged(plan(), [one] * 5)
-    assert judgement.verdict == "B_DID_NOT_COMPLETE" and not judgement.is_screen
+    assert judgement.verdict == "B_DID_NOT_COMPLETE" and judgement.censored["p"] <= plan().alpha
     assert judgement.censored["p"] == 1 / 32 and judgement.censored["bound_ln_b_over_a"] is None
     assert "alloc_failed after 0 steps: no memory" in judgement.reason
 
@@ -70,7 +69,7 @@ def test_a_crash_is_repeated_until_chance_would_rarely_do_it() -> None:
 def test_a_crash_that_ends_early_is_reported_as_a_screen() -> None:
     one = pair(1, outcome("A"), incomplete("B", "oom_memcg"))
     judgement = judged(plan(), [one], "out of budget")
-    assert judgement.verdict == "B_DID_NOT_COMPLETE" and judgement.is_screen
+    assert judgement.verdict == "B_DID_NOT_COMPLETE" and judgement.censored["p"] > plan().alpha
 
 
 def test_a_kill_from_outside_is_left_out_and_does_not_end_the_flip() -> None:

@@ -25,7 +25,7 @@ import torch
 from engine.data.corpus import open_corpus
 from engine.errors import RunLogError
 from engine.flips.arms import sum_up
-from engine.flips.comparable import equal
+from engine.flips.pair import equal
 from engine.log import write as write_module
 from engine.log.events import LauncherGone, Note, StepDone
 from engine.log.folder import RunFolder, create_run

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.flips import text
-from engine.flips.answer import Answer, answer
-from engine.flips.conclusion import conclude
 from engine.flips.flip_folder import create_flip
+from engine.flips.judge import conclude, judge
+from engine.flips.pair import Pair
 from engine.flips.plan import Change, Plan
 from engine.flips.statistics import (
     Interval,
@@ -23,7 +23,7 @@ from engine.flips.statistics import (
     margin_of_equality,
 )
 from engine.flips.surroundings import Surroundings
-from engine.flips.verdict import Pair, judge
+from engine.flips.verdicts import Answer, answer
 from engine.verdict import Level, Verdict
 from tests.support.flip_pairs import hang, incomplete, outcome, pair, plan, timed
 
@@ -50,8 +50,9 @@ def fields_of(
     assert judgement is not None
     verdict = conclude(made, flip, judgement, controls, HERE, interrupted=False, cost_s=1.0)
     flip.close()
-    fields: dict[str, Any] = json.loads(replace(verdict, **known).to_json())
-    return fields
+    fields: dict[str, Any] = json.loads(json.dumps(verdict | known))
+    said = answer(fields)
+    return fields | {"sentence": said.sentence, "action": said.action}
 
 
 def loaded(pairs: list[Pair], others: float) -> list[Pair]:
@@ -111,7 +112,7 @@ def test_a_failed_control_keeps_the_verdict_from_being_used(tmp_path: Path) -> N
 
 
 def test_a_changed_plan_asks_for_another_run(tmp_path: Path) -> None:
-    said = answer(fields_of(tmp_path, timed(FASTER), grade="exploratory"))
+    said = answer(fields_of(tmp_path, timed(FASTER), **{"class": "exploratory"}))
     assert said.action == "set compute.threads=1; run it again before you quote the number"
 
 

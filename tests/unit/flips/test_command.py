@@ -11,13 +11,13 @@ import pytest
 
 from engine.cli.main import build_parser
 from engine.errors import EngineError
-from engine.flips.answer import answer
 from engine.flips.arms import usual_step_s
 from engine.flips.command import NOTHING, WORDS
 from engine.flips.controls import kinds_of
 from engine.flips.plan import Plan, make_command_plan, read_plan
 from engine.flips.script_settings import OWN
 from engine.flips.text import plan_lines
+from engine.flips.verdicts import answer
 from tests.support.flip_pairs import plan as plan_of_spec
 
 TRAIN = (sys.executable, "train.py", "{}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import BadInput, EngineError, SpecError, UsageError
-from engine.flips.comparable import asks_parity
+from engine.flips.pair import asks_parity
 from engine.flips.plan import Plan, load_source, make_plan, parse_share, parse_time, read_plan
 from engine.log.folder import create_run
 from engine.spec import KEYS, load_spec

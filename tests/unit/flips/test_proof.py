@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.flips.comparable import FACTS as FACT_NAMES
-from engine.flips.comparable import equal, flipped, parity
+from engine.flips.pair import FACTS as FACT_NAMES
+from engine.flips.pair import equal, flipped, parity
 from engine.flips.plan import Change
 from engine.verdict import Level
 from tests.support.flip_pairs import FACTS, outcome, plan, write_arms

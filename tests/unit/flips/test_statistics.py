@@ -105,19 +105,19 @@ def test_a_hang_of_the_same_arm_in_every_pair_is_bounded_by_coin_flips() -> None
 def test_an_order_effect_is_named() -> None:
     b_first = [True, False] * 4
     values = [0.05 * first + 0.001 * i for i, first in enumerate(b_first)]
-    assert "order" in [f.id for f in diagnose(values, b_first, range(8))]
+    assert "order" in diagnose(values, b_first, range(8))
 
 
 def test_a_trend_is_named() -> None:
     values = [0.01 * i + 0.001 * (-1) ** i for i in range(8)]
     found = diagnose(values, [True, True, False, False] * 2, range(8))
-    assert "trend" in [f.id for f in found]
+    assert "trend" in found
 
 
 def test_autocorrelated_pairs_are_named() -> None:
     values = [0.1] * 5 + [-0.1] * 5 + [0.1] * 5 + [-0.1] * 5
     found = diagnose(values, [True, False] * 10, range(20))
-    assert "autocorrelation" in [f.id for f in found]
+    assert "autocorrelation" in found
 
 
 def test_independent_pairs_raise_no_diagnosis() -> None:

@@ -13,8 +13,8 @@ from textual.widgets import Input, OptionList
 from engine.findings.bundle import find_bundles
 from engine.findings.check import check_bundle
 from engine.flips.flip_folder import find_flips, read_verdict
+from engine.flips.pair import Pair
 from engine.flips.proposals import proposals
-from engine.flips.verdict import Pair
 from engine.log.events import DecisionMade, Event, FactsRead, Judged
 from engine.log.folder import RunFolder, settings_of
 from engine.log.view import RunView

@@ -1,4 +1,5 @@
-"""Conditions on a pair before its times may be compared, proved from the logs and not from the request.
+"""A pair of runs, one of each arm, and what must hold before their times may be compared, proved from the logs and not
+from the request (`proofs`):
 
     flipped    the settings on disk differ in exactly the planned ones; each arm's decisions follow its
                settings; where kernels are counted, the arms did not run the same ones
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,40 @@ from engine.flips.surroundings import CPU
 from engine.log.folder import COMMAND, RunFolder, is_run
 from engine.spec import CHANGE_RESULTS
 from engine.verdict import Level, Verdict, lowest
+
+PROOFS = ("flipped", "equal", "parity")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One run of each arm, and the proofs about the two."""
+
+    number: int
+    b_first: bool
+    begun_unix_s: float
+    seconds: float
+    a: Outcome
+    b: Outcome
+    proofs: Mapping[str, Verdict | None]
+    """By the names in PROOFS; None for a proof that does not apply."""
+
+    @property
+    def complete(self) -> bool:
+        return self.a.completed and self.b.completed
+
+    @property
+    def difference(self) -> float | None:
+        """ln(y_B / y_A) of the plan's metric; None unless both arms completed with an amount of it."""
+        a, b = self.a.value, self.b.value
+        if not self.complete or not a or not b or min(a, b) <= 0:
+            return None
+        return math.log(b / a)
+
+
+def count_of(pairs: int) -> str:
+    """Format a number of pairs: `1 pair`, `4 pairs`."""
+    return f"{pairs} pair{'' if pairs == 1 else 's'}"
+
 
 FACTS: dict[str, tuple[str, ...]] = {
     "device": ("compute.device",),

@@ -1,0 +1,416 @@
+"""The verdict of a flip (verdict.json), from its plan, its pairs and the controls.
+
+`judge` looks at the pairs after each of them and returns one of VERDICTS, or None while more pairs are needed:
+
+    PARITY_FAIL           the arms computed different things; ends the flip
+    INVALID               the pairs do not test the setting: not flipped, fell back, no metric, dependent
+    A_DID_NOT_COMPLETE    in every pair A did not finish and B did (or the other way round); its time is
+    B_DID_NOT_COMPLETE    at least the limit, and is never estimated
+    B_FASTER, B_SLOWER    the interval lies outside the margin ("faster": less of the metric)
+    EQUIVALENT            the interval lies inside the margin
+    B_ENDS_IT, B_KEEPS_IT of a flip that asks whether a change ends what was observed: A shows it and B does not,
+                          B shows it too
+    NOT_SEEN              A does not show it either
+    INCONCLUSIVE          pairs or budget ran out, or the user stopped, before any of these
+
+One pair decides a hang, because a limit of minutes without progress needs no statistics. Any other failure is
+repeated until chance alone would produce it in at most alpha of experiments, which takes five pairs. A run
+that was ended from outside stays in the record but is left out of the comparison, unless it is always the
+same arm. When an arm fails by itself in some pairs and finishes in others, the finished runs are no fair
+sample of it, and the flip is INVALID with the count.
+
+`conclude` adds how far to trust it, as `class`:
+
+    measured      registered beforehand, both controls passed, flipped, equal and parity proved
+    screen        anything less: good enough to drop a hypothesis, not to quote a number
+    exploratory   the plan was changed after the start, or the flip continued on another machine, device or engine
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.flips.arms import OVER_THE_LIMIT, Outcome
+from engine.flips.flip_folder import FlipFolder
+from engine.flips.pair import PROOFS, Pair, count_of
+from engine.flips.plan import MARGIN, STEPS, Plan
+from engine.flips.statistics import (
+    EQUIVALENT,
+    FASTER,
+    SLOWER,
+    Interval,
+    anytime_interval,
+    anytime_p,
+    decide,
+    diagnose,
+    holm,
+    pairs_needed,
+    sign_bound,
+    sign_flip_p,
+)
+from engine.flips.surroundings import Surroundings
+from engine.flips.verdicts import (
+    CONTROLS,
+    DID_NOT_COMPLETE,
+    ENDS_IT,
+    INCONCLUSIVE,
+    INVALID,
+    KEEPS_IT,
+    NOT_SEEN,
+    PARITY_FAIL,
+    VERDICTS,
+    answer,
+)
+from engine.units import format_bytes
+from engine.verdict import Level, Verdict, lowest
+
+_NOT_ASKED = {"level": "not asked", "reason": "the setting may change what is computed"}
+FOREIGN_BYTES = 1 << 30
+"""Less than this is what a driver and a display hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    verdict: str
+    """One of VERDICTS."""
+    reason: str
+    interval: Interval | None = None
+    censored: dict[str, Any] = field(default_factory=dict)
+    """About an arm that did not complete: which, how often, how, the bound on ln(y_B / y_A), and p."""
+    findings: dict[str, str] = field(default_factory=dict)
+    """Reasons to distrust the interval, by name."""
+
+
+# contract: flip-statistics-v1
+def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | None:
+    """Return the verdict, or None while more pairs are needed. `ended` says why there will be no more."""
+    for pair in pairs:
+        for name, proof in pair.proofs.items():
+            if proof is not None and proof.level == Level.FAIL:
+                word = PARITY_FAIL if name == "parity" else INVALID
+                return Judgement(word, f"{proof.reason} (pair {pair.number})")
+    if plan.observed is not None:
+        return _judge_shown(plan, pairs, ended)
+    interval = interval_of(plan, pairs)
+    if (said := _did_not_complete(plan, pairs, interval, ended)) is not None:
+        return said
+    for outcome in outcomes_of(pairs):
+        if outcome.completed and not (outcome.value and outcome.value > 0):
+            reason = outcome.no_value or f"{outcome.value:g} is no amount"
+            return Judgement(INVALID, f"no {plan.metric} of arm {outcome.arm}: {reason}", interval)
+    if interval is not None and interval.pairs >= plan.pairs_min:
+        decided = decide(interval, plan.margin)
+        if decided is not None or ended:
+            findings = _findings(plan, pairs, interval, decided)
+            if findings:
+                text = "; ".join(findings.values())
+                return Judgement(INVALID, text, interval, findings=findings)
+        if decided is not None:
+            return Judgement(decided, _in_words(plan, decided, interval), interval)
+    return Judgement(INCONCLUSIVE, ended, interval) if ended else None
+
+
+def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | None:
+    """Judge whether B's change ends what was observed.
+
+    One run of B that shows it decides: the change does not end it. Otherwise pairs in which A alone shows it count.
+    If the change made no difference, runs of both arms would show it with one probability p, so n pairs in a row would
+    come out so by chance with (p (1 - p))^n, at most 4^-n: 1.6 % for the three of `pairs_min`. Where A shows it in some
+    runs only, `sign_bound` of the pairs that show it decides.
+    """
+    counted = [
+        p for p in pairs if not any(o.ended_from_outside and not o.shown for o in (p.a, p.b))
+    ]
+    for pair in counted:
+        if pair.b.shown:
+            return Judgement(KEEPS_IT, f"B shows it too, in pair {pair.number}: {pair.b.reason}")
+        if pair.b.shown is None:
+            text = f"nobody knows of B, in pair {pair.number}: {pair.b.in_words()}"
+            return Judgement(INVALID, text)
+    shown = sum(pair.a.shown is True for pair in counted)
+    text = f"A shows it in {shown} of {count_of(len(counted))}, B in none"
+    if shown >= plan.pairs_min and (shown == len(counted) or sign_bound(shown) <= plan.alpha):
+        return Judgement(ENDS_IT, text)
+    if not shown and (ended or len(counted) >= plan.pairs_min):
+        why = f": {counted[-1].a.reason}" if counted else ""
+        return Judgement(NOT_SEEN, f"no run of A shows it either{why}")
+    return Judgement(INCONCLUSIVE, f"{text}; {ended}") if ended else None
+
+
+def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
+    """The interval over the pairs in which both arms completed."""
+    differences = [d for p in pairs if (d := p.difference) is not None]
+    if not differences:
+        return None
+    return anytime_interval(differences, alpha=1 - plan.level, prior_weight=plan.prior_weight)
+
+
+def outcomes_of(pairs: Sequence[Pair]) -> list[Outcome]:
+    return [outcome for pair in pairs for outcome in (pair.a, pair.b)]
+
+
+def _did_not_complete(
+    plan: Plan, pairs: Sequence[Pair], interval: Interval | None, ended: str
+) -> Judgement | None:
+    by_itself = [o for o in outcomes_of(pairs) if not o.completed and not o.ended_from_outside]
+    both = [p for p in pairs if not p.a.completed and not p.b.completed]
+    if both and by_itself:
+        how = f"A {both[0].a.in_words()}, B {both[0].b.in_words()}"
+        text = f"neither arm completed in pair {both[0].number}: {how}"
+        return Judgement(INVALID, text, interval)
+    for sides in ([(p.a, p.b) for p in pairs], [(p.b, p.a) for p in pairs]):
+        if sides and all(not mine.completed and its.completed for mine, its in sides):
+            hang = sides[0][0].state == OVER_THE_LIMIT
+            enough = sign_bound(len(sides)) <= plan.alpha
+            return _always_failed(plan, sides) if hang or enough or (ended and by_itself) else None
+    if by_itself:
+        arm = by_itself[0].arm
+        count = sum(o.arm == arm for o in by_itself)
+        text = f"{arm} did not complete in {count} of {count_of(len(pairs))} ({by_itself[0].in_words()})"
+        text += ": the times of the others are no fair sample of it"
+        return Judgement(INVALID, text, interval)
+    return None
+
+
+def _always_failed(plan: Plan, sides: Sequence[tuple[Outcome, Outcome]]) -> Judgement:
+    """Judge an arm that completed in no pair; `sides` holds its outcome in each beside that of the other arm."""
+    n = len(sides)
+    mine, other = sides[0]
+    bound = None
+    if all(failed.state == OVER_THE_LIMIT for failed, _ in sides):
+        longest_s = max(its.seconds for _, its in sides)
+        bound = math.log(longest_s / plan.run_limit_s) * (1 if mine.arm == "A" else -1)
+    how = f"made {mine.reason}" if mine.state == OVER_THE_LIMIT else mine.in_words()
+    text = f"{mine.arm} {how}; {other.arm} made {other.steps} in {other.seconds:.0f} s"
+    if bound is not None:
+        text += f": {mine.arm} takes at least {math.exp(abs(bound)):.1f} times as long"
+    p = sign_bound(n)
+    censored = {
+        "arm": mine.arm,
+        "pairs": n,
+        "states": sorted({failed.state for failed, _ in sides}),
+        "steps": [failed.steps for failed, _ in sides],
+        "bound_ln_b_over_a": bound,
+        "p": p,
+    }
+    text += f" ({n}/{n} pairs, p <= {p:.3g})"
+    return Judgement(DID_NOT_COMPLETE[mine.arm], text, censored=censored)
+
+
+def _findings(
+    plan: Plan, pairs: Sequence[Pair], interval: Interval, decided: str | None
+) -> dict[str, str]:
+    used = [(p, d) for p in pairs if (d := p.difference) is not None]
+    differences = [d for _, d in used]
+    if interval.deviation == 0:
+        return {}  # a value that is the same every time has no noise that could be dependent
+    found = diagnose(differences, [p.b_first for p, _ in used], [p.begun_unix_s for p, _ in used])
+    # With fewer pairs there are too few sign patterns for any of them to be rare.
+    enough = 2 * sign_bound(len(differences)) <= plan.alpha
+    p = sign_flip_p(differences)
+    if decided in (FASTER, SLOWER) and enough and p > plan.alpha:
+        found["signs"] = f"the signs of the pairs do not agree with the interval (p = {p:.3f})"
+    return found
+
+
+def _in_words(plan: Plan, decided: str, interval: Interval) -> str:
+    change = math.expm1(interval.mean)
+    low, high = math.expm1(interval.low), math.expm1(interval.high)
+    seen = f"{change:+.1%} [{low:+.1%}, {high:+.1%}] after {count_of(interval.pairs)}"
+    if decided == EQUIVALENT:
+        return f"B's {plan.metric} is the same as A's within {100 * plan.margin:g} %: {seen}"
+    return f"B's {plan.metric} is {'less' if decided == FASTER else 'more'} than A's: {seen}"
+
+
+# verdict.json
+
+
+def conclude(
+    plan: Plan,
+    flip: FlipFolder,
+    judgement: Judgement,
+    controls: Mapping[str, Verdict],
+    surroundings: Surroundings,
+    *,
+    interrupted: bool,
+    cost_s: float,
+) -> dict[str, Any]:
+    """The content of verdict.json. Ratios are B over A; an open end of the interval is None."""
+    proofs = proofs_of(flip.pairs)
+    # An arm that shows it beside one that does not needs no control of how exactly anything is measured.
+    held: dict[str, Verdict | None] = {} if plan.observed is not None else {**controls}
+    held |= {
+        "manipulation": proofs["flipped"],
+        "equal": proofs["equal"],
+        "parity": proofs["parity"],
+    }
+    outcomes = outcomes_of(flip.pairs)
+    changed = [edited] if (edited := flip.edited()) else []
+    if flip.began_with != surroundings:
+        changed.append("it went on with another machine, device or engine than it began with")
+    missing = _why_no_measurement(plan, judgement, held) + _foreign(outcomes)
+    interval, needed = judgement.interval, None
+    if interval is not None and judgement.verdict == INCONCLUSIVE:
+        needed = pairs_needed(interval, plan.margin)
+    fields = {
+        "prereg_sha": flip.header["plan_sha256"],
+        "class": "exploratory" if changed else "screen" if missing else "measured",
+        # What keeps the verdict from being measured; empty when nothing does.
+        "why_grade": changed + missing,
+        "verdict": judgement.verdict,
+        "reason": judgement.reason,
+        "interrupted": interrupted,
+        "hypothesis": plan.hypothesis,
+        "changes": [str(change) for change in plan.changes],
+        "metric": plan.metric,
+        "margin": plan.margin,
+        "effect": interval.ratio if interval else None,
+        "interval": interval.ends if interval else [None, None],
+        "level": plan.level,
+        "method": f"anytime-valid paired t mixture of ln(B/A), g = {plan.prior_weight:g}; one process a run",
+        # Pairs in which both arms completed.
+        "n_pairs": interval.pairs if interval else 0,
+        "pairs_run": len(flip.pairs),
+        "pairs_needed": needed,
+        "order_seed": plan.order_seed,
+        "raw_runs": [
+            {"pair": pair.number}
+            | {name: getattr(o, name) for name in ("arm", "run", "state", "value", "seconds")}
+            for pair in flip.pairs
+            for o in ((pair.b, pair.a) if pair.b_first else (pair.a, pair.b))
+        ],
+        "censored": judgement.censored,
+        "diagnostics": _diagnostics(flip.pairs, judgement, outcomes),
+        # By the names in CONTROLS.
+        "controls": {
+            name: _NOT_ASKED
+            if proved is None
+            else {"level": proved.level.name.lower(), "reason": proved.reason}
+            for name, proved in held.items()
+        },
+        # The other metrics, tested together (Holm).
+        "guards": guards_of(plan, flip.pairs),
+        "host": dataclasses.asdict(surroundings),
+        "cost_s": cost_s,
+        "receipts": [
+            receipt
+            for receipt in (f"{outcome.run}/receipt.json" for outcome in outcomes)
+            if (flip.path / receipt).is_file()
+        ],
+    }
+    said = answer(fields)
+    return fields | {
+        "sentence": said.sentence,
+        "action": said.action,
+        "next": _commands(plan, flip, fields, said.options),
+    }
+
+
+def proofs_of(pairs: Sequence[Pair]) -> dict[str, Verdict | None]:
+    """The lowest verdict of each proof over all pairs that count; None for a proof that does not apply."""
+    counted = [p for p in pairs if p.complete] or list(pairs)
+    found: dict[str, Verdict | None] = {}
+    for name in PROOFS:
+        asked = [proof for p in counted if (proof := p.proofs[name]) is not None]
+        found[name] = lowest(asked) if asked or not counted else None
+    return found
+
+
+def guards_of(plan: Plan, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
+    """The other metrics: B over A, and whether they differ, corrected for testing all of them at once."""
+    ratios: dict[str, list[float]] = {}
+    complete = [p for p in pairs if p.complete]
+    for pair in complete:
+        for name in pair.a.metrics.keys() & pair.b.metrics.keys():
+            a, b = pair.a.metrics[name], pair.b.metrics[name]
+            if name != plan.metric and a > 0 and b > 0:
+                ratios.setdefault(name, []).append(math.log(b / a))
+    whole = {name: d for name, d in sorted(ratios.items()) if len(d) == len(complete)}
+    p_values = {name: anytime_p(d) for name, d in whole.items()}
+    differ = holm(p_values, alpha=plan.alpha)
+    return {
+        name: {
+            "ratio": math.exp(sum(d) / len(d)),
+            "p": p_values[name],
+            "differs": name in differ,
+        }
+        for name, d in whole.items()
+    }
+
+
+def _why_no_measurement(
+    plan: Plan, judgement: Judgement, held: Mapping[str, Verdict | None]
+) -> list[str]:
+    required = VERDICTS[judgement.verdict].requires
+    if not required:
+        return [f"{judgement.verdict} measures nothing"]
+    censored = judgement.censored
+    found = []
+    if censored and censored["p"] > plan.alpha:
+        found.append(f"{count_of(censored['pairs'])} alone, which chance may do")
+    return found + [
+        f"{CONTROLS[name]}: {proved.reason}"
+        for name, proved in held.items()
+        if name in required and proved is not None and proved.level != Level.PASS
+    ]
+
+
+def _foreign(outcomes: Sequence[Outcome]) -> list[str]:
+    """Other users of the GPU, as far as the logs show them."""
+    held = max((outcome.gpu_used_before_bytes or 0.0 for outcome in outcomes), default=0.0)
+    if held <= FOREIGN_BYTES:
+        return []
+    return [f"others on the GPU: {format_bytes(held)} of it were in use before a run began"]
+
+
+def _diagnostics(
+    pairs: Sequence[Pair], judgement: Judgement, outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
+    odd = {
+        name: {outcome.run: value for outcome in outcomes if (value := getattr(outcome, name))}
+        for name in ("late_compiles", "slowed", "alerts")
+    }
+    return odd | {
+        "findings": judgement.findings,
+        "deviation": None if judgement.interval is None else judgement.interval.deviation,
+        "left_out": [
+            f"pair {pair.number}: {o.arm} {o.in_words()}"
+            for pair in pairs
+            for o in (pair.a, pair.b)
+            if o.ended_from_outside
+        ],
+        "neighbour_load": {
+            o.run: o.neighbour_load for o in outcomes if o.neighbour_load is not None
+        },
+    }
+
+
+def _commands(plan: Plan, flip: FlipFolder, fields: Mapping[str, Any], options: str) -> list[str]:
+    """The commands for the next action and for a look at the runs that did not complete."""
+    if fields["interrupted"]:
+        return [f"go on: engine flip --resume {flip.path}"]
+    out = []
+    if options:
+        usual = {"metric": "step_s", "margin": MARGIN, "steps": STEPS}
+        texts = {"metric": plan.metric, "margin": f"{100 * plan.margin:g}%", "steps": plan.steps}
+        same = [
+            f" --{name} {text}"
+            for name, text in texts.items()
+            if getattr(plan, name) != usual[name] and f"--{name}" not in options
+        ]
+        out.append(f"run: {plan.command_line(' '.join((''.join(same), options)))}")
+    if VERDICTS[fields["verdict"]].is_in_logs and flip.pairs:
+        arms = fields["censored"].get("arm", "AB")
+        failed = [
+            run["run"]
+            for run in fields["raw_runs"]
+            if run["state"] != "completed" and run["arm"] in arms
+        ]
+        # The first failed run is the place to look.
+        run = failed[0] if failed else flip.pairs[-1].b.run
+        out.append(f"look: engine tail {flip.path / run}")
+    return out

@@ -1,0 +1,387 @@
+"""What a flip can come to (VERDICTS): each verdict with its level, what a measurement of it requires, what it says in
+one sentence, and the one thing to do next.
+
+Every surface shows sentence and action before the statistics. They need nothing but the fields of verdict.json, so
+flips that ended under an older engine are put into the same words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from engine.flips.arms import ENDED_EARLY, NO_STEPS, OVER_THE_LIMIT
+from engine.flips.command import WORDS
+from engine.flips.pair import count_of
+from engine.flips.plan import METRICS, PAIRS_LIMIT, PAIRS_MIN, SHOWN
+from engine.flips.script_settings import OWN, SCRIPT_SETTINGS, by_hand
+from engine.flips.statistics import (
+    ALPHA,
+    EQUIVALENT,
+    FASTER,
+    SLOWER,
+    Interval,
+    decide,
+    margin_of_a_difference,
+    margin_of_equality,
+)
+from engine.flips.surroundings import CPU
+from engine.verdict import Level
+
+INCONCLUSIVE, PARITY_FAIL, INVALID = "INCONCLUSIVE", "PARITY_FAIL", "INVALID"
+DID_NOT_COMPLETE = {"A": "A_DID_NOT_COMPLETE", "B": "B_DID_NOT_COMPLETE"}
+ENDS_IT, KEEPS_IT, NOT_SEEN = "B_ENDS_IT", "B_KEEPS_IT", "NOT_SEEN"
+CONTROLS = {
+    "AA": "control A against A",
+    "positive": "control with A made slower",
+    "manipulation": "proof that the setting was flipped",
+    "equal": "proof that nothing else differs",
+    "parity": "parity of the losses",
+}
+"""What measured verdicts require, in words: controls, and proofs about the pairs."""
+BUSY = 0.5
+"""Mean number of other processes that ran or waited for a CPU, above which the machine counts as busy."""
+LONGEST_S = 3 * 3600
+"""More time than this for the pairs that are missing is not proposed."""
+LARGEST_MARGIN = 0.5
+"""A margin above this says nothing about a setting, so it is not proposed."""
+ON_THE_MARGIN = 0.25
+"""An effect nearer to the margin than this share of it takes so many pairs because of where it lies."""
+
+Fields: TypeAlias = Mapping[str, Any]
+"""The content of verdict.json."""
+
+
+class Answer(NamedTuple):
+    sentence: str
+    action: str
+    options: str = ""
+    """Options of `engine flip` that do it, where the action is another flip."""
+
+
+class Meaning(NamedTuple):
+    level: Level
+    """PASS when the flip decided, FAIL when the arms compute different things, otherwise UNKNOWN."""
+    says: Answer | Callable[[Fields], Answer]
+    """With the names of PARTS and CONTROLS in braces."""
+    requires: tuple[str, ...] = ()
+    """The CONTROLS that a measured verdict needs; none for a verdict that measures nothing."""
+    is_in_logs: bool = False
+    """Whether the log of a run says more about it."""
+
+
+def answer(fields: Fields) -> Answer:
+    """Put a verdict into words. Raises KeyError, TypeError or ValueError for fields of no verdict."""
+    says = VERDICTS[fields["verdict"]].says
+    said = says if isinstance(says, Answer) else says(fields)
+    parts = _Parts(fields)
+    return Answer(*(text.format_map(parts) for text in said))
+
+
+class _Parts(dict[str, str]):
+    """The parts of sentences, each made when a sentence has it."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields
+
+    def __missing__(self, name: str) -> str:
+        if name in CONTROLS:
+            return str(self.fields["controls"][name]["reason"])
+        return PARTS[name](self.fields)
+
+
+def busy_with(fields: Fields) -> float:
+    """How many others wanted the CPUs, in the run that had most of them; 0 on a GPU or an idle machine."""
+    loads = fields["diagnostics"]["neighbour_load"].values()
+    most = max(loads, default=0.0)
+    return most if fields["host"]["device"] == CPU and most > BUSY else 0.0
+
+
+def affordable(fields: Fields) -> int | None:
+    """The number of pairs that would decide; None where it is unknown, or more than anyone would wait for."""
+    pairs = fields["pairs_needed"]
+    if not pairs or pairs > PAIRS_LIMIT or pairs * _pair_s(fields) > LONGEST_S:
+        return None
+    return int(pairs)
+
+
+# Verdicts with more than one thing to say
+
+
+def _different(fields: Fields) -> Answer:
+    """Say which setting to use, and what is missing before the number may be quoted."""
+    sentence = "{b} {does}: {effect}, more than the margin of {margin}"
+    action = "{set}" if fields["verdict"] == FASTER else "{keep}"
+    controls = {name: fields["controls"][name] for name in ("AA", "positive")}
+    for name, control in controls.items():
+        if control["level"] == "fail":
+            why = f"the {CONTROLS[name]} failed on this machine"
+            again = "run it again while nothing else runs"
+            return Answer(sentence, f"do not rely on it: {why}; {again}")
+    if fields["class"] == "exploratory":
+        return Answer(sentence, f"{action}; run it again before you quote the number")
+    if any(c["level"] == "unknown" and "no positive" not in c["reason"] for c in controls.values()):
+        action += "; to quote the number, run it with both controls"
+        return Answer(sentence, action, "--controls run")
+    return Answer(sentence, action)
+
+
+def _did_not_complete(fields: Fields) -> Answer:
+    censored = fields["censored"]
+    pairs, took = censored["pairs"], censored["bound_ln_b_over_a"]
+    states = ", ".join(str(state).replace("_", " ") for state in censored["states"])
+    all_pairs = "the only pair" if pairs == 1 else f"any of {pairs} pairs"
+    failed, finished, use = (
+        ("{arm_b}", "{arm_a}", "{keep}")
+        if censored["arm"] == "B"
+        else ("{arm_a}", "{arm_b}", "{set}")
+    )
+    sentence = f"{failed} did not finish in {all_pairs} ({states}) and {finished} did"
+    if took is not None:
+        sentence += f", so it takes at least {math.exp(abs(took)):.1f} times as long"
+    elif censored["p"] > ALPHA:
+        more, options = _more_pairs(fields, math.ceil(-math.log2(ALPHA)))
+        return Answer(sentence, f"{more}: so few failures may be chance", options)
+    return Answer(sentence, f"{use}, and read the log of {censored['arm']}")
+
+
+def _inconclusive(fields: Fields) -> Answer:
+    seen, is_open = "no pair could be compared", None in fields["interval"]
+    if fields["effect"] is not None:
+        rest = f" after {count_of(fields['n_pairs'])}, too few to tell"
+        seen = "{effect}" + (rest if is_open else ", margin {margin}")
+    if fields["diagnostics"]["left_out"]:
+        seen += "; runs were ended from outside"
+    if fields["interrupted"]:
+        return Answer(f"not decided yet, it was interrupted: {seen}", "continue it")
+    if fields["metric"] == SHOWN:
+        return Answer("not decided: {reason}", "run it again with a larger --budget")
+    pairs, others = affordable(fields), busy_with(fields)
+    if is_open:
+        pairs = max(PAIRS_MIN, pairs or 0)
+    busy, close = "", ""
+    if others:
+        count = f"{others:.0f} others want" if others >= 1.5 else "others want"
+        busy, close = f" on this busy machine: {count} its CPUs", "close them and "
+    if pairs is not None:
+        more, options = _more_pairs(fields, pairs)
+        return Answer(f"not decided{busy}{';' if busy else ':'} {seen}", close + more, options)
+    change, options = _other_margin(fields)
+    if busy:
+        action = f"close them or {change}" if change else "close them and run it again"
+        return Answer(f"cannot be decided{busy}; {seen}", action, options)
+    sentence = f"cannot be decided: {_why_undecidable(fields)}; {seen}"
+    return Answer(sentence, change or "run it again with more steps", options)
+
+
+def _why_undecidable(fields: Fields) -> str:
+    delta = math.log1p(fields["margin"])
+    if abs(abs(math.log(fields["effect"])) - delta) < ON_THE_MARGIN * delta:
+        return "the effect is as large as the margin"
+    return f"pairs differ by {_percent(fields['diagnostics']['deviation'])} among themselves"
+
+
+def _other_margin(fields: Fields) -> tuple[str, str]:
+    """The margin at which the present pairs would decide, as an action and as an option."""
+    interval = _interval(fields)
+    for word, margin, why in (
+        ("lower", margin_of_a_difference(interval), " if so little matters"),
+        ("raise", margin_of_equality(interval), ""),
+    ):
+        if margin is not None and margin <= LARGEST_MARGIN:
+            return f"{word} the margin to {_percent(margin)}{why}", f"--margin {100 * margin:g}%"
+    return "", ""
+
+
+def _invalid(fields: Fields) -> Answer:
+    controls = fields["controls"]
+    if controls["manipulation"]["level"] == "fail":
+        action = "read in the log of B why the setting had no effect"
+        return Answer("the setting was not tested: {manipulation}", action)
+    if controls["equal"]["level"] == "fail":
+        sentence = "more than the setting differs between the arms: {equal}"
+        return Answer(sentence, "remove that difference and run it again")
+    if fields["diagnostics"]["findings"]:
+        action = "close the other programs" if busy_with(fields) else "let the machine become idle"
+        return Answer("the pairs disturb each other: {findings}", f"{action} and run it again")
+    if fields["metric"] == SHOWN:
+        return Answer("not tested: {reason}", "read the log of B")
+    failed = [run for run in fields["raw_runs"] if run["state"] != "completed"]
+    if not failed:
+        return Answer("nothing was measured: {reason}", "choose another --metric")
+    states, arms = {run["state"] for run in failed}, sorted({run["arm"] for run in failed})
+    if states == {ENDED_EARLY}:
+        return Answer(
+            "not comparable: the script ended by itself before the steps of --steps",
+            "run it again with fewer --steps, or let the script make more",
+        )
+    if states == {NO_STEPS}:
+        return Answer(
+            "nothing was measured: no optimizer of torch stepped where the probe could see it",
+            "see what `engine watch` says of the command",
+        )
+    who = "both arms" if len(arms) == 2 else f"arm {arms[0]}"
+    state = str(failed[0]["state"]).replace("_", " ")
+    sentence = (
+        f"not comparable: {len(failed)} of {len(fields['raw_runs'])} runs did not finish,"
+        f" of {who}, the first in pair {failed[0]['pair']} ({state})"
+    )
+    if states == {OVER_THE_LIMIT} and len(arms) == 2:
+        return Answer(sentence, "run it again with a larger --budget")
+    return Answer(sentence, f"read the log of {failed[0]['run']}")
+
+
+_ALL, _FLIPPED = tuple(CONTROLS), ("manipulation",)
+# An arm that did not finish, or ended when it showed what is asked, has not logged everything that would be compared.
+VERDICTS = {
+    FASTER: Meaning(Level.PASS, _different, _ALL),
+    SLOWER: Meaning(Level.PASS, _different, _ALL),
+    EQUIVALENT: Meaning(
+        Level.PASS,
+        Answer(
+            "{b} makes no difference that matters: {effect}, within the margin of {margin}",
+            "{keep} and look for another cause",
+        ),
+        _ALL,
+    ),
+    DID_NOT_COMPLETE["A"]: Meaning(Level.PASS, _did_not_complete, _FLIPPED, is_in_logs=True),
+    DID_NOT_COMPLETE["B"]: Meaning(Level.PASS, _did_not_complete, _FLIPPED, is_in_logs=True),
+    ENDS_IT: Meaning(Level.PASS, Answer("{b} ends it: {reason}", "{set}"), _FLIPPED),
+    KEEPS_IT: Meaning(
+        Level.PASS,
+        Answer("{b} does not end it: {reason}", "{keep} and look for another cause"),
+        _FLIPPED,
+    ),
+    NOT_SEEN: Meaning(
+        Level.UNKNOWN,
+        Answer(
+            "not tested: {reason}",
+            "run it with more --steps or a longer --budget, as the run that showed it",
+        ),
+    ),
+    INCONCLUSIVE: Meaning(Level.UNKNOWN, _inconclusive),
+    PARITY_FAIL: Meaning(
+        Level.FAIL,
+        Answer(
+            "not comparable, the arms compute different things: {parity}",
+            "{keep}, and compare the logs where the losses part",
+        ),
+        is_in_logs=True,
+    ),
+    INVALID: Meaning(Level.UNKNOWN, _invalid, is_in_logs=True),
+}
+DECIDED = frozenset(word for word, meaning in VERDICTS.items() if meaning.level is Level.PASS)
+
+
+# Parts of sentences
+
+
+def _settings(fields: Fields, *, b: bool) -> list[str]:
+    """The changed settings with their values in an arm, as `key=value`; words of a command as they are."""
+    found = []
+    for change in fields["changes"]:
+        key, _, values = change.partition(": ")
+        value = values.partition(" -> ")[2 if b else 0]
+        if value == OWN:
+            found.append(f"{OWN} {key}")
+        else:
+            found.append(value if key == WORDS else f"{key}={value}")
+    return found
+
+
+def _b(fields: Fields) -> str:
+    """Name what B changes."""
+    settings = _settings(fields, b=True)
+    if len(settings) > 1:
+        return f"the bundle of {len(settings)} settings"
+    return settings[0] if settings else "B"
+
+
+def _arm(fields: Fields, *, b: bool) -> str:
+    name, settings = "B" if b else "A", _settings(fields, b=b)
+    return f"{name} ({settings[0]})" if len(settings) == 1 else name
+
+
+def _use(fields: Fields, *, b: bool) -> str:
+    settings = _settings(fields, b=b)
+    if not settings:
+        return "change nothing"
+    if b:
+        pairs = [setting.partition("=") for setting in settings]
+        settings = [
+            by_hand(key, value) if key in SCRIPT_SETTINGS else f"{key}{equals}{value}"
+            for key, equals, value in pairs
+        ]
+    return f"{'set' if b else 'keep'} {', '.join(settings)}"
+
+
+def _does(fields: Fields) -> str:
+    metric = METRICS[fields["metric"]]
+    return metric.less if fields["verdict"] == FASTER else metric.more
+
+
+def _interval(fields: Fields) -> Interval:
+    low, high = fields["interval"]
+    return Interval(
+        mean=math.log(fields["effect"]),
+        low=-math.inf if low is None else math.log(low),
+        high=math.inf if high is None else math.log(high),
+        pairs=fields["n_pairs"],
+        deviation=fields["diagnostics"]["deviation"] or 0.0,
+    )
+
+
+def _effect(fields: Fields) -> str:
+    """The effect with its interval: `time per step -26.0 % [-26.2, -25.7]`."""
+    interval, noun = _interval(fields), METRICS[fields["metric"]].noun
+    if math.isinf(interval.high):
+        return f"{noun} {100 * math.expm1(interval.mean):+z.0f} %"
+    ends = [100 * math.expm1(x) for x in (interval.mean, interval.low, interval.high)]
+    half = (ends[2] - ends[1]) / 2
+    # As many digits as the interval leaves certain, and enough that its ends keep their side of the margin.
+    digits = min(3, max(0, -math.floor(math.log10(half)))) if half > 0 else 1
+    while digits < 3 and _verdict_of(ends, digits, fields["margin"]) != decide(
+        interval, fields["margin"]
+    ):
+        digits += 1
+    mean, low, high = (f"{end:+z.{digits}f}" for end in ends)
+    return f"{noun} {mean} % [{low}, {high}]"
+
+
+def _verdict_of(ends: list[float], digits: int, margin: float) -> str | None:
+    """What percentages would decide when they are rounded."""
+    mean, low, high = (math.log1p(max(round(end, digits), -99.9) / 100) for end in ends)
+    return decide(Interval(mean=mean, low=low, high=high, pairs=0, deviation=0.0), margin)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+def _pair_s(fields: Fields) -> float:
+    """Mean seconds of a pair."""
+    seconds = sum(run["seconds"] for run in fields["raw_runs"])
+    return float(seconds / max(1, fields["pairs_run"]))
+
+
+def _more_pairs(fields: Fields, pairs: int) -> tuple[str, str]:
+    """To run a number of pairs, as an action and as options, with a quarter more time than they took."""
+    minutes = math.ceil(pairs * _pair_s(fields) / 60)
+    budget = max(5, math.ceil(1.25 * minutes))
+    lasting = f" (about {minutes} min)" if minutes else ""
+    return f"run {pairs} pairs{lasting}", f"--pairs {pairs} --budget {budget}m"
+
+
+PARTS: dict[str, Callable[[Fields], str]] = {
+    "b": _b,
+    "arm_a": lambda fields: _arm(fields, b=False),
+    "arm_b": lambda fields: _arm(fields, b=True),
+    "keep": lambda fields: _use(fields, b=False),
+    "set": lambda fields: _use(fields, b=True),
+    "does": _does,
+    "effect": _effect,
+    "margin": lambda fields: _percent(fields["margin"]),
+    "reason": lambda fields: str(fields["reason"]),
+    "findings": lambda fields: "; ".join(fields["diagnostics"]["findings"].values()),
+}
