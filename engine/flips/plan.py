@@ -124,29 +124,29 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    hypothesis: str
+    hypothesis: str = ""
     changes: tuple[Change, ...]
     """One change makes a flip; several make a bundle, whose verdict names no single cause; none compares A
     with A."""
-    metric: str
-    margin: float
+    metric: str = "step_s"
+    margin: float = MARGIN
     """Fraction below which a difference does not matter: 0.05 is 5 %."""
-    alpha: float
+    alpha: float = ALPHA
     """A verdict is wrong in at most this fraction of experiments, however often one looks."""
-    pairs_min: int
-    pairs_max: int
-    steps: int
+    pairs_min: int = PAIRS_MIN
+    pairs_max: int = PAIRS_MAX
+    steps: int = STEPS
     """Optimizer steps of each run."""
-    warm_up_steps: int
+    warm_up_steps: int = WARM_UP_STEPS
     """Number of first steps that are not measured."""
-    run_limit_s: float
+    run_limit_s: float = RUN_LIMIT_S
     """A run that takes longer did not complete."""
-    budget_s: float
+    budget_s: float = BUDGET_S
     """No pair is begun that would not end within this time."""
-    parity: float
+    parity: float = PARITY
     """Allowed relative difference between the arms' losses at the same step."""
     order_seed: int
-    slow_a_by: float
+    slow_a_by: float = 0.0
     """Fraction by which every step of A is deliberately lengthened in a control, otherwise 0."""
     spec: Mapping[str, Mapping[str, Any]]
     """Settings of arm A; none where the arms are a command."""
@@ -304,12 +304,11 @@ def make_plan(
     Raises BadInput.
 
     `sets` are the changes of arm B as on the command line, `teacher.backend=quantized`; `base_sets` are settings of
-    both arms; `how` are the fields of `_Numbers`.
+    both arms; `how` are fields of the plan.
     """
-    numbers = _Numbers(**how)
     base = load_source(source, base_sets)
-    spec = _shortened(base, numbers.steps)
-    return numbers.register(_changes(base, sets), spec=spec, source=str(source.absolute()))
+    spec = _shortened(base, how.get("steps", STEPS))
+    return _register(_changes(base, sets), spec=spec, source=str(source.absolute()), **how)
 
 
 def make_command_plan(
@@ -344,10 +343,10 @@ def make_command_plan(
         if value != arms[1][key]
     )
     workers = _workers(changes)
-    numbers = _Numbers(**({"steps": STEPS_OF_LOADERS} if workers else {}) | how)
-    numbers = dataclasses.replace(numbers, warm_up_steps=_warm_up(workers, numbers.steps))
+    how = {"steps": STEPS_OF_LOADERS if workers else STEPS} | how
+    how["warm_up_steps"] = _warm_up(workers, how["steps"])
     _check_command(command, changes, arms)
-    return numbers.register(changes, spec={}, source=source or command.line, command=command)
+    return _register(changes, spec={}, source=source or command.line, command=command, **how)
 
 
 def _workers(changes: Sequence[Change]) -> int:
@@ -388,68 +387,39 @@ def _check_command(
             raise BadInput.expected("command", program or "''", "a program to start", "none")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Numbers:
-    """What a plan fixes whatever its arms are."""
-
-    order_seed: int
-    hypothesis: str = ""
-    metric: str = "step_s"
-    margin: float = MARGIN
-    steps: int = STEPS
-    warm_up_steps: int = WARM_UP_STEPS
-    pairs_max: int = PAIRS_MAX
-    run_limit_s: float | None = None
-    """By default half the budget, so that one pair always fits, and at most RUN_LIMIT_S."""
-    budget_s: float = BUDGET_S
-    parity: float = PARITY
-
-    def __post_init__(self) -> None:
-        _check_numbers(
-            self.metric, self.margin, self.steps, self.pairs_max, self.budget_s, self.order_seed
-        )
-
-    def register(self, changes: tuple[Change, ...], **arms: Any) -> Plan:
-        return Plan(
-            hypothesis=self.hypothesis or _default_hypothesis(changes, self.metric, self.margin),
-            changes=changes,
-            metric=self.metric,
-            margin=self.margin,
-            alpha=ALPHA,
-            level=LEVEL,
-            prior_weight=PRIOR_WEIGHT,
-            pairs_min=PAIRS_MIN,
-            pairs_max=self.pairs_max,
-            steps=self.steps,
-            warm_up_steps=self.warm_up_steps,
-            run_limit_s=self.run_limit_s or min(RUN_LIMIT_S, self.budget_s / 2),
-            budget_s=self.budget_s,
-            parity=self.parity,
-            order_seed=self.order_seed,
-            slow_a_by=0.0,
-            **arms,
-        )
+def _register(
+    changes: tuple[Change, ...], *, run_limit_s: float | None = None, **fields: Any
+) -> Plan:
+    """Make the plan of these changes. A run may take half the budget, so that one pair always fits, and at most
+    RUN_LIMIT_S."""
+    plan = Plan(changes=changes, level=LEVEL, prior_weight=PRIOR_WEIGHT, **fields)
+    _check_numbers(plan)
+    what = " and ".join(map(str, changes)) or "nothing"
+    usual = f"{what} changes {plan.metric} by more than {100 * plan.margin:g} %"
+    return dataclasses.replace(
+        plan,
+        hypothesis=plan.hypothesis or usual,
+        run_limit_s=run_limit_s or min(RUN_LIMIT_S, plan.budget_s / 2),
+    )
 
 
-def _check_numbers(
-    metric: str, margin: float, steps: int, pairs_max: int, budget_s: float, order_seed: int
-) -> None:
+def _check_numbers(plan: Plan) -> None:
     least = WARM_UP_STEPS + MEASURED_STEPS_MIN
     for what, good, expected, found in (
-        ("metric", metric in METRICS, f"one of {', '.join(METRICS)}", metric),
-        ("margin", 0 < margin < 1, "a share between 0 and 1", f"{margin:g}"),
+        ("metric", plan.metric in METRICS, f"one of {', '.join(METRICS)}", plan.metric),
+        ("margin", 0 < plan.margin < 1, "a share between 0 and 1", f"{plan.margin:g}"),
         (
             "steps",
-            steps >= least,
+            plan.steps >= least,
             f"at least {least}, of which {WARM_UP_STEPS} warm up",
-            str(steps),
+            plan.steps,
         ),
-        ("pairs", 0 < pairs_max <= PAIRS_LIMIT, f"1 to {PAIRS_LIMIT}", str(pairs_max)),
-        ("budget", budget_s > 0, "some seconds", f"{budget_s:g}"),
-        ("order seed", order_seed >= 0, "a number of at least 0", str(order_seed)),
+        ("pairs", 0 < plan.pairs_max <= PAIRS_LIMIT, f"1 to {PAIRS_LIMIT}", plan.pairs_max),
+        ("budget", plan.budget_s > 0, "some seconds", f"{plan.budget_s:g}"),
+        ("order seed", plan.order_seed >= 0, "a number of at least 0", plan.order_seed),
     ):
         if not good:
-            raise BadInput.expected(what, "of the flip", expected, found)
+            raise BadInput.expected(what, "of the flip", expected, str(found))
 
 
 def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
@@ -486,11 +456,6 @@ def _shortened(spec: RunSpec, steps: int) -> dict[str, dict[str, Any]]:
     # The plan alone limits how long an arm may take.
     tree["watch"]["on_stall"] = "report"
     return tree
-
-
-def _default_hypothesis(changes: Sequence[Change], metric: str, margin: float) -> str:
-    what = " and ".join(str(change) for change in changes) or "nothing"
-    return f"{what} changes {metric} by more than {100 * margin:g} %"
 
 
 def parse_time(what: str, text: str) -> float:

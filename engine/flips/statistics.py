@@ -89,16 +89,6 @@ def anytime_interval(
     return Interval(mean=mean, low=mean - half, high=mean + half, pairs=n, deviation=deviation)
 
 
-def fixed_interval(differences: Sequence[float], *, alpha: float = ALPHA) -> Interval:
-    """Return Student's interval: narrower, and valid only for a number of pairs fixed in advance."""
-    n = len(differences)
-    mean, deviation = _moments(differences)
-    half = math.inf
-    if n >= 2:
-        half = t_quantile(1 - alpha / 2, n - 1) * deviation / math.sqrt(n)
-    return Interval(mean=mean, low=mean - half, high=mean + half, pairs=n, deviation=deviation)
-
-
 # contract: flip-statistics-v1
 def decide(interval: Interval, margin: float) -> str | None:
     """Return FASTER, SLOWER or EQUIVALENT; None while more pairs are needed. `margin` is a
@@ -282,14 +272,3 @@ def t_tail(t: float, degrees: int) -> float:
 
     x = degrees / (degrees + t * t)
     return float(fp.betainc(degrees / 2, 0.5, 0, x, regularized=True)) / 2
-
-
-def t_quantile(p: float, degrees: int) -> float:
-    """t with P(T <= t) = p, for p above one half; by bisection."""
-    low, high = 0.0, 1.0
-    while t_tail(high, degrees) > 1 - p:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tail(middle, degrees) > 1 - p else (low, middle)
-    return high

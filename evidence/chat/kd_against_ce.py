@@ -16,7 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.flips.statistics import fixed_interval
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.support.fixed_interval import fixed_interval
 from workbench.cli import demo_spec
 
 HERE = Path(__file__).parent

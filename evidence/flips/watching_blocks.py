@@ -27,7 +27,10 @@ from typing import Any
 
 import torch
 
-from engine.flips.statistics import decide, diagnose, fixed_interval
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from engine.flips.statistics import decide, diagnose
+from tests.support.fixed_interval import fixed_interval
 
 ALPHA = 0.10
 Block = tuple[bool, float, float]

@@ -16,14 +16,13 @@ from engine.flips.statistics import (
     anytime_p,
     decide,
     diagnose,
-    fixed_interval,
     holm,
     pairs_needed,
     sign_bound,
     sign_flip_p,
-    t_quantile,
     t_tail,
 )
+from tests.support.fixed_interval import fixed_interval, t_quantile
 
 NUMBERS = st.floats(-1, 1).filter(lambda x: x == 0 or abs(x) > 1e-9)
 
