@@ -173,12 +173,6 @@ def sum_up(
     )
 
 
-def _made_its_steps(plan: Plan, view: RunView) -> bool:
-    """Whether the run exited by itself with status 0 after the plan's steps, which are fewer than the spec's."""
-    done = view.finished
-    return done is not None and done.exit_code == 0 and view.last_step >= plan.steps
-
-
 def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, str]:
     if over:
         phase = view.phase.name if view.phase is not None else "starting"
@@ -188,17 +182,18 @@ def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, 
         return OVER_THE_LIMIT, text
     if plan.kind == "command":
         return _ending_of_command(plan, view, state)
-    done = view.finished
-    if done is not None and (done.state == "completed" or _made_its_steps(plan, view)):
-        return "completed", done.reason
-    own = view.finished.reason if view.finished is not None else ""
+    done, own = view.finished, ""
+    if done is not None:
+        # The plan's steps may be fewer than the spec's.
+        made_its_steps = done.exit_code == 0 and view.last_step >= plan.steps
+        if done.state == "completed" or made_its_steps:
+            return "completed", done.reason
+        own = done.reason
     if view.exit is None:
         return state, own
-    word = view.exit.state.lower()
     # A run whose own log says that it stopped had been asked to; its exit code adds nothing.
-    if view.finished is not None and view.finished.state == "stopped":
-        word = "stopped"
-    return word, own or view.exit.sentence
+    is_stopped = done is not None and done.state == "stopped"
+    return "stopped" if is_stopped else view.exit.state.lower(), own or view.exit.sentence
 
 
 def _last_line(run: RunFolder) -> str:
@@ -407,7 +402,7 @@ def run_arm(
         raise BadInput(said)
     # Settle before the view is read: this reads the last lines of the logs.
     state = _settled(follower)
-    summed = sum_up(
+    outcome = sum_up(
         plan,
         "B" if b else "A",
         f"{folder.parent.name}/{folder.name}",
@@ -417,15 +412,9 @@ def run_arm(
         over=over,
         left=launched.run if plan.kind == "command" else None,
     )
-    return (
-        summed
-        if plan.observed is None
-        else _with_shown(plan, summed, launched.run, answered=answered)
-    )
-
-
-def _with_shown(plan: Plan, outcome: Outcome, run: RunFolder, *, answered: bool) -> Outcome:
-    found, reason = shown_by(plan, run, outcome.state)
+    if plan.observed is None:
+        return outcome
+    found, reason = shown_by(plan, launched.run, outcome.state)
     state = ANSWERED if answered and found is not None else outcome.state
     return dataclasses.replace(
         outcome, state=state, reason=reason, value=None, no_value=reason, shown=found

@@ -13,13 +13,14 @@ This module loads without torch, and its functions may be called from any thread
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from engine.errors import BadInput
 from engine.flips import controls
@@ -34,7 +35,7 @@ from engine.flips.surroundings import Surroundings, device_lock, find_surroundin
 from engine.log.view import RunView
 from engine.units import format_seconds
 
-CONTROLS = ("auto", "run", "skip")
+Controls: TypeAlias = Literal["auto", "run", "skip"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ def run_flip(
     folder: Path,
     watching: Watching = NOBODY,
     *,
-    use_controls: str = "auto",
+    use_controls: Controls = "auto",
     share: bool = False,
 ) -> dict[str, Any]:
     """Carry out `plan` in the new folder `folder`, and return the fields of its verdict.json.
@@ -67,51 +68,34 @@ def run_flip(
     `use_controls`: `auto` uses the controls of the last day that apply to this plan, `run` runs them first,
     `skip` uses none. Raises BadInput for a folder that exists or a device that is in use.
     """
-    _check_choice(use_controls)
     surroundings = find_surroundings(plan)
-    with device_lock(surroundings.device, f"a flip in {folder.absolute()}", share=share):
-        flip = create_flip(folder.absolute(), plan, surroundings)
-        try:
-            experiment = _Experiment(
-                plan=plan, flip=flip, surroundings=surroundings, watching=watching
-            )
-            return experiment.carry_out(use_controls)
-        finally:
-            flip.close()
+    with (
+        device_lock(surroundings.device, f"a flip in {folder.absolute()}", share=share),
+        contextlib.closing(create_flip(folder.absolute(), plan, surroundings)) as flip,
+    ):
+        return _Experiment(plan, flip, surroundings, watching).carry_out(use_controls)
 
 
 def resume_flip(
     folder: Path,
     watching: Watching = NOBODY,
     *,
-    use_controls: str = "auto",
+    use_controls: Controls = "auto",
     share: bool = False,
 ) -> dict[str, Any]:
     """Continue a flip that was interrupted or died. Raises BadInput for one that ended."""
-    _check_choice(use_controls)
     flip, plan = open_flip(folder.absolute())
-    try:
+    with contextlib.closing(flip):
         before = read_verdict(flip.path)
         if before is not None and not before["interrupted"]:
             found = f"one that ended: {before['verdict']}"
             raise BadInput.expected("flip", folder, "one that was interrupted", found)
         surroundings = find_surroundings(plan)
         with device_lock(surroundings.device, f"a flip in {flip.path}", share=share):
-            experiment = _Experiment(
-                plan=plan, flip=flip, surroundings=surroundings, watching=watching
-            )
-            return experiment.carry_out(use_controls)
-    finally:
-        flip.close()
+            return _Experiment(plan, flip, surroundings, watching).carry_out(use_controls)
 
 
-def _check_choice(use_controls: str) -> None:
-    if use_controls not in CONTROLS:
-        expected = f"one of {', '.join(CONTROLS)}"
-        raise BadInput.expected("controls", "of the flip", expected, use_controls)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Experiment:
     """A running flip, or one of its controls."""
 
@@ -121,7 +105,7 @@ class _Experiment:
     watching: Watching
     what: str = "flip"
 
-    def carry_out(self, use_controls: str) -> dict[str, Any]:
+    def carry_out(self, use_controls: Controls) -> dict[str, Any]:
         begun_s = time.monotonic()
         judgement, interrupted = None, False
         if use_controls == "run":
@@ -203,10 +187,8 @@ class _Experiment:
                 plan = self.plan.control(slow=kind == controls.SLOW)
                 flip = create_flip(path, plan, self.surroundings)
             control = dataclasses.replace(self, plan=plan, flip=flip, what=f"control {kind}")
-            try:
+            with contextlib.closing(flip):
                 judgement, interrupted = control.measure()
-            finally:
-                flip.close()
             if interrupted:
                 return True
             assert judgement is not None, "a control that has ended has a verdict"

@@ -226,17 +226,17 @@ class Plan:
             return f"engine flip {self.source}{sets}{options}"
         arms, is_of_run = "", self.source != self.command.line
         for change in self.changes:
-            for arm, value in (("a", change.a), ("b", change.b)):
-                if change.key == WORDS and is_of_run:
-                    arms += f" --b {shlex.quote(value)}" if arm == "b" else ""
-                elif change.key == WORDS:
-                    arms += f" --{arm} {shlex.quote(value)}"
-                elif LINE.fullmatch(change.key):
-                    arms += f" --line {shlex.quote(f'{change.key}={value}')}" if arm == "b" else ""
-                elif change.key in SCRIPT_SETTINGS:
-                    arms += f" --set {change.key}={value}" if arm == "b" else ""
-                elif value is not None and not (is_of_run and arm == "a"):
-                    arms += f" --env-{arm} {shlex.quote(f'{change.key}={value}')}"
+            of_words, of_b = change.key == WORDS, {}
+            if LINE.fullmatch(change.key):
+                of_b = {"--line": change.b}
+            elif change.key in SCRIPT_SETTINGS:
+                of_b = {"--set": change.b}
+            option = "--" if of_words else "--env-"
+            of_a = {} if is_of_run else {f"{option}a": change.a}
+            for name, value in (of_b or of_a | {f"{option}b": change.b}).items():
+                if value is not None:
+                    text = value if of_words else f"{change.key}={value}"
+                    arms += f" {name} {shlex.quote(text)}"
         if is_of_run:
             return f"engine flip {shlex.quote(self.source)}{arms}{options}"
         return f"engine flip{arms}{options} -- {self.command.line}"
