@@ -28,7 +28,6 @@ Host memory: one tensor; for a folder of safetensors, one shard of at most `SHAR
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,9 +39,8 @@ import torch
 from torch import Tensor
 
 from engine import limits
-from engine.errors import EngineError, InternalError, UsageError, WeightsError
+from engine.errors import UsageError, WeightsError
 from engine.export.hf_folder import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, write_folder
-from engine.export.metadata import Said, difference, other_types, said, said_in_apr
 from engine.export.mixture import QUANTS, tensor_types
 from engine.files import read_text
 from engine.formats.apr_write import write_apr
@@ -58,7 +56,6 @@ from engine.models.names import (
     check_fits,
     joined,
     names_for,
-    neighbours_turn,
     permute_rows,
     shifted,
     turned_heads,
@@ -155,8 +152,7 @@ def convert(
 
     `tokenizer=False` leaves the tokenizer out, for one that the new format cannot represent. `origin` adds
     metadata about the model to a GGUF or .apr file: `name`, `license`, ... Raises `WeightsError`,
-    `UsageError`, `TokenizerError`, `DiskFull`, and `InternalError` for a file that says
-    something else than its source, or a GGUF whose types are not those of its mixture.
+    `UsageError`, `TokenizerError`, `DiskFull`.
     """
     started_s = time.monotonic()
     device = torch.device(device)
@@ -186,40 +182,8 @@ def convert(
         tensors = joined(names, ours)
         _write(done, weights, config, tensors, tokenizer_json, origin or {})
         done.warnings = tuple(weights.warnings)
-    if wrong := _contradicts(source, target, tokenizer=tokenizer):
-        shutil.rmtree(target) if target.is_dir() else target.unlink()
-        raise InternalError(f"{target}: {wrong}")
     done.elapsed_s = time.monotonic() - started_s
     return done
-
-
-def _contradicts(source: Path, target: Path, *, tokenizer: bool) -> str:
-    """Say what the new file has of the model, its tokens and its types that the source does not; empty when nothing."""
-    if target.suffix == ".gguf" and (wrong := other_types(target)):
-        return wrong
-    wanted = said(source) or {}
-    # What is told of a model anew, and what goes with its tokenizer.
-    of_tokenizer = ("tokens", "kinds", "merges", "around", "template")
-    for key in ("name", "licence", *(() if tokenizer else of_tokenizer)):
-        wanted.pop(key, None)
-    try:
-        for where, found in said_by(target):
-            if wrong := difference(wanted, found):
-                return f"{where}: {wrong}"
-    except EngineError as error:
-        return f"it cannot be read back: {error}"
-    return ""
-
-
-def said_by(path: Path) -> list[tuple[str, Said]]:
-    """Return what a model's file or folder says beside its tensors, by where in it."""
-    if path.suffix == ".apr":
-        with open_weights(path) as weights:
-            # What no reader could load is refused here too.
-            neighbours_turn(config_of(weights, NATIVE), "apr", weights.metadata, path)
-            return list(said_in_apr(weights.metadata, path))
-    found = said(path)
-    return [] if found is None else [("its metadata", found)]
 
 
 def _converted(

@@ -37,17 +37,18 @@ import numpy as np
 
 from engine.errors import BadInput, TokenizerError, WeightsError
 from engine.export.compare import as_float, first_difference, same_values, within
-from engine.export.convert import FILE_TYPES, convert, said_by
+from engine.export.convert import FILE_TYPES, convert
 from engine.export.hf_folder import GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from engine.export.manifest import MANIFEST, check_manifest
-from engine.export.metadata import Said, difference, other_types, said
+from engine.export.metadata import Said, difference, other_types, said, said_in_apr
 from engine.export.outcome import Outcome, answered, unknown
 from engine.export.peers import Absent, Answered, Crashed, absent, ask
 from engine.files import read_json_object
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.limits import MODEL_CONFIG
-from engine.models.read_config import read_config
+from engine.models.names import neighbours_turn
+from engine.models.read_config import NATIVE, config_of, read_config
 from engine.quant.blocks import NOISE_FLOORS
 from engine.signals import scratch_folder
 from engine.verdict import Level, Verdict, lowest
@@ -200,6 +201,17 @@ def _metadata(folder: Path, native: bool) -> Outcome:
         text = f"{', '.join(absent)} not read: pip install 'apr-workbench[gguf]'"
         return unknown("metadata", text)
     return answered("metadata", Level.PASS, f"{', '.join(compared)}: what the folder says")
+
+
+def said_by(path: Path) -> list[tuple[str, Said]]:
+    """Return what a model's file or folder says beside its tensors, by where in it."""
+    if path.suffix == ".apr":
+        with open_weights(path) as weights:
+            # What no reader could load is refused here too.
+            neighbours_turn(config_of(weights, NATIVE), "apr", weights.metadata, path)
+            return list(said_in_apr(weights.metadata, path))
+    found = said(path)
+    return [] if found is None else [("its metadata", found)]
 
 
 def _ends_elsewhere(folder: Path) -> str:

@@ -15,11 +15,12 @@ from engine.cli.main import main
 from engine.evaluate.model import weights_sha256
 from engine.export.licence import Base, bases_of, inherited, licence_files
 from engine.export.publish import Wanted, publish
-from engine.export.required_evidence import contradicts_the_files, read_evaluation
+from engine.export.required_evidence import read_evaluation
 from engine.formats.open import open_weights
 from engine.log.folder import RunFolder
 from engine.receipts.context import view_of
 from engine.units import format_count
+from tests.support.card_oracle import contradicts_the_files
 from tests.support.finished_runs import finish, results_file
 from tests.support.kit import Kit
 

@@ -314,7 +314,6 @@ def test_a_tokenizer_of_other_length_is_named_and_that_of_a_base_is_not(model: P
 def test_a_gguf_that_names_another_mixture_than_it_holds_is_named(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.export.convert.other_types", lambda path: "")
     monkeypatch.setitem(FILE_TYPES, "q8_0", FILE_TYPES["q4_k_m"])
     convert(model, model / "m.gguf", "q8_0")
     found = _metadata(model, native=True).verdict
