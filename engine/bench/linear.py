@@ -8,9 +8,8 @@ The arms run a stack of decoder layers in which every matmul has its own weight 
     packed joined  packed_linear_many, joined as above
     dequantise     the dequantising part of `packed` alone
 
-`dequantise_rows` measures dequantising alone, one matrix at a time, for each block type. Weights are random
-numbers, quantised as in a Q4_K_M file; the bf16 arms use their dequantised values. A stack is larger than a
-GPU's caches.
+Weights are random numbers, quantised as in a Q4_K_M file; the bf16 arms use their dequantised values. A stack
+is larger than a GPU's caches.
 
 `ratio` is the speed relative to the faster bf16 arm. With few rows the host is slower than the GPU, so a
 stack is replayed as a CUDA graph.
@@ -31,7 +30,7 @@ from engine.bench.rows import BenchRow, Timing
 from engine.bench.timing import captured, time_arms
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
-from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix, pack
 
 # Shapes: M rows of activations, K columns, N rows of W
@@ -127,31 +126,6 @@ def stack_rows(
         times = time_arms(arms, device, rounds=rounds, inner=shape.repeats)
     base = min(times["bf16"], times["bf16 joined"], key=lambda one: one.seconds)
     return [_stack_row(name, times[name], base, shape, layers, rows) for name in arms]
-
-
-def dequantise_rows(device: torch.device, shape: StackShape, *, rounds: int = 15) -> list[BenchRow]:
-    """Measure dequantising a matrix of the shape of gate and up together, for each block type."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    count, columns = 2 * shape.inner, shape.width
-    out_NK = torch.empty(count, columns, dtype=dtype, device=device)
-    weights = {
-        name: _random_packed(name, count, columns, device)
-        for name in LAYOUTS
-        if columns % BLOCK_TYPES[name].block_size == 0
-    }
-    arms: dict[str, Callable[[], object]] = {
-        name: partial(dequantize_rows, packed, out_NK, 0, count) for name, packed in weights.items()
-    }
-    return [
-        BenchRow.of(
-            f"dequantise {name}",
-            timing,
-            shape=f"{count} x {columns}",
-            rows=0,
-            bytes=weights[name].nbytes + out_NK.nbytes,
-        )
-        for name, timing in time_arms(arms, device, rounds=rounds, inner=4).items()
-    ]
 
 
 def _layer(shape: StackShape, device: torch.device, dtype: torch.dtype, better: bool) -> Layer:

@@ -12,8 +12,6 @@ runs whatever program it contains, and nothing that is opened here is ever execu
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +24,6 @@ from engine.formats.safetensors import (
     INDEX_FILE,
     SINGLE_FILE,
     SafetensorsFolder,
-    escapes,
     open_index,
     read_header,
     refuse,
@@ -36,19 +33,16 @@ from engine.formats.weights import WeightFile, open_regular
 _EXPECTED = "a safetensors, GGUF or .apr file"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _PICKLE_REASON = "a pickle can run code: convert it to safetensors in a sandbox"
-_HASH_BYTES = 1 << 22
 
 
 def open_weights(
     path: str | Path,
     *,
-    sha256: Mapping[str, str] | None = None,
     apr_dtypes: Mapping[int, str] | None = None,
 ) -> WeightFile:
     """Open the weights in a file, or in a folder that holds one model. Raises `WeightsError`.
 
-    `sha256` maps names of files beside the weights to digests. Every file with tensors must be in
-    it, and every file in it is read and compared (ST16). `apr_dtypes` is passed to `AprFile`.
+    `apr_dtypes` is passed to `AprFile`.
     """
     path = Path(path)
     try:
@@ -59,8 +53,6 @@ def open_weights(
             )
         else:
             weights = _open_file(path, apr_dtypes)
-        if sha256 is not None:
-            _check_digests(weights, sha256)
     except OSError as error:
         # A disk error while reading; files that cannot be opened were already refused by name.
         refuse(path, "a readable file", error.strerror or str(error))
@@ -133,22 +125,3 @@ def _in_folder(folder: Path) -> Path:
     listed = ", ".join(names[:8]) + (", ..." if names[8:] else "")
     wanted = f"{SINGLE_FILE}, {INDEX_FILE}, or one .gguf or .apr file"
     refuse(folder, wanted, listed or "an empty folder")
-
-
-def _check_digests(weights: WeightFile, sha256: Mapping[str, str]) -> None:
-    folder = weights.folder
-    held = {os.path.relpath(info.file, folder) for info in weights.tensors.values()}
-    for name in sorted(held - sha256.keys()):
-        refuse(folder / name, "a digest in the manifest", "none", code="ST16")
-    for name, expected in sorted(sha256.items()):
-        if escapes(name):
-            found = f"the path {json.dumps(name)}"
-            refuse(folder, "names of files in the folder", found, code="ST18")
-        digest = hashlib.sha256()
-        with open_regular(folder / name, "ST16 file of the manifest") as file:
-            while piece := file.read(_HASH_BYTES):
-                digest.update(piece)
-        if digest.hexdigest() != expected.lower():
-            hint = "the file is damaged or another version: fetch it again"
-            wanted = f"sha256 {expected}"
-            refuse(folder / name, wanted, digest.hexdigest(), hint, code="ST16")

@@ -26,6 +26,7 @@ from engine.audit.judge import StepJudge
 from engine.audit.observed import (
     NOT_IN_FILES,
     NOT_WIDENED,
+    CorpusRows,
     Logged,
     Model,
     ObservedParameter,
@@ -37,6 +38,7 @@ from engine.audit.observed import (
 from engine.catalogue import STAGES, About, skipped_ids
 from engine.checks.result import Result
 from engine.checks.weights import held, shape_of, weights_of
+from engine.data.batches import IGNORED, Batch, Batches
 from engine.data.tokens import TokenStream
 from engine.formats.open import open_weights
 from engine.log.events import CHECKS, StepDone, nan_if_absent
@@ -52,7 +54,6 @@ from engine.spec import RunSpec
 from engine.teachers.build import DTYPES
 from engine.teachers.store.keys import Identity
 from engine.teachers.store.teacher import CachedTeacher
-from engine.train.prescribed_rows import PrescribedRows
 from engine.train.same_module import SameModule
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
@@ -124,7 +125,11 @@ class StepAudit(StepObserver):
         teacher_decoder: Decoder | None,
     ) -> None:
         self.trainer, self.spec = trainer, spec
-        self.prescribed = PrescribedRows(stream, spec.data.seq_len, spec.train.seed)
+        train = spec.train
+        self.prescribed = Batches(
+            stream, seq_len=spec.data.seq_len, rows_per_batch=train.rows, seed=train.seed
+        )
+        """The rows that spec and corpus prescribe, whatever the trainer takes."""
         self.teacher_decoder = teacher_decoder if trainer.has_teacher else None
         self._began_at, self._began_position = trainer.step, trainer.position
         self._updates = max(
@@ -356,7 +361,7 @@ class StepAudit(StepObserver):
     def _wanted(self, step: int) -> Wanted:
         spec, trainer, train = self.spec, self.trainer, self.spec.train
         begun, ended = self._position(step - 1), self._position(step)
-        per_epoch = self.prescribed.per_epoch
+        per_epoch = self.prescribed.rows_per_epoch
         return Wanted(
             objective=reference.Objective(
                 alpha=spec.loss.alpha if trainer.has_teacher else 1.0,
@@ -396,7 +401,9 @@ class StepAudit(StepObserver):
             else None,
             teacher_hidden_NE=None if one.teacher_NE is None else one.teacher_NE.to(device),
             targets=targets,
-            corpus=self.prescribed.rows(self.prescribed.ids_at(begun + place * rows, rows)),
+            corpus=_corpus_rows(
+                self.prescribed.rows(self.prescribed.row_ids_at(begun + place * rows, rows))
+            ),
         )
 
     def _position(self, step: int) -> int:
@@ -462,6 +469,16 @@ class StepAudit(StepObserver):
         """Whether a copy of the teacher in fp32 is too large for its module to be run again with it."""
         decoder = self.teacher_decoder
         return isinstance(decoder, TransformersDecoder) and decoder.config.counted > WIDENED
+
+
+def _corpus_rows(batch: Batch) -> CorpusRows:
+    return CorpusRows(
+        row_ids=batch.row_ids.tolist(),
+        tokens_BT=torch.from_numpy(batch.tokens_BT),
+        documents_BT=torch.from_numpy(batch.documents_BT),
+        predicted_BT=torch.from_numpy(batch.labels_BT != IGNORED),
+        after_B=torch.from_numpy(batch.labels_BT[:, -1]),
+    )
 
 
 def _free_again(device: torch.device) -> int:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from engine.catalogue import STAGES, skipped_ids
 from engine.checks.result import Result
-from engine.data.batches import Batch, Int64Array
-from engine.data.row_hashes import RowHash, hashes_of, row_hashes
+from engine.data.batches import Batch, Batches
+from engine.data.row_hashes import RowHash, hashes_of
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import RowsWriter, path_of, read_rows
 from engine.spec import RunSpec
-from engine.train.prescribed_rows import PrescribedRows
 from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 from engine.verdict import Answer, Level, Numbers, passed
@@ -39,7 +38,7 @@ class TrainedRows(StepObserver):
         run: RunFolder,
         trainer: Trainer,
         spec: RunSpec,
-        prescribed: PrescribedRows,
+        prescribed: Batches,
         heldout: list[Batch],
     ) -> None:
         """Of the steps of `trainer` from the next one on. Raises RunLogError and DiskFull."""
@@ -107,8 +106,8 @@ class TrainedRows(StepObserver):
         world, rows = self._ranks.world, self._train.rows
         for index, part in enumerate(found):
             passes = ((step - 1) * self._train.accumulation + index) * world + self._ranks.rank
-            row_ids = self._prescribed.ids_at(passes * rows, rows)
-            wanted = prescribed_hashes(self._prescribed, row_ids)
+            row_ids = self._prescribed.row_ids_at(passes * rows, rows)
+            wanted = hashes_of(self._prescribed.rows(row_ids))
             if len(part) != len(wanted):
                 return Numbers(rows=len(part), wanted=len(wanted)).failed(
                     f"pass {index + 1} has {len(part)} rows, the spec has {len(wanted)}"
@@ -143,9 +142,3 @@ class TrainedRows(StepObserver):
                     whose = "" if rank == self._ranks.rank else f" by rank {rank}"
                     return f"one that was trained on in step {row.step:,}{whose}"
         return None
-
-
-def prescribed_hashes(prescribed: PrescribedRows, row_ids: Int64Array) -> list[RowHash]:
-    """Return the hashes of rows of the corpus, with the labels that the audit's reference gives them."""
-    rows = prescribed.rows(row_ids)
-    return row_hashes(rows.tokens_BT.numpy(), rows.documents_BT.numpy(), rows.labels_BT.numpy())

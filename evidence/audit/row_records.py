@@ -22,7 +22,6 @@ from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.runtime.ranks import Ranks
 from engine.spec import build_spec
-from engine.train.prescribed_rows import PrescribedRows
 from engine.train.step import MicroBatch, TeacherOutput
 from engine.train.trained_rows import TrainedRows
 
@@ -43,11 +42,10 @@ def measure(rows: int, length: int) -> dict[str, float]:
         check_paths=False,
     )
     trainer = SimpleNamespace(ranks=Ranks(), step=0, observers=())
-    prescribed = PrescribedRows(stream, length, spec.train.seed)
     batches = Batches(stream, seq_len=length, rows_per_batch=rows, seed=spec.train.seed)
     spent: dict[str, list[float]] = {"hash and record": [], "judge": []}
     with tempfile.TemporaryDirectory() as folder:
-        trained = TrainedRows(RunFolder(Path(folder)), cast(Any, trainer), spec, prescribed, [])
+        trained = TrainedRows(RunFolder(Path(folder)), cast(Any, trainer), spec, batches, [])
         for step in range(1, STEPS + 1):
             batch = batches.take((step - 1) * rows, rows)
             empty = torch.empty(0)

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 
 from engine.checks.result import Result
-from engine.data import batches
 from engine.data.batches import Batch, Batches
 from engine.data.row_hashes import hashes_of
 from engine.log.events import StepDone
 from engine.log.folder import RunFolder
 from engine.log.rows import path_of, read_rows
 from engine.train.checkpoint import state
-from engine.train.prescribed_rows import PrescribedRows
 from engine.train.trained_rows import TrainedRows
 from tests.support.checked_runs import SEQ_LEN, Run, World, make_run, make_world
 from tests.support.kit import Kit
@@ -30,7 +28,8 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def trained(run: Run, folder: Path, steps: int) -> Iterator[tuple[StepDone, list[Result]]]:
     heldout = list(run.context.heldout)
-    prescribed = PrescribedRows(run.stream, SEQ_LEN, run.spec.train.seed)
+    train = run.spec.train
+    prescribed = Batches(run.stream, seq_len=SEQ_LEN, rows_per_batch=train.rows, seed=train.seed)
     rows = TrainedRows(RunFolder(folder), run.trainer, run.spec, prescribed, heldout)
     for _, step in zip(range(steps), run.trainer.steps(), strict=False):
         step = rows.record(step)
@@ -188,8 +187,8 @@ def test_records_of_lost_steps_that_a_resume_leaves_are_named(
 def test_epochs_in_one_order_are_named_where_the_second_begins(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = batches.epoch_order
-    monkeypatch.setattr(batches, "epoch_order", lambda rows, seed, epoch: order(rows, seed, 0))
     run = make_run(world, train__steps=2000, loss__alpha=1.0)
+    order = run.trainer.batches._order
+    monkeypatch.setattr(run.trainer.batches, "_order", lambda epoch: order(0))
     begins = run.trainer.batches.rows_per_epoch // 4 + 1
     assert min(said(run, tmp_path, begins + 2)) == begins

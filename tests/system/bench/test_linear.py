@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.bench.linear import StackShape, dequantise_rows, stack_rows
+from engine.bench.linear import StackShape, stack_rows
 from engine.bench.rows import table
 from engine.machine.rates import Rates
-from engine.quant.blocks import LAYOUTS
 
 SMALL = StackShape(name="small", width=256, key_width=32, inner=512, layers=2, repeats=1)
 CPU = torch.device("cpu")
@@ -30,11 +29,3 @@ def test_every_arm_of_a_stack_is_measured_and_compared_with_the_faster_bf16_one(
     assert packed.bytes < 0.5 * dense.bytes
     assert packed_joined.bytes == packed.bytes
     assert len(table(rows, Rates(1e11, 1e10))) == 6
-
-
-def test_dequantising_is_measured_for_each_type_that_fits() -> None:
-    rows = dequantise_rows(CPU, SMALL, rounds=2)
-    assert [row.arm for row in rows] == [f"dequantise {name}" for name in LAYOUTS]
-    by_type = {row.arm.split()[1]: row.bytes for row in rows}
-    assert by_type["Q8_0"] - by_type["Q4_0"] == 1024 * 256 / 32 * (34 - 18)
-    assert all(row.seconds > 0 for row in rows)

@@ -53,8 +53,8 @@ def test_a_planted_defect_is_named(world: World, name: str, tmp_path: Path) -> N
         run.step(2)
         run.save(tmp_path / "checkpoints")
     assert one.named_by in run.failures(), (run.failures(), run.unknowns())
-    ends = any(run.checks.ends_run(result) for result in run.results.values())
-    assert ends and (run.checks.ends_run(run.results[one.named_by]) or name == "ends_masked")
+    # Labels without the end of a text may be meant.
+    assert run.checks.ends_run(run.results[one.named_by]) or name == "ends_masked"
 
 
 @pytest.mark.parametrize(("name", "check", "text"), SAID)

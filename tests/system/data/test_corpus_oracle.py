@@ -15,18 +15,19 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from engine.data import chat, conversations, corpus, sources
-from engine.data.batches import gather_rows, labelled_rows
+from engine.data.batches import Batches, gather_rows, labelled_rows
 from engine.data.corpus import Document
 from engine.data.packing import PACKINGS
 from engine.data.token_cache import Recipe, load_tokens
 from engine.data.tokens import Encoder, TokenStream, read_again
 from engine.formats.tokenizer import Tokenizer
-from engine.train.prescribed_rows import PrescribedRows
 from tests.support.chats import CHATML, STYLES, Style, make_tokenizer
 from tests.support.chats import conversations as odd_conversations
 from tests.support.corpus_oracle import Answers, Made, _split_otherwise, read_records, what_is_wrong
+from tests.support.prescribed_rows import PrescribedRows
 
 
 @pytest.fixture(autouse=True)
@@ -306,6 +307,13 @@ def test_the_prescribed_rows_with_labels_are_those_of_the_loader(
             prescribed = PrescribedRows(stream, length, 0)
             wanted = labelled_rows(stream, length, "train")
             assert sorted(prescribed.ids_at(0, prescribed.per_epoch)) == wanted.tolist()
+            batches = Batches(stream, seq_len=length, rows_per_batch=4, seed=0)
+            ids = prescribed.ids_at(0, 2 * prescribed.per_epoch + 1)
+            assert ids.tolist() == batches.row_ids_at(0, len(ids)).tolist()
+            found, rows = batches.rows(ids), prescribed.rows(ids)
+            wanted_BT = (rows.tokens_BT, rows.documents_BT, rows.labels_BT)
+            for one, other in zip(found.to_torch("cpu"), wanted_BT, strict=True):
+                assert torch.equal(one, other)
 
 
 def test_the_prescribed_rows_number_documents_without_a_token_as_the_loader_does() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -311,34 +310,6 @@ def test_a_config_that_asks_for_remote_code_is_only_text(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(asked))
     assert open_weights(tmp_path).config_dict() == asked
     assert not (tmp_path / "mark").exists()
-
-
-def test_digests_of_a_manifest_are_compared(tmp_path: Path) -> None:
-    shards(tmp_path)
-    names = ("one.safetensors", "two.safetensors")
-    good = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in names}
-    assert set(open_weights(tmp_path, sha256=good).tensors) == {"a", "b"}
-    assert set(open_weights(tmp_path / INDEX, sha256=good).tensors) == {"a", "b"}
-    changed = good | {"two.safetensors": "0" * 64}
-    text = refusal(tmp_path, sha256=changed)
-    assert (
-        text.startswith("ST16 weights") and f"two.safetensors — expected sha256 {'0' * 64}" in text
-    )
-    assert f"found {good['two.safetensors']}" in text
-    text = refusal(tmp_path, sha256={"one.safetensors": good["one.safetensors"]})
-    assert "ST16" in text and "two.safetensors — expected a digest in the manifest" in text
-    text = refusal(tmp_path, sha256=good | {"config.json": "0" * 64})
-    assert "ST16 file of the manifest" in text and "config.json — expected a file" in text
-    assert refusal(tmp_path, sha256=good | {"../x": "0" * 64}).startswith("ST18")
-
-
-def test_digests_work_for_a_single_file_of_any_format(tmp_path: Path) -> None:
-    path = tmp_path / "m.apr"
-    path.write_bytes(APR)
-    digest = hashlib.sha256(APR).hexdigest()
-    for given in (path, tmp_path):
-        assert open_weights(given, sha256={"m.apr": digest}).format == "apr"
-        assert "ST16" in refusal(given, sha256={"m.apr": digest[::-1]})
 
 
 def test_dtypes_of_an_old_apr_are_passed_on(tmp_path: Path) -> None:

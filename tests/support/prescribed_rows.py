@@ -1,5 +1,4 @@
-"""Which rows of the corpus a step is to train on, from the spec and the corpus alone: other code than the loader's
-(`engine.data.batches`), for those who judge it."""
+"""Which rows of the corpus a step is to train on: other code than the loader's (`engine.data.batches`)."""
 
 # Shapes: B rows, T tokens of a row, S starts of documents in rows
 
@@ -36,21 +35,6 @@ class PrescribedRows:
                 self._order = epoch, self._rows[np.argsort(words, kind="stable")]
             found.append(self._order[1][index])
         return np.array(found)
-
-    def labels_in(self, row_ids: Int64Array) -> int:
-        """Return how many tokens of some rows have a label: their next token is of the same document, and may be
-        predicted."""
-        stream, length, found = self._stream, self._length, 0
-        for row in row_ids.tolist():
-            # Of the next tokens; the first of a document follows nothing.
-            begin, end = row * length + 1, min((row + 1) * length + 1, len(stream))
-            low, high = np.searchsorted(stream.starts, (begin, end))
-            if stream.labelled is None:
-                found += end - begin - int(high - low)
-            else:
-                firsts = stream.labelled[stream.starts[low:high]]
-                found += int(np.count_nonzero(stream.labelled[begin:end])) - int(firsts.sum())
-        return found
 
     def rows(self, row_ids: Int64Array) -> CorpusRows:
         """Return what the corpus holds in some rows: row r is the tokens r*T to (r+1)*T of its stream."""
