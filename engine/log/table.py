@@ -61,6 +61,7 @@ HOST_FIELDS = (
     "trainer_rss_bytes",
     "trainer_cpu_pct",
     "load1",
+    "psi_cpu_some_avg10_pct",
     "psi_memory_full_avg10_pct",
     "psi_io_full_avg10_pct",
     "major_faults_per_s",

@@ -108,6 +108,8 @@ class Log:
     """Seconds from the last line to now."""
 
     begun_s: float = 10.0
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further facts of the machine."""
 
     def trainer(self) -> list[Event]:
         fields = {
@@ -143,7 +145,7 @@ class Log:
     def logs(self) -> dict[Source, list[AnyEvent]]:
         end = self.last_s + self.silent_s if self.seconds is None else self.seconds
         device: list[Event] = [at(opened(START), 0.0)]
-        device.append(at(FactsRead(facts={"cuda0_nvml_index": 0}), 0.1))
+        device.append(at(FactsRead(facts={"cuda0_nvml_index": 0} | self.facts), 0.1))
         for tick in range(1, int(end) + 1):
             if self.host is not None:
                 device.append(at(HostSample(**self.host(float(tick))), tick))

@@ -1,7 +1,8 @@
 """The step time: what a step waits for, and whether its time stays the same.
 
 `step_s` covers the optimizer step alone, without evaluations and checkpoints between two steps; `wall_s` covers all
-from the record of one step to that of the next.
+from the record of one step to that of the next. Steps that are slow while other processes have the CPU are not
+judged.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class _Lost(NamedTuple):
     """What a part takes of the newest steps."""
 
     rows: range
+    lossy: list[int]
+    """Rows of the steps of which it takes the share that is judged."""
     steps: int
     """Steps that have both numbers."""
     share: float
@@ -71,7 +74,13 @@ def _lost(case: Case, part: str, whole: str, least: float) -> _Lost | None:
     least_s = DATA_LEAST_S if usual >= least else DATA_BURST_S
     if share < least or seconds < least_s:
         return None
-    return _Lost(rows, len(times), share, seconds, least_s)
+    parts, wholes = (case.view.steps.values(one, rows.start, rows.stop) for one in (part, whole))
+    lossy = [
+        row
+        for row, p, w in zip(rows, parts, wholes, strict=True)
+        if p is not None and w is not None and p >= least * w
+    ]
+    return _Lost(rows, lossy, len(times), share, seconds, least_s)
 
 
 class _Part(NamedTuple):
@@ -202,7 +211,7 @@ def data_wait(case: Case) -> Symptom | None:
 
 
 @rule(
-    reads=("outside_s", "wall_s"),
+    reads=("outside_s", "wall_s", "load1, family_cpu_pct"),
     threshold=f"{OUTSIDE_SHARE:.0%} of the time of {DATA_STEPS} steps or more in observers, the log or nothing, "
     f"and {DATA_LEAST_S:g} s; {DATA_BURST_S:g} s where it is not so of most steps",
 )
@@ -217,6 +226,7 @@ def unaccounted(case: Case) -> Symptom | None:
         if found.least_s == DATA_LEAST_S:
             return None
         most = ""
+    case.must_have_had_the_cpu(found.lossy)
     return Symptom(
         f"{100 * found.share:.0f} % of the time between steps is in no phase of training{most}",
         [
@@ -271,7 +281,7 @@ def seldom_training(case: Case) -> Symptom | None:
 
 
 @rule(
-    reads=("step_s",),
+    reads=("step_s", "load1, family_cpu_pct"),
     threshold=f"two groups with a gap of {BIMODAL_GAP:g} times their spread, medians {BIMODAL_RATIO:g} "
     f"times apart, {BIMODAL_SHARE:.0%} of {BIMODAL_STEPS} steps in the smaller",
 )
@@ -288,6 +298,10 @@ def step_time_bimodal(case: Case) -> Symptom | None:
     fast, slow = median(low), median(high)
     if fast < LEAST_STEP_S or slow < BIMODAL_RATIO * fast or gap < BIMODAL_GAP * spread:
         return None
+    step_s = case.view.steps.values("step_s", rows.start, rows.stop)
+    case.must_have_had_the_cpu(
+        [row for row, taken in zip(rows, step_s, strict=True) if (taken or 0.0) >= high[0]]
+    )
     return Symptom(
         f"steps take either {format_seconds(fast)} or {format_seconds(slow)}, and little between",
         [
@@ -307,7 +321,7 @@ def _spread(times: list[float]) -> float:
 
 
 @rule(
-    reads=("step_s",),
+    reads=("step_s", "load1, family_cpu_pct"),
     threshold=f"medians of the last two {DRIFT_STEPS} steps {DRIFT_RATIO:g} times that of the first "
     f"{DRIFT_STEPS} after {DRIFT_WARM_UP}",
 )
@@ -321,6 +335,7 @@ def step_time_drift(case: Case) -> Symptom | None:
     now = min(median(case.column("step_s", half)) for half in halves)
     if before < LEAST_STEP_S or now < DRIFT_RATIO * before:
         return None
+    case.must_have_had_the_cpu(rows)
     return Symptom(
         f"a step takes {format_seconds(now)}; at the beginning it took {format_seconds(before)}",
         [("now over then, medians", now / before, f"at least {DRIFT_RATIO:g}")],

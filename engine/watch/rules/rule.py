@@ -40,6 +40,12 @@ OTHERS = "the settings are the script's own"
 """Why a rule that needs settings cannot judge a script that is not ours."""
 
 
+CPU_WAIT_PCT = 20.0
+"""Share of the time in which some process waited for a CPU, in percent; short waits at a wake-up are far below it."""
+OTHERS_SHARE = 0.2
+"""Share of the machine's cores that other processes must have had, 0 to 1, to slow a run down noticeably."""
+
+
 class CannotJudge(Exception):
     """An input of a rule is missing, or there is too little of it yet; the text says which."""
 
@@ -263,6 +269,36 @@ class Case:
 
     def host_readings(self, name: str, seconds: float, *, at_least: int) -> list[float]:
         return self.readings(self.view.hosts, name, seconds, at_least=at_least, subject="")
+
+    def must_have_had_the_cpu(self, steps: Sequence[int]) -> None:
+        """Raise CannotJudge when other processes took CPU during most of these steps, given by their rows.
+
+        While processes wait for a CPU no core is idle: what the run and its children did not use, others did.
+        """
+        hosts, facts = self.view.hosts, self.view.facts or {}
+        cores = facts.get("cpu_count")
+        usable = facts.get("cpu_effective", cores)
+        if not isinstance(cores, int | float) or not isinstance(usable, int | float):
+            return
+        if not len(hosts) or not steps:
+            return
+        ends = [self.view.steps.value("unix_s", row) or 0.0 for row in steps]
+        # A reading speaks of the time before it.
+        rows = [min(row, len(hosts) - 1) for row in hosts.find_each("unix_s", ends)]
+        others: list[float] = []
+        for row in rows:
+            load, waits, family = (
+                hosts.value(name, row)
+                for name in ("load1", "psi_cpu_some_avg10_pct", "family_cpu_pct")
+            )
+            is_full = (load or 0.0) >= cores or (waits or 0.0) >= CPU_WAIT_PCT
+            if family is not None and is_full:
+                others.append(usable - family / 100)
+        crowded = [one for one in others if one >= OTHERS_SHARE * usable]
+        if 2 * len(crowded) >= len(steps):
+            raise CannotJudge(
+                f"other processes had {mean(crowded):.2g} of {usable:g} cores while these steps were slow"
+            )
 
     # What the run is doing.
 

@@ -288,6 +288,62 @@ def test_a_run_that_slows_down_is_named() -> None:
     unknown("step_time_drift", Log(count=169).case(), "needs 170 steps")
 
 
+# Steps that other processes slow down.
+
+ALONE = {"load1": 2.0, "family_cpu_pct": 195.0, "psi_cpu_some_avg10_pct": 1.0}
+CROWDED = {"load1": 4.5, "family_cpu_pct": 90.0, "psi_cpu_some_avg10_pct": 80.0}
+
+
+def on_two_cores(log: Log, host: dict[str, float], since_s: float = 0.0) -> Case:
+    readings = {True: host, False: ALONE}
+    return dataclasses.replace(
+        log, host=lambda t_s: readings[t_s >= since_s], facts={"cpu_count": 2}
+    ).case()
+
+
+SLOW = {
+    "step_time_drift": drifting(2.0),
+    "step_time_bimodal": two_modes(3.0, 2),
+    "unaccounted": outside(0.3),
+}
+
+
+@pytest.mark.parametrize("rule", SLOW)
+def test_steps_that_other_processes_slow_down_are_not_held_against_the_run(rule: str) -> None:
+    raised(rule, on_two_cores(SLOW[rule], ALONE))
+    words = "other processes had 1.1 of 2 cores"
+    unknown(rule, on_two_cores(SLOW[rule], CROWDED), words)
+    # The load is a mean of a minute, and may come late; where the kernel has no pressure there is it alone.
+    for name in ("load1", "psi_cpu_some_avg10_pct"):
+        only = {one: value for one, value in CROWDED.items() if one != name}
+        unknown(rule, on_two_cores(SLOW[rule], only), words)
+
+
+@pytest.mark.parametrize("rule", SLOW)
+@pytest.mark.parametrize(
+    "host",
+    [
+        # More threads than cores, all of them the run's.
+        {"load1": 6.0, "family_cpu_pct": 198.0, "psi_cpu_some_avg10_pct": 90.0},
+        # Cores are free: nothing waits for one.
+        {"load1": 1.2, "family_cpu_pct": 90.0, "psi_cpu_some_avg10_pct": 2.0},
+        {"load1": None, "family_cpu_pct": 90.0, "psi_cpu_some_avg10_pct": None},
+        {"load1": 4.5, "family_cpu_pct": None, "psi_cpu_some_avg10_pct": 80.0},
+    ],
+    ids=["own threads", "free cores", "no load", "no family"],
+)
+def test_steps_are_judged_where_nothing_shows_that_others_took_the_cpu(
+    rule: str, host: dict[str, float]
+) -> None:
+    raised(rule, on_two_cores(SLOW[rule], host))
+
+
+def test_only_the_slow_steps_need_others_beside_them() -> None:
+    # Steps 90 to 190 end at 55 to 105 s.
+    unknown("step_time_drift", on_two_cores(drifting(2.0), CROWDED, since_s=50.0), "other")
+    raised("step_time_drift", on_two_cores(drifting(2.0), CROWDED, since_s=95.0))
+
+
 # Compiles.
 
 
