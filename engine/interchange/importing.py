@@ -22,6 +22,8 @@ from engine.interchange.names import COUNTS, HELD_OUT, our_names
 from engine.interchange.series import Point, by_step
 from engine.interchange.sources import Recorded, read_table, read_tensorboard, read_wandb
 from engine.log.events import (
+    FAIL,
+    NUMBER,
     PASS,
     TRAINING,
     Evaluated,
@@ -34,6 +36,7 @@ from engine.log.events import (
     RunFinished,
     StepDone,
     alert_over,
+    name_of_non_finite,
 )
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.log.text import one_line
@@ -49,6 +52,8 @@ READERS: dict[str, Callable[[Path, Mapping[str, str], bool], Recorded]] = {
 }
 STATE = "imported"
 """The state of a run of which it is not known how it ended."""
+NON_FINITE_MOST = 1000
+"""Losses that are NaN or infinite of which each has a line of its own."""
 _AT_ONCE = 200
 """Names in one line of the log."""
 _SHOWN = 8
@@ -178,7 +183,7 @@ def _write_events(
 ) -> None:
     clock = _Clock(min(one.unix_s[0] for one in recorded.series.values() if one.unix_s))
     ours_of = {theirs: ours for ours, theirs in names.items()}
-    last = 0
+    last = non_finite = 0
     with LogWriter(run.events, writer="import", monotonic=clock, wall=clock) as log:
         for event in (*first, Phase(name=TRAINING)):
             log.write(event)
@@ -192,10 +197,21 @@ def _write_events(
                 waiting = []
                 clock.reach(done_s if recorded.is_timed else clock.now_s + _known(done.step_s))
                 log.write(done)
+                if done.loss is not None and not math.isfinite(done.loss):
+                    non_finite += 1
+                    if non_finite <= NON_FINITE_MOST:
+                        log.write(_not_finite(step, done.loss))
             waiting += others
         _write_in_time(log, clock, waiting, math.inf)
+        if non_finite > NON_FINITE_MOST:
+            more = non_finite - NON_FINITE_MOST
+            log.write(Note(level="error", text=f"{more} more losses are NaN or infinite"))
         log.write(_end(recorded, last))
         log.sync()
+
+
+def _not_finite(step: int, loss: float) -> Judged:
+    return Judged(by=NUMBER, id="loss", level=FAIL, text=name_of_non_finite(loss), step=step)
 
 
 def _known(seconds: float | None) -> float:

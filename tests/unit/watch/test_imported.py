@@ -1,0 +1,58 @@
+"""What is judged of a table that another tool has logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.interchange import importing
+from engine.log.events import FAIL, NUMBER
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.log.view import RunView
+
+BEGAN_S = 1_750_000_000
+
+
+def imported(
+    folder: Path, loss: Callable[[int], float], count: int = 300, every: int = 1
+) -> RunFolder:
+    steps = range(every, count + every, every)
+    rows = [f"{step},{BEGAN_S + step},{loss(step)!r},1e-3" for step in steps]
+    table = folder / "table.csv"
+    table.write_text("\n".join(["step,unix_s,loss,lr", *rows]))
+    return importing.import_run("csv", table, folder / "runs")[0]
+
+
+def read(run: RunFolder) -> RunView:
+    follower = Follower(run)
+    follower.read_all()
+    return follower.view
+
+
+def test_losses_that_are_not_finite_are_logged_with_their_steps(tmp_path: Path) -> None:
+    run = imported(tmp_path, lambda n: math.nan if 150 <= n < 160 else 300.0 / (n + 100))
+    view = read(run)
+    said = [(one.by, one.id, one.level, one.text, one.step) for one in view.non_finite]
+    assert said == [(NUMBER, "loss", FAIL, "nan", step) for step in range(150, 160)]
+
+
+def test_infinite_losses_are_named_with_their_sign_and_a_healthy_table_says_nothing(
+    tmp_path: Path,
+) -> None:
+    view = read(imported(tmp_path, lambda n: -math.inf if n == 7 else 1.0))
+    assert [(one.text, one.step) for one in view.non_finite] == [("-inf", 7)]
+    (tmp_path / "b").mkdir()
+    assert read(imported(tmp_path / "b", lambda n: 1.0)).non_finite == ()
+
+
+def test_the_lines_are_bounded_and_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "NON_FINITE_MOST", 20)
+    run = imported(tmp_path, lambda n: math.nan if n > 100 else 1.0)
+    assert len(read(run).non_finite) == 20
+    assert "180 more losses are NaN or infinite" in run.events.read_text()
