@@ -41,6 +41,8 @@ COMMON: tuple[Binding, ...] = (
 """Keys of every list, after its own."""
 STARTING = frozenset({"run", "run_all"})
 """The actions that start the command of a list."""
+ABOUT_ROW = frozenset({"open", "zoom"})
+"""The actions that need a row."""
 JOB_LINES = 7
 SHARE = (30, 50)
 """The least and the most of the width that a list gets beside its details, in percent."""
@@ -226,7 +228,9 @@ class BrowseScreen(PollingScreen, Generic[F]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "stop":
             return self.job_runs
-        return action not in STARTING or (self.selected is not None and not self.job_runs)
+        if action in STARTING:
+            return self.selected is not None and not self.job_runs
+        return action not in ABOUT_ROW or self.selected is not None or self._zoomed
 
     @on(OptionList.OptionSelected)
     def choose(self, event: OptionList.OptionSelected) -> None:

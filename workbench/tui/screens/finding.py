@@ -70,7 +70,9 @@ class FindingScreen(BrowseScreen[FindingFeed]):
             return self.job_runs
         if action == "test":
             return finding is not None and finding.next_cause is not None and not self.job_runs
-        return finding is not None if action in self.ACTING else True
+        if action in self.ACTING:
+            return finding is not None
+        return super().check_action(action, parameters)
 
     def _ask(self, title: str, send: Callable[[Values], Finding], *fields: Field) -> None:
         """Open a form; what comes next is shown after it."""

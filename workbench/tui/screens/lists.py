@@ -84,7 +84,9 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "new":
             return self._run is not None
-        return action != "keep" or self.selected is not None
+        if action == "keep":
+            return self.selected is not None
+        return super().check_action(action, parameters)
 
     def action_open(self) -> None:
         if self.selected is not None:

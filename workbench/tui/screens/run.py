@@ -237,8 +237,8 @@ class RunScreen(PollingScreen):
                 self.notify(now, markup=False)
         if not self._paused:
             self._hand_down()
+        self.draw_keys()
         if _needs(before) != _needs(self._snapshot):
-            self.draw_keys()
             self.lay_out()
 
     def _hand_down(self) -> None:
@@ -362,6 +362,11 @@ class RunScreen(PollingScreen):
             return self._replay is not None
         if action in ("flip", "why"):
             return not self.context.read_only and self._snapshot is not None
+        if action == "batch":
+            return self.shown is not None and has_rows(self.shown)
+        if action == "replay":
+            live = self._snapshot
+            return live is not None and live.view.first_unix_s is not None
         if action == "verify":
             return not self.context.read_only and bool(self._snapshot and self._snapshot.verified)
         if action in ("stop", "resume"):
@@ -561,8 +566,7 @@ class RunScreen(PollingScreen):
     def action_batch(self) -> None:
         """Show what the newest step trained on; in a replay the step at its time."""
         snapshot = self.shown
-        if snapshot is None or snapshot.command is not None or snapshot.view.last_step < 1:
-            self.notify("rows are on record of a run of ours that has done a step", markup=False)
+        if snapshot is None:
             return
         # Imported here: the first frame does not need it.
         from workbench.tui.screens.lists import StepRowsScreen
@@ -577,8 +581,13 @@ class RunScreen(PollingScreen):
         ask_why(self, lambda: finding_form(self.run))
 
 
+def has_rows(snapshot: Snapshot) -> bool:
+    """Whether what a step trained on is on record: a run of ours that has done a step."""
+    return snapshot.command is None and snapshot.view.last_step >= 1
+
+
 def _needs(snapshot: Snapshot | None) -> object:
-    """Return what the visible panes and keys depend on."""
+    """Return what the visible panes depend on."""
     return snapshot and (snapshot.state, snapshot.alive, bool(snapshot.view.alerts))
 
 

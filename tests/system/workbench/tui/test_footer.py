@@ -1,0 +1,57 @@
+"""The bottom row: a key is on it while it can do something, and only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from tests.support.run_folders import completed, empty, killed, running
+from tests.support.screens import on_screen, press, text_of, texts_of
+
+SIZE = (240, 40)
+
+
+def footer(pilot: Pilot[None]) -> list[str]:
+    """Return the keys of the bottom row with their words."""
+    return text_of(pilot).splitlines()[-1].strip().split("  ")
+
+
+def test_a_run_has_the_keys_of_its_state(tmp_path: Path) -> None:
+    scene = running(tmp_path / "run")
+
+    async def going_on(pilot: Pilot[None]) -> None:
+        keys = footer(pilot)
+        assert {"x stop", "b batch", "p replay"} <= {*keys}
+        assert not {"R resume", "T verify"} & {*keys}
+
+    on_screen([scene.run.path], SIZE, going_on)
+    scene.close()
+
+    async def ended(pilot: Pilot[None]) -> None:
+        assert {"T verify", "b batch"} <= {*footer(pilot)}
+        assert not {"x stop", "R resume"} & {*footer(pilot)}
+
+    on_screen([completed(tmp_path / "done").path], SIZE, ended)
+
+
+def test_a_run_without_a_step_has_no_rows_to_show(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        assert not {"b batch", "p replay"} & {*footer(pilot)}
+        await press(pilot, "b", "p")
+        assert len(pilot.app.screen_stack) == 2
+
+    on_screen([empty(tmp_path / "run").path], SIZE, script)
+
+
+@pytest.mark.parametrize("key", ["E", "w"])
+def test_an_empty_list_offers_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    killed(tmp_path / "runs" / "a")
+    words = texts_of(tmp_path / "runs", SIZE, key)[-1]
+    assert "esc back" in words
+    assert "enter open" not in words
+    assert "z zoom" not in words
