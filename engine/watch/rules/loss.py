@@ -252,7 +252,9 @@ def heldout_diverging(case: Case) -> Symptom | None:
             ("training ce now", now, f"{then:.4f} at the best"),
         ],
         case.span(case.steps(1, at_least=1, session=False)),
-        meaning="the student learns its training text by heart; the best checkpoint is kept",
+        meaning="the model memorises its training set"
+        if watched
+        else "the student memorises its training set; the best checkpoint is kept",
         flip="" if watched else f"--set train.steps={evals[best].step}",
         no_flip=f"stop at step {evals[best].step}, or regularise" if watched else "",
     )

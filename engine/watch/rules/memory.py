@@ -192,7 +192,7 @@ _FRAGMENTS = _Owner(
     meaning="no more is held by tensors: the allocator's blocks fit ever fewer requests, as rows or chunks of "
     "changing sizes make them",
     no_flip="no setting has it: start the run with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment, as "
-    "the trainer does where there is none",
+    "the engine's trainer does where there is none",
 )
 _OTHERS = _Owner(
     meaning="it is not in torch's allocator: a library's workspace, or another process on this GPU",
@@ -274,14 +274,18 @@ def memory_pressure(case: Case) -> Symptom | None:
         ],
         case.recent(PRESSURE_WINDOW_S),
         meaning="the machine pages: on unified memory it may hang before the kernel ends any process",
-        flip=f"--set train.rows={_half(case)}" if _half(case) else "",
-        no_flip="" if _half(case) else "a row at a time is the least there is: use smaller models",
+        **_fewer_rows(case),
     )
 
 
-def _half(case: Case) -> int:
-    """Return half of the rows; 0 when there is only one or the number is not known."""
-    return case.settings.train.rows // 2 if case.settings else 0
+def _fewer_rows(case: Case) -> dict[str, str]:
+    """The flip to half of the rows; where there is none, what to do instead."""
+    if case.view.is_foreign:
+        return {"no_flip": "lower the batch size in the script, or use a smaller model"}
+    half = case.settings.train.rows // 2 if case.settings else 0
+    if half:
+        return {"flip": f"--set train.rows={half}"}
+    return {"no_flip": "a row at a time is the least there is: use smaller models"}
 
 
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG]iB)")

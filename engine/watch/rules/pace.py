@@ -195,6 +195,14 @@ def data_wait(case: Case) -> Symptom | None:
     found = _lost(case, "data_s", "step_s", DATA_SHARE)
     if found is None:
         return None
+    if case.view.imported is not None:
+        remedy = {"no_flip": "give the DataLoader more workers in the script"}
+    elif case.view.is_foreign:
+        remedy = {"flip": f"--set {MORE_WORKERS}"}
+    else:
+        remedy = {
+            "no_flip": "nothing to flip: look at what reads and prepares the data, and what else reads from that disk"
+        }
     return Symptom(
         f"{100 * found.share:.0f} % of the step time is waiting for data",
         [
@@ -203,10 +211,7 @@ def data_wait(case: Case) -> Symptom | None:
         ],
         case.span(found.rows),
         meaning="the next batch is not ready when the step begins: reading, tokenizing or packing is too slow",
-        flip=f"--set {MORE_WORKERS}" if case.view.is_foreign else "",
-        no_flip=""
-        if case.view.is_foreign
-        else "nothing to flip: look at what reads and prepares the data, and what else reads from that disk",
+        **remedy,
     )
 
 
@@ -341,7 +346,8 @@ def step_time_drift(case: Case) -> Symptom | None:
         [("now over then, medians", now / before, f"at least {DRIFT_RATIO:g}")],
         case.span(rows),
         meaning="the run slows down: heat, memory in pieces, a growing list, or another job on the machine",
-        no_flip="resume the run: if a fresh process is fast again, the cause is inside it",
+        no_flip=("start the script again" if case.view.is_foreign else "resume the run")
+        + ": if a fresh process is fast again, the cause is inside it",
     )
 
 

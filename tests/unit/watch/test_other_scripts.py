@@ -7,10 +7,10 @@ import dataclasses
 import math
 from typing import Any
 
-from engine.log.events import Evaluated, Judged, Watched
+from engine.log.events import Evaluated, Imported, Judged, TrainerExited, Watched
 from engine.watch.rules import loss, update
 from engine.watch.rules.rule import Case
-from tests.support.diagnosing import LN_V, VOCABULARY, Log, quiet, raised, unknown
+from tests.support.diagnosing import GIB, LN_V, VOCABULARY, Log, quiet, raised, unknown
 from tests.support.judged import identity_event
 from tests.support.run_events import example_of
 
@@ -77,4 +77,38 @@ def test_a_held_out_loss_that_rises_while_the_loss_falls_is_named() -> None:
         for n, value in enumerate(losses, 1)
     ]
     found = case(lambda n: {"loss": 3.0 - 0.01 * n}, extra=extra)
-    assert raised("heldout_diverging", found).no_flip.startswith("stop at step 60")
+    alert = raised("heldout_diverging", found)
+    assert alert.no_flip.startswith("stop at step 60")
+    # Whether a script keeps its best checkpoint is not known.
+    assert alert.meaning == "the model memorises its training set"
+
+
+def as_imported(found: Case) -> Case:
+    made: Any = example_of(Imported)
+    view = dataclasses.replace(found.view, watched=None, imported=made)
+    return dataclasses.replace(found, view=view)
+
+
+def test_the_probe_can_change_a_script_that_waits_for_data_and_no_table() -> None:
+    waiting = case(lambda n: {"data_s": 0.3, "step_s": 0.5})
+    assert raised("data_wait", waiting).flip == "--set loader.workers=4"
+    alert = raised("data_wait", as_imported(waiting))
+    assert alert.no_flip == "give the DataLoader more workers in the script"
+
+
+def test_advice_to_a_script_speaks_of_the_script() -> None:
+    def slower(number: int) -> dict[str, Any]:
+        return {"step_s": 0.4 if number >= 90 else 0.2}
+
+    def paging(t_s: float) -> dict[str, Any]:
+        return {"psi_memory_full_avg10_pct": 90.0}
+
+    drift = raised("step_time_drift", case(slower, count=190))
+    assert drift.no_flip.startswith("start the script again")
+    pressure = raised("memory_pressure", case(lambda n: {}, host=paging))
+    assert pressure.no_flip == "lower the batch size in the script, or use a smaller model"
+    refused: Any = example_of(TrainerExited, sentence="the device allocator refused 2.00 GiB")
+    readings = {"gpu_mem_used_bytes": 10 * GIB, "gpu_mem_total_bytes": 100 * GIB}
+    watched = case(lambda n: {}, gpu=lambda t_s: readings)
+    over = dataclasses.replace(watched, view=dataclasses.replace(watched.view, exit=refused))
+    unknown("allocator_ceiling", over, "the settings are the script's own")
