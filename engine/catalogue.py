@@ -47,6 +47,8 @@ class About:
     """`check`, `alert` or `identity`."""
     id: str
     question: str
+    wrong: str = ""
+    """What is wrong where it fails, in a few words for the verdict line; of an alert its own title says it."""
     means: str = ""
     """What a failure means; an alert says it with its numbers."""
     remedy: str = ""
@@ -80,6 +82,7 @@ def _alert(id: str, level: str, question: str) -> About:
 STAGES: tuple[About, ...] = (
     _stage(
         id="step_rows",
+        wrong="a step trained on other rows than those of the corpus",
         question="Did the step train on the rows of the corpus whose turn it was, each once?",
         means="Rows are met twice, left out or altered between the corpus and the models.",
         remedy="`engine data RUN --step N` shows the rows of the step; see that nothing writes to the corpus, and "
@@ -87,6 +90,7 @@ STAGES: tuple[About, ...] = (
     ),
     _stage(
         id="step_labels",
+        wrong="labels are not the next tokens of their documents",
         question="Is every label of the step the next token of its document, and every such token a label?",
         means="The student learns to repeat or skip tokens, is trained on what is not to be predicted, or misses "
         "a part.",
@@ -95,6 +99,7 @@ STAGES: tuple[About, ...] = (
     ),
     _stage(
         id="step_teacher",
+        wrong="the teacher computes another model than its files hold",
         question="Are the teacher's hidden states in the step those of a plain forward pass over its tokens?",
         means="The teacher computes another model, or sees other tokens, neighbours or positions than it should.",
         remedy="Flip teacher.backend, teacher.kernel or teacher.precision to see which part it is; of stored outputs "
@@ -102,24 +107,28 @@ STAGES: tuple[About, ...] = (
     ),
     _stage(
         id="step_student",
+        wrong="the student computes another model than its weights give",
         question="Are the student's hidden states in the step those of a plain forward pass with its weights?",
         means="The forward pass that trains is not the model that is saved.",
         remedy="Flip student.compile or student.precision to see which part it is.",
     ),
     _stage(
         id="step_loss_parts",
+        wrong="the loss leaves out or repeats a part of the batch",
         question="Are the logged cross entropy, divergence and agreement those of the step's hidden states and labels?",
         means="Tokens or rows are left out of the loss, counted twice, or compared at other settings than the spec's.",
         remedy="Flip loss.kernel and loss.chunk_rows to see whether a kernel or a compiler is wrong.",
     ),
     _stage(
         id="step_loss",
+        wrong="the loss has other weights than the spec",
         question="Is the logged loss the sum of its parts with the weights that the spec gives?",
         means="The run trains with another weight of the teacher than it records.",
         remedy="Compare loss.alpha and loss.temperature in `resolved.json` with the spec.",
     ),
     _stage(
         id="step_gradients",
+        wrong="the gradients are not those of the loss",
         question="Are the gradients those of the logged loss, over all rows and passes of the step?",
         means="The run descends another objective than the one it logs: rows or passes are left out or weighted "
         "wrongly.",
@@ -128,18 +137,21 @@ STAGES: tuple[About, ...] = (
     ),
     _stage(
         id="step_clipping",
+        wrong="gradients are clipped by a wrong norm",
         question="Is the logged gradient norm that of the gradients?",
         means="Gradients are clipped by another norm than theirs, and the chart shows that one.",
         remedy="Flip train.update: its fused kernel sums the squares otherwise.",
     ),
     _stage(
         id="step_moments",
+        wrong="the moments of the optimizer are not AdamW's",
         question="Are the optimizer's moments those that AdamW makes of the clipped gradients?",
         means="The optimizer sees other gradients than the loss gave, clips them otherwise, or has other betas.",
         remedy="Flip train.update, and compare train.clip_norm, beta1 and beta2 in `resolved.json` with the spec.",
     ),
     _stage(
         id="step_weights",
+        wrong="the weights do not move as AdamW would move them",
         question="Did every weight move as AdamW says, at the rate, decay and epsilon of the spec?",
         means="The rate or decay that trains is not the one that is recorded, or a part of the student is not trained.",
         remedy="Flip train.update; see in `engine tail RUN` whether steps were skipped.",
@@ -151,6 +163,7 @@ parts, loss, gradients, clipping, moments, weights."""
 CHECKS: tuple[About, ...] = (
     _check(
         id="vocabulary_by_bytes",
+        wrong="teacher and student do not have the same tokens",
         question="Is every id the same token to the teacher, to the student and in the training text, and every text "
         "the same ids?",
         means="Probabilities are compared id by id, so the student is taught another word than the teacher meant, or "
@@ -160,6 +173,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="batch_not_degenerate",
+        wrong="the batch has hardly any varied text",
         question="Does a step hold different rows of varied text?",
         means="There is nothing to learn from the batch, however well its loss falls.",
         remedy="`engine data SPEC` shows the rows: point data.corpus at varied text, and leave copies out.",
@@ -167,6 +181,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="documents_in_rows",
+        wrong="the rows are not those of the corpus",
         question="Are documents that are read and tokenized again in the rows of their split, whole?",
         means="The rows are not of this corpus and tokenizer: text is lost, cut, altered, or in both splits.",
         remedy="Empty the cache of tokens (`apr-workbench/tokens` of the user's cache); see that nothing writes to the "
@@ -175,6 +190,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="padding_not_trained",
+        wrong="padding is trained on",
         question="Are rows free of labels on padding?",
         means="Part of the loss is the easy prediction of padding, and the student learns to answer with it.",
         remedy="Give padding the label -100, or pack documents instead of padding them.",
@@ -182,6 +198,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="end_is_learnt",
+        wrong="no end of a text is trained on",
         question="Is any of the special tokens that end a text or a turn a label?",
         means="The student is never taught to stop: what it generates goes on until it is cut off.",
         remedy="Give the end of each text or answer a label; if padding is the same token, mask by place, not by id.",
@@ -190,6 +207,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="resume_continues",
+        wrong="the resumed run does not go on from its checkpoint",
         question="Is all that a resumed run goes on from, bit for bit, what its checkpoint's files hold?",
         means="It goes on as another run: old weights, cold or mixed moments, rows that are met twice. Each rank "
         "compares its part of tensors and moments, counters, generators, step and row.",
@@ -199,6 +217,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="weights_alive",
+        wrong="a model has weights that were never loaded",
         question="Are the tensors of both models finite, and no matrix constant?",
         means="A model was left as it was allocated or initialised; its file was not read into it.",
         remedy="Load the file again and compare with `engine inspect --values`.",
@@ -206,6 +225,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="no_token_leaks",
+        wrong="the model sees the tokens that it is to predict",
         question="Does a token move only later ones of its document, in a model that transformers runs?",
         means="It sees the tokens that it is to predict, or other documents of its row: its losses mean nothing.",
         remedy="Take another version of transformers, `model.engine=native` where the family allows it, or "
@@ -214,6 +234,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="teacher_knows_text",
+        wrong="the teacher guesses",
         question="Does the teacher predict held-out text better than token frequencies do?",
         means="It guesses: its weights are random, or its tokenizer or forward pass is wrong. It teaches noise.",
         remedy="Check the file, the tokenizer and the family; a good teacher is far below ln V.",
@@ -221,6 +242,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="eval_baseline",
+        wrong="the evaluation praises a model that knows nothing",
         question="Does the evaluation give a model that knows nothing no better than token frequencies?",
         means="The evaluation praises anything, so no held-out loss of this run means something.",
         remedy="`engine data SPEC` shows the held-out rows and which tokens have labels; take more with eval.rows.",
@@ -229,6 +251,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="teacher_fp8_within_noise_floor",
+        wrong="8-bit floats change the teacher's answers too much",
         question="Is a teacher in 8-bit floats as near to its exact self as one with 4-bit weights would be?",
         means="The student learns from answers that rounding has moved by more than people accept of 4-bit files.",
         remedy="Take teacher.precision=bf16, which rounds less and takes longer.",
@@ -236,6 +259,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="stored_outputs",
+        wrong="the stored outputs are not those of the teacher",
         question="Are the stored teacher outputs of some rows of the run those that the teacher computes?",
         means="The student learns from outputs of another model, of other rows, or altered ones.",
         remedy="Make the store again with `engine prepare`, from the teacher that the spec names.",
@@ -243,6 +267,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="teacher_not_student",
+        wrong="teacher and student are the same model",
         question="Are teacher and student different models, with a KL above zero at the start?",
         means="The student has nothing to learn: the KL is zero from the first step on and stays there.",
         remedy="Give student.path other weights.",
@@ -251,6 +276,7 @@ CHECKS: tuple[About, ...] = (
     *STAGES,
     _check(
         id="split_disjoint",
+        wrong="held-out text is also trained on",
         question="Is held-out text absent from the text that is trained on?",
         means="The held-out loss measures memory of the training text and says nothing about new text.",
         remedy="Remove copies from the corpus, or split by document; `engine data SPEC` names them.",
@@ -259,6 +285,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="memory_as_planned",
+        wrong="the run takes another amount of memory than planned",
         question="Is the measured peak of memory near the one that was planned?",
         means="The plan cannot be trusted to refuse a run that does not fit.",
         remedy="See what else uses the device (`engine doctor`); memory.limit_gib plans for less, memory.budget=report "
@@ -268,6 +295,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="no_late_compile",
+        wrong="a step waited for a compiler",
         question="Was every kernel compiled before the steps that are timed?",
         means="A step waited for a compiler; a key may change with every step.",
         remedy="`engine tail RUN` names the kernel and what changed: kernels.prewarm=true compiles it before, or "
@@ -277,6 +305,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="checkpoint_reloads",
+        wrong="a checkpoint reads back otherwise than it was written",
         question="Is a checkpoint, read back, byte for byte as it was written, and would a resume take it?",
         means="The disk gives back something else than was written; the run could not be resumed from there.",
         remedy="Look at the disk (`dmesg`, `df`), or take another one, and resume: the checkpoint before is kept.",
@@ -284,6 +313,7 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="artefact",
+        wrong="the saved student is not the one that was trained",
         question="Is the saved student, read back from its files, the trained one in student.save_as, bit for bit?",
         means="What is evaluated, published and used is another model than the one that was trained.",
         remedy="The last checkpoint has the trained weights: look at the disk (`dmesg`, `df`) and at the version of "
@@ -372,6 +402,7 @@ ALERTS: tuple[About, ...] = (
 IDENTITIES: tuple[About, ...] = (
     _identity(
         id="update",
+        wrong="the weights do not move as the optimizer would move them",
         group="update",
         level=FAIL,
         question="Are the new weights what AdamW, Adam or SGD by the textbook makes of the old, from gradient, state, "
@@ -383,6 +414,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="outside_writes",
+        wrong="something besides the optimizer changes the weights",
         group="update",
         level=SUSPICION,
         question="Are the weights in front of a step those that the step before left?",
@@ -393,6 +425,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="vanishing_updates",
+        wrong="16-bit weights do not move: the updates are too small for their type",
         group="update",
         level=FAIL,
         question="Do 16-bit weights that have a gradient move, or is the update less than their type holds?",
@@ -403,6 +436,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="stale_parameters",
+        wrong="the optimizer holds parameters that are no longer in the model",
         group="update",
         level=FAIL,
         question="Are the parameters that the optimizer holds those of the model that trains?",
@@ -414,6 +448,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="lost_gradients",
+        wrong="gradients are gone before the optimizer steps",
         group="gradient",
         level=FAIL,
         question="Are the gradients of the backward passes there when the optimizer steps?",
@@ -422,6 +457,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="kept_gradients",
+        wrong="gradients are not zeroed between steps",
         group="gradient",
         level=FAIL,
         question="Do the gradients of a step hold nothing of the step before?",
@@ -432,6 +468,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="accumulation_windows",
+        wrong="an accumulation window is cut short or mixed with another",
         group="gradient",
         level=SUSPICION,
         question="Does each backward pass count in one step, and each step in one accumulation window?",
@@ -442,6 +479,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="accumulated_mean",
+        wrong="accumulated losses are not divided by their number once",
         group="gradient",
         level=SUSPICION,
         question="Where a step sums the gradients of several batches, is each loss divided by their number once?",
@@ -453,6 +491,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="clipping",
+        wrong="gradient clipping has no effect, or clips nearly everything",
         group="gradient",
         level=SUSPICION,
         question="Are gradients clipped in front of the step, once they are unscaled?",
@@ -463,6 +502,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="loss_scale",
+        wrong="fp16 gradients are not scaled",
         group="gradient",
         level=SUSPICION,
         question="Is the loss scaled where its backward pass is in fp16?",
@@ -473,6 +513,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="schedule",
+        wrong="the learning rate schedule does not go with the steps",
         group="update",
         level=SUSPICION,
         question="Is the schedule called once for each step of its optimizer, and does the rate stay above 0?",
@@ -484,6 +525,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="label_shift",
+        wrong="labels are not the tokens that follow",
         group="loss",
         level=SUSPICION,
         question="Are the labels of a language model the tokens that follow the ones it reads?",
@@ -493,6 +535,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="causality",
+        wrong="the model sees the tokens that it is to predict",
         group="loss",
         level=SUSPICION,
         question="With --ask causality: does no place of a language model see the tokens behind it?",
@@ -502,6 +545,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="label_coverage",
+        wrong="few positions have a label",
         group="loss",
         level=SUSPICION,
         question="How many places have a label?",
@@ -511,6 +555,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="padding_labels",
+        wrong="padding is trained on",
         group="loss",
         level=SUSPICION,
         question="Has padding no label?",
@@ -520,6 +565,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="end_of_text",
+        wrong="no end of a text is trained on",
         group="loss",
         level=SUSPICION,
         question="Is the token that ends a text a label?",
@@ -529,6 +575,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="rows_left_out",
+        wrong="rows of the batch do not reach the loss",
         group="loss",
         level=SUSPICION,
         question="Do all rows of a batch reach the loss?",
@@ -537,6 +584,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="double_softmax",
+        wrong="softmax is taken twice",
         group="loss",
         level=SUSPICION,
         question="Is the softmax taken once?",
@@ -545,6 +593,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="distillation",
+        wrong="a divergence from a teacher is trained",
         group="loss",
         level=FACT,
         question="Which divergence from a teacher is trained, at which temperature, and how far apart are the two?",
@@ -553,6 +602,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="teacher_is_student",
+        wrong="teacher and student are the same model",
         group="loss",
         level=SUSPICION,
         question="Are teacher and student different models?",
@@ -561,6 +611,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="teacher_mode",
+        wrong="the teacher is not in eval mode",
         group="loss",
         level=SUSPICION,
         question="Is the teacher in eval mode?",
@@ -572,6 +623,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="temperature_squared",
+        wrong="the divergence is not multiplied by the square of its temperature",
         group="loss",
         level=SUSPICION,
         question="Is a divergence at a temperature multiplied by its square?",
@@ -581,6 +633,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="divergence_mean",
+        wrong="the divergence is averaged over the vocabulary",
         group="loss",
         level=SUSPICION,
         question="Is the divergence summed over the vocabulary before a mean is taken?",
@@ -589,6 +642,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="broadcast_loss",
+        wrong="predictions and targets of the loss have different shapes",
         group="loss",
         level=SUSPICION,
         question="Have predictions and targets of a loss the same shape?",
@@ -597,6 +651,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="bounded_logits",
+        wrong="an activation is applied to the logits",
         group="loss",
         level=SUSPICION,
         question="Are the logits of a cross entropy as a layer gives them, without an activation?",
@@ -605,6 +660,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="one_class",
+        wrong="every label of a batch is the same class",
         group="data",
         level=SUSPICION,
         question="Are the labels of a batch of several classes?",
@@ -613,6 +669,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="training_mode",
+        wrong="the model is trained in eval mode",
         group="data",
         level=SUSPICION,
         question="Are dropout and batch norm of the model that is trained in training mode?",
@@ -626,6 +683,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="evaluation_mode",
+        wrong="the model is evaluated in training mode",
         group="data",
         level=SUSPICION,
         question="Are they in eval mode while an evaluation runs?",
@@ -636,6 +694,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="held_out",
+        wrong="the evaluation reads samples that are trained on",
         group="data",
         level=SUSPICION,
         question="Are the samples that evaluations read others than those that are trained on?",
@@ -646,6 +705,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="data_order",
+        wrong="the data is not shuffled",
         group="data",
         level=SUSPICION,
         question="Is the order of the data another one in each pass, where it is to be shuffled?",
@@ -654,6 +714,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="cut_passes",
+        wrong="epochs end before their data does",
         group="data",
         level=SUSPICION,
         question="Do passes over a data loader come to their end?",
@@ -664,6 +725,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="repeated_samples",
+        wrong="samples are repeated within an epoch",
         group="data",
         level=SUSPICION,
         question="Is each sample handed out once in a pass?",
@@ -672,6 +734,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="repeated_batches",
+        wrong="the same batch comes again and again",
         group="data",
         level=SUSPICION,
         question="Do batches that follow each other differ?",
@@ -681,6 +744,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="no_gradient",
+        wrong="parameters of the optimizer get no gradient",
         group="update",
         level=SUSPICION,
         question="Has each parameter of the optimizer had a gradient by its third step?",
@@ -690,6 +754,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="unowned_parameters",
+        wrong="parameters with gradients are in no optimizer",
         group="update",
         level=SUSPICION,
         question="Is each parameter that gets a gradient held by an optimizer?",
@@ -699,6 +764,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="rank_drift",
+        wrong="ranks train different weights",
         group="ranks",
         level=FAIL,
         question="Do all ranks begin a step with the same weights?",
@@ -713,6 +779,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="rank_data",
+        wrong="ranks read the same data",
         group="ranks",
         level=SUSPICION,
         question="Do ranks that train one model read different data?",

@@ -30,11 +30,11 @@ from engine.log.text import (
     has_ended,
     level_text,
     one_line,
-    reason_text,
     result_lines,
     status_text,
 )
 from engine.log.view import RunView
+from engine.watch.verdict_line import RunVerdict, verdict_of
 from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, not_read
 
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
@@ -73,8 +73,10 @@ class RunRow:
     teacher: str = ""
     student: str = ""
     """Short names of the models."""
-    reason: str = ""
-    """Why it failed, or what is wrong with it, in one sentence."""
+    verdict: str = ""
+    """How it is, in one line; why it cannot be read, where it cannot."""
+    level: str = ""
+    """The level of the verdict; empty where there is none."""
     curve: tuple[float | None, ...] = ()
     """The loss in at most CURVE_POINTS equal parts of the run; None where a part has a value that is not finite."""
     tags: tuple[str, ...] = ()
@@ -87,7 +89,7 @@ class RunRow:
         """What a filter knows of it."""
         alerts = (f"{severity} {name}" for severity, name in self.alerts)
         models = (self.teacher, self.student)
-        words = (self.name, self.state, *alerts, *self.tags, self.note, self.reason, *models)
+        words = (self.name, self.state, *alerts, *self.tags, self.note, self.verdict, *models)
         measured = {"loss": self.loss, "held-out": self.heldout, "step": self.last_step}
         return Subject(
             state=self.state,
@@ -353,6 +355,7 @@ def _row_of(
     alive: Liveness | None = None,
 ) -> RunRow:
     student = view.eval_of("student")
+    verdict = verdict_of(view, state, found.run.path)
     alerts = [(level_text(alert), name) for name, alert in view.alerts.items()]
     settings = {} if beside is None else beside.settings
     notes = Notes() if beside is None else beside.notes
@@ -376,25 +379,25 @@ def _row_of(
         teacher=model_name(settings.get("teacher.path")),
         student=model_name(settings.get("student.path")),
         # The place of the fault is told with the run; a column has room for what is wrong.
-        reason=reason_text(view, state) if known else one_line((error or "").rpartition(" — ")[2]),
+        verdict=verdict.line if known else one_line((error or "").rpartition(" — ")[2]),
+        level=verdict.level if known else "",
         curve=curve_of(view.steps),
         tags=notes.tags,
         note=notes.text,
-        words=_words_of(view, alive) if known and alive is not None else (),
+        words=_words_of(view, alive, verdict) if known and alive is not None else (),
     )
 
 
-def _words_of(view: RunView, alive: Liveness) -> tuple[str, ...]:
+def _words_of(view: RunView, alive: Liveness, verdict: RunVerdict) -> tuple[str, ...]:
     """Return what there is to know of a run at a glance."""
     newest = list(view.alerts.values())[-ALERTS_TOLD:]
-    checks = [
-        one_line(f"check {check.id} failed: {check.text}")
-        for check in view.checks.values()
-        if check.level == "fail"
-    ]
     return (
+        verdict.line,
+        *filter(
+            None, (one_line(verdict.detail), verdict.action and f"do: {one_line(verdict.action)}")
+        ),
+        *(f"{one.level}: {one.text}" for one in verdict.others),
         *status_text(view, alive).split(" | "),
-        *checks,
         *result_lines(view),
         *(line for alert in newest for line in alert_lines(alert)),
     )

@@ -27,6 +27,7 @@ from engine.watch.rules.broken_identity import identity_fails
 from engine.watch.rules.pace import DATA_SHARE, MORE_WORKERS
 from engine.watch.rules.rule import median
 from engine.watch.stacks import FOLDER, own_frame
+from engine.watch.verdict_line import verdict_of
 from engine.watch.watcher import STALLS
 
 WIDTH = 100
@@ -64,8 +65,9 @@ def summary_lines(run: RunFolder) -> list[str]:
     except RunLogError as broken:
         return [f"watched: {broken}"]
     found = _Summary(run, follower.view, follower.state)
+    verdict = verdict_of(follower.view, follower.state, run.path)
     lines = [
-        *_part("verdict", [found.verdict()]),
+        *_part("verdict", [verdict.line, found.ending()]),
         *_part("why", found.why())[:WHY_LINES],
         *_part("evidence", found.evidence()),
     ]
@@ -97,9 +99,9 @@ class _Summary:
     view: RunView
     state: str
 
-    # Verdict.
+    # How it ended.
 
-    def verdict(self) -> str:
+    def ending(self) -> str:
         view, steps = self.view, self._steps
         done = f"after {_steps_text(steps)}" if steps else "without a step that was seen"
         if view.process is not None:
@@ -131,14 +133,7 @@ class _Summary:
             how = f"ended {how}"
         else:
             how = f"failed {how}"
-        standing = len(self._alerts)
-        alerts = f"; {standing} alert{'s' * (standing > 1)} at the end" if standing else ""
-        said = [
-            f"; {what}: {', '.join(names)}"
-            for what, level in (("the training is wrong", FAIL), ("suspected", SUSPICION))
-            if (names := dict.fromkeys(one.id for one in self._of_level(level)))
-        ]
-        return f"{self.run.name}: {how}; {done}{alerts}{''.join(said)}"
+        return f"{self.run.name}: {how}; {done}"
 
     @cached_property
     def _alerts(self) -> list[Judged]:

@@ -15,7 +15,7 @@ from engine.cli.arguments import (
     add_run,
 )
 from engine.cli.runs import plain
-from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, RunLogError, UsageError
+from engine.errors import EXIT_FAIL, EXIT_PASS, RunLogError, UsageError
 from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
@@ -215,7 +215,10 @@ def diagnose(arguments: argparse.Namespace) -> int:
     engine diagnose RUN --json    one JSON value
     engine diagnose --list        every rule: its question, what it reads, when it raises an alert
 
-    Exit codes: 0 nothing found, 1 alerts, failed checks, errors or a run that failed, 2 no rule could judge.
+    The first line is the verdict: what explains the others, since which step, and what to do.
+
+    Exit codes: 0 healthy, 1 something is wrong, a check failed or the run did, 2 something is suspected or nothing
+    could be judged.
     """
     if arguments.list == (arguments.run is not None):
         raise UsageError("expected either RUN or --list", hint="engine diagnose --help")
@@ -224,31 +227,30 @@ def diagnose(arguments: argparse.Namespace) -> int:
         return EXIT_PASS
     from engine.errors import RunLogError
     from engine.log.folder import open_run
-    from engine.log.text import has_ended, one_line, status_text
+    from engine.log.text import ending_text, has_ended, one_line
     from engine.watch.replay import diagnose as replay
     from engine.watch.rules.rule import read_settings
+    from engine.watch.verdict_line import run_verdict_lines, verdict_of
 
     folder = open_run(arguments.run)
     found = replay(folder, read_settings(folder), beside=True)
+    state = found.view.state(folder.liveness())
+    verdict = verdict_of(found.judged_view, state, folder.path)
     if arguments.json:
-        put_json(as_json(str(folder.path), found))
+        put_json(as_json(str(folder.path), found) | {"verdict": plain(verdict.as_dict())})
     else:
         head, *rest = _diagnosis_lines(folder.name, found, everything=arguments.all)
-        alive = folder.liveness()
-        state, exit_ = found.view.state(alive), found.view.exit
+        exit_ = found.view.exit
         if has_ended(state) and state != "completed":
-            ended = [f"ended: {status_text(found.view, alive)}"]
+            ended = [f"ended: {state}: {one_line(ending_text(found.view, state))}"]
             if exit_ is not None and found.view.finished is not None:
                 ended.append(f"exit: {exit_.state}: {one_line(exit_.sentence)}")
             rest = [*ended, *rest]
-        for line in [head, *rest]:
+        for line in [*run_verdict_lines(found.judged_view, state, folder.path), head, *rest]:
             put(line)
     if found.fault is not None:
         raise RunLogError(found.fault)
-    end = found.view.finished or found.view.ended_by_rank
-    if found.raised or found.failed or found.errors or (end and end.state == "failed"):
-        return EXIT_FAIL
-    return EXIT_PASS if found.judged else EXIT_UNKNOWN
+    return EXIT_FAIL if found.failed else verdict.exit_code
 
 
 def _list_rules(*, as_json: bool) -> None:

@@ -28,6 +28,7 @@ from engine.signals import ENDING, hand_over
 from engine.terminal import StatusLine, put, put_json, say
 from engine.train.checkpoint.continuing import past_checks, resume_command, was_stopped_by_checks
 from engine.watch.start_and_stop import Launched
+from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict_of
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 5.0
@@ -50,9 +51,10 @@ class _Progress:
             if line.unix_s > self.since_unix_s and not _is_quiet(line.event):
                 self.line.say(*_words(line.event))
         if self.line.redrawn or len(view.steps):
-            self.line.show(
-                f"{_bar(view) if self.line.redrawn else ''}{status_text(view, follower.alive)}"
-            )
+            bar = _bar(view) if self.line.redrawn else ""
+            verdict = verdict_of(view, follower.state)
+            wrong = f" | {verdict.line}" if verdict.level in (WRONG, SUSPECT) else ""
+            self.line.show(f"{bar}{status_text(view, follower.alive)}{wrong}")
 
 
 def _words(event: AnyEvent) -> list[str]:
@@ -131,6 +133,8 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
         }
         ending = {"state": state, "exit_code": code, "run": str(launched.run.path)}
         put_json({**receipt, **pace, **ending})
+    for line in run_verdict_lines(view, state, launched.run.path):
+        say(line)
     say(status_text(view, follower.alive))
     if state not in ("completed",):
         say(f"log: engine tail {launched.run.path}    errors: {launched.run.stderr}")

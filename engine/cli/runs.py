@@ -58,6 +58,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
     from engine.log.folder import find_runs, settings_of
     from engine.log.follow import Follower
     from engine.log.text import status_text
+    from engine.watch.verdict_line import verdict_of
 
     found = find_runs(arguments.folder)
     settings = {run.path: settings_of(run) for run in found} if arguments.filter else {}
@@ -71,7 +72,9 @@ def list_runs(arguments: argparse.Namespace) -> int:
             # One broken log must not hide the others.
             rows.append((folder, None, error.message))
             continue
-        rows.append((folder, follower, status_text(follower.view, follower.alive)))
+        verdict = verdict_of(follower.view, follower.state, folder.path)
+        text = f"{verdict.signed()} | {status_text(follower.view, follower.alive)}"
+        rows.append((folder, follower, text))
     if wanted.terms:
         rows = [
             (run, follower, text)
@@ -123,7 +126,7 @@ def _subject(
 ) -> Subject:
     """Return what a filter knows of a run; one that cannot be read has the state `unreadable`."""
     from engine.log.filters import Subject
-    from engine.log.text import reason_text
+    from engine.watch.verdict_line import verdict_of
 
     notes, values, words = _notes_of(run), dict(settings), [run.name, text]
     state = "unreadable"
@@ -132,7 +135,7 @@ def _subject(
         student = view.eval_of("student")
         heldout = student.loss if student else None
         values |= {"loss": view.steps.last("loss"), "held-out": heldout, "step": view.last_step}
-        words.append(reason_text(view, state))
+        words.append(verdict_of(view, state).line)
     return Subject(
         state=state,
         tags=notes.tags,
@@ -224,6 +227,7 @@ def tail(arguments: argparse.Namespace) -> int:
     from engine.log.folder import open_run
     from engine.log.follow import Follower
     from engine.log.text import has_ended, line_text, status_text
+    from engine.watch.verdict_line import run_verdict_lines
 
     follower = Follower(open_run(arguments.run))
     fault: RunLogError | None = None
@@ -250,6 +254,8 @@ def tail(arguments: argparse.Namespace) -> int:
     if arguments.follow and arguments.json:
         put_json(as_json(follower, fault))
     elif arguments.follow and fault is None:
+        for line in run_verdict_lines(follower.view, follower.state, follower.run.path):
+            put(line)
         put(f"{follower.run.name}: {status_text(follower.view, follower.alive)}")
     if fault is not None:
         sys.stdout.flush()
@@ -267,8 +273,11 @@ def _print_all(follower: Any, log_lines: int) -> None:
         speed_lines,
         status_text,
     )
+    from engine.watch.verdict_line import run_verdict_lines
 
     view = follower.view
+    for line in run_verdict_lines(view, follower.state, follower.run.path):
+        put(line)
     put(f"{follower.run.name}: {status_text(view, follower.alive)}")
     for line in [*result_lines(view), *speed_lines(view)]:
         put(line)
@@ -333,7 +342,8 @@ def line_as_json(line: Any) -> dict[str, Any]:
 
 def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
     """Return a run as one JSON value; `fault` is what kept its logs from being read to their ends."""
-    from engine.log.text import reason_text, share_of_peak, start_parts
+    from engine.log.text import share_of_peak, start_parts
+    from engine.watch.verdict_line import verdict_of
 
     view = follower.view
     last = len(view.steps) - 1
@@ -341,7 +351,7 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
         "run": str(follower.run.path),
         "fault": None if fault is None else fault.message,
         "state": follower.state,
-        "reason": reason_text(view, follower.state),
+        "verdict": plain(verdict_of(view, follower.state, follower.run.path).as_dict()),
         **_noted(follower.run),
         "step": view.last_step,
         "total_steps": view.total_steps,

@@ -562,22 +562,6 @@ def has_ended(state: str) -> bool:
     return state not in GOING_ON
 
 
-def alerts_text(view: RunView) -> str:
-    """List the active alerts in brief: `2 alerts: data_wait, gpu_idle`; empty when there are none."""
-    names = sorted(view.alerts)
-    if not names:
-        return ""
-    return f"{len(names)} alert{'s' if len(names) > 1 else ''}: {', '.join(names)}"
-
-
-def checks_failed_text(view: RunView) -> str:
-    """List the failed checks in brief: `2 checks failed: shift_proof, loss_gradient`; empty when none failed."""
-    names = [name for name, check in view.checks.items() if check.level == FAIL]
-    if not names:
-        return ""
-    return f"{len(names)} check{'s' if len(names) > 1 else ''} failed: {', '.join(names)}"
-
-
 ERRORS_SHOWN = 20
 """So many notes of errors are shown at once."""
 
@@ -603,7 +587,8 @@ def line_text(line: LogLine) -> str:
 
 
 def status_text(view: RunView, alive: Liveness) -> str:
-    """Render the run in one line: state, progress, loss, pace and time left, or how it ended."""
+    """Render the run in one line: state, progress, loss, pace and time left. What is wrong with it, and how it ended,
+    is its verdict (`engine.watch.verdict_line`)."""
     state = view.state(alive)
     parts = [state.upper()]
     if view.total_steps is not None:
@@ -614,18 +599,12 @@ def status_text(view: RunView, alive: Liveness) -> str:
             parts.append("batch {}/{} of this pass over the data".format(*view.batch))
     if state == "starting" and view.phase is not None:
         parts.append(event_text(view.phase))
-    if failed := checks_failed_text(view):
-        parts.append(failed)
-    if errors := errors_text(len(view.errors)):
-        parts.append(errors)
-    if view.alerts:
-        parts.append(alerts_text(view))
     if len(view.steps):
         parts.append(f"loss {format_value(view.steps.last('loss'))}")
     student = view.eval_of("student")
     if student is not None:
         parts.append(f"held-out {format_value(student.loss)}")
-    parts += _ending(view, state) if has_ended(state) else _pace(view, state, alive)
+    parts += [] if has_ended(state) else _pace(view, state, alive)
     return one_line(" | ".join(parts))
 
 
@@ -666,32 +645,6 @@ def ending_text(view: RunView, state: str) -> str:
     if state == "host_lost":
         return host_lost_text(view)
     return "none of its processes exists and no end was recorded" if state == "vanished" else ""
-
-
-def _ending(view: RunView, state: str) -> list[str]:
-    """Return how a run ended, unless it completed."""
-    is_completed = view.finished is not None and view.finished.state == "completed"
-    return [] if is_completed else [*filter(None, [ending_text(view, state)])]
-
-
-def reason_text(view: RunView, state: str) -> str:
-    """Say in one sentence why a run failed, or what is wrong with it: how it ended, else its first failed check,
-    else its first note of an error, else its first active alert; behind that, of a script that is not ours, each
-    contradiction and suspicion. Empty when nothing is wrong."""
-    seen = {
-        level: [seen_text(one) for one in view.identities if one.level == level]
-        for level in (FAIL, SUSPICION)
-    }
-    failed = [f"{x.id}: {x.text}" for x in view.checks.values() if x.level == FAIL]
-    failed += [one.note.text for one in view.errors]
-    alerts = sorted(view.alerts.values(), key=lambda alert: alert.level != FAIL)
-    is_failure = state != "completed" and has_ended(state)
-    first = (is_failure and _ending(view, state)) or failed
-    if not first and not seen[FAIL]:
-        # The alert on an identity that fails says what the contradictions say themselves.
-        first = [alert.text for alert in alerts]
-    parts = [*first[:1], *seen[FAIL], *seen[SUSPICION]]
-    return one_line("; ".join([*(part.rstrip(".") for part in parts[:-1]), *parts[-1:]]))
 
 
 def seen_text(seen: Judged) -> str:

@@ -37,6 +37,7 @@ from engine.log.text import (
 )
 from engine.report.chart import PAINTS, flip_figure, run_figures
 from engine.terminal import as_html
+from engine.watch.verdict_line import run_verdict_lines
 
 _STYLE = (
     ":root{color-scheme:light dark}"
@@ -76,7 +77,8 @@ def _run_page(run: RunFolder) -> str:
     alerts = [line for alert in view.alerts.values() for line in alert_lines(alert)]
     command = _command_of(run)
     decisions = [line for decision in view.decisions for line in decision_lines(decision)]
-    parts = [_lines([status_text(view, follower.alive), *([broken] if broken else [])])]
+    verdict = run_verdict_lines(view, follower.state, run.name)
+    parts = [_lines([*verdict, status_text(view, follower.alive), *([broken] if broken else [])])]
     parts += [
         _section(
             "Result",

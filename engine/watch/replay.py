@@ -76,6 +76,12 @@ class Diagnosis:
     fault: str | None
     """Why a log could not be read to its end; None when all were."""
 
+    @property
+    def judged_view(self) -> RunView:
+        """The view with the alerts that are active at the end of the log."""
+        active = {one.alert.id: one.alert for one in self.raised if one.cleared_unix_s is None}
+        return replace(self.view, alerts=active)
+
 
 def diagnose(run: RunFolder, settings: RunSpec | None, *, beside: bool = False) -> Diagnosis:
     """Replay a run under every rule; with `beside` compare its end with the runs in the folders beside it, too."""

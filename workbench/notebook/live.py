@@ -29,6 +29,7 @@ from engine.errors import BadInput, UsageError
 from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.view import RunView
 from engine.report.chart import run_figures
+from engine.watch.verdict_line import run_verdict_lines
 from workbench.engine_commands import resume_run, start_run, stop_run
 from workbench.feed import RunFeed, Snapshot
 from workbench.notebook.panel import Panel
@@ -214,7 +215,9 @@ class Live(Panel):
         snapshot = self.snapshot
         if snapshot is None:
             return [], [f"{self!r}: nothing was read yet"]
-        lines = [f"{snapshot.run.name}: {snapshot.status}", *result_words(snapshot)]
+        verdict = run_verdict_lines(snapshot.view, snapshot.state, snapshot.run.path)
+        status = f"{snapshot.run.name}: {snapshot.status}"
+        lines = [*verdict, status, *result_words(snapshot)]
         return run_figures(snapshot.view, limit=STILL_LIMIT), lines
 
     def _draw_buttons(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from engine.log.downsample import Row, points
 from engine.log.figures import Curve, Figure, figures_of
 from engine.terminal import printable
+from engine.watch.verdict_line import verdict_of
 from workbench.feed import Snapshot
 from workbench.panes import page_panes
 
@@ -116,7 +117,11 @@ class Stream:
         status = (
             snapshot.status if snapshot.error is None else f"{snapshot.status} | {snapshot.error}"
         )
-        found = {"status": _cut(f"{snapshot.run.name}: {status}")}
+        lines = [f"{snapshot.run.name}: {status}"]
+        if snapshot.error is None and not snapshot.behind:
+            verdict = verdict_of(snapshot.view, snapshot.state, snapshot.run.path)
+            lines.insert(0, verdict.signed())
+        found = {"status": _cut("\n".join(lines))}
         found |= {name: _cut("\n".join(PANES[name](snapshot))) for name in self._panes}
         changed = {name: text for name, text in found.items() if self._words.get(name) != text}
         self._words |= changed

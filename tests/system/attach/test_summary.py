@@ -116,7 +116,7 @@ def test_a_plain_loop_is_read_as_a_run_with_every_step_that_it_prints(finished: 
 
 def test_a_run_that_finished_says_its_steps_losses_and_rate(finished: Finished) -> None:
     found = finished.summary
-    assert found["verdict"].startswith("run: finished (exit code 0); after 5 steps")
+    assert "run: finished (exit code 0); after 5 steps" in found["verdict"]
     assert "backward" in found["why"] and "waiting for data" in found["why"]
     for words in ("5 steps", "(median)", "rows/s", "loss", " -> ", "learning rate 0.01"):
         assert words in found["evidence"]
@@ -127,7 +127,7 @@ def test_a_run_that_finished_says_its_steps_losses_and_rate(finished: Finished) 
 
 def test_a_run_that_failed_names_its_exception_and_the_line_that_raised_it(tmp_path: Path) -> None:
     found, _ = run_loop(tmp_path, "raises")
-    assert found["verdict"].startswith("run: failed with exit code 1; after 5 steps")
+    assert "run: failed with exit code 1; after 5 steps" in found["verdict"]
     line = LOOP.splitlines().index('    raise ValueError("planted")') + 1
     where = f"{tmp_path / 'train.py'}:{line} in <module>"
     assert found["why"].startswith(f"the script ended with ValueError at {where}: planted")
@@ -137,7 +137,7 @@ def test_a_run_that_failed_names_its_exception_and_the_line_that_raised_it(tmp_p
 def test_a_run_that_was_killed_is_out_of_memory_only_with_proof(tmp_path: Path) -> None:
     watch(tmp_path, "sh", "-c", "kill -9 $$")
     found = parts(summary_lines(RunFolder(tmp_path / "run")))
-    assert found["verdict"].startswith("run: ended by SIGKILL; seen from outside only")
+    assert "run: ended by SIGKILL; seen from outside only" in found["verdict"]
     assert "SIGKILL" in found["why"] and "out of memory" not in found["verdict"]
     assert found["next step"] == LET_IN
 
@@ -152,7 +152,7 @@ def test_a_script_that_never_stepped_is_told_from_one_without_a_probe(tmp_path: 
     # Exit code 70 is one of the engine's own; of a command it says nothing.
     watch(tmp_path / "outside", "sh", "-c", "exit 70")
     found = parts(summary_lines(RunFolder(tmp_path / "outside" / "run")))
-    assert found["verdict"].startswith("run: failed with exit code 70; seen from outside only")
+    assert "run: failed with exit code 70; seen from outside only" in found["verdict"]
     assert "PYTHONPATH did not reach it" in found["why"] and "engine broke" not in found["why"]
     assert found["next step"] == LET_IN
 
@@ -167,7 +167,7 @@ def test_the_script_of_the_demo_is_seen_step_by_step_and_changed_in_nothing(tmp_
     assert done.returncode == 0, done.stderr
     assert "train_loss" in done.stdout
     found = parts(summary_lines(RunFolder(tmp_path / "run")))
-    assert found["verdict"].startswith("run: finished (exit code 0); after 4 steps")
+    assert "run: finished (exit code 0); after 4 steps" in found["verdict"]
     assert "tokens/s" in found["evidence"] and "AdamW of 133.4k" in found["evidence"]
     # The mistake in it is named at the first step, with what to do in a script of transformers.
     shifted = (
@@ -219,7 +219,7 @@ def test_a_stall_that_was_stopped_shows_where_it_stood(run: RunFolder) -> None:
         python_frame="train.py:12 in load", native_frame="",
     )  # fmt: skip
     found = write(run, [StepDone(step=1), StepDone(step=2)], dump, alert, ended())
-    assert found["verdict"].startswith("run: stalled, then ended by SIGTERM; after 2 steps")
+    assert "run: stalled, then ended by SIGTERM; after 2 steps" in found["verdict"]
     assert "who sent it is not recorded" in found["why"] and alert.text in found["why"]
     assert "stack: train.py:12 in load (stacks/007.txt)" in found["evidence"]
     # What the log does not hold is unknown, never 0.
@@ -257,7 +257,9 @@ def test_a_contradiction_is_the_verdict_with_its_numbers_and_what_to_do(run: Run
         for event in (WATCHED, Phase(name="training"), *steps, *identities):
             log.write(event)
     found = write(run, [], ended(returncode=0, state="COMPLETED", signal=None))
-    assert found["verdict"].endswith("; the training is wrong: update")
+    assert found["verdict"].startswith(
+        "WRONG since step 2: the weights do not move as the optimizer"
+    )
     assert found["why"].startswith("contradiction update at step 2: net.weight: SGD made 3 of 1")
     assert "identities: update contradiction" in found["evidence"]
     remedy = BY_ID["identity"]["update"].transformers
@@ -269,7 +271,7 @@ def test_a_run_that_waits_for_its_data_is_told_to_load_with_more_workers(run: Ru
     steps = [StepDone(step=n, step_s=1.0, data_s=0.5, phases=phases, rows=4) for n in (1, 2, 3)]
     killed = ended(returncode=-9, state="KILLED", signal="SIGKILL")
     found = write(run, steps, killed)
-    assert found["verdict"].startswith("run: ended by SIGKILL; after 3 steps")
+    assert "run: ended by SIGKILL; after 3 steps" in found["verdict"]
     assert "a step is waiting for data 50 %" in found["why"]
     assert found["next step"] == f"engine diagnose {run.path}"
     found = write(

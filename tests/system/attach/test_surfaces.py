@@ -317,7 +317,7 @@ def test_the_exit_code_and_json_of_identities_say_what_could_be_judged(tmp_path:
     assert rows["update"]["text"] == "sharded (step 1)"
 
 
-def test_the_reason_in_the_list_names_what_is_wrong_in_the_words_of_the_summary(
+def test_the_list_and_the_summary_have_the_same_verdict(
     tmp_path: Path,
 ) -> None:
     runs = {
@@ -326,19 +326,17 @@ def test_the_reason_in_the_list_names_what_is_wrong_in_the_words_of_the_summary(
         "wrong": make(tmp_path / "wrong", SHIFT, KEPT),
         "failed": make(tmp_path / "failed", SHIFT, code=1),
     }
-    suspicion = "suspicion label_shift at step 1: the labels are shifted twice"
-    contradiction = "contradiction kept_gradients at step 2: nothing zeroed them"
+    suspicion = "SUSPECT since step 1: labels are not the tokens that follow"
+    wrong = "WRONG since step 2: gradients are not zeroed between steps (and 1 more)"
     rows = {row.name: row for row in RunsFeed([tmp_path], budget_s=LIMIT_S).poll().rows}
-    assert {name: row.reason for name, row in rows.items()} == {
-        "healthy": "",
-        "doubted": suspicion,
-        "wrong": f"{contradiction}; {suspicion}",
-        "failed": f"It ended; {suspicion}",
-    }
-    for name, said in (("doubted", suspicion), ("wrong", contradiction), ("wrong", suspicion)):
-        assert said in " ".join(" ".join(summary_lines(runs[name])).split())
+    lines = {name: row.verdict for name, row in rows.items()}
+    assert lines.pop("healthy").startswith("HEALTHY: ")
+    assert lines.pop("failed").startswith("ENDED at step 3: ")
+    assert lines == {"doubted": suspicion, "wrong": wrong}
+    for name, line in lines.items():
+        assert line in " ".join(" ".join(summary_lines(runs[name])).split())
     (screen,) = texts_of(tmp_path, (200, 40))
-    assert "label_shift" in screen and "kept_gradients" in screen
+    assert suspicion in screen and "gradients are not zeroed" in screen
 
 
 def test_a_command_without_a_probe_has_no_identities_and_says_so(tmp_path: Path) -> None:

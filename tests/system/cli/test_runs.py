@@ -59,7 +59,7 @@ def test_tags_and_the_note_of_a_run_are_set_listed_and_filtered_by(folder: Path)
     done = engine_here("tag", run, "--remove", "base")
     assert done.stdout.splitlines() == ["tags  good", "note  keep this"]
     (found,) = json.loads(engine_here("runs", folder, "--filter", "tag:good", "--json").stdout)
-    assert (found["tags"], found["note"], found["reason"]) == (["good"], "keep this", "")
+    assert (found["tags"], found["note"]) == (["good"], "keep this")
     assert "[good]" in engine_here("runs", folder).stdout
     assert engine_here("tag", run, "two words").returncode == 65
 

@@ -36,7 +36,8 @@ def test_a_run_with_an_alert_exits_1_and_tells_it(
     scene = sick(tmp_path / "run").close()
     assert run("diagnose", scene.run.path) == 1
     out = capsys.readouterr().out
-    assert out.startswith("run: 1 alert; ")
+    assert out.startswith("✗ WRONG since step 30: loss was nan at step 30")
+    assert "\nrun: 1 alert; " in out
     assert "error: non_finite: loss was nan at step 30" in out
     assert "active at the end of the log" in out and "test it: --set train.lr=" in out
     assert "could not judge" not in out
@@ -146,10 +147,15 @@ def test_tail_and_the_screen_show_an_alert_that_stands(
     scene = running(tmp_path / "run").watch(ALERT)
     assert run("tail", scene.run.path) == 0
     out = capsys.readouterr().out
-    assert "1 alert: gpu_idle" in out and "\nalerts\n  error: gpu_idle: GPU 0 was" in out
+    assert (
+        "✗ WRONG since step 0: GPU 0 was" in out and "\nalerts\n  error: gpu_idle: GPU 0 was" in out
+    )
     assert "test it: --set teacher.backend=dequantized" in out
     assert run("tail", scene.run.path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["alerts"][0]["id"] == "gpu_idle"
     (text,) = texts_of(scene.run.path, (120, 40))
     scene.close()
-    assert "1 alert: gpu_idle" in text and "ALERT gpu_idle: GPU 0 was 0.3 % busy" in text
+    assert (
+        "WRONG since step 0: GPU 0 was 0.3 % busy" in text
+        and "ALERT gpu_idle: GPU 0 was 0.3 % busy" in text
+    )

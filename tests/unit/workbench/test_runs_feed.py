@@ -239,9 +239,9 @@ def test_a_curve_has_a_gap_where_a_loss_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_run_says_why_it_ended(tmp_path: Path) -> None:
-    assert "SIGKILL" in row_of(killed(tmp_path / "a")).reason
-    assert row_of(completed(tmp_path / "b")).reason == ""
-    assert row_of(corrupt(tmp_path / "c")).reason.startswith("expected line number 20")
+    assert "SIGKILL" in row_of(killed(tmp_path / "a")).verdict
+    assert row_of(completed(tmp_path / "b")).level == "HEALTHY"
+    assert row_of(corrupt(tmp_path / "c")).verdict.startswith("expected line number 20")
 
 
 @pytest.mark.parametrize(

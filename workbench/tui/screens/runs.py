@@ -438,8 +438,8 @@ def detail_lines(row: RunRow) -> list[str]:
         speed = row.tokens_per_second
         words += [] if speed is None else [f"{format_count(speed)} tok/s"]
         lines.append(", ".join(words))
-    if row.reason and row.error is None:
-        lines.append(row.reason)
+    if row.verdict and row.error is None:
+        lines.append(row.verdict)
     lines += tag_lines(row)
     lines += [f"{severity}: {name}" for severity, name in row.alerts[:3]]
     if row.error is not None:

@@ -20,7 +20,7 @@ from workbench.runs_feed import CURVE_POINTS, RunRow
 from workbench.tui.names import cut_at_end, shortened, told_apart
 from workbench.tui.printable import drawable
 from workbench.tui.widgets.cell_table import CellTable
-from workbench.tui.widgets.status_line import bar_text
+from workbench.tui.widgets.status_line import LEVEL_ROLES, bar_text
 
 ABSENT = "-"
 ROOMY = 100
@@ -110,7 +110,7 @@ STATE = Column(
     optional=False,
 )
 AGE = "age"
-REASON, TAGS = "reason", "tags"
+VERDICT, TAGS = "verdict", "tags"
 SETTING, LATER_SETTING, FIRST_SETTINGS, MODEL = 60, 85, 3, 80
 """The rank of the first settings that differ, of the others, and of models that differ."""
 BEFORE = (
@@ -143,7 +143,7 @@ AFTER = (
         largest_first=True,
         optional=False,
     ),
-    _text_column(REASON, lambda row: row.reason, 70, least=24),
+    _text_column(VERDICT, lambda row: row.verdict, 15, least=24),
     _text_column(TAGS, lambda row: " ".join(row.tags), 74, least=12),
     _text_column("teacher", lambda row: row.teacher, 140, least=12),
     _text_column("student", lambda row: row.student, 130, least=12),
@@ -176,11 +176,11 @@ MODELS: dict[str, Callable[[RunRow], str]] = {
 """They are as important as settings where they differ."""
 WIDENED = (
     (NAME.name, 32),
-    (REASON, 60),
+    (VERDICT, 60),
     (TAGS, 40),
     *((name, 40) for name in MODELS),
     (NAME.name, 200),
-    (REASON, 400),
+    (VERDICT, 400),
 )
 """The columns that get what is left of the width, in this order, and up to so many cells."""
 
@@ -289,6 +289,7 @@ class RunsTable(CellTable):
         self._columns: tuple[Column, ...] = (*self._before, *self._after)
         self._settings: tuple[int, ...] = ()
         self._shown: tuple[Column, ...] = ()
+        self._colours: dict[str, str] = {}
 
     def on_resize(self) -> None:
         self._fill()
@@ -377,7 +378,7 @@ class RunsTable(CellTable):
 
     def _fitted(self, wanted: Mapping[str, int], room: int) -> dict[str, int]:
         """Return the width of each column that fits, without its gap. In the order of their ranks columns get the
-        least they need; what is left goes to the name, the reason and the rest of the texts."""
+        least they need; what is left goes to the name, the verdict and the rest of the texts."""
         name_least = NAME_CELLS[self.size.width >= ROOMY]
         differ = {
             name for name, text in MODELS.items() if len({text(row) for row in self.rows_shown}) > 1
@@ -415,9 +416,11 @@ class RunsTable(CellTable):
         return " " if slot is None else series_style(slot).letter
 
     def _cells(self, key: str, texts: Sequence[str]) -> list[Text]:
-        slot = self.marked.get(self._by_key[key].path)
+        row = self._by_key[key]
+        slot = self.marked.get(row.path)
         styles = ["" if slot is None else f"bold {series_style(slot).colour}"]
-        styles += [""] * (len(texts) - 1)
+        colour = self._colours.get(row.level, "")
+        styles += [colour if column.name == VERDICT else "" for column in self._shown[1:]]
         return [
             Text(text, style, justify="right" if column.right else "left", no_wrap=True)
             for text, style, column in zip(texts, styles, self._shown, strict=True)
@@ -426,6 +429,10 @@ class RunsTable(CellTable):
     def _fill(self) -> None:
         if not self.size.width:
             return
+        theme = self.app.theme_variables
+        self._colours = {
+            level: theme.get(f"text-{role}", "") for level, role in LEVEL_ROLES.items()
+        }
         by_name = {column.name: column for column in self._columns}
         column = by_name.get(self.sorted_by) or by_name[AGE]
         rows = in_order(self.rows_shown, column, backwards=self.backwards)

@@ -13,11 +13,22 @@ from textual.widgets import Static
 from engine.log.folder import WatchedCommand
 from engine.log.text import one_line
 from engine.units import format_seconds
+from engine.watch.verdict_line import (
+    ENDED,
+    HEALTHY,
+    SUSPECT,
+    UNDECIDED,
+    WRONG,
+    RunVerdict,
+    verdict_of,
+)
 from workbench.feed import Snapshot
 from workbench.tui.layout import is_low
-from workbench.tui.names import shortened
+from workbench.tui.names import cut_at_end, shortened
 
 WIDE, NARROW = 100, 60
+VERDICT_ROWS = 3
+"""Most rows of a verdict on a narrow terminal."""
 
 
 def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
@@ -114,6 +125,15 @@ class StatusLine(Static):
 
     on_resize = watch_paused = watch_replay = watch_snapshot
 
+    def _verdict(self, found: RunVerdict, width: int) -> Content:
+        """Return the verdict in the colour of its level, with what to do where both have space in one row."""
+        line = found.signed(ascii_only=self._ascii_only)
+        todo = f"  do: {one_line(found.action)}" if found.action else ""
+        if len(line) + len(todo) > width:
+            todo = ""
+        style = f"bold $text-{LEVEL_ROLES[found.level]}"
+        return Content.assemble((cut_at_end(line, VERDICT_ROWS * width), style), todo)
+
     def _write(self) -> None:
         snapshot = self.snapshot
         if snapshot is None:
@@ -123,17 +143,24 @@ class StatusLine(Static):
         before = [self.replay, *before] if self.replay else before
         after = ["read-only"] if self._read_only else []
         share, flags = heading(snapshot, width, ascii_only=self._ascii_only)
-        if width < NARROW and is_low(*self.app.size):
+        name, found, low = self._run_name, None, is_low(*self.app.size)
+        if snapshot.error is None and not snapshot.behind:
+            found = verdict_of(snapshot.view, snapshot.state, snapshot.run.path)
+            if low and found.level == HEALTHY:
+                # A row of its own would be missed by the chart.
+                name = f"{found.sign(ascii_only=self._ascii_only)} {name}"
+        if width < NARROW and low:
             states = [*before, *flags, *after]
-            top, below = compact(self._run_name, states, share, snapshot.status, max(1, width))
+            top, below = compact(name, states, share, snapshot.status, max(1, width))
         else:
-            name = self._run_name
             if width < WIDE:
                 name = shortened(name, 24 if width >= NARROW else 16)
             top = "  ".join([name, *before, *([share] if share else []), *flags, *after])
             top = with_command(top, snapshot.command, width - 2)
             below = snapshot.status
         lines = [_bold_to(top, "  ", "bold"), _bold_to(below, " | ", "bold reverse")]
+        if found is not None and (not low or found.level != HEALTHY):
+            lines.insert(0, self._verdict(found, max(1, width - 2)))
         if snapshot.error is not None:
             lines += [Content(line) for line in snapshot.error.splitlines()]
         # A layout redraws the whole screen, so it is requested only when the row count changes.
@@ -142,6 +169,16 @@ class StatusLine(Static):
         if words != self._words:
             self.update(words, layout=rows != self._rows)
         self._words, self._rows = words, rows
+
+
+LEVEL_ROLES = {
+    HEALTHY: "success",
+    SUSPECT: "warning",
+    WRONG: "error",
+    ENDED: "error",
+    UNDECIDED: "muted",
+}
+"""The role of each level's colour in a theme."""
 
 
 def _bold_to(line: str, end: str, style: str) -> Content:

@@ -121,7 +121,7 @@ def test_no_screen_ends_a_text_in_a_cut_word_at_any_size(
         for size in SIZES:
             await resize(pilot, size)
             # A reason in the list of runs is cut behind a word; the run under the cursor has it whole.
-            reasons = set(re.findall(r"[\w.-]+", " ".join(row.reason for row in rows_of(pilot))))
+            reasons = set(re.findall(r"[\w.-]+", " ".join(row.verdict for row in rows_of(pilot))))
             cut = [word for word in CUT_WORD.findall(text_of(pilot)) if word not in reasons]
             assert cut == [], f"{name} at {size}: {cut} in\n{text_of(pilot)}"
 

@@ -310,6 +310,8 @@ def test_a_thousand_rows_are_drawn_again_only_where_they_changed(
         rows = tuple(replace(row, path=tmp_path / str(n), name=f"run-{n}") for n in range(1000))
         table.rows_shown = rows
         await pilot.pause()
+        # The scroll bar that a thousand rows bring takes cells from the columns.
+        table.on_resize()
         written.clear()
         table.rows_shown = (*rows[:-1], replace(rows[-1], loss=1.25))
         await pilot.pause()
@@ -358,7 +360,7 @@ def test_settings_that_differ_are_columns_with_the_numeric_ones_first(swept: Pat
 def test_a_failure_is_told_in_the_row_of_the_run(swept: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         row = next(line for line in text_of(pilot).splitlines() if "beta" in line)
-        assert "killed by SIGKILL" in row
+        assert "ENDED at step 30: killed" in row
 
     on_screen([swept], (120, 40), script)
 
@@ -454,7 +456,7 @@ def test_every_column_can_be_sorted_by_with_two_keys(swept: Path) -> None:
         for _ in heading_of(pilot):
             seen.add(table.sorted_by)
             await press(pilot, "greater_than_sign")
-        assert {"name", "loss", "train.lr", "loss.kernel", "reason", "age"} <= seen
+        assert {"name", "loss", "train.lr", "loss.kernel", "verdict", "age"} <= seen
         await press(pilot, "1", "less_than_sign", "greater_than_sign")
         assert table.sorted_by == "name"
 

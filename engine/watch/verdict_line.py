@@ -1,0 +1,336 @@
+"""The verdict on a run in one line, the same on every surface: how it is, since which step, and what to do.
+
+    HEALTHY: 28 checks passed
+    SUSPECT since step 51: the model is trained in eval mode
+    WRONG since step 3: gradients are not zeroed between steps
+    ENDED at step 40: killed from outside, not for want of memory
+    UNKNOWN: loading the teacher, no step yet
+
+A pure function of a view. Of everything that is wrong the line has what explains the others: a failed check before an
+alert, and what the machine explains last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from engine.catalogue import BY_ID, CHECKS
+from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN
+from engine.log.events import CHECK, FACT, FAIL, IDENTITY, PASS, SUSPICION, Judged
+from engine.log.text import ending_text, event_text, has_ended, one_line
+from engine.log.view import RunView
+
+HEALTHY, SUSPECT, WRONG, ENDED, UNDECIDED = "HEALTHY", "SUSPECT", "WRONG", "ENDED", "UNKNOWN"
+SIGNS = {HEALTHY: "✓", SUSPECT: "!", WRONG: "✗", ENDED: "■", UNDECIDED: "?"}
+ASCII_SIGNS = {HEALTHY: "+", SUSPECT: "!", WRONG: "x", ENDED: "#", UNDECIDED: "?"}
+"""A sign for each level, beside its word and its colour."""
+
+EXPLAINS_AN_END = ("non_finite", "allocator_ceiling", "gpu_lost", "stalled", "stalled_at_start")
+"""Alerts that say why a run ended as it did."""
+CAUSES = ("cpu_bound_teacher", "data_wait", "memory_ceiling")
+"""Alerts that say why another one of their level is raised."""
+OF_THE_MACHINE = (
+    "throttled",
+    "slow_machine",
+    "step_time_drift",
+    "step_time_bimodal",
+    "unaccounted",
+)
+"""Alerts that other work on the machine can explain."""
+MOST_ALERTS = 200
+"""Alerts that are looked at; there are fewer rules than that."""
+SAYS_THE_SAME = "identity_fails"
+"""The alert that repeats the identities that fail."""
+ASKED_FOR = ("completed", "stopped", "terminated", "interrupted", "declined", "unwatched")
+"""Ends that are no fault of a run."""
+_ENDS = {
+    "killed_external": "killed from outside, not for want of memory",
+    "oom_memcg": "out of memory, its control group was full",
+    "oom_global": "out of memory, the machine was full",
+    "device_failed": "the GPU failed",
+    "disk_full": "the disk is full",
+    "host_lost": "the machine stopped or restarted",
+    "vanished": "nobody recorded how",
+    "unknown": "nothing proves why",
+}
+_MEMORY = ("oom_memcg", "oom_global", "alloc_failed")
+_BY_SOMEBODY = ("killed_external", "host_lost", "vanished", "unknown")
+"""Ends that say nothing of the run: what was wrong with it before comes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong with a run."""
+
+    level: str
+    text: str
+    rank: int
+    """The lower, the more of the others it explains."""
+    since: int | None = None
+    """The first step at which it was seen; None where it is not of a step."""
+    detail: str = ""
+    action: str = ""
+    id: str = ""
+    """What was judged, as `check step_labels`; empty of an end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunVerdict:
+    """How a run is."""
+
+    level: str
+    text: str
+    since: int | None = None
+    detail: str = ""
+    """What was seen, with numbers."""
+    action: str = ""
+    """The one thing to do; empty where there is nothing to do."""
+    id: str = ""
+    others: tuple[Finding, ...] = field(default=())
+    """What else is wrong, from what explains most to what explains least."""
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line, without a sign."""
+        at = (
+            ""
+            if self.since is None
+            else f" {'at' if self.level == ENDED else 'since'} step {self.since}"
+        )
+        ends = [one for one in self.others if one.level == ENDED]
+        then = f"; ended at step {ends[0].since}, {ends[0].text}" if ends else ""
+        count = len(self.others) - len(ends)
+        more = f" (and {count} more)" if count else ""
+        return one_line(f"{self.level}{at}: {self.text}{more}{then}")
+
+    def sign(self, *, ascii_only: bool = False) -> str:
+        return (ASCII_SIGNS if ascii_only else SIGNS)[self.level]
+
+    def signed(self, *, ascii_only: bool = False) -> str:
+        """Return the line behind the sign of its level."""
+        return f"{self.sign(ascii_only=ascii_only)} {self.line}"
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 for what is wrong, 2 where it is suspected or not known, else 0."""
+        return {HEALTHY: EXIT_PASS, SUSPECT: EXIT_UNKNOWN, UNDECIDED: EXIT_UNKNOWN}.get(
+            self.level, EXIT_FAIL
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the verdict for JSON."""
+        return {
+            "level": self.level.lower(),
+            "text": self.text,
+            "since_step": self.since,
+            "detail": self.detail,
+            "action": self.action,
+            "id": self.id,
+            "line": self.line,
+            "others": [
+                {
+                    "level": one.level.lower(),
+                    "text": one.text,
+                    "since_step": one.since,
+                    "id": one.id,
+                }
+                for one in self.others
+            ],
+        }
+
+
+def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
+    """Return the verdict on a run in `state` (`RunView.state`); `path` stands in the commands that it names."""
+    found = sorted(_findings(view, state, str(path)), key=lambda one: one.rank)
+    if found:
+        first, *others = found
+        return RunVerdict(
+            level=first.level,
+            text=first.text,
+            since=first.since,
+            detail=first.detail,
+            action=first.action,
+            id=first.id,
+            others=tuple(others),
+        )
+    judged = _what_was_judged(view)
+    if judged:
+        how = "" if not has_ended(state) else f"{_how_it_ended(view, state)}; "
+        return RunVerdict(level=HEALTHY, text=f"{how}{judged}")
+    if view.process is not None:
+        text = "its steps and its loss are not seen from outside"
+    elif has_ended(state):
+        text = "it ended before anything could be judged"
+    else:
+        phase = "starting" if view.phase is None else event_text(view.phase)
+        text = f"{phase}, no step yet"
+    return RunVerdict(level=UNDECIDED, text=text)
+
+
+def run_verdict_lines(view: RunView, state: str, path: object = "RUN") -> list[str]:
+    """Render the verdict with its sign, and below it what was seen and what to do."""
+    found = verdict_of(view, state, path)
+    seen = [found.detail] if found.detail not in ("", found.text) else []
+    do = [f"do: {found.action}"] if found.action else []
+    return [found.signed(), *(one_line(f"  {text}") for text in [*seen, *do])]
+
+
+def _findings(view: RunView, state: str, path: str) -> Iterator[Finding]:
+    order = [one.id for one in CHECKS]
+    failed = [one for one in view.checks.values() if one.level == FAIL]
+    for check in sorted(failed, key=lambda one: order.index(one.id) if one.id in order else -1):
+        about = BY_ID[CHECK].get(check.id)
+        warns = about is not None and not about.stops
+        yield Finding(
+            level=SUSPECT if warns else WRONG,
+            text=about.wrong if about is not None else f"{check.id}: {check.text}",
+            rank=60 if warns else 0,
+            since=check.step,
+            detail=check.text,
+            action=about.remedy if about is not None else f"engine checks {path}",
+            id=f"check {check.id}",
+        )
+    yield from _of_identities(view)
+    for alert in islice(view.alerts.values(), MOST_ALERTS):
+        if alert.id != SAYS_THE_SAME:
+            yield _of_alert(alert)
+    if view.errors:
+        first = view.errors[0].note.text
+        text = first.split("; ")[0]
+        yield Finding(level=WRONG, text=text, rank=40, detail=first, action=f"engine tail {path}")
+    if view.non_finite and not any(one.id == "non_finite" for one in view.alerts.values()):
+        yield _of_numbers(view)
+    if has_ended(state) and state not in ASKED_FOR and not _ended_by_check(view):
+        yield _of_end(view, state, path)
+
+
+def _of_identities(view: RunView) -> Iterator[Finding]:
+    first: dict[tuple[str, str], Judged] = {}
+    for one in view.identities:
+        if one.level in (FAIL, SUSPICION):
+            first.setdefault((one.level, one.id), one)
+    for (level, id), one in first.items():
+        if level == SUSPICION and (FAIL, id) in first:
+            continue
+        about = BY_ID[IDENTITY].get(id)
+        yield Finding(
+            level=WRONG if level == FAIL else SUSPECT,
+            text=about.wrong if about is not None else one.text,
+            rank=5 if level == FAIL else 65,
+            since=one.step,
+            detail=one.text,
+            action="" if about is None else about.remedy_with(one.framework),
+            id=f"identity {id}",
+        )
+
+
+def _of_alert(alert: Judged) -> Finding:
+    if alert.level == FAIL:
+        rank = 10 if alert.id in EXPLAINS_AN_END else 30
+    else:
+        rank = 90 if alert.id in OF_THE_MACHINE else 80
+    rank -= alert.id in CAUSES
+    return Finding(
+        level=WRONG if alert.level == FAIL else SUSPECT,
+        text=alert.text,
+        rank=rank,
+        since=alert.first_step,
+        detail=alert.meaning,
+        action=f"test it: {alert.flip}" if alert.flip else alert.no_flip,
+        id=f"alert {alert.id}",
+    )
+
+
+def _of_numbers(view: RunView) -> Finding:
+    """Return what numbers that were not finite say, once nothing more is heard of them."""
+    first, last = view.non_finite[0], view.non_finite[-1]
+    steps = f"at step {first.step}" if first.step == last.step else f"{first.step} to {last.step}"
+    text = f"{first.id} was {first.text} {'' if first.step == last.step else 'in steps '}{steps}"
+    return Finding(
+        level=SUSPECT,
+        text=f"{text}, and is finite again",
+        rank=70,
+        since=first.step,
+        detail=f"{len(view.non_finite)} numbers were not finite",
+        action="look at the batches and the gradient norm of these steps",
+        id=f"number {first.id}",
+    )
+
+
+def _of_end(view: RunView, state: str, path: str) -> Finding:
+    """Return how a run ended that did not end as it should."""
+    exit_ = view.exit
+    text = _ENDS.get(state, "")
+    if state in _MEMORY and exit_ is not None and exit_.certainty == "probable":
+        text = f"probably {text or exit_.cause}"
+    script = view.script_ended
+    if not text and script is not None and script.exception is not None:
+        text = event_text(script)
+    if not text and view.finished is not None:
+        text = view.finished.reason
+    if not text and exit_ is not None:
+        if state == "crashed" and exit_.signal:
+            text = f"crashed ({exit_.signal})"
+        elif view.is_foreign and exit_.returncode:
+            text = f"the command failed with exit code {exit_.returncode}"
+        else:
+            text = exit_.sentence.split(". ")[0]
+    resume = "" if view.is_foreign else f"; then engine distill --resume {path}"
+    if state in _MEMORY:
+        action = f"engine diagnose {path} shows what memory did; start again with a smaller batch"
+    elif state in _BY_SOMEBODY:
+        action = f"find out what ended it (a scheduler, `timeout`, a memory guard){resume}"
+    else:
+        action = f"engine diagnose {path}"
+    return Finding(
+        level=ENDED,
+        text=one_line(text or state).splitlines()[0].rstrip("."),
+        rank=50 if state in _BY_SOMEBODY else 20,
+        since=view.last_step,
+        detail=ending_text(view, state),
+        action=action,
+    )
+
+
+def _ended_by_check(view: RunView) -> bool:
+    """Whether the run ended itself because a check failed, which then is the verdict."""
+    finished = view.finished
+    return (
+        finished is not None
+        and finished.state == "failed"
+        and any(
+            one.level == FAIL and finished.reason.startswith(f"check {one.id}")
+            for one in view.checks.values()
+        )
+    )
+
+
+def _how_it_ended(view: RunView, state: str) -> str:
+    if state == "completed":
+        return f"completed {view.last_step:,} steps"
+    return f"{state} at step {view.last_step:,}, as it was asked to"
+
+
+def _what_was_judged(view: RunView) -> str:
+    """Say what was judged and could not be; empty where nothing was."""
+    found = [*view.checks.values(), *_worst_identities(view)]
+    passed = sum(one.level in (PASS, FACT) for one in found)
+    unknown = len(found) - passed
+    one, many = ("check", "checks") if view.checks else ("identity", "identities")
+    parts = []
+    if passed:
+        parts.append(f"{passed} {one if passed == 1 else many} passed")
+    if unknown:
+        parts.append(f"{unknown} could not be judged")
+    if passed and (stages := len(view.audited_steps)):
+        parts.append(f"{stages} step{'s' * (stages > 1)} audited")
+    if not passed and len(view.steps) and ("watch" in view.clocks or view.imported is not None):
+        parts.append(f"no alert in {view.last_step:,} steps")
+    return ", ".join(parts) if passed or (parts and len(view.steps)) else ""
+
+
+def _worst_identities(view: RunView) -> list[Judged]:
+    return list({one.id: one for one in view.identities}.values())
