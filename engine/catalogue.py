@@ -369,6 +369,8 @@ ALERTS: tuple[About, ...] = (
     _alert("compile_after_warm_up", SUSPICION, "Did a step wait for a compiler?"),
     _alert("non_finite", FAIL, "Was a loss, gradient or weight NaN or infinite?"),
     _alert("loss_not_below_guessing", FAIL, "Is the student worse than guessing?"),
+    _alert("loss_stays_at_guessing", SUSPICION, "Has the loss left the level of guessing?"),
+    _alert("loss_rose_for_good", SUSPICION, "Did the loss come back from a rise at the start?"),
     _alert("teacher_off_text", SUSPICION, "Does the teacher know the text that it is asked about?"),
     _alert("loss_at_alpha_ln_v", FAIL, "Is the loss that of a uniform student?"),
     _alert("kl_near_zero", FAIL, "Is there anything to learn from the teacher?"),

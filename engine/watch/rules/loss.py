@@ -8,6 +8,7 @@ KL = 0        at the start: the teacher is the student
 from __future__ import annotations
 
 import math
+import re
 
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, median, rule
 
@@ -16,6 +17,28 @@ NON_FINITE_STEPS = 3
 GUESSING_STEPS = 50
 GUESSING_FROM = 100
 """Steps that a student trained from scratch gets to become better than guessing; it takes a few tens."""
+STAYS_FROM = 500
+"""Steps in which a warm-up may keep the loss at its start; the frequencies of tokens alone are learnt in fewer."""
+STAYS_NEAR = 0.03
+"""Relative distance below ln V."""
+STAYS_VOCABULARY = 32
+"""With fewer classes a loss near ln V may be all that there is to learn."""
+RISE_FROM, RISE_ROWS = 100, 30
+"""Steps since the start, and steps that are logged, from which a rise is not the transient of a warm-up."""
+RISE_FIRST, RISE_NEWEST = 5, 50
+RISE_TIMES, RISE_TIMES_UNKNOWN = 1.2, 2.0
+"""Times the level of the first steps: of a cross entropy, and of a loss of which it is not known what it is."""
+RISE_SIGMAS = 3.0
+"""Robust sigmas of the newest steps above the very first loss, where the next steps have risen already."""
+RISE_BELOW = 25
+"""One in so many of the newest steps may be below: a noisy loss goes lower now and then."""
+RISE_STILL = 1.5
+"""A loss that is not known to be a cross entropy, and still rises so much in the second half, may be meant to."""
+MEANT_TO_RISE = re.compile(
+    r"reward|return|advantage|policy|actor|critic|value|entropy|episode|kl|discriminator|generator|gan|loss_[dg]|[dg]_loss",
+    re.IGNORECASE,
+)
+"""Names that a script logs where its loss may rise in health: reinforcement learning, adversaries, an annealed term."""
 ALPHA_STEPS = 50
 ALPHA_NEAR = 0.02
 ALPHA_CE_NEAR = 0.05
@@ -92,6 +115,88 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
         meaning="the student knows less than nothing: a wrong forward pass, wrong labels, or a diverged run",
         **case.lower_rate(10),
     )
+
+
+@rule(
+    reads=("ce", "vocabulary"),
+    threshold=f"mean ce of the newest {GUESSING_STEPS} steps and of as many half-way less than {STAYS_NEAR:.0%} below "
+    f"ln V, from step {STAYS_FROM} on, with {STAYS_VOCABULARY} tokens or more",
+)
+def loss_stays_at_guessing(case: Case) -> Symptom | None:
+    ceiling = case.vocabulary_nats
+    if ceiling < math.log(STAYS_VOCABULARY):
+        raise CannotJudge(f"fewer than {STAYS_VOCABULARY} tokens: little may be learnt of so few")
+    rows = case.steps(GUESSING_STEPS, at_least=GUESSING_STEPS)
+    if case.view.last_step < STAYS_FROM:
+        raise CannotJudge(f"needs {STAYS_FROM} steps since the start of the run")
+    name, low = case.cross_entropy, (1 - STAYS_NEAR) * ceiling
+    ce = mean(case.column(name, rows))
+    # At ln V or above it is `loss_not_below_guessing`; one that was lower and came back is no start.
+    half_way = range(rows.start // 2, rows.start // 2 + GUESSING_STEPS)
+    if not low <= ce < ceiling or mean(case.column(name, half_way)) < low:
+        return None
+    return Symptom(
+        f"after {case.view.last_step} steps cross entropy is {ce:.3f}, as in guessing: ln V = {ceiling:.3f}",
+        [("ce, mean", ce, f"less than {STAYS_NEAR:.0%} below ln V = {ceiling:.4f}")],
+        case.span(rows),
+        meaning="nothing is learnt: a learning rate far too large or too small, or labels that no input explains",
+        **case.lower_rate(100),
+    )
+
+
+@rule(
+    reads=("loss",),
+    threshold=f"median loss of the newest {RISE_NEWEST} steps {RISE_TIMES:g} times that of the first {RISE_FIRST}, or "
+    f"of the first and {RISE_SIGMAS:g} robust sigmas above it, with hardly a step below; {RISE_TIMES_UNKNOWN:g} times, "
+    f"and early, where it is not known to be a cross entropy; from step {RISE_FROM} and {RISE_ROWS} logged steps on",
+)
+def loss_rose_for_good(case: Case) -> Symptom | None:
+    everything = case.steps(len(case.view.steps), at_least=RISE_ROWS, session=False)
+    if case.view.last_step < RISE_FROM:
+        raise CannotJudge(f"needs {RISE_FROM} steps since the start of the run")
+    first_step, second_step = case.column("step", everything[:2])
+    if first_step > 2 * (second_step - first_step):
+        raise CannotJudge("the first steps of the run are not in its log")
+    is_known = _is_cross_entropy(case)
+    if not is_known and (risers := sorted(filter(MEANT_TO_RISE.search, case.view.logged))):
+        raise CannotJudge(f"it logs {risers[0]}: its loss may be meant to rise")
+    rows = everything[-min(RISE_NEWEST, len(everything) // 2) :]
+    newest, start = case.column("loss", rows), case.column("loss", everything[:RISE_FIRST])
+    now, lowest = median(newest), sorted(newest)[len(newest) // RISE_BELOW]
+    times = RISE_TIMES if is_known else RISE_TIMES_UNKNOWN
+    level, one = median(start), start[0]
+    spread = MAD_TO_SIGMA * median([abs(x - now) for x in newest])
+    if level > 0 and now >= times * level and lowest > level:
+        first, held = level, f"the median of the first {RISE_FIRST}"
+    elif one > 0 and now >= max(times * one, one + RISE_SIGMAS * spread) and min(newest) > one:
+        first, held = one, "the first loss"
+    else:
+        return None
+    quarter = len(everything) // 4
+    early = median(case.column("loss", everything[quarter : 2 * quarter][:RISE_NEWEST]))
+    if not is_known and (early < times * first or now > RISE_STILL * early):
+        return None
+    return Symptom(
+        f"the loss rose from {first:.3g} to {now:.3g} and has not come back in {case.view.last_step} steps",
+        [
+            (
+                f"loss, median of the newest {len(newest)}",
+                now,
+                f"expected less than {times:g} times {first:.4g}, {held}",
+            ),
+            ("loss, the lowest but outliers", lowest, f"{first:.4g} at the start"),
+        ],
+        case.span(rows),
+        meaning="the first updates destroyed what the weights had: most often a learning rate that is far too large",
+        **case.lower_rate(100),
+    )
+
+
+def _is_cross_entropy(case: Case) -> bool:
+    try:
+        return bool(case.cross_entropy)
+    except CannotJudge:
+        return False
 
 
 @rule(

@@ -170,7 +170,7 @@ def _must_not_fail(case: Case) -> None:
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_healthy_run_raises_nothing(tmp_path: Path, seed: int, device: str) -> None:
-    """400 steps with the noise of real ones, played again from its logs."""
+    """520 steps with the noise of real ones, played again from its logs."""
     rng = random.Random(seed)
 
     def noise(number: int) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def test_a_healthy_run_raises_nothing(tmp_path: Path, seed: int, device: str) ->
 
     log = Log(
         device=device,
-        count=400,
+        count=520,
         change=noise,
         gpu=None
         if device == "cpu"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.interchange import importing
-from engine.log.events import FAIL, NUMBER
+from engine.log.events import FAIL, NUMBER, Judged
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -56,3 +56,20 @@ def test_the_lines_are_bounded_and_the_rest_is_counted(
     run = imported(tmp_path, lambda n: math.nan if n > 100 else 1.0)
     assert len(read(run).non_finite) == 20
     assert "180 more losses are NaN or infinite" in run.events.read_text()
+
+
+def diverged(step: int) -> float:
+    updates = step - 1
+    return 2.3 + 6 * min(1.0, updates / 20) + 0.3 * math.sin(7 * step)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_loss_that_rises_for_good_is_named_in_a_table(tmp_path: Path, every: int) -> None:
+    view = read(imported(tmp_path, lambda n: diverged(n // every), 300 * every, every))
+    alert = view.alerts["loss_rose_for_good"]
+    assert isinstance(alert, Judged) and alert.no_flip == "set a rate 100 times lower in the script"
+    (tmp_path / "b").mkdir()
+    healthy = read(
+        imported(tmp_path / "b", lambda n: 1.5 + 3 * math.exp(-n / 40), 300 * every, every)
+    )
+    assert not healthy.alerts

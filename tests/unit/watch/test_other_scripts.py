@@ -112,3 +112,30 @@ def test_advice_to_a_script_speaks_of_the_script() -> None:
     watched = case(lambda n: {}, gpu=lambda t_s: readings)
     over = dataclasses.replace(watched, view=dataclasses.replace(watched.view, exit=refused))
     unknown("allocator_ceiling", over, "the settings are the script's own")
+
+
+def up(number: int) -> dict[str, Any]:
+    updates = number - 1
+    top = 20 * min(updates, 10) / 10 * math.exp(-max(0, updates - 10) / 15)
+    return {"loss": 2.3 + top + 4 * min(1.0, updates / 20) + 0.3 * math.sin(7 * number)}
+
+
+def test_a_loss_that_rises_at_the_start_and_stays_up_says_what_to_try() -> None:
+    for seen in ((), (CROSS_ENTROPY,)):
+        alert = raised("loss_rose_for_good", case(up, *seen))
+        assert "100 times lower in the script" in alert.no_flip
+
+
+def test_a_loss_that_may_be_meant_to_rise_is_left_alone() -> None:
+    quiet("loss_rose_for_good", case(lambda n: {"loss": 0.02 * n + 0.1}))
+    quiet("loss_rose_for_good", case(lambda n: {"loss": -0.1 + 0.002 * n}))
+    quiet("loss_rose_for_good", case(lambda n: {"loss": 2.0 + 1.5 * min(1.0, n / 50)}))
+    found = case(up)
+    rewards = dataclasses.replace(found.view, logged={"train/reward": (1, 0.5)})
+    unknown("loss_rose_for_good", dataclasses.replace(found, view=rewards), "train/reward")
+
+
+def test_a_loss_that_stays_at_guessing_is_named_where_its_level_is_known() -> None:
+    flat = case(lambda n: {"loss": 0.99 * LN_V}, CROSS_ENTROPY, count=520)
+    assert "100 times lower" in raised("loss_stays_at_guessing", flat).no_flip
+    unknown("loss_stays_at_guessing", case(lambda n: {"loss": 0.99 * LN_V}), "one cross entropy")

@@ -354,3 +354,65 @@ def _data_changed() -> Case:
     case = resumed(example_of(DataReady, epoch_rows=7))
     before = {**case.view.before, "data": example_of(DataReady, epoch_rows=8)}
     return dataclasses.replace(case, view=dataclasses.replace(case.view, before=before))
+
+
+# A rate that is far too large.
+
+
+def bumped(number: int, *, top: float, stays: float, start: float = LN_V) -> dict[str, float]:
+    """A loss that rises to `top` in ten updates, and falls from it to `stays`, with noise of a tenth."""
+    noise = 1 + 0.1 * math.sin(7.3 * number)
+    if number <= 11:
+        return {"loss": noise * (start + (top - start) * (number - 1) / 10)}
+    return {"loss": noise * (stays + (top - stays) * math.exp(-(number - 11) / 20))}
+
+
+def test_a_loss_that_rises_at_the_start_and_stays_up_is_named_with_the_rate() -> None:
+    log = Log(count=200, change=lambda n: bumped(n, top=30.0, stays=9.0))
+    alert = raised("loss_rose_for_good", log.case())
+    assert alert.flip == "--set train.lr=1e-05" and "has not come back in 200 steps" in alert.text
+    # From the second step on: the first loss alone has the level of the start.
+    sudden = Log(count=200, change=lambda n: {"loss": 2.0 if n == 1 else 9 + math.sin(3.7 * n)})
+    assert raised("loss_rose_for_good", sudden.case()).text.startswith(
+        "the loss rose from 2 to 8.96"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda n: {},
+        lambda n: bumped(n, top=30.0, stays=4.0),
+        # A warm-up that hardly moves it, and batches of which one is three times the other.
+        lambda n: {"loss": LN_V * (1 + 0.02 * math.sin(n))},
+        lambda n: {"loss": math.exp(0.6 * math.sin(2.3 * n) + 0.5 * math.sin(11.1 * n))},
+        # The first few happen to be easy.
+        lambda n: {"loss": (0.5 if n <= 4 else 1.2) * math.exp(0.6 * math.sin(2.3 * n))},
+        # From a model that was trained: the rate is warmed up again.
+        lambda n: {"loss": 1.5 + 0.25 * (1 - math.exp(-n / 30)) + 0.05 * math.sin(n)},
+    ],
+    ids=["healthy", "comes back", "flat", "noisy", "easy start", "warmed up again"],
+)
+def test_a_loss_that_comes_back_or_only_varies_is_quiet(change: Any) -> None:
+    quiet("loss_rose_for_good", Log(count=300, change=change).case())
+
+
+def test_a_rise_is_judged_with_its_start_and_enough_steps() -> None:
+    up = lambda n: bumped(n, top=30.0, stays=9.0)  # noqa: E731
+    unknown("loss_rose_for_good", Log(count=29, change=up).case(), "needs 30 steps")
+    unknown("loss_rose_for_good", Log(count=99, change=up).case(), "needs 100 steps")
+    none = Log(count=200, change=lambda n: {"loss": None})
+    unknown("loss_rose_for_good", none.case(), "not logged")
+
+
+def near_guessing(share: float, count: int = 520) -> Log:
+    return Log(count=count, change=lambda n: {"ce": share * LN_V + 0.01 * math.sin(n)})
+
+
+def test_a_loss_that_stays_at_guessing_is_named() -> None:
+    alert = raised("loss_stays_at_guessing", near_guessing(0.99).case())
+    assert alert.flip == "--set train.lr=1e-05" and f"ln V = {LN_V:.3f}" in alert.text
+    quiet("loss_stays_at_guessing", near_guessing(0.95).case())
+    quiet("loss_stays_at_guessing", near_guessing(1.01).case())
+    quiet("loss_stays_at_guessing", Log(count=520).case())
+    unknown("loss_stays_at_guessing", near_guessing(0.99, 499).case(), "needs 500 steps")
