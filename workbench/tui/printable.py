@@ -22,8 +22,7 @@ from textual.filter import LineFilter
 REPLACEMENTS = {
     **dict.fromkeys("─╌—–", "-"),
     **dict.fromkeys("━▔▁", "="),
-    **dict.fromkeys("│▏▕▎▊▌▐█▂▃▄▅▆▇", "|"),
-    **dict.fromkeys("┃", "#"),
+    **dict.fromkeys("│┃▏▕▎▊▌▐█▂▃▄▅▆▇", "|"),
     **dict.fromkeys("╭╮╰╯┌┐└┘┏┓┗┛┤┬▀▖▗▘▝", "+"),
     **dict.fromkeys("▲↑", "^"),
     **dict.fromkeys("▼▾↓", "v"),

@@ -21,11 +21,13 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from workbench.tui.keys import active_keys, is_offered, is_refused
+from workbench.tui.names import wrapped
 from workbench.tui.printable import as_title
 from workbench.tui.widgets.key_bar import grouped
 
-WIDTH = 80
-AROUND = 10
+WIDTH, SHARE = 80, 96
+"""Greatest width of the box, and its greatest share of the screen in percent."""
+AROUND = 8
 """Cells of a row taken by border, padding and scroll bar."""
 KEY_CELLS = 13
 """Width of the column of keys."""
@@ -63,8 +65,7 @@ class HelpScreen(ModalScreen[None]):
     /* Opaque: each frame over a dimmed screen draws that screen anew, which takes longer than all else. */
     HelpScreen { align: center middle; background: $background; }
     HelpScreen > VerticalScroll {
-        width: 80; max-width: 96%; height: auto; max-height: 90%; padding: 0 2;
-        border: heavy $primary; background: $surface;
+        height: auto; max-height: 100%; padding: 0 2; border: heavy $primary; background: $surface;
     }
     """
 
@@ -82,7 +83,8 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         below = self.app.screen_stack[-2]
-        width = max(20, min(WIDTH, self.app.size.width) - AROUND)
+        outer = min(WIDTH, self.app.size.width * SHARE // 100)
+        width = max(20, outer - AROUND)
         lines: list[Content] = []
         for heading, words in self._sections(below):
             lines += [Content.styled(heading, "bold"), *map(Content, _wrapped(words, width))]
@@ -90,7 +92,9 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll() as box:
             box.border_title = as_title(self._title)
             box.border_subtitle = "esc closes"
-            yield Static(Content("\n").join([*lines, *map(Content, self._notes)]), markup=False)
+            box.styles.width = outer
+            notes = [Content(row) for line in self._notes for row in wrapped(line, width)]
+            yield Static(Content("\n").join([*lines, *notes]), markup=False)
 
     def _sections(self, below: Screen[Any]) -> Iterator[tuple[str, list[str]]]:
         """Yield heading and lines of each part, from the focused widget outwards."""
@@ -127,7 +131,8 @@ def _scrolling(bindings: Sequence[Binding]) -> list[Binding]:
     others = [b for b in bindings if not b.action.startswith(SCROLLING)]
     if len(others) == len(bindings):
         return others
-    return [*others, Binding("arrows,page,home,end", "scroll_down", "scroll")]
+    words = "scroll; page up and down, home and end as well"
+    return [*others, Binding("arrows", "scroll_down", "scroll", tooltip=words)]
 
 
 def _wrapped(lines: Sequence[str], width: int) -> Iterator[str]:

@@ -173,8 +173,8 @@ def _prompts(found: Sequence[Proposal], width: int) -> dict[str, Content]:
     return prompts
 
 
-class FlipPlan(VerticalScroll, can_focus=False):
-    """Draws the plan for a form."""
+class FlipPlan(VerticalScroll, can_focus=True):
+    """Draws the plan for a form; tab reaches it, so that keys scroll it."""
 
     class Checked(Message):
         """The engine's answer about a form."""
@@ -183,8 +183,14 @@ class FlipPlan(VerticalScroll, can_focus=False):
             super().__init__()
             self.wanted, self.lines, self.refused = wanted, lines, refused
 
+    HELP = """\
+# The plan
+
+It is registered when the flip starts. Up, down, page up and page down scroll it.
+"""
     DEFAULT_CSS = """
     FlipPlan { height: 1fr; padding: 0 1; border-top: solid $foreground 40%; }
+    FlipPlan:focus { border-top: heavy $primary; }
     FlipPlan.-refused #plan { color: $text-error; }
     """
 
