@@ -44,7 +44,9 @@ from workbench.tui.widgets.status_line import StatusLine
 from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
-TABS = {pane.id: (pane.key, pane.name) for pane in PANES}
+LETTERS = {"data": "d", "samples": "s"}
+"""A second key for panes whose own key, such as F10, many terminals keep for themselves."""
+TABS = {pane.id: (LETTERS.get(pane.id, pane.key), pane.name) for pane in PANES}
 VERIFYING = "verifying: "
 
 
@@ -87,7 +89,13 @@ class RunScreen(PollingScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; the run continues"),
-        *pane_keys(TABS),
+        *pane_keys({pane.id: (pane.key, pane.name) for pane in PANES}),
+        *(
+            Binding(LETTERS[pane.id], f"pane('{pane.id}')", pane.name, show=False, tooltip=words)
+            for pane in PANES
+            if pane.id in LETTERS
+            for words in [f"the pane {pane.name}, as {pane.key}"]
+        ),
         Binding("z", "zoom", "zoom", tooltip="the chosen pane alone, or all panes again"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis of the chosen plot on or off"),
         Binding("slash", "filter", "filter", tooltip="filter the log"),

@@ -48,12 +48,15 @@ class PaneTabs(Static):
 
     def _write(self) -> None:
         width = self.size.width
-        # The brackets of the chosen pane take one more cell.
-        has_names = 1 + sum(len(f" {key} {name}") for key, name in self._panes.values()) <= width
+        # The brackets of the chosen pane take one more cell, and the names of the others what is left.
+        chosen_name = self._panes[self.chosen][1]
+        room = width - 2 - len(chosen_name) - sum(len(f" {key}") for key, _ in self._panes.values())
         parts = []
         for pane, (key, name) in self._panes.items():
             is_chosen = pane == self.chosen
-            words = f"{key} {name}" if is_chosen or has_names else key
+            has_name = is_chosen or len(name) + 1 <= room
+            room -= len(name) + 1 if has_name and not is_chosen else 0
+            words = f"{key} {name}" if has_name else key
             text = f"[{words}]" if is_chosen else f" {words}"
             content = Content.styled(text, "bold reverse" if is_chosen else "")
             parts.append(content.stylize(Style.from_meta({"@click": f"screen.pane('{pane}')"})))

@@ -78,3 +78,17 @@ def test_frames_are_lines_where_only_ascii_can_be_drawn(tmp_path: Path) -> None:
         assert any(row.startswith("|") and row.endswith("|") for row in text.splitlines())
 
     on_screen([killed(tmp_path / "run").path], (80, 24), script, ascii_only=True)
+
+
+def test_panes_after_the_ninth_have_a_letter_and_tabs_have_words(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        tabs = text_of(pilot).splitlines()[-2]
+        assert tabs.strip().startswith("[1 loss] 2 step time 3 device 4 decisions 5 log 6 result")
+        assert len(tabs) == 80
+        assert all(f" {key}" in tabs for key in "23456789ds")
+        await press(pilot, "d")
+        assert "[d data]" in text_of(pilot)
+        await press(pilot, "s")
+        assert "[s samples]" in text_of(pilot)
+
+    on_screen([killed(tmp_path / "run").path], (80, 24), script)

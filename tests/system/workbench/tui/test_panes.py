@@ -74,7 +74,8 @@ def test_every_pane_has_a_key_of_its_own_and_lines_or_a_widget() -> None:
     keys = [pane.key for pane in PANES]
     assert keys == [*"123456789", "f10", "f11"]
     chosen = {b.key: b.action for b in bindings_of(RunScreen) if b.action.startswith("pane(")}  # type: ignore[arg-type]
-    assert chosen == {pane.key: f"pane('{pane.id}')" for pane in PANES}
+    own = {pane.key: f"pane('{pane.id}')" for pane in PANES}
+    assert chosen == {**own, "d": "pane('data')", "s": "pane('samples')"}
     assert [p.id for p in PANES if not p.has_lines] == ["loss", "log"]
 
 
