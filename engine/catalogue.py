@@ -380,6 +380,7 @@ ALERTS: tuple[About, ...] = (
     ),
     _alert("gradient_zero", FAIL, "Is there a gradient at all?"),
     _alert("gradient_exploding", FAIL, "Does the gradient explode?"),
+    _alert("update_too_large", SUSPICION, "Is a step small beside the weights that it moves?"),
     _alert("always_clipped", SUSPICION, "Is every gradient clipped, and by much?"),
     _alert("learning_rate", FAIL, "Is the learning rate that of the schedule, and not 0?"),
     _alert(

@@ -51,6 +51,7 @@ from engine.log.events import (
     Phase,
     ProcessFound,
     ReceiptWritten,
+    Recorded,
     RunFinished,
     RunStarted,
     ScriptEnded,
@@ -66,6 +67,7 @@ from engine.log.read import LINES_KEPT
 from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Batch, Table
 from engine.log.view import (
     PHASES_KEPT,
+    RECORDED_KEPT,
     Clock,
     LineKey,
     LogLine,
@@ -339,6 +341,9 @@ class _Changes:
             case RunStarted():
                 self.changes |= {"started": event, "started_unix_s": unix_s}
                 self.rewind(event.resumed_from or 0)
+            case Recorded():
+                self.list_of("recorded").append(event)
+                del self.list_of("recorded")[:-RECORDED_KEPT]
             case Phase():
                 self.changes |= {"phase": event, "phase_unix_s": unix_s}
                 if (
@@ -404,7 +409,7 @@ class _Changes:
         if keep < len(table):
             self.changes["steps"] = table.cut(keep)
         self.changes["session_row"] = keep
-        for name in ("evals", "non_finite", "checkpoints"):
+        for name in ("evals", "non_finite", "checkpoints", "recorded"):
             self.lists[name] = [event for event in self.list_of(name) if event.step <= step]
         self.changes["student"] = self.changes["receipt"] = None
 

@@ -36,6 +36,7 @@ from engine.log.events import (
     Phase,
     ProcessFound,
     ReceiptWritten,
+    Recorded,
     RunFinished,
     RunStarted,
     ScriptEnded,
@@ -56,6 +57,7 @@ SOURCES: tuple[Source, ...] = ("events", "device", "watch")
 GOING_ON = ("not started", "starting", "running", "stopping")
 """States that a run leaves by itself."""
 PHASES_KEPT = 8
+RECORDED_KEPT = 32
 """Of so many newest steps the phases are kept: a step's row in the table has none."""
 LONGEST_STATE = 32
 
@@ -168,6 +170,8 @@ class RunView:
     """The row of `steps` where this session begins."""
     evals: tuple[Evaluated, ...] = ()
     non_finite: tuple[Judged, ...] = ()
+    recorded: tuple[Recorded, ...] = ()
+    """The newest RECORDED_KEPT."""
     identities: tuple[Judged, ...] = ()
     """What was seen of the identities of a watched script, once for each outcome."""
     checkpoints: tuple[CheckpointSaved, ...] = ()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
+from engine.log.events import Number, Recorded
+from engine.log.view import RECORDED_KEPT
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, median, rule
 
 ZERO_STEPS = 10
 ZERO_NORM = 1e-12
 EXPLODING_STEPS, EXPLODING_BEFORE = 10, 100
 EXPLODING_RATIO = 50.0
+UPDATE_FROM = 100
+"""Steps in which weights may still be as small as they were initialised, and a warm-up at its top."""
+UPDATE_RECORDS = RECORDED_KEPT // 2
+UPDATE_SHARE = 0.1
+"""Of a weight, moved by one step; healthy training moves about a thousandth."""
 CLIPPED_STEPS = 200
 CLIPPED_SHARE = 0.98
 CLIPPED_TIMES = 3.0
@@ -88,3 +97,63 @@ def always_clipped(case: Case) -> Symptom | None:
         flip="" if watched else f"--set train.clip_norm={2 * median(norms):.3g}",
         no_flip=f"clip to {2 * median(norms):.3g} in the script" if watched else "",
     )
+
+
+@rule(
+    reads=("recorded", "lr", "[train]"),
+    threshold=f"AdamW's step {UPDATE_SHARE:g} times the weights or more, median of the newest {RECORDED_KEPT} recorded "
+    f"tensors, {UPDATE_RECORDS} at least, from step {UPDATE_FROM} on",
+)
+def update_too_large(case: Case) -> Symptom | None:
+    if case.view.is_foreign:
+        raise CannotJudge("the moments and weights of a script are not logged")
+    rows = case.steps(UPDATE_FROM, at_least=1, session=False)
+    if case.view.last_step < UPDATE_FROM:
+        raise CannotJudge(f"needs {UPDATE_FROM} steps since the start of the run")
+    recorded = case.view.recorded
+    shares = [share for one in recorded if (share := _share_of_weight(case, one)) is not None]
+    if len(shares) < UPDATE_RECORDS:
+        raise CannotJudge(f"needs {UPDATE_RECORDS} recorded updates, {len(shares)} are known")
+    share = median(shares)
+    if share < UPDATE_SHARE:
+        return None
+    return Symptom(
+        f"each step moves a weight by {100 * share:.0f} % of its size",
+        [
+            ("update / weight, median", share, f"expected less than {UPDATE_SHARE:g}"),
+            ("recorded updates", len(shares), f"the newest {RECORDED_KEPT} at most"),
+        ],
+        case.span(rows),
+        meaning="the weights are written anew in a few steps: the learning rate is far too large for them",
+        **case.lower_rate(10),
+    )
+
+
+def _share_of_weight(case: Case, one: Recorded) -> float | None:
+    """Return the size of AdamW's step, without decay, relative to the weights that were recorded; None where it is not
+    known."""
+    steps, train = case.view.steps, case.spec.train
+    row = steps.find("step", one.step)
+    rate = steps.value("lr", row) if row < len(steps) else None
+    weight = _size(one.weight)
+    if rate is None or not weight or not one.step or len(one.mean) != len(one.square):
+        return None
+    # The moments begin at 0: both are too small in the first steps.
+    first, second = (1 - beta**one.step for beta in (train.beta1, train.beta2))
+    if not first or not second:
+        return None
+    moves: list[Number | None] = [
+        None
+        if mean is None or square is None or square < 0
+        else rate * (mean / first) / (math.sqrt(square / second) + train.eps)
+        for mean, square in zip(one.mean, one.square, strict=True)
+    ]
+    moved = _size(moves)
+    return None if moved is None else moved / weight
+
+
+def _size(values: list[Number | None]) -> float | None:
+    """Return the root mean square; None where a value is missing or not finite."""
+    if not values or any(value is None or not math.isfinite(value) for value in values):
+        return None
+    return math.hypot(*(value for value in values if value is not None)) / math.sqrt(len(values))
