@@ -265,8 +265,8 @@ def test_a_nan_is_seen_stops_the_run_and_reaches_no_checkpoint(kit: Kit, tmp_pat
     assert view.non_finite and view.non_finite[0].step == view.last_step
     assert all(c.step < view.non_finite[0].step for c in view.checkpoints)
     assert (
-        view.non_finite[0].value in ("nan", "+inf")
-        and view.non_finite[0].value in view.finished.reason
+        view.non_finite[0].text in ("nan", "+inf")
+        and view.non_finite[0].text in view.finished.reason
     )
 
 
