@@ -42,8 +42,10 @@ FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must ho
 WIDE = 160
 """From this width on, the run under the cursor is shown beside the table."""
 SORT_KEYS = Binding.Group("sort")
-ABOUT_RUNS = frozenset({"open", "filter", "mark", "compare", "again", "tags", "note", "sort"})
+ABOUT_RUNS = frozenset({"open", "filter", "mark", "again", "tags", "note", "sort"})
 """The actions that need a run in the list."""
+MARKS_NEEDED = {"compare": 2, "unmark": 1}
+"""The actions that need marked runs, and how many."""
 
 
 NO_RUNS = """\
@@ -51,9 +53,9 @@ No run in {folders} yet.
 
 Start one with n, or from another terminal:
 
-  make demo                  the example run, with this screen on it
-  apr-workbench demo         the same
-  engine distill SPEC.toml   a run of your own
+  engine distill SPEC               a run of your own, from a file of settings
+  engine watch -- python train.py   a training script of your own, as it is
+  make demo                         the example run, with this screen on it
 
 It appears here as soon as it has begun."""
 
@@ -77,7 +79,7 @@ class RunsScreen(PollingScreen):
         Binding("enter", "open", "open", tooltip="open the run under the cursor"),
         Binding("slash", "filter", "filter", tooltip="filter by settings, state, tag, words"),
         Binding("space", "mark", "mark", tooltip="mark the run for a comparison, or unmark it"),
-        Binding("c", "compare", "compare", tooltip="compare the 2 to 6 marked runs"),
+        Binding("c", "compare", "compare", tooltip="compare the 2 to 6 runs marked with space"),
         Binding("u", "unmark", "unmark all", show=False, tooltip="remove all marks"),
         Binding("n", "start", "new", tooltip="start a run from a spec"),
         STOP,
@@ -299,10 +301,6 @@ class RunsScreen(PollingScreen):
     def action_compare(self) -> None:
         from workbench.tui.screens.compare import CompareScreen
 
-        if len(self._marked) < 2:
-            words = f"{len(self._marked)} of 2 to {len(SERIES)} runs are marked; space marks one"
-            self.notify(words, severity="warning", markup=False)
-            return
         chosen = {slot: RunFolder(path) for path, slot in self._marked.items()}
         self.app.push_screen(CompareScreen(self.context, chosen))
 
@@ -325,6 +323,8 @@ class RunsScreen(PollingScreen):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "resume"):
             return (target := self.target()) is not None and target.can(action)
+        if action in MARKS_NEEDED:
+            return len(self._marked) >= MARKS_NEEDED[action]
         if action in ABOUT_RUNS:
             return bool(self._rows)
         lines = self.query(FilterLine)

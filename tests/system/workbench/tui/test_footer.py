@@ -45,6 +45,23 @@ def test_a_run_without_a_step_has_no_rows_to_show(tmp_path: Path) -> None:
     on_screen([empty(tmp_path / "run").path], SIZE, script)
 
 
+def test_runs_are_compared_once_two_are_marked(tmp_path: Path) -> None:
+    for name in "ab":
+        killed(tmp_path / name)
+
+    async def script(pilot: Pilot[None]) -> None:
+        assert "c compare" not in footer(pilot)
+        await press(pilot, "space", "c")
+        assert "c compare" not in footer(pilot)
+        assert len(pilot.app.screen_stack) == 2
+        await press(pilot, "space")
+        assert "c compare" in footer(pilot)
+        await press(pilot, "u")
+        assert "c compare" not in footer(pilot)
+
+    on_screen([tmp_path], SIZE, script)
+
+
 @pytest.mark.parametrize("key", ["E", "w"])
 def test_an_empty_list_offers_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str

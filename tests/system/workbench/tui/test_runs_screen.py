@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from engine.cli.main import main
 from engine.errors import BadInput
 from engine.log.folder import RunFolder
 from engine.log.notes import Notes, change_notes, read_notes
@@ -19,6 +20,8 @@ from tests.support.screens import on_screen, poll, press, text_of, texts_of, wor
 from workbench.tui.screens import actions
 from workbench.tui.widgets.runs_table import RunsTable
 from workbench.tui.widgets.text_pane import TextPane
+
+REPOSITORY = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
@@ -36,8 +39,12 @@ def test_the_list_shows_every_run_with_its_numbers(tmp_path: Path, size: tuple[i
 def test_an_empty_list_says_how_to_begin(tmp_path: Path) -> None:
     (text,) = texts_of(tmp_path, (80, 24))
     assert "No run in" in text
-    assert "make demo" in text
-    assert "engine distill SPEC.toml" in text
+    for command in ("engine distill SPEC ", "engine watch -- python train.py ", "make demo "):
+        assert command in text
+    assert "\ndemo:" in (REPOSITORY / "Makefile").read_text()
+    for command in ("distill", "watch"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
 
 
 def test_a_run_that_begins_appears(tmp_path: Path) -> None:
@@ -203,8 +210,7 @@ def test_marks_keep_their_letters_and_six_are_enough(tmp_path: Path) -> None:
         completed(tmp_path / f"run-{name}")
 
     async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "1", "ctrl+home", "c")
-        assert "0 of 2 to 6 runs are marked" in words_of(pilot)
+        await press(pilot, "1", "ctrl+home")
         await press(pilot, *["space"] * 7)
         assert "A run-1" in text_of(pilot)
         assert "F run-6" in text_of(pilot)
