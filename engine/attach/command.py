@@ -121,11 +121,13 @@ def run_command(
     variables: Mapping[str, str] = MappingProxyType({}),
     changed: Mapping[str, str] = MappingProxyType({}),
     keep_output: bool = False,
+    tell: bool = False,
 ) -> int:
     """Run a command to its end; returns its exit code, minus the number of the signal that ended it. `asked` are the
     questions that need a forward pass of the probe's own; after `steps` optimizer steps its training ends, and each
     is lengthened by `slow_by` of itself; `variables` are added to its environment; the probe changes the settings
-    `changed` in it; with `keep_output` its output goes to the run folder.
+    `changed` in it; with `keep_output` its output goes to the run folder; with `tell` what is found wrong is printed on
+    stderr once, while the command runs.
 
     Raises BadInput when it cannot be started.
     """
@@ -136,7 +138,7 @@ def run_command(
     for number in FROM_TERMINAL:
         # A handler, and not SIG_IGN, which the command would inherit.
         signal.signal(number, lambda number, _frame: early.append(number))
-    supervisor = _start_supervisor(run)
+    supervisor = _start_supervisor(run, tells=sys.stderr.fileno() if tell else None)
     environment = {**os.environ, **variables, RUN_VARIABLE: str(run.path)}
     probed = os.pathsep.join(filter(None, (str(PROBE), environment.get("PYTHONPATH"))))
     environment["PYTHONPATH"] = probed
@@ -257,22 +259,30 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _start_supervisor(
-    run: RunFolder, stdin: IO[str] | int = subprocess.PIPE
+    run: RunFolder, stdin: IO[str] | int = subprocess.PIPE, *, tells: int | None = None
 ) -> subprocess.Popen[str] | None:
+    # A number of its own: the supervisor's stderr is the run's.
+    if tells is not None:
+        tells = os.dup(tells)
+    told = [] if tells is None else [str(tells)]
     try:
         with run.stderr.open("ab") as output:
             return subprocess.Popen(
-                child.command("engine.attach.supervisor", str(run.path)),
+                child.command("engine.attach.supervisor", str(run.path), *told),
                 stdin=stdin,
                 stdout=output,
                 stderr=output,
                 text=True,
                 env=child.environment(),
                 start_new_session=True,
+                pass_fds=[] if tells is None else [tells],
             )
     except OSError as error:
         say(f"not watched from outside: {error.strerror}")
         return None
+    finally:
+        if tells is not None:
+            os.close(tells)
 
 
 def _tell(supervisor: subprocess.Popen[str] | None, line: str) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from engine.errors import EngineError
 from engine.log.beats import Beat, read_lost_rank
-from engine.log.events import LauncherGone, Note, TrainerExited, TrainerStarted
+from engine.log.events import IDENTITY, LauncherGone, Note, TrainerExited, TrainerStarted
 from engine.log.folder import RunFolder, is_run, open_run, read_command
 from engine.log.text import event_text
 from engine.log.view import RunView
@@ -33,6 +33,7 @@ from engine.terminal import say
 from engine.watch.exit_cause import Certainty, ExitState
 from engine.watch.observe import RunObserver
 from engine.watch.stacks import FOLDER
+from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict_of
 
 SAMPLE_SECONDS = 1.0
 OVER = "over"
@@ -139,11 +140,37 @@ def exit_of(view: RunView, pid: int) -> TrainerExited:
     )
 
 
+class _Teller:
+    """Prints the verdict on the command where the command itself prints: once for each thing that is found wrong."""
+
+    def __init__(self, run: RunFolder, number: int | None) -> None:
+        """`number` is the file descriptor to print to; None prints nothing."""
+        self._run, self._number = run, number
+        self._told: set[str] = set()
+
+    def tick(self, view: RunView) -> None:
+        if self._number is None or view.watched is None:
+            return
+        found = verdict_of(view, "running", self._run.path)
+        # A warning of a rule is for the summary: other work on the machine may cause it.
+        is_sure = found.level == WRONG or found.id.startswith(IDENTITY)
+        if found.level not in (WRONG, SUSPECT) or not is_sure or found.id in self._told:
+            return
+        self._told.add(found.id)
+        lines = run_verdict_lines(view, "running", self._run.path)
+        text = "".join(f"engine watch: {line}\n" for line in lines)
+        try:
+            os.write(self._number, text.encode())
+        except OSError:
+            self._number = None
+
+
 class _Trainings:
     """The command's run, and those of the later trainings below it, as long as they go on."""
 
-    def __init__(self, run: RunFolder, pid: int) -> None:
+    def __init__(self, run: RunFolder, pid: int, tells: int | None) -> None:
         about = read_command(run)
+        self._teller = _Teller(run, tells)
         self.has_itself_watched = about is not None and about.pid is not None
         self.command = _Training(run, pid, run)
         self._later: list[_Training] = []
@@ -153,6 +180,7 @@ class _Trainings:
         self._find_later()
         for training in (self.command, *self._later):
             training.tick()
+        self._teller.tick(self.command.observer.watcher.view)
         self._drop_recorded()
 
     @property
@@ -203,8 +231,9 @@ class _Trainings:
         self.command.close()
 
 
-def supervise(run: RunFolder) -> int:
-    """Observe the command of `run`, and the later trainings below it, to its end."""
+def supervise(run: RunFolder, tells: int | None = None) -> int:
+    """Observe the command of `run`, and the later trainings below it, to its end. What is found wrong is printed to
+    the file descriptor `tells`, if there is one."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     launcher = _Launcher()
@@ -213,7 +242,7 @@ def supervise(run: RunFolder) -> int:
         with LogWriter(run.watch, writer="supervisor") as watch:
             watch.write(Note(level="error", text="the command was not started"))
         return 1
-    trainings = _Trainings(run, int(pid))
+    trainings = _Trainings(run, int(pid), tells)
     trainings.end(_wait_for_end(trainings, launcher))
     return 0
 
@@ -284,7 +313,8 @@ def _wait_for_end(trainings: _Trainings, launcher: _Launcher) -> int | None:
 
 def main() -> int:
     try:
-        return supervise(open_run(Path(sys.argv[1])))
+        tells = int(sys.argv[2]) if len(sys.argv) > 2 else None
+        return supervise(open_run(Path(sys.argv[1])), tells)
     except EngineError as error:
         say(error)
         return error.exit_code

@@ -64,7 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repeated(parser, "--set", "NAME=VALUE", what)
     what = "what the command prints goes to stderr.txt of the run folder, not to the terminal"
     add_flag(parser, "--keep-output", what)
-    add_flag(parser, "--quiet", "say nothing at the end")
+    add_flag(
+        parser,
+        "--quiet",
+        "print nothing: neither what is found wrong while it runs, nor the summary",
+    )
     parser.add_argument("program", nargs="*", metavar="COMMAND", help="after --: what to run")
 
 
@@ -92,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         variables=variables,
         changed=changed,
         keep_output=arguments.keep_output,
+        tell=not arguments.quiet,
     )
     if not arguments.quiet:
         for line in summary_lines(folder):

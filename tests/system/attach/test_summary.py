@@ -305,3 +305,38 @@ def test_much_to_say_stays_on_one_screen_with_the_next_step(run: RunFolder) -> N
     assert "the probe removed itself" in found["why"] and "rule_0" in found["why"]
     assert "1 step" in found["evidence"]
     assert found["next step"] == f"apr-workbench {run.path}"
+
+
+KEEPS = """
+import os, sys, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+while not os.path.exists(sys.argv[1]):
+    pass
+"""
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_is_wrong_is_printed_once_while_the_script_runs(tmp_path: Path, quiet: bool) -> None:
+    script, told = tmp_path / "train.py", tmp_path / "told"
+    script.write_text(KEEPS)
+    options = ["--quiet"] * quiet
+    command = [sys.executable, "-m", "engine", "watch", "--runs", str(tmp_path / "runs"), *options]
+    words = [*command, "--", sys.executable, str(script), str(told)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        first = ""
+        if not quiet:
+            first = next(line for line in process.stderr if "WRONG" in line)
+            assert process.poll() is None
+        told.touch()
+        rest = process.stderr.read()
+    if quiet:
+        assert "WRONG" not in rest and "verdict" not in rest
+        return
+    line = "WRONG since step 3: gradients are not zeroed between steps"
+    assert first == f"engine watch: ✗ {line}\n" and rest.startswith("engine watch:   the gradients")
+    assert rest.count("engine watch: ✗") == 0 and line in rest
