@@ -41,6 +41,8 @@ class Proposal:
     """The alert or the decision that raised it, as text."""
     impossible: str = ""
     """Why it cannot be tested on this run; empty where it can."""
+    seen: bool = True
+    """Whether something of this run suggests it; else it may be tried with any script."""
 
     @property
     def knob(self) -> str:
@@ -151,7 +153,7 @@ def _of_decisions(view: RunView) -> Iterator[Proposal]:
 # A script that is not ours.
 
 STALLS = ("stalled", "stalled_at_start")
-GPU, RANKS, COMPILES = "gpu", "ranks", "compiles"
+GPU, RANKS, COMPILES, LOADER = "gpu", "ranks", "compiles", "loader"
 WORKERS = ("--num-workers", "--workers", "--n-workers", "--num-data-workers", "--loader-workers")
 
 
@@ -163,7 +165,7 @@ class Idea(NamedTuple):
     alerts: tuple[str, ...] = ()
     """It is proposed first where one of these is active; without any only in the list of what may be tried."""
     needs: tuple[str, ...] = ()
-    """A GPU, several ranks, something compiled: without it there is nothing to test."""
+    """A GPU, several ranks, something compiled, a DataLoader: without it there is nothing to test."""
     options: tuple[str, ...] = ()
     """Options of a script that do the same, with `-` for `_`; the first is that of TrainingArguments."""
     value: str = ""
@@ -177,13 +179,14 @@ IDEAS: tuple[Idea, ...] = (
         MORE_WORKERS,
         "batches are read and prepared beside the step",
         ("data_wait",),
+        (LOADER,),
         options=("--dataloader-num-workers", *WORKERS),
     ),
     Idea(
         "loader.pin_memory=on",
         "batches reach the GPU sooner from page-locked memory",
         ("data_wait",),
-        (GPU,),
+        (GPU, LOADER),
         ("--dataloader-pin-memory", "--pin-memory"),
         "True",
     ),
@@ -191,6 +194,7 @@ IDEAS: tuple[Idea, ...] = (
         "loader.workers=0",
         "a worker process of the loader hangs",
         STALLS,
+        (LOADER,),
         only_alert=True,
     ),
     Idea(
@@ -254,6 +258,7 @@ _MISSING = {
     GPU: "it needs a GPU, and the run computes on {device}",
     RANKS: "the run has one rank",
     COMPILES: "torch.compile compiled nothing in the run",
+    LOADER: "no DataLoader was seen in the run",
 }
 
 
@@ -264,7 +269,7 @@ def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
     found: list[tuple[bool, int, Proposal]] = []
     for idea in IDEAS:
         urgency = next((at for at, one in enumerate(active) if one.id in idea.alerts), len(active))
-        source = "any script may be tried with it"
+        source, seen = "can be tried with any script", True
         if urgency < len(active):
             source = f"alert {active[urgency].id}: {active[urgency].text}"
         elif "data_wait" in idea.alerts and share >= DATA_SHARE:
@@ -273,9 +278,10 @@ def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
             continue
         else:
             urgency += 1
+            seen = False
         assignment, impossible = _for_command(idea, options_of(command.arguments))
         impossible = _missing(idea, view) or impossible or _is_so(assignment, view)
-        one = Proposal(assignment, idea.hypothesis, source, impossible)
+        one = Proposal(assignment, idea.hypothesis, source, impossible, seen)
         found.append((bool(impossible), urgency, one))
     # A stable sort: the order of the table stays among equals.
     return tuple(one for *_, one in sorted(found, key=lambda each: each[:2]))
@@ -309,6 +315,8 @@ def _missing(idea: Idea, view: RunView) -> str:
         GPU: device.startswith("cuda"),
         RANKS: watched is not None and watched.world > 1,
         COMPILES: bool(view.compiles),
+        # Before the first step nothing is known of it.
+        LOADER: not len(view.steps) or any(s is not None for s in view.steps.values("data_s")),
     }
     return next((_MISSING[one].format(device=device) for one in idea.needs if not there[one]), "")
 

@@ -50,6 +50,16 @@ def test_the_idea_of_an_alert_comes_first_with_its_reason() -> None:
     assert rest and not any(one.source.startswith("alert") for one in rest if not one.impossible)
 
 
+def test_a_script_without_a_loader_is_given_no_workers_and_what_nothing_suggests_is_told_apart() -> (
+    None
+):
+    steps = [StepDone(step=n, step_s=1.0, rows=1) for n in (1, 2)]
+    one = {each.assignment: each for each in found(watched("cuda:0"), *steps)}
+    assert "loader.workers=4" not in one
+    possible = [each for each in one.values() if not each.impossible]
+    assert possible and not any(each.seen for each in possible)
+
+
 def test_a_run_that_waits_for_data_has_it_first_without_an_alert_too() -> None:
     steps = [StepDone(step=n, step_s=1.0, data_s=0.6, rows=1) for n in (1, 2, 3)]
     first, *_ = found(watched(), *steps)

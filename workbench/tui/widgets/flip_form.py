@@ -114,7 +114,7 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
         for place in range(len(found or ())):
             if place not in possible:
                 options.disable_option_at_index(place)
-        if not possible:
+        if not possible or not (found and found[possible[0]].seen):
             options.highlighted = None
             self._input("assignment").focus()
             return
