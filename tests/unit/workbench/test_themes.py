@@ -12,8 +12,10 @@ from engine.errors import UsageError
 from tests.support.contrast import as_seen_without, contrast
 from tests.support.run_folders import killed
 from tests.support.screens import on_screen, press, text_of
+from workbench.listing import Row
 from workbench.plot.series import SERIES, series_style
 from workbench.tui.themes import OWN, OWN_NAMES, chosen_theme, theme_names
+from workbench.tui.widgets.row_list import STYLES, RowList
 
 
 @pytest.mark.parametrize("theme", OWN, ids=OWN_NAMES)
@@ -40,6 +42,29 @@ def test_good_bad_and_unsure_differ_for_the_colour_blind(name: str, cone: str) -
         for other in roles[roles.index(one) + 1 :]:
             apart = max(abs(a - b) for a, b in zip(seen[one], seen[other], strict=True))
             assert apart > 0.03, f"{one} and {other} of {name}"
+
+
+@pytest.mark.parametrize("theme", OWN_NAMES)
+def test_the_row_under_the_cursor_can_be_read(theme: str) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        pilot.app.theme = theme
+        rows = RowList()
+        await pilot.app.screen.mount(rows)
+        rows.rows = tuple(Row(key=tone, text=f"row {tone}", tone=tone) for tone in STYLES)
+        rows.focus()
+        for tone in STYLES:
+            await press(pilot)
+            (line,) = (s for s in pilot.app.screen._compositor.render_strips() if tone in s.text)
+            styles = [s.style for s in line if tone in s.text and s.style is not None]
+            assert styles, line
+            for style in styles:
+                assert style.color is not None
+                assert style.bgcolor is not None
+                colours = [colour.get_truecolor().hex for colour in (style.color, style.bgcolor)]
+                assert contrast(*colours) >= 4.5, f"{tone}: {colours}"
+            await press(pilot, "down")
+
+    on_screen([], (80, 24), script)
 
 
 def test_series_differ_in_letter_marker_and_colour() -> None:

@@ -85,6 +85,10 @@ a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
         background: $background; border: round $foreground 40%; scrollbar-size-vertical: 1;
     }
     RowList:focus { border: heavy $primary; background-tint: $foreground 0%; }
+    /* Text keeps the colour of its status, which cannot be read on the primary colour. */
+    RowList > .option-list--option-highlighted, RowList:focus > .option-list--option-highlighted {
+        background: $panel; text-style: bold reverse;
+    }
     """
 
     rows: reactive[tuple[Row, ...]] = reactive((), init=False)
