@@ -5,6 +5,7 @@ Everything comes from the run folder. What it does not hold is left out or said 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import textwrap
@@ -210,11 +211,13 @@ class _Summary:
 
     def _later(self) -> str:
         """The trainings after the first, each with a run of its own."""
-        later = [
-            run.name
-            for run in find_runs(self.run.path.parent)
-            if (command := read_command(run)) is not None and command.part_of == self.run.name
-        ]
+        later = []
+        for run in find_runs(self.run.path.parent):
+            # A broken folder beside it must not hide the summary.
+            with contextlib.suppress(RunLogError):
+                command = read_command(run)
+                if command is not None and command.part_of == self.run.name:
+                    later.append(run.name)
         if not later:
             return ""
         names = ", ".join(sorted(later, key=lambda name: (len(name), name))[:LATER])

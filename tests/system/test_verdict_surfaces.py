@@ -1,0 +1,160 @@
+"""The verdict on recorded folders: what stands first is right, and every surface has the same line."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.attach.summary import summary_lines
+from engine.cli.main import main
+from engine.log.events import Event, Note, Phase, StepDone, TrainerExited, TrainerStarted, Watched
+from engine.log.folder import RunFolder, create_run
+from engine.log.write import LogWriter
+from tests.support.judged import alert_event, check_event, identity_event, number_event
+from tests.support.run_events import example_of
+from tests.support.run_folders import Scene, completed, empty, killed, running, vanished
+from tests.support.screens import texts_of
+from workbench.notebook.live import Live
+from workbench.runs_feed import RunsFeed
+
+LIMIT_S = 60.0
+
+
+def checked(level: str, id: str) -> Callable[[Path], RunFolder]:
+    def make(path: Path) -> RunFolder:
+        scene = running(path, done=10)
+        scene.events(check_event("step_rows", "pass", "8 rows", 1, cost_s=0.1))
+        scene.events(check_event(id, level, "numbers of it", 1, cost_s=0.1))
+        return scene.close()
+
+    return make
+
+
+def alerted(id: str, level: str, text: str, **more: object) -> Callable[[Path], RunFolder]:
+    def make(path: Path) -> RunFolder:
+        scene = running(path, done=10)
+        return scene.watch(
+            alert_event(id, level, text, first_step=4, no_flip="look", **more)
+        ).close()
+
+    return make
+
+
+def noted(path: Path) -> RunFolder:
+    scene = running(path, done=10)
+    return scene.events(Note(level="error", text="the corpus has shrunk")).close()
+
+
+def script(*seen: Event, state: str = "COMPLETED", code: int = 0) -> Callable[[Path], RunFolder]:
+    """A watched script of three steps."""
+
+    def make(path: Path) -> RunFolder:
+        about = {"arguments": ["python", "t.py"], "folder": "/", "commit": ""}
+        run = create_run(path, "", {"spec": {}, "command": about})
+        steps = [StepDone(step=n, loss=3.0 / n, step_s=0.1) for n in (1, 2, 3)]
+        with LogWriter(run.events, writer="probe") as log:
+            for event in (example_of(Watched), Phase(name="training"), *steps, *seen):
+                log.write(event)
+        with LogWriter(run.watch, writer="supervisor") as log:
+            log.write(TrainerStarted(trainer_pid=7, supervisor_pid=8))
+            log.write(
+                example_of(
+                    TrainerExited, state=state, returncode=code, signal=None, sentence="It ended."
+                )
+            )
+        return run
+
+    return make
+
+
+HELD = identity_event("update", "pass", 1, "it is the textbook's")
+KEPT = identity_event("kept_gradients", "fail", 2, "nothing zeroed them")
+MODE = identity_event("training_mode", "suspicion", 3, "2 modules in eval mode")
+SHIFT = identity_event("label_shift", "suspicion", 1, "shifted twice")
+BAD = number_event(2, "loss", "nan")
+FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
+    "completed": (completed, "HEALTHY: completed 60 steps"),
+    "killed": (killed, "ENDED at step 30: killed by SIGKILL"),
+    "vanished": (vanished, "ENDED at step 30: nobody recorded how"),
+    "empty": (empty, "UNKNOWN: "),
+    "labels": (
+        checked("fail", "step_labels"),
+        "WRONG since step 1: labels are not the next tokens",
+    ),
+    "identical": (
+        checked("fail", "teacher_not_student"),
+        "WRONG since step 1: teacher and student",
+    ),
+    "copies": (checked("fail", "split_disjoint"), "ENDED at step 10: nobody recorded how"),
+    "idle": (alerted("gpu_idle", "fail", "GPU 0 was idle"), "WRONG since step 4: GPU 0 was idle"),
+    "host": (
+        alerted("cpu_bound_teacher", "fail", "the teacher is computed by the CPU"),
+        "WRONG since step 4: the teacher is computed by the CPU",
+    ),
+    "error": (noted, "WRONG: the corpus has shrunk"),
+    "held": (script(HELD), "HEALTHY: completed 3 steps; 1 identity passed"),
+    "kept": (script(SHIFT, KEPT), "WRONG since step 2: gradients are not zeroed between steps"),
+    "mode": (script(HELD, MODE), "SUSPECT since step 3: the model is trained in eval mode"),
+    "shifted": (script(HELD, SHIFT), "SUSPECT since step 1: labels are not the tokens that follow"),
+    "recovered": (script(HELD, BAD), "SUSPECT since step 2: loss was nan at step 2"),
+    "raised": (script(HELD, state="FAILED", code=1), "ENDED at step 3: the command failed with"),
+}
+
+
+SCRIPTS = ("held", "kept", "mode", "shifted", "recovered", "raised")
+"""Those of a watched script."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    for name, (make, _) in FOLDERS.items():
+        made = make(runs / name)
+        if isinstance(made, Scene):
+            made.close()
+    return runs
+
+
+@pytest.fixture(scope="module")
+def listed(folder: Path) -> dict[str, str]:
+    rows = RunsFeed([folder], budget_s=LIMIT_S).poll().rows
+    return {row.name: row.verdict for row in rows}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_surface_has_the_same_line_and_it_is_the_right_one(
+    folder: Path, listed: dict[str, str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, (_, begin) = folder / name, FOLDERS[name]
+    line = listed[name]
+    assert line.startswith(begin)
+
+    def said(*words: str) -> str:
+        main([*words])
+        return capsys.readouterr().out
+
+    (row,) = [
+        one for one in json.loads(said("runs", str(folder), "--json")) if one["run"] == str(run)
+    ]
+    assert row["verdict"]["line"] == line
+    assert json.loads(said("tail", str(run), "--json"))["verdict"]["line"] == line
+    assert said("tail", str(run)).splitlines()[0].endswith(f" {line}")
+    assert said("diagnose", str(run)).splitlines()[0].endswith(f" {line}")
+    said("report", str(run), "--out", str(run.with_suffix(".html")))
+    page = html.unescape(re.sub("<[^>]*>", "", run.with_suffix(".html").read_text()))
+    assert line in page
+    live = Live(run)
+    try:
+        live.wait(LIMIT_S)
+        assert live.still()[1][0].endswith(f" {line}")
+    finally:
+        live.close()
+    (screen,) = texts_of(run, (200, 60))
+    assert line in screen
+    if name in SCRIPTS:
+        assert line in " ".join(" ".join(summary_lines(RunFolder(run))).split())
