@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.text import Text
 from textual.reactive import reactive
+from textual.theme import Theme
 
 from engine.log.filters import number_of, setting_text
 from engine.log.sparkline import sparkline
@@ -290,6 +291,14 @@ class RunsTable(CellTable):
         self._settings: tuple[int, ...] = ()
         self._shown: tuple[Column, ...] = ()
         self._colours: dict[str, str] = {}
+
+    def on_mount(self) -> None:
+        self.app.theme_changed_signal.subscribe(self, self._draw_again)
+
+    def _draw_again(self, _theme: Theme) -> None:
+        """Draw every cell in the colours of another theme."""
+        self._head = ([], [])
+        self._fill()
 
     def on_resize(self) -> None:
         self._fill()

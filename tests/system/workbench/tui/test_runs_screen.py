@@ -506,3 +506,17 @@ def test_another_order_moves_the_rows_without_adding_them_again(
         assert added == []
 
     on_screen([swept], (120, 40), script)
+
+
+def test_the_verdict_has_the_colour_of_its_level_in_the_theme_of_now(tmp_path: Path) -> None:
+    killed(tmp_path / "run")
+
+    async def script(pilot: Pilot[None]) -> None:
+        table = pilot.app.screen.query_one(RunsTable)
+        for theme in ("dark", "colourblind-light"):
+            pilot.app.theme = theme
+            await pilot.pause()
+            (cell,) = [c for c in table.get_row_at(0) if "ENDED" in str(c)]
+            assert str(cell.style) == pilot.app.theme_variables["text-error"].lower()
+
+    on_screen([tmp_path], (120, 40), script)
