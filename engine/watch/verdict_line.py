@@ -44,8 +44,11 @@ MOST_ALERTS = 200
 """Alerts that are looked at; there are fewer rules than that."""
 SAYS_THE_SAME = "identity_fails"
 """The alert that repeats the identities that fail."""
-ASKED_FOR = ("completed", "stopped", "terminated", "interrupted", "declined", "unwatched")
-"""Ends that are no fault of a run."""
+NO_FAULT = (
+    *("completed", "stopped", "terminated", "interrupted", "declined"),
+    *("unwatched", "imported"),
+)
+"""States of a run that is over which are no fault of it."""
 _ENDS = {
     "killed_external": "killed from outside, not for want of memory",
     "oom_memcg": "out of memory, its control group was full",
@@ -158,7 +161,7 @@ def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
         )
     judged = _what_was_judged(view)
     if judged:
-        how = "" if not has_ended(state) else f"{_how_it_ended(view, state)}; "
+        how = _how_it_ended(view, state)
         return RunVerdict(level=HEALTHY, text=f"{how}{judged}")
     if view.process is not None:
         text = "its steps and its loss are not seen from outside"
@@ -203,7 +206,7 @@ def _findings(view: RunView, state: str, path: str) -> Iterator[Finding]:
         yield Finding(level=WRONG, text=text, rank=40, detail=first, action=f"engine tail {path}")
     if view.non_finite and not any(one.id == "non_finite" for one in view.alerts.values()):
         yield _of_numbers(view)
-    if has_ended(state) and state not in ASKED_FOR and not _ended_by_check(view):
+    if has_ended(state) and state not in NO_FAULT and not _ended_by_check(view):
         yield _of_end(view, state, path)
 
 
@@ -309,9 +312,12 @@ def _ended_by_check(view: RunView) -> bool:
 
 
 def _how_it_ended(view: RunView, state: str) -> str:
+    """Return the beginning of the text of a healthy run that is over."""
     if state == "completed":
-        return f"completed {view.last_step:,} steps"
-    return f"{state} at step {view.last_step:,}, as it was asked to"
+        return f"completed {view.last_step:,} steps; "
+    if not has_ended(state) or state in ("unwatched", "imported"):
+        return ""
+    return f"{state} at step {view.last_step:,}, as it was asked to; "
 
 
 def _what_was_judged(view: RunView) -> str:
@@ -328,7 +334,8 @@ def _what_was_judged(view: RunView) -> str:
     if passed and (stages := len(view.audited_steps)):
         parts.append(f"{stages} step{'s' * (stages > 1)} audited")
     if not passed and len(view.steps) and ("watch" in view.clocks or view.imported is not None):
-        parts.append(f"no alert in {view.last_step:,} steps")
+        of = ", of which only the logged numbers could be judged" if view.imported else ""
+        parts.append(f"no alert in {view.last_step:,} steps{of}")
     return ", ".join(parts) if passed or (parts and len(view.steps)) else ""
 
 

@@ -72,6 +72,22 @@ def script(*seen: Event, state: str = "COMPLETED", code: int = 0) -> Callable[[P
     return make
 
 
+def table(has_nans: bool) -> Callable[[Path], RunFolder]:
+    """A table of 60 steps of another tool."""
+
+    def make(path: Path) -> RunFolder:
+        rows = [
+            f"{n},{'nan' if has_nans and 30 <= n < 40 else 4 - n / 60 + n % 3 / 100},0.001"
+            for n in range(1, 61)
+        ]
+        source = path.parent / f"{path.name}.csv"
+        source.write_text("\n".join(["step,loss,lr", *rows]) + "\n")
+        assert main(["import", "csv", str(source), "--out", str(path.parent)]) == 0
+        return RunFolder(path)
+
+    return make
+
+
 HELD = identity_event("update", "pass", 1, "it is the textbook's")
 KEPT = identity_event("kept_gradients", "fail", 2, "nothing zeroed them")
 MODE = identity_event("training_mode", "suspicion", 3, "2 modules in eval mode")
@@ -102,6 +118,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
     "mode": (script(HELD, MODE), "SUSPECT since step 3: the model is trained in eval mode"),
     "shifted": (script(HELD, SHIFT), "SUSPECT since step 1: labels are not the tokens that follow"),
     "recovered": (script(HELD, BAD), "SUSPECT since step 2: loss was nan at step 2"),
+    "table": (table(False), "HEALTHY: no alert in 60 steps, of which only the logged numbers"),
+    "nans": (table(True), "SUSPECT since step 30: loss was nan in steps 30 to 39, and is finite"),
     "raised": (script(HELD, state="FAILED", code=1), "ENDED at step 3: the command failed with"),
 }
 
