@@ -23,6 +23,7 @@ from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.text import result_lines
 from engine.terminal import ArgumentParser, put, say
 from engine.version import VERSION
+from engine.watch.verdict_line import run_verdict_lines
 from workbench.engine_commands import ENGINE, distill_arguments, start_run
 from workbench.feed import RunFeed, Snapshot
 
@@ -267,9 +268,9 @@ def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
 def farewell(snapshot: Snapshot) -> list[str]:
     """Return the summary of a run that is printed when its screen is closed."""
     path = snapshot.run.path
-    lines = [snapshot.status, *result_lines(snapshot.view)]
-    if snapshot.error is not None:
-        lines.append(snapshot.error)
+    verdict = run_verdict_lines(snapshot.view, snapshot.state, path)
+    error = [] if snapshot.error is None else [snapshot.error]
+    lines = [*([] if error else verdict), snapshot.status, *result_lines(snapshot.view), *error]
     lines.append(f"run folder: {path}")
     if not snapshot.has_ended:
         lines += [

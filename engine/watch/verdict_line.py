@@ -28,7 +28,7 @@ SIGNS = {HEALTHY: "✓", SUSPECT: "!", WRONG: "✗", ENDED: "■", UNDECIDED: "?
 ASCII_SIGNS = {HEALTHY: "+", SUSPECT: "!", WRONG: "x", ENDED: "#", UNDECIDED: "?"}
 """A sign for each level, beside its word and its colour."""
 
-EXPLAINS_AN_END = ("non_finite", "allocator_ceiling", "gpu_lost", "stalled", "stalled_at_start")
+EXPLAINS_AN_END = ("non_finite", "allocator_ceiling", "gpu_lost")
 """Alerts that say why a run ended as it did."""
 CAUSES = ("cpu_bound_teacher", "data_wait", "memory_ceiling")
 """Alerts that say why another one of their level is raised."""
@@ -276,16 +276,19 @@ def _of_end(view: RunView, state: str, path: str) -> Finding:
         text = view.finished.reason
     if not text and exit_ is not None:
         if state == "crashed" and exit_.signal:
-            text = f"crashed ({exit_.signal})"
+            text = f"crashed with {exit_.signal}"
         elif view.is_foreign and exit_.returncode:
             text = f"the command failed with exit code {exit_.returncode}"
         else:
             text = exit_.sentence.split(". ")[0]
-    resume = "" if view.is_foreign else f"; then engine distill --resume {path}"
-    if state in _MEMORY:
+    resume = "" if view.is_foreign else f"engine distill --resume {path}"
+    if state in ("host_lost", "vanished") and resume:
+        action = resume
+    elif state in _MEMORY:
         action = f"engine diagnose {path} shows what memory did; start again with a smaller batch"
     elif state in _BY_SOMEBODY:
-        action = f"find out what ended it (a scheduler, `timeout`, a memory guard){resume}"
+        action = "find out what ended it (a scheduler, `timeout`, a memory guard)"
+        action += f"; then {resume}" if resume else ""
     else:
         action = f"engine diagnose {path}"
     return Finding(

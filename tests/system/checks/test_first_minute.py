@@ -21,10 +21,10 @@ from engine.cli import checks as command
 from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, SpecError, UsageError
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from engine.log.read import Liveness
-from engine.log.text import event_text, status_text
+from engine.log.text import event_text
 from engine.log.write import LogWriter
 from engine.verdict import Level
+from engine.watch.verdict_line import verdict_of
 from tests.support.checked_runs import Run, World, make_run, make_world
 from tests.support.judged import check_event
 from tests.support.kit import Kit
@@ -279,8 +279,7 @@ def test_the_view_keeps_the_newest_answer_and_the_status_names_failures(tmp_path
     follower.read_all()
     view = follower.view
     assert view.checks["no_late_compile"].level == "fail"
-    alive = Liveness(trainer=True, supervisor=True)
-    assert "1 check failed: no_late_compile" in status_text(view, alive)
+    assert verdict_of(view, "running").text == "a step waited for a compiler"
     assert event_text(view.checks["no_late_compile"]).startswith("check no_late_compile: FAIL: so")
     with LogWriter(run.events, writer="trainer"):
         pass

@@ -239,7 +239,7 @@ def test_a_script_that_a_line_breaks_is_explained_by_real_runs(
     made = ask("why", "new", "runs/bad", "--cause", "MODE=worse", "--cause", "train.py:3=pass")
     assert made.code == 0 and "next: test c1: does MODE=worse end it?" in made.err, made.err
     (bundle,) = find_bundles(tmp_path / "evidence")
-    assert re.fullmatch("exit [a-z_]+ of bad: .*", bundle.load().text)
+    assert re.fullmatch("exit [a-z_]+ of bad: .*", bundle.load().title)
     shown = ask("why", "test", "--dry-run")
     assert shown.code == 0 and "pairs: 3 to 8 until a run shows it" in shown.err
     assert not bundle.load().tests and not find_flips(tmp_path / "flips")

@@ -84,7 +84,7 @@ def test_the_audit_says_that_the_architecture_is_not_proved_and_judges_the_rest(
     assert len(stages) == 10
     for id in ("step_teacher", "step_student"):
         assert stages[id].level == "unknown"
-        assert "not proved: the reference is the same module in fp32" in stages[id].reason
+        assert "not proved: the reference is the same module in fp32" in stages[id].text
     others = {
         id: one.level for id, one in stages.items() if id not in ("step_teacher", "step_student")
     }

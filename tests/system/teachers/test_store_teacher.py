@@ -18,7 +18,7 @@ from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
 from engine.errors import TrainingFailed
 from engine.formats.tokenizer import open_tokenizer
-from engine.log.events import Checked, Note
+from engine.log.events import Judged, Note
 from engine.log.folder import open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -557,7 +557,7 @@ def test_stored_outputs_of_other_rows_are_named_by_the_audit_of_a_step(
     found = [
         (line.event.step, line.event.level)
         for line in Follower(run).read_all().lines
-        if isinstance(line.event, Checked) and line.event.id == "step_teacher"
+        if isinstance(line.event, Judged) and line.event.id == "step_teacher"
     ]
     assert found == [(1, "fail"), (2, "fail"), (4, "fail")]
 

@@ -98,17 +98,17 @@ def test_a_run_that_ended_with_its_machine_is_host_lost_and_says_how_to_go_on(
     follower = Follower(run)
     follower.read_all()
     assert follower.state == "host_lost"
-    said = engine_here("runs", tmp_path)
+    said = engine_here("tail", run.path)
     assert "HOST_LOST | step 30/60" in said.stdout and "stopped or restarted" in said.stdout
     assert "--resume" in said.stdout and "memory" not in said.stdout
-    assert "ended: HOST_LOST | step 30/60" in engine_here("diagnose", run.path).stdout
+    assert "ended: host_lost: the machine stopped" in engine_here("diagnose", run.path).stdout
 
 
 def test_on_unified_memory_a_lost_machine_may_have_run_out_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost(tmp_path / "kd", monkeypatch, cuda0_integrated="yes")
-    assert "that is not proved" in engine_here("runs", tmp_path).stdout
+    assert "that is not proved" in engine_here("tail", tmp_path / "kd").stdout
 
 
 def test_without_a_boot_id_nothing_is_said_of_the_machine(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint_folders import published, step_of
-from engine.log.events import HOST_PARTS, Checked, RunFinished, StepDone
+from engine.log.events import HOST_PARTS, Judged, RunFinished, StepDone
 from engine.log.folder import create_run
 from engine.log.follow import Follower
 from engine.log.read import LogReader
@@ -202,7 +202,7 @@ def test_a_large_checkpoint_is_read_back_while_the_run_goes_on(
     read = [
         (line.event.step, line.event.level)
         for line in view.lines
-        if isinstance(line.event, Checked) and line.event.id == "checkpoint_reloads"
+        if isinstance(line.event, Judged) and line.event.id == "checkpoint_reloads"
     ]
     assert code == 0 and read == [(2, "pass"), (4, "pass"), (6, "pass")]
     best = next(one.step for one in reversed(view.checkpoints) if one.best)

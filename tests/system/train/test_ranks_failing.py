@@ -32,7 +32,10 @@ def _ended(
 
 
 def _last_words(stderr: str) -> str:
-    return next(line for line in reversed(stderr.splitlines()) if line.startswith("FAILED | "))
+    """The verdict at the end: its line and what was seen."""
+    lines = stderr.splitlines()
+    last = max(place for place, line in enumerate(lines) if line.startswith(("✗ ", "■ ")))
+    return " ".join(lines[last : last + 2])
 
 
 def _seen(run: RunFolder, *texts: str) -> None:
@@ -49,8 +52,8 @@ def test_a_rank_that_reads_wrong_rows_says_so_before_the_rank_that_lost_it(
 ) -> None:
     code, stderr, run = _ended(kit, tmp_path, monkeypatch, "rows:1")
     words = _last_words(stderr)
-    assert code == 1 and "1 check failed: step_rows" in words
-    assert "rank 1: check step_rows: fail: " in words and ROWS in words and PEER not in words
+    assert code == 1 and "WRONG since step" in words
+    assert "rank 1: " in words and ROWS in words and PEER not in words
     assert "check step_rows: FAIL: rank 1: " in stderr
     _seen(run, "rank 1: ", ROWS)
     rows = json.loads(engine_here("checks", run.path, "--json").stdout)["checks"]
@@ -71,7 +74,7 @@ def test_a_rank_that_raises_is_how_the_run_ended(
     code, stderr, run = _ended(kit, tmp_path, monkeypatch, f"raise:{rank}")
     who = "rank 1: " if rank else ""
     words = _last_words(stderr)
-    assert code == 70 and f"| {who}ZeroDivisionError: division by zero in a rank" in words
+    assert code == 70 and f": {who}ZeroDivisionError: division by zero in a rank" in words
     assert PEER not in words
     lost = read_lost_rank(run)
     assert lost is not None and lost.rank == rank
@@ -86,7 +89,7 @@ def test_a_rank_that_is_killed_is_named_with_its_exit_code(
 ) -> None:
     code, stderr, run = _ended(kit, tmp_path, monkeypatch, "kill:1")
     words = _last_words(stderr)
-    assert code == 128 + signal.SIGKILL and "| rank 1 (process " in words and PEER not in words
+    assert code == 128 + signal.SIGKILL and ": rank 1 (process " in words and PEER not in words
     assert "own record" not in words
     _seen(run, "was ended by SIGKILL")
 
@@ -107,6 +110,5 @@ def test_a_run_that_only_reports_what_fails_on_a_rank_completes_and_is_not_calle
     code, stderr, run = _ended(kit, tmp_path, monkeypatch, "rows:1", checks__on_fail="report")
     view = Follower(run).read_all()
     assert code == 0 and view.last_step > FROM_STEP
-    status = stderr.splitlines()[-2]
-    assert status.startswith("COMPLETED") and "checks failed: step_rows" in status
+    assert "COMPLETED" in stderr.splitlines()[-2] and "WRONG since step" in _last_words(stderr)
     _seen(run, "rank 1: ", ROWS)

@@ -168,7 +168,7 @@ def farewell_of(run: RunFolder) -> str:
 
 def test_the_farewell_of_a_completed_run_is_its_result(tmp_path: Path) -> None:
     text = farewell_of(completed(tmp_path / "run"))
-    assert text.startswith("COMPLETED | step 60/60")
+    assert text.startswith("✓ HEALTHY: completed 60 steps") and "\nCOMPLETED | step 60/60" in text
     assert "held-out loss of the student at step 60: 2.6290 nats/token" in text
     assert f"run folder: {tmp_path / 'run'}" in text
     assert "reattach" not in text

@@ -22,6 +22,7 @@ from engine.log.view import SOURCES, RunView
 from engine.log.write import LogWriter
 from engine.train.checkpoint.continuing import was_stopped_by_checks
 from engine.train.ranks.torchrun import _first_failed
+from engine.watch.verdict_line import run_verdict_lines, verdict_of
 from tests.support.judged import check_event
 from tests.support.run_events import fold_events, picture
 from tests.support.run_folders import Scene, completed, step
@@ -139,9 +140,10 @@ def test_a_failed_ranks_own_sentence_is_how_the_run_ended(tmp_path: Path) -> Non
     assert view.finished.reason.startswith(f"rank 1: check resume_continues: {ROWS}")
     assert view.finished.exit_code == 1 and exit_code(view, 70) == 1
     assert was_stopped_by_checks(view)
-    status = status_text(view, DEAD)
-    assert status.startswith("FAILED") and "1 check failed: resume_continues" in status
-    assert status.index(ROWS) < (status.index(PEER) if PEER in status else len(status))
+    assert status_text(view, DEAD).startswith("FAILED")
+    first, seen, *_ = run_verdict_lines(view, view.state(DEAD))
+    assert "WRONG since step" in first and "does not go on from its checkpoint" in first
+    assert ROWS in seen and PEER not in seen.partition(ROWS)[0]
 
 
 def test_a_rank_that_lost_its_peer_is_not_named_in_its_place(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_a_note_of_an_error_is_found_by_checks_and_by_diagnose(
     checks, diagnosis = both(capsys, scene, text if rank == 0 else f"rank 1: {text}")
     for found in (checks, diagnosis):
         assert [one["rank"] for one in found["errors"]] == [rank]  # type: ignore[attr-defined]
-    assert "1 error" in status_text(Follower(scene.run).read_all(), DEAD)
+    assert verdict_of(Follower(scene.run).read_all(), "completed").level == "WRONG"
 
 
 def test_eleven_notes_of_errors_are_all_in_json_and_counted(
@@ -239,7 +241,9 @@ def test_a_rank_that_was_killed_is_named_before_what_the_others_lost(
     lost = "rank 1 (process 77) was ended by SIGKILL"
     view = view_of(exited(scene, 137, f"{lost}: the kernel's OOM killer did not do it", rank=1))
     assert view.finished is not None and view.finished.reason.startswith(lost)
-    assert exit_code(view, 137) == 137 and lost in status_text(view, DEAD)
+    assert exit_code(view, 137) == 137 and lost in " ".join(
+        run_verdict_lines(view, view.state(DEAD))
+    )
     for words in ("checks", "diagnose"):
         code, out = answer(capsys, words, scene.run.path)
         assert code == 1 and lost in out and PEER not in out
@@ -282,9 +286,9 @@ def test_a_rank_that_failed_is_told_where_nothing_else_recorded_an_end(
     scene = say(of_two(tmp_path / "run"), 1, failed(f"check resume_continues: {ROWS}"))
     scene.close()
     view = Follower(scene.run).read_all()
-    assert view.state(
-        DEAD
-    ) == "failed" and f"rank 1: check resume_continues: {ROWS}" in status_text(view, DEAD)
+    assert view.state(DEAD) == "failed" and f"rank 1: check resume_continues: {ROWS}" in " ".join(
+        run_verdict_lines(view, view.state(DEAD))
+    )
     both(capsys, scene, f"rank 1: check resume_continues: {ROWS}")
     # The first rank may go on for some seconds.
     assert view.state(Liveness(trainer=True, supervisor=True)) == "running"
@@ -349,7 +353,7 @@ def test_what_is_no_log_of_a_rank_is_let_be(
     for name in ("0.jsonl", "x.jsonl", "1.jsonl.partial-9", "lost.txt", "٣.jsonl"):
         (scene.run.path / "ranks" / name).write_text("no log\n")
     assert tuple(scene.run.logs()) == ("events", "device", "watch", "rank 1")
-    assert answer(capsys, "diagnose", scene.run.path)[0] == 0
+    assert answer(capsys, "checks", scene.run.path)[0] == 2
 
 
 def test_a_run_of_one_process_and_a_log_without_ranks_read_as_before(

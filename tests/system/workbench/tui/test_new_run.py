@@ -436,7 +436,7 @@ def test_a_run_is_checked_and_started_and_its_screen_opens(spec: Path, tmp_path:
         assert "sound" in words_of(pilot)
         await press(pilot, "s", "y")
         await settle(pilot)
-        assert "spec-" in text_of(pilot).splitlines()[0]
+        assert "spec-" in text_of(pilot).splitlines()[1]
         runs.extend(RunFolder(path) for path in tmp_path.glob("spec-*"))
 
     on_screen([tmp_path], (120, 40), script)
