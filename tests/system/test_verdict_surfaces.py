@@ -166,12 +166,14 @@ def test_every_surface_has_the_same_line_and_it_is_the_right_one(
     said("report", str(run), "--out", str(run.with_suffix(".html")))
     page = html.unescape(re.sub("<[^>]*>", "", run.with_suffix(".html").read_text()))
     assert line in page
-    live = Live(run)
-    try:
-        live.wait(LIMIT_S)
-        assert live.still()[1][0].endswith(f" {line}")
-    finally:
-        live.close()
+    # A cell waits for the first line of a log.
+    if name != "empty":
+        live = Live(run)
+        try:
+            live.wait(LIMIT_S)
+            assert live.still()[1][0].endswith(f" {line}")
+        finally:
+            live.close()
     (screen,) = texts_of(run, (200, 60))
     assert line in screen
     if name in SCRIPTS:
