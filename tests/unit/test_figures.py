@@ -1,4 +1,4 @@
-"""Figures of speed in README and docs are those of the kept measurements."""
+"""Figures of speed in the docs are those of the kept measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.paths import EVIDENCE, ROOT
 
-README = (ROOT / "README.md").read_text()
 SPEED = (ROOT / "docs/how-to/speed.md").read_text()
 LOG = (EVIDENCE / "LOG.md").read_text()
 OURS = ("engine", "engine packed")
@@ -33,11 +32,11 @@ def times_the_best_rival(found: dict[str, float]) -> str:
     return f"{found['engine'] / max(v for k, v in found.items() if k not in OURS):.2f} times"
 
 
-def test_readme_names_one_kept_run_beside_its_strongest_rival() -> None:
+def test_the_page_names_one_kept_run_beside_its_strongest_rival() -> None:
     found = tokens_per_s("kd.json")
     rivals = {arm: value for arm, value in found.items() if arm not in OURS}
     best = max(rivals, key=lambda arm: rivals[arm])
-    said = " ".join(README.split())
+    said = " ".join(SPEED.split())
     words = f"{thousands(found['engine'])} tokens/s, {times_the_best_rival(found)} the best rival in the same run"
     rival = f"({best.title()}, compiled: {thousands(rivals[best])};"
     assert f"random weights, 8 x 1024 tokens a step: {words} {rival}" in said
