@@ -1,25 +1,24 @@
-"""Fixed-length rows of a token stream, and the order in which training takes them.
+"""Fixed-length rows of a token stream, and the order in which training reads them.
 
-Packing. Row r is tokens[r*T : (r+1)*T], whatever documents that covers; a tail shorter than T is not
-used. Position t of a row predicts the next token of the stream; for the last position that is the first
-token after the row, if there is one. A token has a label only if that next token belongs to the same
-document: the end-of-text token predicts nothing, so no label crosses from one document to another.
+Packing. Row r is tokens[r*T : (r+1)*T], whatever documents that covers; a tail shorter than T is dropped. Position t
+of a row predicts the next token of the stream; for the last position that is the first token after the row, if there
+is one. A position has a label only if that next token belongs to the same document: the end-of-text token predicts
+nothing, so no label crosses from one document to another.
 
     tokens      a  b EOT | c  d  e | EOT ...      T = 3
     document    0  0  0  | 1  1  1 |  1
     labels      b EOT -  | d  e EOT|             - is IGNORED, -100
 
-Of a conversation only the tokens that the assistant wrote are labels (`TokenStream.labelled`). A row without a label
-is not taken: there is nothing to learn from it.
+In a conversation only the tokens that the assistant wrote are labels (`TokenStream.labelled`). Rows without a label
+are skipped: there is nothing to learn from them.
 
 Order. One epoch is every row with a label once, in a permutation that depends only on (seed, epoch): a stable sort of
 the first `rows` words of the Philox stream with that key. The Philox specification fixes these words, so
 the order is the same on every machine and numpy version, which `Generator.permutation` does not promise.
 
-Training walks through epoch 0, epoch 1, ... in sequence, and `position`, the number of rows taken so far,
-is its complete state. A batch that reaches the end of an epoch continues into the next one. A walk
-resumed at a position yields exactly the rows that an uninterrupted one yields there, even with another
-batch size.
+Training reads epoch 0, epoch 1, ... in sequence, and `position`, the number of rows read so far, is its complete
+state. A batch that reaches the end of an epoch continues into the next one. Reading resumed at a position yields
+exactly the rows that uninterrupted reading yields there, even with a different batch size.
 """
 
 # Shapes: B rows of a batch, T tokens of a row
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100
-"""The label of a position that predicts nothing."""
+"""Label of a position that predicts nothing, the default `ignore_index` of `cross_entropy`."""
 
 Int64Array = NDArray[np.int64]
 
@@ -59,7 +58,7 @@ class Batch:
     documents_BT: Int64Array
     """Index of each token's document; tokens of different documents must not attend to each other."""
     labels_BT: Int64Array
-    """The token to predict, or `IGNORED`."""
+    """Token to predict at each position, or `IGNORED`."""
     row_ids: Int64Array
     """Indices of these rows in the stream, shape (B,)."""
 
@@ -111,16 +110,15 @@ class Batches:
         self._stream = stream
         self._seq_len = seq_len
         self._seed = seed
-        # The permutation used last, with its epoch: one assignment, so a reader on another thread sees
-        # both or neither.
+        # The last epoch and its permutation, in one assignment: a reader on another thread sees both or neither.
         self._latest: tuple[int, Int64Array] | None = None
 
     def batch_at(self, index: int) -> Batch:
-        """Return batch `index` of a walk from the start, at position `index * rows_per_batch`."""
+        """Return batch `index`, which begins at position `index * rows_per_batch`."""
         return self.take(index * self.rows_per_batch, self.rows_per_batch)
 
     def take(self, position: int, rows: int) -> Batch:
-        """Return the next `rows` rows of a walk that has taken `position` rows."""
+        """Return the next `rows` rows after `position` rows were read."""
         return self.rows(self.row_ids_at(position, rows))
 
     def rows(self, row_ids: Int64Array) -> Batch:
@@ -197,28 +195,28 @@ def labelled_rows(stream: TokenStream, seq_len: int, what: str) -> Int64Array:
             what,
             "a row with something that the assistant wrote",
             f"none of {rows:,}",
-            hint="raise data.seq_len, or look at the conversations",
+            hint="raise data.seq_len, or check the conversations",
         )
     return found.astype(np.int64)
 
 
-def labels_behind_a_cut(stream: TokenStream, seq_len: int) -> float:
-    """Return the share of the labels that are predicted without the beginning of their document, which is in an earlier
-    row, 0 to 1."""
-    behind = labels = 0
+def labels_after_a_cut(stream: TokenStream, seq_len: int) -> float:
+    """Return the share of labels, 0 to 1, whose document begins in an earlier row: they are predicted without its
+    beginning."""
+    after_cut = labels = 0
     at_once = max(1, READ_AT_ONCE // seq_len) * seq_len
     for first in range(0, len(stream) - 1, at_once):
-        # The label at a place is predicted from the place before it.
+        # A label is predicted from the position before it.
         from_N = np.arange(first, min(first + at_once, len(stream) - 1), dtype=np.int64)
         documents_N = stream.documents_at(from_N)
         labelled_N = from_N + 1 < stream.starts[documents_N + 1]
         if stream.labelled is not None:
             labelled_N &= stream.labelled[from_N + 1]
         row_N = from_N - from_N % seq_len
-        behind += int(np.count_nonzero(labelled_N & (row_N > stream.starts[documents_N])))
+        after_cut += int(np.count_nonzero(labelled_N & (row_N > stream.starts[documents_N])))
         labels += int(np.count_nonzero(labelled_N))
         stream.release()
-    return behind / max(labels, 1)
+    return after_cut / max(labels, 1)
 
 
 def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
@@ -235,7 +233,6 @@ def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
 
 
 def gather_rows(stream: TokenStream, seq_len: int, row_ids: Int64Array) -> Batch:
-    """Return the given rows with their labels."""
     places_BT = row_ids[:, None] * seq_len + np.arange(seq_len, dtype=np.int64)
     documents_BT = stream.documents_at(places_BT)
     predicts_BT = places_BT + 1 < stream.starts[documents_BT + 1]

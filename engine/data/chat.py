@@ -1,10 +1,10 @@
 """Conversations as tokens, with a label on what the assistant wrote and on nothing else.
 
 **What is rendered** is the conversation up to its last assistant turn: nothing after that has a label.
-The text is encoded as a whole, and without special tokens around it, as Transformers encodes it, so a
-template that begins with the BOS token gives one BOS, and one that ends with the end-of-turn token gives
-no second. If the last turn has no end-of-turn token, the end-of-text token is added, with a label: without
-it the student would never learn to stop.
+The text is encoded as a whole and without adding special tokens, as Transformers does, so a template that
+begins with the BOS token gives one BOS, and one that ends with the end-of-turn token gives no second one. If
+the last turn has no end-of-turn token, the end-of-text token is added, with a label: without it the student
+would never learn to stop.
 
 **How the span of a turn is proved.** For assistant turn i of the messages m:
 
@@ -12,33 +12,32 @@ it the student would never learn to stop.
     through  = render(m[:i+1])
     whole    = render(m)
 
-`through` must begin with `prompt`, and the turn is what follows in it: the content (without the reasoning
-in front of it) and then the end-of-turn token, one or more special tokens side by side. Where `through`
-has none, it counts if `whole` has the EOS token there: some templates write it before the next message.
-What comes after it belongs to the template: a model that has written its end-of-turn token is not asked
-for more. A turn without such a token ends with its last character that is not white space, and a turn with
-tool calls with the last special token. `whole` must begin with `through` up to the end of the turn.
+`through` must begin with `prompt`, and the turn is what follows: the content (without the reasoning before it)
+and then the end-of-turn token, which may be several special tokens in a row. If `through` has none, an EOS
+token at that position in `whole` counts: some templates write it before the next message. Anything after it
+belongs to the template, because a model stops generating at its end-of-turn token. A turn without such a token
+ends with its last character that is not white space, and a turn with tool calls with the last special token.
+`whole` must begin with `through` up to the end of the turn.
 
-A turn that is not proved so (the template removes the reasoning from earlier turns, or moves the system
-prompt) is proved by its `{% generation %}` mark, if there is one mark for each assistant turn and the mark
-holds the content and not the header: the generation prompt, or nothing but the start of the turn, comes
-before it. The end-of-turn token is added to a mark that leaves it out, and white space after it taken away.
+If this fails (the template removes the reasoning from earlier turns, or moves the system prompt), the turn is
+found by its `{% generation %}` mark, provided that there is one mark for each assistant turn and that the mark
+holds the content and not the header: the generation prompt, or only the start of the turn, comes before it. The
+end-of-turn token is added to a mark that leaves it out, and white space after it is removed.
 
-A turn that is proved neither way is compared with the same message after one short question, where it mostly is: it is
-proved if `through` ends with the turn that is written there, after the same header, or the same with the message's name
-in it. This finds a turn behind the system prompt that a template writes where none is given, after a name, and after
-another turn of the assistant.
+If both fail, the message is rendered after one short question, where both methods usually succeed. The turn is proved
+if `through` ends with the turn rendered there, after the same header, or after that header with the message's name in
+it. This finds a turn after a default system prompt, after a name, and after another turn of the assistant.
 
-A turn that cannot be proved has no labels, and neither has one of which the template does not write something
-(`engine.data.unwritten`), nor one with a `weight` of 0 or `train` of false. The others have theirs; a conversation
-without any is skipped with the reason.
+A turn that cannot be proved has no labels. Neither has a turn with parts that the template does not write
+(`engine.data.unwritten`), nor one with a `weight` of 0 or `train` of false. The other turns keep their labels; a
+conversation without any labels is skipped with the reason.
 
 **A token has a label if its first character lies inside the turn.** A token that begins in the prompt and
-reaches into the turn (a space at the end of the prompt, with the word that follows) has none: where the
-model writes, the prompt is complete and holds the beginning of that token, so the model is never asked for
-it. There the prompt alone has other tokens than the beginning of the whole; `Chat.straddling` counts these
-turns. At the other end a token may reach over the end only in a turn without an end-of-turn token. It has
-a label, because the model has to write it to write the last characters of the turn.
+extends into the turn (a space at the end of the prompt, with the word that follows) has none: at generation
+the prompt is complete and contains the beginning of that token, so the model never predicts it. The prompt
+alone is then tokenized differently from the beginning of the whole; `Chat.straddling` counts these turns. A
+token may extend over the end of a turn only if the turn has no end-of-turn token. It has a label, because the
+model has to predict it to generate the last characters of the turn.
 """
 
 from __future__ import annotations
@@ -69,13 +68,13 @@ Proof = Literal["prefix", "marks", "text"]
 
 NO_ASSISTANT = "no assistant turn"
 OTHER_PROMPT = "the template's generation prompt is not the beginning of an assistant turn"
-OTHER_LATER = "the template writes an assistant turn otherwise once messages follow it"
+OTHER_LATER = "the template writes an assistant turn differently if messages follow it"
 OTHER_CONTENT = "the template writes an assistant turn that does not end with its content"
 NO_TOKEN = "no token begins in what the assistant wrote"
-WITHHELD = "its weight is 0, or its train false"
+WITHHELD = "its weight is 0, or its train is false"
 STRADDLING = "a turn begins inside a token of the prompt, which has no label"
 _AROUND_A_NAME = 16
-"""Characters that a header may have around the name in it."""
+"""Most characters that a header may add around a name."""
 WEIGHED = "a weight other than 0 counts as 1"
 
 
@@ -87,21 +86,21 @@ class Chat:
     ids: NDArray[np.int32]
     """Shape (T,)."""
     labelled: NDArray[np.bool_]
-    """Shape (T,). Whether the token at this place is to be predicted, from those before it; at least one is."""
+    """Shape (T,). Whether each token is a label; at least one is."""
     turns: int
-    """Assistant turns that the conversation has."""
+    """Assistant turns in the conversation."""
     labelled_turns: int
-    """Those of them that have labels."""
+    """Assistant turns with labels."""
     proof: Proof
-    """How the turns were found: `prefix`, `marks` (of one turn at least), or `text` for a pair of texts."""
+    """Method that found the turns: `prefix`, `marks` (used for at least one turn), or `text` for a pair of texts."""
     straddling: int = 0
     """Labelled turns whose first characters are in a token that begins in the prompt."""
     unended: int = 0
     """Labelled turns without an end-of-turn token."""
     reason: str | None = None
-    """Why a turn has no labels that was asked for."""
+    """Reason why a requested turn has no labels; None if all have them."""
     remarks: tuple[str, ...] = ()
-    """What has no labels, and what of the conversation the template does not write or writes beside it."""
+    """Warnings about turns without labels, and about what the template leaves out of the conversation or adds to it."""
 
     @property
     def label_count(self) -> int:
@@ -139,7 +138,7 @@ def encode_chats(
 def _encode(
     tokenizer: Tokenizer, texts: Sequence[str]
 ) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]] | str]:
-    """Return the tokens of each text and where they begin, or why it has none."""
+    """Return the tokens of each text and the characters where they begin, or the reason why it has none."""
     try:
         return [*tokenizer.encode_with_starts(texts)]
     except TextTooLong as error:
@@ -167,14 +166,14 @@ class _Proved:
     reason: str | None = None
     remarks: tuple[str, ...] = ()
     is_cut: bool = False
-    """Whether more of the conversation follows, so that no token of ours ends it."""
+    """Whether turns without labels follow in the conversation; then no end-of-text token is added."""
 
 
 _QUESTION: Message = {"role": "user", "content": "0"}
 
 
 class _Unproved(Exception):
-    """A turn whose place in the text is not known; the text is the reason."""
+    """A turn that could not be located in the rendered text; the message is the reason."""
 
 
 def _labelled(
@@ -185,7 +184,7 @@ def _labelled(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> Chat | Skipped:
-    """Put the spans of a text on its tokens, which begin at the characters `starts`."""
+    """Turn the spans of a text into labels of its tokens, which begin at the characters `starts`."""
     labelled = np.zeros(len(ids), dtype=np.bool_)
     straddling = 0
     for span in proved.spans:
@@ -228,8 +227,8 @@ def _prove(
             "conversation",
             conversation.name,
             "a tokenizer with a chat template",
-            f"none beside {tokenizer.path}",
-            hint="take the tokenizer of an instruct model, or give prompt and completion as text",
+            f"none in the folder of {tokenizer.path}",
+            hint="use the tokenizer of an instruct model, or give prompt and completion as text",
         )
     assistant = [i for i, one in enumerate(conversation.messages) if one["role"] == ASSISTANT]
     wanted = [i for i in assistant if i >= conversation.labels_from]
@@ -253,7 +252,7 @@ def _prove(
     remarks = turning.not_written()
     spans: dict[int, _Span] = {}
     reasons: list[str] = []
-    # The last first: what ends it may be known by no other.
+    # The last turn first: the tokens that end turns may be known from it alone.
     for index in reversed(wanted if turns == "all" else wanted[-1:]):
         try:
             turning.must_have_labels(index)
@@ -268,10 +267,9 @@ def _prove(
     if not spans:
         return Skipped(name=conversation.name, reason=reasons[0])
     remarks += [f"a turn has no labels: {reason}" for reason in reasons]
-    remarks += turning.beside(spans)
+    remarks += turning.invented_text(spans)
     last = spans[max(spans)]
-    # What the template writes after a turn without an end is not what ends it, and what comes after the last label
-    # teaches nothing.
+    # Text after a turn without an end-of-turn token does not end it, and text after the last label is not trained on.
     is_whole = last.ended and max(spans) == wanted[-1]
     return _Proved(
         text=whole.text if is_whole else whole.text[: last.end],
@@ -295,14 +293,14 @@ class _Turning:
     whole: Rendered
     special: _Special
     ends: set[str] = field(default_factory=set)
-    """The tokens that end the turns found so far."""
+    """End-of-turn tokens of the turns found so far."""
     by_mark: set[int] = field(default_factory=set)
-    """The turns that were proved by their mark."""
+    """Turns that were proved by their mark."""
     lost: dict[int, list[str]] = field(default_factory=dict)
-    """What the template does not write of a turn that has no labels for it."""
+    """Fields that the template does not write, for each turn that has no labels because of them."""
 
     def not_written(self) -> list[str]:
-        """Say what the template does not write of the conversation, but for what costs a turn its labels."""
+        """Return remarks on parts that the template does not write; those that cost a turn its labels go to `lost`."""
         tools = self.conversation.tools
         found = []
         if not tools_are_written(self.template, self.messages, tools):
@@ -319,15 +317,15 @@ class _Turning:
         return list(dict.fromkeys(found))
 
     def must_have_labels(self, index: int) -> None:
-        """Raise _Unproved for a turn that its maker withholds, or that the template does not write as it is."""
+        """Raise _Unproved for a turn that its record excludes, or that the template does not write completely."""
         message = self.messages[index]
         if message.get("weight") == 0 or message.get("train") is False:
             raise _Unproved(WITHHELD)
         if index in self.lost:
             raise _Unproved(f"the template does not write its {' and '.join(self.lost[index])}")
 
-    def beside(self, spans: Mapping[int, _Span]) -> list[str]:
-        """Say what the template writes before answers that have none of it."""
+    def invented_text(self, spans: Mapping[int, _Span]) -> list[str]:
+        """Return remarks on labelled text that the template adds before answers."""
         found = []
         for index, span in spans.items():
             message = self.messages[index]
@@ -346,7 +344,7 @@ class _Turning:
             if isinstance(error, Unrenderable):
                 reason = f"the template refuses the beginning of the conversation: {error}"
             marked = self._by_mark(index)
-            # A turn that its prompt begins, and that changes later, is no other by its likeness.
+            # A turn that begins with its prompt and changes later cannot be found by likeness either.
             may_be_like = marked is None and reason != OTHER_LATER
             likened = self._by_likeness(index) if may_be_like else None
             if marked is not None:
@@ -391,7 +389,7 @@ class _Turning:
         return _Span(start=start, end=end, ended=ended)
 
     def _header(self) -> str:
-        """Return what the template writes before a turn of the assistant when it is asked for one."""
+        """Return the header of an assistant turn: what `add_generation_prompt` adds to a conversation."""
         known, key = self.template.known, ("header", self.conversation.tools is None)
         if key not in known:
             try:
@@ -407,22 +405,22 @@ class _Turning:
         return known[key][0]
 
     def _by_likeness(self, index: int) -> _Span | None:
-        """Return where a message is by what is written for it after a short question; None if that is not there."""
+        """Find a message by its rendering after a short question; None if the text does not contain it."""
         message = {key: one for key, one in self.messages[index].items() if key != "name"}
         header, tools = self._header(), self.conversation.tools
         if not header:
             return None
         try:
             prompt = self.template.render([_QUESTION], tools=tools, add_generation_prompt=True).text
-            alone = self.template.render([_QUESTION, message], tools=tools).text
+            answered = self.template.render([_QUESTION, message], tools=tools).text
             last = index + 1 == len(self.messages)
             through = self.whole.text if last else self._render(index + 1, prompt=False)
-            turn = alone[len(prompt) :]
+            turn = answered[len(prompt) :]
             length, ended = self._end(turn, message)
         except (Unrenderable, _Unproved):
             return None
         start = len(through) - len(turn)
-        if not alone.startswith(prompt) or not through.endswith(turn):
+        if not answered.startswith(prompt) or not through.endswith(turn):
             return None
         name = self.messages[index].get("name")
         if not through.endswith(header, 0, start) and not _ends_named(
@@ -434,7 +432,7 @@ class _Turning:
         return _Span(start=start, end=start + length, ended=ended)
 
     def _by_mark(self, index: int) -> _Span | None:
-        """Return where the mark of a message is, without what it has too much; None if it is not right."""
+        """Find a message by its mark, trimmed to the end of the turn; None if the mark does not match the message."""
         assistant = [i for i, one in enumerate(self.messages) if one["role"] == ASSISTANT]
         marks, whole = self.whole.marks, self.whole.text
         if marks is None or len(marks) != len(assistant):
@@ -453,7 +451,7 @@ class _Turning:
         return _Span(start=start, end=start + length, ended=ended)
 
     def _after_header(self, index: int, start: int, end: int) -> bool:
-        """Whether a mark begins where the model begins to write."""
+        """Return whether a mark begins where the model begins to generate."""
         whole, message = self.whole.text, self.messages[index]
         written = whole[start:end].lstrip()
         content, reasoning = _answer(message), message.get("reasoning_content")
@@ -475,7 +473,7 @@ class _Turning:
     def _end(self, turn: str, message: Message) -> tuple[int, bool]:
         """Return the length of a turn at the beginning of `turn`, and whether an end-of-turn token ends it.
 
-        Raises _Unproved where the content is not there, or something else than its end follows it.
+        Raises _Unproved if the content is missing, or is followed by anything but an end of the turn.
         """
         written = len(turn.rstrip())
         answer = _answer(message)
@@ -485,9 +483,7 @@ class _Turning:
             return written, self.special.at_end(turn[:written]) is not None
         begin = _after_reasoning(turn, message)
         if turn.find(answer, begin) < 0:
-            begin = (
-                0  # the template left the reasoning out, and what looked like it is the answer's
-            )
+            begin = 0  # the template left the reasoning out, and what looked like it belongs to the answer
         # A short answer may also be part of a header, so what follows it decides.
         at = turn.find(answer, begin)
         while at >= 0:
@@ -495,8 +491,8 @@ class _Turning:
             if end is not None:
                 return end, True
             at = turn.find(answer, at + 1) if answer else -1
-        # A special token that is neither the content's nor the end is the start of something else, as of the
-        # next turn, which some templates always begin.
+        # A special token that belongs neither to the content nor to the end begins something else, such as the next
+        # turn, which some templates always open.
         count = self.special.count
         ends = turn[:written].endswith(answer) if answer else not turn[begin:written]
         if ends and count(turn) == count(str(message["content"])):
@@ -505,7 +501,7 @@ class _Turning:
 
 
 def _ends_named(text: str, header: str, name: object) -> bool:
-    """Whether a text ends with the header of a turn that has a name after its role, or in the place of it."""
+    """Return whether a text ends with a header that has the name after its role, or instead of it."""
     begin, role, end = header.rpartition(ASSISTANT)
     if not isinstance(name, str) or not name or not begin or not text.endswith(end):
         return False
@@ -528,21 +524,21 @@ def _after_reasoning(turn: str, message: Message) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Special:
-    """The special tokens of a tokenizer, to be found in text; some have thousands."""
+    """Finds the special tokens of a tokenizer in text; some tokenizers have thousands."""
 
     texts: frozenset[str]
     lengths: tuple[int, ...]
     """Lengths of the texts, the longest first."""
 
     def at_end(self, text: str) -> str | None:
-        """Return the longest one that a text ends with."""
+        """Return the longest special token that a text ends with."""
         ends = (text[-length:] for length in self.lengths)
         return next((end for end in ends if end in self.texts), None)
 
     def end_of_run(self, text: str, at: int) -> int | None:
-        """Return where the special tokens end that begin at `at`, after white space if there is some.
+        """Return the end of the run of special tokens that begins at `at`, after optional white space.
 
-        The last one is left out if more text follows it at once: it begins a header. None if nothing is left.
+        The last token is left out if text follows it directly: it begins a header. None if no token remains.
         """
         begin = at = len(text) - len(text[at:].lstrip())
         length = 0
@@ -557,7 +553,7 @@ class _Special:
         return (text[at : at + length] for length in self.lengths)
 
     def are_all(self, text: str) -> bool:
-        """Whether a text is nothing but special tokens and white space."""
+        """Return whether a text consists of special tokens and white space only."""
         text = text.rstrip()
         while (token := self.at_end(text)) is not None:
             text = text[: -len(token)].rstrip()
@@ -575,7 +571,7 @@ def _special(tokens: frozenset[str], eos: str | None) -> _Special:
 
 
 def _answer(message: Message) -> str | None:
-    """Return the text of a message without the reasoning in front of it."""
+    """Return the text of a message without the reasoning before it."""
     content = message.get("content")
     if not isinstance(content, str):
         return None

@@ -1,27 +1,27 @@
-"""A tokenizer's own chat template: where it is found, and how it renders a conversation.
+"""The chat template of a tokenizer: finding it, and rendering conversations with it.
 
     a folder        chat_template.jinja, additional_chat_templates/<name>.jinja; without those
                     "chat_template" of tokenizer_config.json, a text or a list of named texts
     a GGUF file     tokenizer.chat_template, tokenizer.chat_template.<name>
     an .apr file    chat_template
 
-Of several templates, `tool_use` renders a conversation with tools and `default` every other. The special
-tokens that a template may name (`bos_token`, `eos_token`, ...) come from tokenizer_config.json, or, if that
-has no `added_tokens_decoder`, from special_tokens_map.json, or from the ids in the metadata of a file.
+If there are several templates, `tool_use` renders conversations with tools and `default` all others. The special
+tokens that a template may use (`bos_token`, `eos_token`, ...) come from tokenizer_config.json, or, if that has no
+`added_tokens_decoder`, also from special_tokens_map.json, or from the ids in the metadata of a file.
 
-Rendering gives the text that Transformers 5 gives: the same sandbox, white space rules, filters and
-functions; keys of a message that are null are left out, and reasoning is found under each of its names
-(`reasoning_content`, `thinking`, `reasoning`). Two things differ:
+The rendered text is that of Transformers 5: the same sandbox, white space rules, filters and functions; keys of a
+message that are null are left out, and reasoning is read under each of its names (`reasoning_content`, `thinking`,
+`reasoning`). There are two differences:
 
-- `strftime_now` tells the time at which the template was opened, or the time that was given, so that a
-  resumed run renders what the run before it rendered. `reads_clock` tells whether a template asks for it.
-- `{% generation %}` marks are found in the rendered text itself, by characters that surround what is
-  marked, so they are right inside macros and `{% set %}` blocks too. If these characters change what the
-  template renders, the marks are not used.
+- `strftime_now` returns the time at which the template was opened, or a given time, so that a resumed run renders the
+  same text as before. `reads_clock` is whether a template calls it.
+- `{% generation %}` marks are found in the rendered text itself, by characters that surround the marked text, so they
+  are also right inside macros and `{% set %}` blocks. If these characters change what the template renders, the marks
+  are not used.
 
-A template is a program of whoever made the tokenizer. It runs in a sandbox without files and with a budget
-of steps, memory and time (`engine.data.template_program`). A conversation for which it takes more is not
-rendered, and a template that takes more again and again is refused.
+A template is an untrusted program. It runs in a sandbox without files and with a budget of steps, memory and time
+(`engine.data.template_program`). A conversation that exceeds the budget is not rendered, and a template that exceeds it
+repeatedly is refused.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ _ROLES = {
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _OVER_BUDGET = 3
-"""Conversations for which a template may take more than its budget before it is refused."""
+"""Number of conversations over budget from which a template is refused."""
+# Limit on the steps of all renderings together: a template that stays just within its budget each time would otherwise
+# cost as much as one that does not end.
 _FREE_STEPS = 30 * limits.TEMPLATE_STEPS.most
+"""Constant part of the limit on the steps of all renderings: room for a few long ones."""
 _STEPS_EACH = limits.TEMPLATE_STEPS.most // 30
-"""Steps of all renderings of a template together: a few long ones, and so many for each. A template that stays just
-within its budget each time would cost as much as one that does not end."""
+"""Part of that limit per rendering, in steps."""
 
 Message = Mapping[str, Any]
 
@@ -84,8 +86,8 @@ class Rendered:
 
     text: str
     marks: tuple[tuple[int, int], ...] | None
-    """Start and end of what `{% generation %}` marks, in characters and in order. None if they were not
-    asked for, or cannot be placed in the text.
+    """Start and end of each `{% generation %}` mark, in characters and in order. None if they were not requested, or
+    cannot be located in the text.
     """
 
 
@@ -99,17 +101,17 @@ class ChatTemplate:
     texts: Mapping[str, str]
     """Templates by name."""
     special_tokens: Mapping[str, str]
-    """`bos_token` and the like, with their texts."""
+    """Texts of the special tokens by name, such as `bos_token`."""
     where: str
-    """Names the source of the template in messages."""
+    """Source of the template, for messages."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What else the template is given: `enable_thinking`, ..."""
+    """Additional variables of the template: `enable_thinking`, ..."""
     now: datetime = field(default_factory=datetime.now)
-    """The time that `strftime_now` tells."""
+    """Time that `strftime_now` returns."""
     known: dict[Any, tuple[str, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """What was found out about it by rendering (`engine.data.unwritten`, `engine.data.chat`)."""
+    """Cache of its properties found by rendering (`engine.data.unwritten`, `engine.data.chat`)."""
     _compiled: dict[tuple[str, bool], Program] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -121,16 +123,16 @@ class ChatTemplate:
 
     @property
     def reads_clock(self) -> bool:
-        """Whether a template asks for the time, so that its text depends on `now`."""
+        """Whether a template reads the time, so that its text depends on `now`."""
         return any("strftime_now" in text for text in self.texts.values())
 
     @property
     def writes_system(self) -> bool:
-        """Whether it writes what a system message says."""
-        said = [(role, f"{role} says") for role in ("system", "user", "assistant")]
-        messages: list[Message] = [{"role": role, "content": text} for role, text in said]
+        """Whether the content of a system message is in the rendered text."""
+        contents = [(role, f"{role} says") for role in ("system", "user", "assistant")]
+        messages: list[Message] = [{"role": role, "content": text} for role, text in contents]
         try:
-            return all(text in self.render(messages).text for _, text in said)
+            return all(text in self.render(messages).text for _, text in contents)
         except (TokenizerError, Unrenderable):
             return False
 
@@ -147,10 +149,10 @@ class ChatTemplate:
         find_marks: bool = False,
         name: str = "",
     ) -> Rendered:
-        """Render a conversation. Raises Unrenderable if the template refuses it or fails, and TokenizerError
-        once it took more than its budget for several; `name` is that of the conversation.
+        """Render a conversation; `name` is its name in messages. Raises Unrenderable if the template refuses it or
+        fails, and TokenizerError once several conversations exceeded the budget.
 
-        With `add_generation_prompt` the text ends where the model begins to write.
+        With `add_generation_prompt` the text ends where the model begins to generate.
         """
         conversation = name
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self.texts else DEFAULT
@@ -194,7 +196,7 @@ class ChatTemplate:
             self.where,
             f"{limits.TEMPLATE_STEPS} and {limits.TEMPLATE_TIME} for a conversation",
             f"{found} ({conversation or 'a conversation'})",
-            hint="look for loops in it whose rounds grow with each other, or take the template of the model's maker",
+            hint="look for nested loops in it, or use the original template of the model",
         ) from None
 
     def _compile(self, name: str, *, marking: bool) -> Program:
@@ -212,12 +214,12 @@ class ChatTemplate:
 
 @dataclass(slots=True)
 class _Used:
-    """What the renderings of a template took together."""
+    """Totals over all renderings of a template."""
 
     count: int = 0
     steps: int = 0
     over: int = 0
-    """Renderings that took more than their budget."""
+    """Number of renderings that exceeded their budget."""
 
 
 def find_chat_template(
@@ -226,9 +228,9 @@ def find_chat_template(
     variables: Mapping[str, Any] | None = None,
     now: datetime | None = None,
 ) -> ChatTemplate | None:
-    """Return the chat template beside a tokenizer.json, or in its folder; None if there is none.
+    """Return the chat template in the folder of a tokenizer.json; None if there is none.
 
-    Raises TokenizerError for a file that cannot be read, or that holds something else.
+    Raises TokenizerError for a file that cannot be read or has unexpected content.
     """
     folder = Path(path)
     folder = folder.parent if folder.name == FILE_NAME else folder
@@ -249,7 +251,7 @@ def template_of(
     variables: Mapping[str, Any] | None = None,
     now: datetime | None = None,
 ) -> ChatTemplate | None:
-    """Return the chat template that belongs to open weights, or None. `tokenizer` is that of the weights.
+    """Return the chat template of an open weight file, or None. `tokenizer` is the tokenizer of the weights.
 
     Raises TokenizerError as `find_chat_template` does.
     """
@@ -286,7 +288,7 @@ def _template(
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return the templates that have files of their own."""
+    """Return the templates that are separate files, by name."""
     paths = {}
     if (folder / TEMPLATE_FILE).exists():
         paths[DEFAULT] = folder / TEMPLATE_FILE
@@ -326,7 +328,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     given |= extra if isinstance(extra, dict) else {}
     tokens: dict[str, str] = {}
     for name, token in given.items():
-        # A token is written as its text, or with the flags that it has in a tokenizer.json.
+        # A token is given as its text, or as an object with the flags of a tokenizer.json.
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
@@ -342,7 +344,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _as_given(message: Message) -> dict[str, Any]:
-    """Return a message as a template gets it: nothing that is null, reasoning under both of its names."""
+    """Return a message without null values, and with reasoning under both names that templates read."""
     found = {key: value for key, value in message.items() if value is not None}
     for key in REASONING:
         if key in found:
@@ -351,7 +353,7 @@ def _as_given(message: Message) -> dict[str, Any]:
 
 
 def _marks(marked: str, text: str) -> tuple[tuple[int, int], ...] | None:
-    """Return where the marks are in `text`; None if that is not what was marked."""
+    """Return the positions of the marks in `text`; None if `marked` without its marks is not `text`."""
     if OPEN in text or CLOSE in text:
         return None
     spans: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Conversations as a user's records give them, before any template.
+"""Conversations as they are in a user's records, before any template is applied.
 
 A record of JSON is a conversation in one of these forms:
 
@@ -7,19 +7,19 @@ A record of JSON is a conversation in one of these forms:
     {"prompt": [messages], "completion": [messages]}      only the completion is labelled
     {"prompt": "text", "completion": "text"}              plain text, without a template
 
-Messages keep every other key they have (`tool_calls`, `name`, `reasoning_content`, ...), which templates read.
-What users of these formats write in other ways is read as they mean it:
+Messages keep all their other keys (`tool_calls`, `name`, `reasoning_content`, ...), because templates read them.
+Common variants of these formats are converted:
 
     "role": "human", "gpt", "model", "function"           user, assistant, assistant, tool
     "from": "function_call", "observation"                a call of the assistant, its result
     "function_call": {...}, as OpenAI wrote it            one of "tool_calls"
-    a content of null beside a "refusal"                  the refusal is the content
+    a content of null with a "refusal"                    the refusal is the content
     a content in parts of text                            the parts, joined
     "tools" or "tool_calls" as JSON text, or a list of such texts    what the text holds
     "arguments" as a list of pairs, as Arrow stores maps  an object
-    a "system" beside ShareGPT's conversations            the first message
+    a "system" next to ShareGPT's conversations           the first message
 
-Everything else is a BadRecord: the record is left out and counted by its reason.
+Anything else raises BadRecord: the record is left out and counted by its reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROLES = (
     *("ipython", "observation", "environment", "context", "documents", "available_tools"),
     *("tool_call", "tool_response", "assistant_tool_call"),
 )
-"""Roles that a message may have; beside them those that begin with "document", which Granite numbers."""
+"""Roles that a message may have. Roles that begin with "document" are accepted too: Granite numbers them."""
 _SHAREGPT_CALL = "function_call"
 _SHAREGPT = {
     "human": "user",
@@ -61,38 +61,38 @@ _SHAREGPT = {
     "observation": "tool",
 }
 _WEIGHTS = ("weight", "train")
-"""Keys that say whether a turn of ShareGPT has labels."""
+"""Keys that set whether a turn of ShareGPT has labels."""
 _OTHER_FORMS = frozenset({"function_call", "tool_calls", "refusal"})
-"""Keys of a message whose value may be written in another form than templates read."""
+"""Keys of a message whose value may need conversion before a template can read it."""
 _SHORT = {"human": "user", "gpt": ASSISTANT, "system": "system"}
 _FORMS = '"messages", "conversations", or "prompt" and "completion"'
-LONE_SURROGATE = "a lone surrogate, which is no Unicode text"
+LONE_SURROGATE = "a lone surrogate, which is not valid Unicode text"
 _NAMED = frozenset({"role", "content", "tool_calls", "name", *REASONING})
-"""Keys of a message that name a conversation: two that differ in others alone, as in an id, are in one split."""
+"""Keys that a conversation's name is a hash of. Two that differ only in other keys, such as an id, are in one split."""
 
 
 class BadRecord(CorpusError):
-    """A record that cannot be used. `reason` is equal for records with the same fault: it names no place."""
+    """A record that cannot be used. `reason` names no place, so that it is equal for records with the same fault."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """One conversation, read but not rendered. Either `messages` or `pair` is there."""
+    """One conversation, read but not rendered. It has either `messages` or `pair`."""
 
     name: str
-    """`chat-<16 hex digits>` of the SHA-256 of what is read: equal for equal conversations."""
+    """`chat-<16 hex digits>` of the SHA-256 of its `_NAMED` keys: equal for equal conversations."""
     messages: tuple[Message, ...] = ()
     tools: tuple[Any, ...] | None = None
     labels_from: int = 0
-    """Index of the first message that may have labels: the first of a completion."""
+    """Index of the first message that may have labels: the first message of a completion."""
     pair: tuple[str, str] | None = None
-    """A prompt and a completion that are text."""
+    """Prompt and completion, both plain text."""
 
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Whether a record is a conversation: text beside one is a copy of it, as some template wrote it."""
+    """Return whether a record is a conversation. It is one even if it has a "text", which is then a rendered copy."""
     return bool(record.get("messages") or record.get("conversations")) or (
         record.get("prompt") is not None and record.get("completion") is not None
     )
@@ -104,7 +104,7 @@ def read_conversation(record: object, where: str) -> Conversation:
 
 
 def read_with_json(record: object, where: str) -> tuple[Conversation, str]:
-    """Read a record of JSON, and return the JSON of what is read beside it. Raises BadRecord for any other form."""
+    """Read a record; return the conversation and the JSON of its parts that are read. Raises BadRecord."""
     if not isinstance(record, dict):
         bad_record(where, f"an object with {_FORMS}", f"JSON of type {_kind(record)}")
     tools = _tools(record.get("tools"), where)
@@ -133,7 +133,7 @@ def read_with_json(record: object, where: str) -> tuple[Conversation, str]:
         keys = ", ".join(ascii(key) for key in list(record)[:5]) or "no keys"
         bad_record(where, f"an object with {_FORMS}", f"one with {keys}")
     written = named_by = _written([messages, tools, labels_from], where)
-    if any([len(one) > 2 and _has_more(one) for one in messages]):
+    if any([len(one) > 2 and _has_unnamed_keys(one) for one in messages]):
         named_by = _dumps([[_named(one) for one in messages], tools, labels_from])
     name = _name(named_by)
     chat = Conversation(name=name, messages=messages, tools=tools, labels_from=labels_from)
@@ -149,7 +149,7 @@ def bad_record(
     reason: str = "",
     what: str = "conversation",
 ) -> NoReturn:
-    """Raise the BadRecord of what was found at a place; `reason` is what is counted, where `found` names a place."""
+    """Raise a BadRecord. `reason` is the text that it is counted under; it is needed if `found` differs by record."""
     error = BadRecord.expected(what, where, expected, found, hint=hint)
     error.reason = reason or f"expected {expected}, found {found}"
     raise error
@@ -163,7 +163,7 @@ def _messages(found: object, where: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     for number, one in enumerate(found):
         if type(one) is dict and len(one) == 2:
-            # Most messages have nothing to be decided.
+            # Fast path: most messages need no conversion.
             role, content = one.get("role"), one.get("content")
             if role is None:
                 role, content = _SHORT.get(str(one.get("from"))), one.get("value")
@@ -202,7 +202,7 @@ def _message(found: object, where: str) -> Message:
         keys = ", ".join(ascii(key) for key in list(found)[:5]) or "no keys"
         bad_record(where, '"role" and "content", or "from" and "value"', keys)
     if not _OTHER_FORMS.isdisjoint(message):
-        content = _as_meant(message, content, where)
+        content = _converted(message, content, where)
     if isinstance(content, list):
         content = _joined(content, where)
     if content is None:
@@ -211,11 +211,11 @@ def _message(found: object, where: str) -> Message:
         return message
     if not isinstance(content, str):
         bad_record(where, "a content that is text", _kind(content))
-    return {"role": role, "content": content, **message}  # the place of "role" stays the first
+    return {"role": role, "content": content, **message}  # "role" stays the first key
 
 
-def _as_meant(message: dict[str, Any], content: Any, where: str) -> Any:
-    """Bring what OpenAI's and Arrow's users write into the form that templates read; return the content."""
+def _converted(message: dict[str, Any], content: Any, where: str) -> Any:
+    """Convert the variants of OpenAI and Arrow in place into the form that templates read; return the content."""
     call = message.pop("function_call", None)
     if call is not None and not message.get("tool_calls"):
         message["tool_calls"] = _calls(call, f'{where}, "function_call"')
@@ -229,7 +229,7 @@ def _as_meant(message: dict[str, Any], content: Any, where: str) -> Any:
 
 
 def _calls(found: object, where: str) -> list[dict[str, Any]]:
-    """Return the calls of functions that are written as JSON, or one as an object."""
+    """Return function calls that are given as JSON text, as a list, or as one object."""
     if isinstance(found, str):
         found = _parsed(found, where)
     calls: list[Any] = found if isinstance(found, list) else [found]
@@ -239,7 +239,7 @@ def _calls(found: object, where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, where Arrow's pairs of a map stand for one."""
+    """Return a call whose arguments are an object; Arrow gives them as a list of pairs."""
     function = call.get("function")
     holder = function if isinstance(function, dict) else call
     arguments = holder.get("arguments")
@@ -250,7 +250,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(found: list[Any]) -> dict[str, Any] | None:
-    """Return what a list of pairs says; None for another list."""
+    """Return a list of key-value pairs as a dictionary; None for any other list."""
     pairs: dict[str, Any] = {}
     for one in found:
         if isinstance(one, dict) and one.keys() == {"key", "value"}:
@@ -262,7 +262,7 @@ def _pairs(found: list[Any]) -> dict[str, Any] | None:
 
 
 def _joined(parts: list[Any], where: str) -> str:
-    """Return the text of a content in parts, as templates for text alone expect it."""
+    """Join the parts of a content into one text, which is what text-only templates expect."""
     texts = []
     for part in parts:
         text = part
@@ -276,7 +276,7 @@ def _joined(parts: list[Any], where: str) -> str:
 
 
 def _tools(found: object, where: str) -> tuple[Any, ...] | None:
-    """Return the tools, which tables of columns store as a text of JSON, or as a list of such texts."""
+    """Return the tools, which may be a list, JSON text, or a list of JSON texts."""
     place = f'{where}, "tools"'
     if isinstance(found, str) and found:
         found = _parsed(found, place)
@@ -296,7 +296,7 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _written(content: object, where: str) -> str:
-    """Return what is read of a record as JSON. Raises BadRecord for what JSON or UTF-8 cannot hold, at any depth."""
+    """Return the content as JSON. Raises BadRecord for values that JSON or UTF-8 cannot represent, at any depth."""
     try:
         written = _dumps(content)
     except RecursionError:
@@ -309,9 +309,9 @@ def _written(content: object, where: str) -> str:
         )
         bad_record(
             f"{where}{at}",
-            "a number that JSON has",
+            "a finite number",
             "NaN or an infinity",
-            reason="a number that is NaN or an infinity, which JSON does not have",
+            reason="a number that is NaN or an infinity, which JSON cannot represent",
         )
     # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
     if "\\ud" in written:
@@ -342,8 +342,8 @@ def _leaves(content: object, at: str = "") -> Iterator[tuple[str, object]]:
         yield at, content
 
 
-def _has_more(message: Message) -> bool:
-    """Whether a message has something that does not name it."""
+def _has_unnamed_keys(message: Message) -> bool:
+    """Return whether a message has keys that its conversation's name does not depend on."""
     calls = message.get("tool_calls")
     return not message.keys() <= _NAMED or (
         isinstance(calls, list) and any(isinstance(one, dict) and "id" in one for one in calls)
@@ -351,7 +351,7 @@ def _has_more(message: Message) -> bool:
 
 
 def _named(message: Message) -> dict[str, Any]:
-    """Return what names a message: the ids of its calls are others in each copy."""
+    """Return the parts of a message that its conversation's name depends on, without ids: those differ in each copy."""
     named = {key: one for key, one in message.items() if key in _NAMED}
     if isinstance(calls := named.get("tool_calls"), list):
         named["tool_calls"] = [

@@ -4,19 +4,18 @@ The split is by document and a function of the document's name alone:
 
     held out  <=>  first 8 bytes of sha256(name), as a fraction of 2^64,  <  heldout_fraction
 
-so adding, removing or editing one document moves no other, and a file of the standard library is on the
-same side on every machine and Python version. `heldout_fraction` is therefore the expected share of
-documents, not a share of bytes.
+so adding, removing or editing one document moves no other, and a file of the standard library is in the same split
+on every machine and Python version. `heldout_fraction` is therefore the expected share of documents, not of bytes.
 
 Both splits are ordered by that same hash. `max_bytes` walks that order and takes each document that still
 fits, so the subset depends only on the documents.
 
-Invariants of a `Corpus`: neither split is empty; no text of one equals a text of the other (an exact copy
-is dropped from train). Near copies (the same file with another licence line) may be on both sides:
-`engine.data.overlap` finds them.
+Invariants of a `Corpus`: neither split is empty; no text of one equals a text of the other (an exact copy is dropped
+from train). Near copies (the same file with a different licence line) may be in both splits: `engine.data.overlap`
+finds them.
 
-A corpus may be larger than memory: it is read once to be split, which keeps 24 bytes of each document and no text,
-and again, in the order of the files, by whoever wants the texts. A document that differs the second time is refused.
+A corpus may be larger than memory: it is read once to be split, which keeps 24 bytes per document and no text, and
+again, in the order of the files, whenever the texts are needed. A document that has changed by then is refused.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from engine.data.sources import Piece, list_pieces
 from engine.errors import CorpusError
 
 CHECK_BYTES = 1 << 20
-"""`check_corpus` stops once it has read this much text."""
+"""Amount of text after which `check_corpus` stops, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     name: str
     text: str
-    """Of a conversation, the JSON of its record."""
+    """The text, or the JSON of a conversation's record."""
     is_chat: bool = False
     place: str = field(default="", compare=False)
-    """File and line of a record; empty for another document."""
+    """File and line of a record; empty for a document that is not a record."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,11 +56,11 @@ class Split:
 
     index: Index = field(repr=False)
     numbers: NDArray[np.int64] = field(repr=False)
-    """The documents, in order, as numbers of the index. Shape (D,)."""
+    """Document numbers in the index, in order. Shape (D,)."""
     size_bytes: int
-    """Size of the texts in UTF-8."""
+    """Size of the texts in UTF-8, in bytes."""
     chats: int
-    """Documents that are conversations."""
+    """Number of documents that are conversations."""
 
     @property
     def document_count(self) -> int:
@@ -69,20 +68,20 @@ class Split:
 
     @cached_property
     def documents(self) -> tuple[Document, ...]:
-        """The documents with their texts, all in memory: for a corpus that `max_bytes` bounds."""
+        """The documents with their texts, all in memory; only for a corpus bounded by `max_bytes`."""
         place = {number: place for place, number in enumerate(self.numbers.tolist())}
         found = sorted((place[number], one) for number, one in self.index.read(self.numbers))
         return tuple(one for _, one in found)
 
     def like(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for documents whose text the split has, the first document of the split that has it."""
+        """Return, for each document in `numbers`, the first document of the split with the same text."""
         digests, first = np.unique(self.index.digests[self.numbers], return_index=True)
         places = np.searchsorted(digests, self.index.digests[numbers])
         return self.numbers[first[places]]
 
     @property
     def sha256(self) -> str:
-        """Hash of the names and texts in order, with their lengths. It holds all texts in memory."""
+        """Hash of the names and texts in order, with their lengths. All texts are loaded into memory."""
         whole = hashlib.sha256()
         for document in self.documents:
             for part in (document.name.encode("utf-8"), document.text.encode("utf-8")):
@@ -98,15 +97,15 @@ class Corpus:
     train: Split
     heldout: Split
     skipped: tuple[Skipped, ...]
-    """What a source leaves out, with the reason, but for records with a fault."""
+    """Files and documents that are left out, except for invalid records."""
     faults: tuple[LeftOut, ...]
-    """Records that are left out for a fault of their own, the most frequent first."""
+    """Invalid records, counted by reason, the most frequent first."""
     remarks: Mapping[str, int]
-    """Parts of records that are not read although their user may expect it, with the number of these records."""
+    """Warnings about parts of records that are not read although the user may expect it, each with its record count."""
     dropped: NDArray[np.int64]
-    """Documents dropped from train because their text is held out, as numbers of the index."""
+    """Document numbers dropped from train because their text is held out."""
     beyond_max_bytes: int
-    """Documents left out because they did not fit into `max_bytes`."""
+    """Number of documents left out because they did not fit into `max_bytes`."""
 
     def read(self) -> Iterator[tuple[int, Document]]:
         """Yield the documents of both splits in the order of the files, each with its number in the index."""
@@ -118,7 +117,7 @@ _TEXT, _CHAT, _SKIPPED = range(3)
 
 
 class Index:
-    """What is kept of each document of a source, by its number in the order of the files. Shape (P,) each."""
+    """Hashes, size and kind of each document of a source, by its number in the order of the files. Shape (P,) each."""
 
     def __init__(
         self,
@@ -136,11 +135,11 @@ class Index:
         self.faults = RecordFaults(shown(source), skip_at_most)
         self.remarks: Counter[str] = Counter()
         self.unusable: dict[int, CorpusError] = {}
-        """Files that cannot be read, which matters only if they are taken."""
+        """Errors of files that cannot be read, by document number; raised only if the document is taken."""
         positions, digests, sizes, kinds = array("Q"), array("Q"), array("Q"), bytearray()
         self._skipped: dict[int, Skipped] = {}
         self.left_out = 0
-        """Documents that `take` met and that cannot be read."""
+        """Number of documents that `take` skipped because they are not UTF-8."""
         done = 0
         for item in self._list():
             if isinstance(item, Skipped):
@@ -169,9 +168,9 @@ class Index:
             progress(done)
         self.faults.refuse_too_many(len(positions))
         self.positions = np.frombuffer(positions, dtype=np.uint64)
-        """Of the names, in [0, 2^64)."""
+        """Hashes of the names, in [0, 2^64)."""
         self.digests = np.frombuffer(digests, dtype=np.uint64)
-        """The same hash, of the texts."""
+        """Hashes of the texts, in [0, 2^64)."""
         self.sizes = np.frombuffer(sizes, dtype=np.uint64)
         self.kinds = np.frombuffer(kinds, dtype=np.uint8)
 
@@ -181,8 +180,8 @@ class Index:
     def take(
         self, numbers: NDArray[np.int64], max_bytes: int | None, heldout: Split | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, in order, the documents that still fit and are no copies of held-out text, and those that are
-        copies. Raises the CorpusError of one that fits and cannot be read."""
+        """Return, in order, the documents that still fit and are not copies of held-out text, and those that are
+        copies. Raises the CorpusError of a document that fits and cannot be read."""
         left_bytes = math.inf if max_bytes is None else max_bytes
         is_copy = np.zeros(len(numbers), dtype=np.bool_)
         if heldout is not None:
@@ -214,7 +213,7 @@ class Index:
         )
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, Document]]:
-        """Yield these documents in the order of the files. Raises CorpusError where they are no longer the same."""
+        """Yield these documents in the order of the files. Raises CorpusError if they have changed."""
         wanted = np.zeros(len(self) + 1, dtype=np.bool_)
         wanted[numbers] = True
         number = -1
@@ -241,8 +240,8 @@ class Index:
         raise unusable(
             shown(self.source),
             "the documents that were there when it was split",
-            "others",
-            hint="start again when nothing writes to it",
+            "changed documents",
+            hint="start again when no program writes to them",
         )
 
 
@@ -283,8 +282,7 @@ def open_corpus(
     heldout_bytes = None if max_bytes is None else int(max_bytes * heldout_fraction)
     numbers, _ = index.take(heldout_numbers, heldout_bytes)
     if not len(numbers):
-        # Without held-out text a run cannot be judged, so one document is kept even if it exceeds its
-        # share of the budget.
+        # A run cannot be evaluated without held-out text, so one document is kept even if it exceeds max_bytes.
         by_size = heldout_numbers[np.argsort(index.sizes[heldout_numbers], kind="stable")]
         for place in range(len(by_size)):
             numbers, _ = index.take(by_size[place : place + 1], None)
@@ -349,7 +347,7 @@ def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:
 
 
 def _position(text: str) -> int:
-    """Return the position of a name, or of a text, in [0, 2^64)."""
+    """Return the hash of a name or text, in [0, 2^64)."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
 
 
@@ -359,8 +357,8 @@ def _empty(source: str, skipped: list[Skipped]) -> CorpusError:
     return CorpusError(f"corpus: {shown(source)} — expected text, found {found}")
 
 
-def _beside(index: Index) -> str:
-    """Say which records are no documents, where there are some."""
+def _faults_note(index: Index) -> str:
+    """Return a note on the invalid records; empty if there are none."""
     faults = index.faults
     if faults.first is None:
         return ""
@@ -368,14 +366,14 @@ def _beside(index: Index) -> str:
 
 
 def _no_heldout(source: str, index: Index, first: int, heldout_fraction: float) -> CorpusError:
-    hint = "add documents: one document cannot be on both sides"
+    hint = "add documents: one document cannot be in both splits"
     lowest = int(index.positions[first]) / 2**64
     if len(index) > 1 and lowest >= heldout_fraction:
         # Rounded up, so that the value printed is one that works.
         hint = f"add documents, or set heldout_fraction to {math.ceil(lowest * 1000 + 1) / 1000}"
     return CorpusError(
         f"corpus: {shown(source)} — expected at least one held-out document, "
-        f"found none of {len(index):,} at heldout_fraction {heldout_fraction}{_beside(index)}",
+        f"found none of {len(index):,} at heldout_fraction {heldout_fraction}{_faults_note(index)}",
         hint=hint,
     )
 
@@ -395,6 +393,6 @@ def _no_train(
         found = f"the smallest has {smallest_bytes:,} bytes and max_bytes is {max_bytes:,}"
         hint = f"set max_bytes to at least {smallest_bytes}"
     return CorpusError(
-        f"corpus: {shown(source)} — expected at least one document to train on, found {found}{_beside(index)}",
+        f"corpus: {shown(source)} — expected at least one document to train on, found {found}{_faults_note(index)}",
         hint=hint,
     )

@@ -1,5 +1,5 @@
-"""What is left out of a corpus, counted by its reason: records with a fault, and conversations that the chat template
-cannot write.
+"""Documents left out of a corpus, counted by reason: invalid records, and conversations that the chat template cannot
+render.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 from engine.errors import BadInput, CorpusError
 
 ALLOWED = 20
-"""Records with a fault that are left out whatever share of the corpus they are."""
+"""Number of invalid records that may always be left out, whatever their share of the corpus."""
 SKIP_AT_MOST = 0.05
-"""Default of `data.skip_at_most`."""
+"""Default of `data.skip_at_most`, a share from 0 to 1."""
 _REASONS = 100
-"""Most reasons that are counted apart, which bounds the memory that hostile records take."""
+"""Most reasons that are counted separately; the bound keeps hostile records from filling the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """Something in a source that is left out of the corpus."""
+    """A file, document or record that is left out of the corpus."""
 
     name: str
-    """Its name, or file and line of a record."""
+    """Name of a file or document, or file and line of a record."""
     reason: str
     fault: BadInput | None = None
-    """The fault of a record that cannot be used, with its place; None for anything else that is left out."""
+    """Error of an invalid record, with its place; None for anything else that is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class LeftOut:
     reason: str
     count: int
     example: str
-    """File and line of the first, or its name."""
+    """File and line of the first one, or its name."""
 
     def __str__(self) -> str:
         more = f", first {self.example}" if self.count > 1 else f" ({self.example})"
@@ -42,14 +42,14 @@ class LeftOut:
 
 
 def count_left_out(counts: dict[str, LeftOut], one: Skipped) -> None:
-    """Count what is left out by its reason."""
+    """Add one to the count of its reason, or to "other reasons" if there are too many."""
     reason = one.reason if one.reason in counts or len(counts) < _REASONS else "other reasons"
     before = counts.get(reason, LeftOut(reason=reason, count=0, example=one.name))
     counts[reason] = replace(before, count=before.count + 1)
 
 
 class RecordFaults:
-    """Counts the records of a source that are left out for a fault of their own."""
+    """Counts the invalid records of a source."""
 
     def __init__(self, source: str, skip_at_most: float) -> None:
         self._source, self._skip_at_most = source, skip_at_most
@@ -62,7 +62,7 @@ class RecordFaults:
         return tuple(sorted(self._counts.values(), key=lambda one: -one.count))
 
     def add(self, one: Skipped) -> bool:
-        """Count a record that is left out for a fault; return whether it is one."""
+        """Count `one` if it is an invalid record; return whether it is."""
         if one.fault is None:
             return False
         self.first = self.first or one.fault
@@ -71,7 +71,7 @@ class RecordFaults:
         return True
 
     def refuse_too_many(self, documents: int) -> None:
-        """Raise CorpusError where more records than are allowed have a fault; `documents` is the number of others."""
+        """Raise CorpusError if too many records are invalid; `documents` is the number of valid documents."""
         every = documents + self.count
         if self.first is None or (documents and self.count <= ALLOWED):
             return
@@ -82,5 +82,5 @@ class RecordFaults:
             raise CorpusError(
                 f"corpus: {self._source} — expected at most {self._skip_at_most:.3g} of its records to have a fault "
                 f"(data.skip_at_most), found {self.count:,} of {every:,}: {reasons}",
-                hint=f"mend these records, or raise data.skip_at_most; the first fault: {self.first.message}",
+                hint=f"fix these records, or raise data.skip_at_most; the first fault: {self.first.message}",
             )

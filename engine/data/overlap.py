@@ -1,6 +1,6 @@
-"""What two splits share: stretches of tokens that both have, and documents that are nearly the same.
+"""Overlap of two splits: windows of tokens that occur in both, and near-duplicate documents.
 
-Compared are the tokens that are to be predicted: a system prompt that all conversations begin with is no leak.
+Only labels are compared: a system prompt that all conversations begin with is not a leak.
 """
 
 # Shapes: N tokens, D documents, P permutations of a sketch, W windows
@@ -15,39 +15,39 @@ from numpy.typing import NDArray
 from engine.data.tokens import TokenStream, starts_of
 
 WINDOW = 64
-"""Tokens that two documents share only if one was copied; this also finds boilerplate, such as a licence."""
+"""Tokens of a window that is long enough to be shared only by copying; boilerplate such as a licence is found too."""
 MOST_TOKENS = 1 << 26
-"""Tokens of either side whose windows are compared: about two seconds."""
+"""Most tokens of either split whose windows are compared; they take about two seconds."""
 MOST_WINDOWS = 1 << 16
 
 SHINGLE = 8
-"""Tokens of a window whose set describes a document. One changed token changes as many windows."""
+"""Tokens of a shingle: a document is described by its set of them. One changed token changes this many shingles."""
 LEAST_TOKENS = 64
 ALIKE = 0.5
-"""Share of the shingles of both that near copies have in common (Jaccard), with one token in 20 changed."""
+"""Jaccard similarity of shingles from which documents are near copies, 0 to 1: that of one changed token in 20."""
 PERMUTATIONS = 128
-"""Of a MinHash: the share is estimated with a standard deviation of at most 0.045."""
+"""Permutations of a MinHash; the similarity has a standard deviation of at most 0.045."""
 MOST_COMPARED = 1 << 24
-"""Tokens of the training documents that are compared."""
+"""Most tokens of training documents that are compared."""
 MOST_OF_ONE = 1 << 18
-"""Tokens of one document: it is known by its beginning."""
+"""Most tokens of one document that are compared, from its beginning."""
 MOST_TRAIN, MOST_HELDOUT = 1 << 15, 1 << 8
-"""Documents that are compared, spread evenly over each side."""
+"""Most documents of each split that are compared, spread evenly over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearCopies:
     pairs: tuple[tuple[int, int, float], ...]
-    """Held-out document, the training document most like it, and the share of shingles that they have in common."""
+    """Held-out document, the most similar training document, and their Jaccard similarity, 0 to 1."""
     compared: int
-    """Held-out documents."""
+    """Held-out documents that were compared."""
     searched: float
-    """Share of the training documents that they were compared with."""
+    """Share of the training documents that they were compared with, 0 to 1."""
 
 
 def near_copies(train: TokenStream, heldout: TokenStream) -> NearCopies:
-    """Find held-out documents that are training documents but for few tokens, by MinHash (Broder 1997) of their
-    shingles. Of many documents a sample is compared."""
+    """Find held-out documents that differ from a training document in few tokens, by MinHash (Broder 1997) of their
+    shingles. If there are too many documents, a sample is compared."""
     held, held_DP, _ = _sketches(heldout, MOST_HELDOUT)
     trained, trained_DP, searched = _sketches(train, MOST_TRAIN)
     pairs = []
@@ -60,8 +60,8 @@ def near_copies(train: TokenStream, heldout: TokenStream) -> NearCopies:
 
 
 def _sketches(stream: TokenStream, most: int) -> tuple[list[int], NDArray[np.uint32], float]:
-    """Return documents spread evenly over those that are long enough, the MinHash of each, (D, P), and which share of
-    all they are."""
+    """Return a sample spread evenly over the documents that are long enough, their MinHashes, shape (D, P), and the
+    share of those documents in the sample, 0 to 1."""
     from rensa import RMinHash
 
     lengths = np.minimum(stream.lengths, MOST_OF_ONE)
@@ -73,11 +73,11 @@ def _sketches(stream: TokenStream, most: int) -> tuple[list[int], NDArray[np.uin
     count = min(len(places), most, max(room, 1))
     chosen: list[int] = []
     sketches: list[NDArray[np.uint32]] = []
-    # Few at a time: a hash of each place takes 50 bytes.
+    # In small batches: the rolling hash needs 50 bytes per token.
     for part in np.array_split(
         places[np.arange(count) * len(places) // max(count, 1)], max(count // 64, 1)
     ):
-        texts = [(i, _predicted_of(stream, i)) for i in part.tolist()]
+        texts = [(i, _labels_of(stream, i)) for i in part.tolist()]
         found = [(i, rolling(text, SHINGLE)) for i, text in texts if len(text) >= LEAST_TOKENS]
         if not found:
             continue
@@ -94,7 +94,7 @@ def _sketches(stream: TokenStream, most: int) -> tuple[list[int], NDArray[np.uin
     return chosen, np.concatenate([none, *sketches]), count / max(len(places), 1)
 
 
-def _predicted_of(stream: TokenStream, document: int) -> NDArray[np.generic]:
+def _labels_of(stream: TokenStream, document: int) -> NDArray[np.generic]:
     begin, end = stream.starts[document : document + 2]
     place = slice(begin, min(end, begin + MOST_OF_ONE))
     tokens = stream.tokens[place]
@@ -102,7 +102,7 @@ def _predicted_of(stream: TokenStream, document: int) -> NDArray[np.generic]:
 
 
 def predicted(stream: TokenStream) -> NDArray[np.generic]:
-    """Return those of the first MOST_TOKENS tokens that are to be predicted and no padding. Shape (N,)."""
+    """Return the labels among the first MOST_TOKENS tokens, without padding. Shape (N,)."""
     tokens = stream.tokens[:MOST_TOKENS]
     if stream.labelled is not None:
         # Padding has no labels.
@@ -127,7 +127,7 @@ def shared_windows(
         starts = starts[np.linspace(0, len(starts) - 1, MOST_WINDOWS).astype(np.int64)]
     if len(starts) == 0 or len(train) < window:
         return np.zeros(len(starts), dtype=np.bool_)
-    # Only those windows: hashes of all places of a large corpus take 50 bytes for each token.
+    # Only these windows: hashes at all positions of a large corpus need 50 bytes per token.
     hashes = np.concatenate(
         [
             rolling(heldout[part[:, None] + np.arange(window)], window)[:, 0]
@@ -149,7 +149,7 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
 def _mixed(tokens: NDArray[np.generic]) -> NDArray[np.uint64]:
-    """Return a number for each token; those of neighbouring ids are unrelated (splitmix64)."""
+    """Return a 64-bit hash of each token id (splitmix64)."""
     mixed = tokens.astype(np.uint64) + np.uint64(_BASE)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,12 +1,12 @@
-"""How documents stand in rows of T tokens.
+"""Packing of documents into rows of T tokens.
 
-    stream       one after the other, cut wherever a row ends; no token is padding
-    documents    whole, as many as fit into a row; only a document longer than a row is cut
-    off          each begins a row of its own
+    stream       one after the other, cut wherever a row ends; no padding
+    documents    whole documents, as many as fit into a row; only a document longer than a row is cut
+    off          each document begins a new row
 
-A packed stream is one whose rows r*T to (r+1)*T are as asked for: padding fills what is left of a row. Padding has no
-label, and is a document of its own that no other token attends to. A document longer than a row takes whole rows and
-the beginning of another.
+A packed stream has its rows at r*T to (r+1)*T, and padding fills the rest of each row. Padding has no label, and is a
+separate document that no other token attends to. A document longer than a row takes whole rows and the beginning of
+the next one.
 
 `documents` takes the documents WINDOW at a time, longest first, and puts each into the fullest row of the window that
 it fits into (best fit decreasing; Johnson et al., SIAM J. Comput. 3, 1974: at most 11/9 of the fewest rows, and 4 more
@@ -27,13 +27,13 @@ from engine.data.tokens import TokenStream, make_stream, starts_of
 
 STREAM, DOCUMENTS, OFF = PACKINGS = ("stream", "documents", "off")
 WINDOW = 4096
-"""Documents that are packed together: the order of the data is kept in the large."""
+"""Documents that are packed together. It is bounded so that the data roughly keep their order."""
 FILLS = -1
-"""Stands for a document in `places`: padding."""
+"""Document number that `places` yields for padding."""
 
 
 def places(lengths: NDArray[np.int64], seq_len: int, packing: str) -> Iterator[tuple[int, int]]:
-    """Yield the documents and the padding between them as they stand in rows: (document or `FILLS`, tokens)."""
+    """Yield (document number or `FILLS`, tokens) in the order of the rows."""
     assert packing in PACKINGS
     if packing == STREAM:
         yield from ((number, int(length)) for number, length in enumerate(lengths))
@@ -51,9 +51,9 @@ def places(lengths: NDArray[np.int64], seq_len: int, packing: str) -> Iterator[t
 
 
 def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> TokenStream:
-    """Return the stream with its documents in rows of `seq_len` tokens as `packing` says, and padding between.
+    """Return the stream packed into rows of `seq_len` tokens.
 
-    In a packed stream documents are numbered in its own order, padding included.
+    The documents of a packed stream are renumbered in its order, padding included.
     """
     if packing == STREAM:
         return stream
@@ -81,10 +81,10 @@ def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> To
 
 
 def _bins(lengths: list[int], seq_len: int) -> list[list[int]]:
-    """Return the documents of a window by row, in the order of the first document of each; a long document and what
-    stands behind it count as one row."""
+    """Return the documents of a window by row, rows ordered by their first document. A document longer than a row
+    counts, together with those after it in its last row, as one row."""
     rows: list[list[int]] = []
-    # Rows with room, by the room that they have.
+    # (free tokens, row), sorted.
     room: list[tuple[int, int]] = []
     for one in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
         length = lengths[one]

@@ -7,8 +7,8 @@
     text                                  any other
     any but Parquet, compressed           another name and .gz .zst    1f 8b (gzip), 28 b5 2f fd (zstd)
 
-The first bytes decide, and a name that says something else is refused. A file without one of these names is
-what its first bytes say, else text.
+The first bytes decide, and a name that does not match them is refused. A file with any other name has the kind that
+its first bytes show, and is text if they show none.
 
 A record is a text or a conversation:
 
@@ -18,14 +18,14 @@ A record is a text or a conversation:
     columns "question,answer" are named                    a prompt and a completion
     one column is named                                    a text, or a list of messages
 
-**A record with a fault of its own is left out**, with its file and line, and the others are read: a line that is not
-JSON or not UTF-8, nesting, numbers and halves of characters that JSON or UTF-8 cannot hold, a key twice in one object,
-another form. Whatever reads a record later can rely on that. A fault of the file, as a list of JSON that breaks off,
-is a CorpusError.
+**An invalid record is left out**, with its file and line, and the others are read: a line that is not JSON or not
+UTF-8, nesting that is too deep, numbers that JSON and characters that UTF-8 cannot represent, a duplicate key in an
+object, or an unknown form. Code that reads a record later can rely on this. A fault of the whole file, such as a JSON
+list that is cut off, raises a CorpusError.
 
-Reading holds one record at a time, and of Parquet the pages of one row in the columns that are needed. Compressed
-bytes are decompressed as a stream, and what they become is counted against the limit of a corpus. Positions in
-messages are those of the decompressed bytes.
+Reading holds one record in memory at a time, and for Parquet the pages of one row in the columns that are needed.
+Compressed bytes are decompressed as a stream, and their decompressed size counts towards the limit of a corpus. Byte
+positions in messages are those of the decompressed bytes.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from engine.files import depth_of, open_regular
 RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
 TEXT_SUFFIXES = (".py", ".txt", ".md")
 CHAT_KEYS = frozenset({"messages", "conversations", "completion"})
-"""A record or table that has one of them holds conversations."""
-TEXT_BESIDE = '"text" beside a conversation is not read'
+"""Keys of which a record or table has at least one if it holds conversations."""
+TEXT_NOT_READ = 'the "text" of a record with a conversation is not read'
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
 RECORD_HINT = (
     'a record has "text", "messages", "conversations", or "prompt" and "completion"; '
-    'others are named: data.columns = "question,answer" for prompt and completion, or one name for the text'
+    'name other keys: data.columns = "question,answer" for prompt and completion, or one name for the text'
 )
 _WANTED = 'a JSON object with a string "text", or a conversation'
 _INSTALL = 'pip install "apr-workbench[data]"'
@@ -75,7 +75,7 @@ _UTF8_HINT = "convert it to UTF-8, or leave it out of the corpus"
 _BOM = codecs.BOM_UTF8
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _COMPRESSED_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
-_SAID = {
+_KIND_NAMES = {
     "gzip": "a gzip file",
     "zstd": "a zstd file",
     "parquet": "a Parquet file",
@@ -85,10 +85,10 @@ _SAID = {
 }
 _SPACE = re.compile(r"[ \t\r\n]*")
 _ROWS_AT_ONCE = 1
-"""Rows of Parquet that are decoded at a time: 10 microseconds more for each, and no file can make many long ones."""
+"""Rows of Parquet decoded at a time. One costs 10 microseconds more per row, and bounds memory by one long row."""
 _READ_AT_ONCE = 64 << 10
 _ZSTD_READ_AT_ONCE = 4 << 10
-"""Compressed bytes that are given to zstd at a time: four bytes of them can become 128 KiB."""
+"""Compressed bytes given to zstd at a time: four of them can decompress to 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +97,13 @@ class DataFile:
 
     path: Path
     name: str
-    """What its parts are named after: its own name, or its path in the folder."""
+    """Prefix of its documents' names: the file's name, or its path in the folder."""
     kind: Literal["text", "json", "parquet"]
     compression: Literal["", "gzip", "zstd"] = ""
     columns: tuple[str, ...] = ()
-    """The columns that the user names; none: they are found."""
+    """Columns that the user names; empty if they are detected."""
     where: str = field(init=False)
-    """The path in messages."""
+    """The path, printable, for messages."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "where", shown(self.path))
@@ -111,26 +111,24 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A record as it was found, and its content."""
-
     place: str
-    """Its file and line, its place in the list, or its row."""
+    """File, and the line, list index or row number."""
     chat: str
-    """The name of a conversation; empty for a text."""
+    """Name of a conversation; empty for a text."""
     text: str
     """The text, or a conversation as JSON."""
     remark: str = ""
-    """A part of the record that is not read although its user may expect it; empty for none."""
+    """Warning about a part of the record that is not read although the user may expect it; empty for none."""
 
 
 def has_record_suffix(name: str) -> bool:
-    """Whether a file's name says that it holds records."""
-    kind, _ = _said_by(name)
+    """Return whether a file's name has an ending of record files."""
+    kind, _ = _kind_of_name(name)
     return kind in ("json", "parquet")
 
 
-def _said_by(name: str) -> tuple[str | None, str]:
-    """Return the kind and the compression that a name says; None for a name that says no kind."""
+def _kind_of_name(name: str) -> tuple[str | None, str]:
+    """Return the kind and the compression that a name's endings stand for; kind None if they stand for none."""
     stem, suffix = os.path.splitext(name)
     compression = _COMPRESSED_SUFFIXES.get(suffix, "")
     if compression:
@@ -149,7 +147,7 @@ def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
             refuse_size(path, limits.CORPUS_FILE)
         head = file.read(4)
     found = next((how for magic, how in _MAGIC.items() if head.startswith(magic)), "")
-    kind, compression = _said_by(path.name)
+    kind, compression = _kind_of_name(path.name)
     if kind == "parquet" and compression:
         raise unusable(
             shown(path),
@@ -158,11 +156,11 @@ def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
             hint="decompress it",
         )
     if kind is None and not compression:
-        # A name that says nothing.
+        # No known ending.
         kind, compression = ("parquet", "") if found == "parquet" else ("text", found)
-    said = "parquet" if kind == "parquet" else compression
-    if said != found:
-        raise _wrong_name(path, kind or "text", said, found)
+    expected = "parquet" if kind == "parquet" else compression
+    if expected != found:
+        raise _wrong_name(path, kind or "text", expected, found)
     return DataFile(
         path=path,
         name=name,
@@ -172,26 +170,26 @@ def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
     )
 
 
-def _wrong_name(path: Path, kind: str, said: str, found: str) -> CorpusError:
+def _wrong_name(path: Path, kind: str, by_name: str, found: str) -> CorpusError:
     plain = path.with_suffix("") if path.suffix in _COMPRESSED_SUFFIXES else path
     if found == "parquet":
         hint = f"name it {plain.with_suffix('.parquet').name}"
-    elif said == "parquet":
-        hint = "a Parquet file begins with PAR1; name it after what it holds"
+    elif by_name == "parquet":
+        hint = "a Parquet file begins with PAR1; rename the file to match its content"
     else:
         hint = f"name it {plain.name}{next((s for s, how in _COMPRESSED_SUFFIXES.items() if how == found), '')}"
-    expected = f"{_SAID[said or kind]}, as its name says"
-    return unusable(shown(path), expected, _SAID[found], hint=shown(hint))
+    expected = f"{_KIND_NAMES[by_name or kind]}, as its name says"
+    return unusable(shown(path), expected, _KIND_NAMES[found], hint=shown(hint))
 
 
 def read_records(file: DataFile) -> Iterator[Record | Skipped]:
-    """Yield every record of a file of JSON or Parquet, and those that are left out for a fault of their own.
+    """Yield every record of a file of JSON or Parquet, and a Skipped for each invalid one.
 
     Raises CorpusError for a fault of the file.
     """
     if file.kind == "parquet":
         for number, row in _rows(file):
-            yield _readable_or_not(_record_of_row, file, f"row {number:,}", row)
+            yield _record_or_skipped(_record_of_row, file, f"row {number:,}", row)
         return
     with open_stream(file) as stream:
         first = stream.peek(len(_BOM))[: len(_BOM)]
@@ -202,18 +200,18 @@ def read_records(file: DataFile) -> Iterator[Record | Skipped]:
         for number, raw in enumerate(lines(file, stream, skip_long=True), start=1):
             place = f"line {number:,}"
             if isinstance(raw, int):
-                yield _readable_or_not(_refuse_long, file, place, start)
+                yield _record_or_skipped(_refuse_long, file, place, start)
                 start += raw
                 continue
             if raw.strip():
-                yield _readable_or_not(_record_of, file, place, raw, start)
+                yield _record_or_skipped(_record_of, file, place, raw, start)
             start += len(raw)
 
 
-def _readable_or_not(
+def _record_or_skipped(
     read: Callable[..., Record], file: DataFile, place: str, *given: Any
 ) -> Record | Skipped:
-    """Return a record, or why it is left out."""
+    """Return what `read` returns, or a Skipped with its BadRecord."""
     try:
         return read(file, place, *given)
     except BadRecord as error:
@@ -221,7 +219,7 @@ def _readable_or_not(
 
 
 def _begins_list(stream: io.BufferedReader) -> bool:
-    """Whether the first byte that is no white space is [, as far as one look reaches."""
+    """Return whether the first byte that is no white space is [; only buffered bytes are checked."""
     return stream.peek(1).lstrip()[:1] == b"["
 
 
@@ -232,7 +230,7 @@ def _refuse_long(file: DataFile, place: str, start_byte: int) -> NoReturn:
 
 
 def _record_of(file: DataFile, place: str, raw: bytes, start_byte: int) -> Record:
-    """Read the JSON of one record, which begins at `start_byte`."""
+    """Parse the JSON of one record, which begins at `start_byte`."""
     where = f"{file.where} {place}"
     raw = raw.rstrip(b"\r\n")
     try:
@@ -254,18 +252,18 @@ def _record_of(file: DataFile, place: str, raw: bytes, start_byte: int) -> Recor
             hint = "a .json file holds a list of records, or one record per line"
         bad_record(f"{where}, byte {byte:,}", _WANTED, error.msg, hint=hint, what="corpus")
     except (ValueError, RecursionError) as error:
-        said = _parser_said(error)
-        bad_record(f"{where}, byte {start_byte:,}", _WANTED, said, what="corpus")
+        found = _parser_message(error)
+        bad_record(f"{where}, byte {start_byte:,}", _WANTED, found, what="corpus")
     return _content(file, place, f"{where}, byte {start_byte:,}", record, source)
 
 
-def _parser_said(error: Exception) -> str:
+def _parser_message(error: Exception) -> str:
     # An integer of thousands of digits is a plain ValueError, and deep nesting exhausts the parser.
     return "nesting too deep" if isinstance(error, RecursionError) else str(error)
 
 
 def _content(file: DataFile, place: str, where: str, record: Any, source: str) -> Record:
-    """Return a text, or a conversation with its JSON. `source` is the JSON of the record."""
+    """Return the text or conversation of a parsed record. `source` is the JSON of the record."""
     if not isinstance(record, dict):
         bad_record(where, _WANTED, f"JSON of type {_type(record)}", what="corpus")
     place = f"{file.name} {place}"
@@ -285,7 +283,7 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
             found = f"an object with {_listed(record)}"
             bad_record(where, _WANTED, found, hint=RECORD_HINT, what="corpus")
         if "text" in record:
-            remark = TEXT_BESIDE
+            remark = TEXT_NOT_READ
         chat, written = read_with_json(record, where)
         _check_shape(record, source, where, file.columns, chat, written)
         return Record(place=place, chat=chat.name, text=source.strip(), remark=remark)
@@ -313,10 +311,10 @@ def _check_shape(
     chat: Conversation | None = None,
     written: str = "",
 ) -> None:
-    """Refuse nesting that a later reader may not follow, and a key that stands twice in an object that is read.
+    """Refuse nesting that later readers cannot follow, and a duplicate key in an object that is read.
 
-    `written` is the JSON of what is read of a conversation. Counting characters decides both for most records: an
-    object has the quote and colon of a key, and the record those of its conversation.
+    `written` is the JSON of the parts of a conversation that are read. Counting the characters `":` in `source` decides
+    both for most records, because each key ends with them.
     """
     messages = chat.messages if chat is not None else ()
     flat = len(record) + 2 * len(messages)
@@ -329,20 +327,20 @@ def _check_shape(
         brackets = max(source.count("["), source.count("{"))
         if brackets > most and depth_of(record) > most:
             bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
-    # A row of a table has no JSON of its own.
+    # A row of a table was not parsed from JSON.
     if keys == flat or not source:
         return
     if written and keys == len(record) + written.count('":') - written.count('\\":'):
         return
     if keys == _count_keys(record):
         return
-    key = _key_twice(source, columns)
+    key = _duplicate_key(source, columns)
     if key is not None:
         bad_record(
             where,
             "each key once in an object",
             f"{key!a:.40} twice",
-            reason="a key that stands twice in one object",
+            reason="a key that occurs twice in one object",
             what="corpus",
         )
 
@@ -360,8 +358,8 @@ def _count_keys(record: dict[str, Any]) -> int:
     return count
 
 
-def _key_twice(source: str, columns: Sequence[str]) -> str | None:
-    """Return the first key that stands twice in an object of what is read of a record."""
+def _duplicate_key(source: str, columns: Sequence[str]) -> str | None:
+    """Return the first duplicate key in an object of the parts of a record that are read."""
     found: list[tuple[dict[str, Any], str]] = []
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -389,8 +387,8 @@ def _key_twice(source: str, columns: Sequence[str]) -> str | None:
 def _named_chat(
     names: Mapping[str, str], record: Mapping[str, Any], where: str, place: str
 ) -> Record:
-    """Return a conversation of the columns that the user names, under the names that conversations have."""
-    chat = {ours: record[theirs] for ours, theirs in names.items()}
+    """Return the conversation in the columns that the user names. `names` maps the keys of a conversation to them."""
+    chat = {key: record[column] for key, column in names.items()}
     chat |= {key: record[key] for key in ("tools", "system") if record.get(key) is not None}
     name = read_conversation(chat, where).name
     return Record(place=place, chat=name, text=_as_json(chat, where))
@@ -430,7 +428,7 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record | Skipped]:
-    """Yield the records of one JSON list, whose text is never held as a whole."""
+    """Yield the records of one JSON list without holding its whole text in memory."""
     decoder, parse = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder().raw_decode
     text, at, byte, ended, size = "", 0, start, False, _READ_AT_ONCE
 
@@ -439,7 +437,7 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record 
         byte += len(text[at:to].encode("utf-8"))
         at = to
 
-    def more() -> None:
+    def read_more() -> None:
         nonlocal text, at, ended
         raw = stream.read(size)
         ended = not raw
@@ -451,7 +449,7 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record 
             raise unusable(f"{file.where}, byte {place:,}", "UTF-8 text", found) from None
 
     def following() -> str:
-        """Move to the next character that is no white space, and return it; nothing at the end of the file."""
+        """Move to the next character that is no white space, and return it; empty at the end of the file."""
         while True:
             space = _SPACE.match(text, at)
             assert space is not None
@@ -460,7 +458,7 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record 
                 return text[at]
             if ended:
                 return ""
-            more()
+            read_more()
 
     def expect(what: str, found: str) -> CorpusError:
         shown_found = "the end of the file" if not found else repr(text[at : at + 20])
@@ -489,22 +487,22 @@ def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record 
                     place = byte
                     if isinstance(error, json.JSONDecodeError):
                         place += len(text[at : error.pos].encode("utf-8"))
-                    said = (
+                    message = (
                         error.msg
                         if isinstance(error, json.JSONDecodeError)
-                        else _parser_said(error)
+                        else _parser_message(error)
                     )
-                    raise unusable(f"{where}, byte {place:,}", _WANTED, said) from None
+                    raise unusable(f"{where}, byte {place:,}", _WANTED, message) from None
             if len(text) - at > limits.CORPUS_DOCUMENT.most:
                 refuse_size(file.path, limits.CORPUS_DOCUMENT)
-            # Twice as much each time, so that a long element is parsed a few times only.
+            # The size doubles each time, so that a long element is parsed only a few times.
             size = max(_READ_AT_ONCE, len(text) - at)
-            more()
+            read_more()
         size = _READ_AT_ONCE
         source, begins = text[at:end], byte
         move(end)
         where = f"{where}, byte {begins:,}"
-        yield _readable_or_not(_content, file, f"record {number:,}", where, record, source)
+        yield _record_or_skipped(_content, file, f"record {number:,}", where, record, source)
         _refuse_bomb(file, byte)
         if (found := following()) == "]":
             break
@@ -536,12 +534,11 @@ def _rows(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
             for number, batch in enumerate(batches, start=1):
                 yield number, batch.to_pylist()[0]
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
-            said = " ".join(str(error).split())[:200]
-            raise unusable(file.where, "a whole Parquet file", said) from None
+            message = " ".join(str(error).split())[:200]
+            raise unusable(file.where, "a complete Parquet file", message) from None
 
 
 def _columns(file: DataFile, there: list[str]) -> list[str]:
-    """Return the columns of a table that are needed."""
     if file.columns:
         _refuse_absent(file.columns, there, file.where)
         return list(dict.fromkeys([*file.columns, *(n for n in ("tools", "system") if n in there)]))
@@ -566,7 +563,7 @@ def _record_of_row(file: DataFile, place: str, row: dict[str, Any]) -> Record:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value without what is null, and a map of Arrow, which is a list of pairs, as an object."""
+    """Return a value without nulls, and with each Arrow map (a list of pairs) as a dictionary."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items() if one is not None}
     if not isinstance(value, list):
@@ -597,7 +594,7 @@ def open_stream(file: DataFile) -> io.BufferedReader:
 
 
 class _Zstd:
-    """Decompresses zstd, frame after frame. The package's own reader takes the end of a cut file for its end."""
+    """Decompresses zstd, frame after frame. The package's own reader reports no error for a truncated file."""
 
     def __init__(self, raw: IO[bytes], package: Any) -> None:
         self._raw, self._package = raw, package
@@ -651,7 +648,7 @@ class _Stream(io.RawIOBase):
 
     def _refuse(self, error: Exception) -> NoReturn:
         where = f"{self._file.where}, decompressed byte {self._size:,}"
-        raise unusable(where, f"a whole {self._file.compression} file", str(error)) from None
+        raise unusable(where, f"a complete {self._file.compression} file", str(error)) from None
 
     def close(self) -> None:
         self._raw.close()
@@ -666,8 +663,8 @@ def _refuse_bomb(file: DataFile, size: int) -> None:
 def lines(
     file: DataFile, stream: io.BufferedReader, *, skip_long: bool = False
 ) -> Iterator[bytes | int]:
-    """Yield the lines of a stream, each with its line end. Of one that is longer than a document may be only its
-    length, with `skip_long`; without it raises CorpusError."""
+    """Yield the lines of a stream, each with its line end. For a line longer than the limit of a document, yield its
+    length if `skip_long`, else raise CorpusError."""
     most = limits.CORPUS_DOCUMENT.most
     with _readable(file.where):
         if not file.compression and os.fstat(stream.fileno()).st_size <= most:
@@ -699,7 +696,7 @@ def _readable(where: str) -> Iterator[None]:
 
 
 def decoded(raw: bytes, where: str, start_byte: int) -> str:
-    """Decode strict UTF-8; `start_byte` is where the bytes begin in their file."""
+    """Decode strict UTF-8; `start_byte` is the position of the first byte in its file."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

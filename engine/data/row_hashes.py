@@ -1,4 +1,4 @@
-"""Hashes of rows and of the documents in them, by content: what trained rows are known by (`engine.log.rows`)."""
+"""Content hashes of rows and of the documents in them, which identify the rows trained on (`engine.log.rows`)."""
 
 # Shapes: B rows, T tokens of a row
 
@@ -17,11 +17,11 @@ HASH_BYTES = 8
 
 class RowHash(NamedTuple):
     row: bytes
-    """blake2b of 8 bytes over the tokens and the labels, int32 and little-endian, of its document; of several documents
-    blake2b of their hashes."""
+    """8-byte blake2b of the row's tokens and labels, int32 and little-endian; for a row of several documents, of their
+    hashes."""
     documents: tuple[bytes, ...] = ()
-    """Of several documents that of each, as far as it stands in the row, that has a label: padding and what ends a text
-    look alike in many rows."""
+    """Hash of the part in this row of each document that has a label there; empty for a row of one document. Parts
+    without labels are left out, because padding and the ends of texts are equal in many rows."""
 
 
 def hashes_of(batch: Batch) -> list[RowHash]:
@@ -31,7 +31,6 @@ def hashes_of(batch: Batch) -> list[RowHash]:
 def row_hashes(
     tokens_BT: Int64Array, documents_BT: Int64Array, labels_BT: Int64Array
 ) -> list[RowHash]:
-    """Return the hashes of each row."""
     rows, length = tokens_BT.shape
     both_B2T = np.empty((rows, 2, length), dtype="<i4")
     both_B2T[:, 0], both_B2T[:, 1] = tokens_BT, labels_BT
@@ -46,17 +45,17 @@ def row_hashes(
     found = []
     for row, count in enumerate(begins_BT.sum(axis=1).tolist()):
         if count == 1:
-            # Its labels stand behind its tokens: one call, which is half of what a short row costs.
+            # Its labels follow its tokens in memory, so one call hashes both; that halves the time of a short row.
             whole = numbers[2 * size * row : 2 * size * (row + 1)]
             found.append(RowHash(hashlib.blake2b(whole, digest_size=HASH_BYTES).digest()))
             next(documents)
             continue
         every, with_labels = [], []
         for first, end, has_labels in itertools.islice(documents, count):
-            # Places count over all rows; each row before has labels, too, in `numbers`.
-            begin, behind = size * row + 4 * first, size * row + 4 * end
-            digest = hashlib.blake2b(numbers[begin:behind], digest_size=HASH_BYTES)
-            digest.update(numbers[begin + size : behind + size])
+            # `first` and `end` count tokens over all rows, and each earlier row also has its labels in `numbers`.
+            begin, after = size * row + 4 * first, size * row + 4 * end
+            digest = hashlib.blake2b(numbers[begin:after], digest_size=HASH_BYTES)
+            digest.update(numbers[begin + size : after + size])
             every.append(digest.digest())
             if has_labels:
                 with_labels.append(every[-1])

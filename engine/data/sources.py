@@ -13,22 +13,20 @@ Names decide which split a document is in, so they never contain an absolute pat
 whichever files they are in. A passage ends at the first blank line past 4 KiB, or at the first line end past 8 KiB;
 the passages of a file, concatenated, are the file.
 
-A folder of text and a folder of records are told apart. With a text file beside README.md it is one of text: files
-of records in it are reported as left out, and .json files are no text. Without one, or where columns are named, it is
-one of records, and .json files in it are read where there are no others: beside others they describe the data. A glob
-is the folder that it begins in, with only the files that match: `data/*.parquet`, `src/**/*.py`, with `*`, `?` and
-`[ab]` in a name and `**` for any folders.
+A folder holds either text or records. A folder with a text file other than README.md is a folder of text: files of
+records in it are reported as left out, and .json files do not count as text. A folder without one, or any folder if
+columns are named, is a folder of records. Its .json files are read only if it has no other files of records, because
+next to other files they usually describe the data. A glob is the folder that it begins in, with only the files that
+match: `data/*.parquet`, `src/**/*.py`, with `*`, `?` and `[ab]` in a name and `**` for any folders.
 
 Listing holds one record or passage at a time, so a source may be larger than memory: what is kept of a piece must not
 be its text. A file of a folder of text is read when its piece is.
 
-The following are left out, and each is reported as a `Skipped`: records with a fault of their own, empty files and
-texts, links
-to folders (they can loop), hidden files and folders (.git, .venv), and, in the standard library only,
-files that are not UTF-8 and the two kinds that are made for one machine: `_sysconfigdata*` by the build
-of the interpreter, `sitecustomize.py` by a distribution. Files of other kinds, caches, and the library's
-tests and installed packages are left out without a report. Anything else that cannot be read is a
-CorpusError.
+The following are left out, and each is reported as a `Skipped`: invalid records, empty files and texts, links to
+folders (they can loop), hidden files and folders (.git, .venv), and, in the standard library only, files that are not
+UTF-8 and the two kinds that are made for one machine: `_sysconfigdata*` by the build of the interpreter,
+`sitecustomize.py` by a distribution. Files of other kinds, caches, and the library's tests and installed packages are
+left out without a report. Anything else that cannot be read raises a CorpusError.
 """
 
 from __future__ import annotations
@@ -85,9 +83,10 @@ class SourceFile:
 
     path: Path
     name: str
-    """What its documents are named after: its own name, or its path in the folder."""
+    """Prefix of its documents' names: the file's name, or its path in the folder."""
     kind: Literal["text", "records", "alone"]
-    """A document, or a file of records; `alone` is a source of its own, and its first bytes say what it is."""
+    """`text` is one document and `records` a file of records. `alone` is a source that is one file, whose first bytes
+    decide what it is."""
     may_skip: bool = False
     """Whether bytes that are not UTF-8 are skipped instead of refused."""
 
@@ -100,17 +99,17 @@ class Piece:
     size_bytes: int
     """Size of the text in UTF-8."""
     text: str | None = None
-    """Of a conversation, the JSON of its record; None for a file that is read when it is asked for."""
+    """The text, or the JSON of a conversation's record; None for a file that is read on demand."""
     file: SourceFile | None = None
-    """That file."""
+    """The file that is read on demand."""
     digest: int | None = None
-    """First 64 bits of the SHA-256 of a text that is there; None: not known."""
+    """First 64 bits of the SHA-256 of the text; None if the text has not been read."""
     is_chat: bool = False
     """Whether it is a conversation."""
     place: str = ""
-    """File and line of a record; empty for another document."""
+    """File and line of a record; empty for a document that is not a record."""
     remark: str = ""
-    """A part of the record that is not read although its user may expect it; empty for none."""
+    """Warning about a part of the record that is not read although the user may expect it; empty for none."""
 
     def read(self) -> str | Skipped:
         """Return the text, decoded as strict UTF-8. Raises CorpusError when it cannot be read."""
@@ -166,7 +165,7 @@ def list_pieces(
 def list_files(
     source: str, *, include_tests: bool = False, columns: tuple[str, ...] = ()
 ) -> Iterator[SourceFile | Skipped]:
-    """Yield the files of `source`, and what is left out by its name. Raises CorpusError at the first problem."""
+    """Yield the files of `source`, and a Skipped for those left out. Raises CorpusError at the first problem."""
     if source == STDLIB:
         _refuse_columns(source, columns)
         yield from _library(Path(sysconfig.get_path("stdlib")), include_tests)
@@ -184,7 +183,6 @@ def list_files(
 
 
 def _pieces(found: SourceFile, columns: tuple[str, ...]) -> Iterator[Piece | Skipped]:
-    """Yield the documents of a file."""
     status = _stat(found.path)
     # Checked before anything opens it: opening a FIFO waits for a writer.
     _refuse_special(found.path, status.st_mode)
@@ -277,7 +275,7 @@ def _folder(
         elif not is_text and not is_record:
             reason = "text in a folder of records"
         elif not is_text and has_tables and is_json:
-            reason = "JSON that is no .jsonl, in a folder of records"
+            reason = "a .json file in a folder of records"
         if reason:
             yield Skipped(name=_name(path, root), reason=reason)
             continue
@@ -296,7 +294,7 @@ def _folder(
 
 
 def _kinds_in(root: Path, glob_parts: Sequence[str]) -> tuple[bool, bool]:
-    """Return whether it is a folder of text, and whether there are records in files that do not end in .json."""
+    """Return whether it is a folder of text, and whether it has files of records other than .json."""
     has_text = has_readme = has_tables = False
     for path in _walk(root, glob_parts):
         if isinstance(path, Skipped) or path.name.startswith("."):

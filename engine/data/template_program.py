@@ -49,7 +49,7 @@ from engine import limits
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 _DEPTH = 2 * limits.JSON_DEPTH.most
 _CHECK_EVERY = 20_000
-"""Steps between two looks at the clock: a few milliseconds."""
+"""Steps between two readings of the clock: a few milliseconds."""
 _READ = 6
 """Two to the power of it: characters that are read in a step."""
 _WIDTH = 10_000
@@ -57,9 +57,9 @@ _WIDTH = 10_000
 _DIGITS = 4300
 """Most digits of an integer in text: Python's own limit."""
 _NAME = 1000
-"""Characters of the name of an attribute, or of a form of the time."""
+"""Most characters of an attribute's name or of a time format."""
 _SLOW_TEXT = 1 << 16
-"""Characters that a filter gets whose time grows with their square."""
+"""Most characters that a filter of quadratic time may read."""
 
 
 class Unrenderable(Exception):
@@ -75,7 +75,7 @@ class NoTemplate(Exception):
 
 
 class Budget:
-    """What a rendering may still do."""
+    """Remaining budget of a rendering."""
 
     __slots__ = (
         "_check_at",
@@ -91,7 +91,7 @@ class Budget:
         self.begin({})
 
     def begin(self, given: Mapping[str, Any]) -> None:
-        """Begin a rendering."""
+        """Start the budget of a new rendering."""
         self.steps = self._steps_given = limits.TEMPLATE_STEPS.most
         self.characters = limits.TEMPLATE_CHARACTERS.most
         self.items = limits.TEMPLATE_ITEMS.most
@@ -101,7 +101,7 @@ class Budget:
 
     @property
     def spent(self) -> int:
-        """Steps that were done."""
+        """Number of steps spent."""
         return self._steps_given - max(self.steps, 0)
 
     def charge(self, steps: int) -> None:
@@ -120,7 +120,7 @@ class Budget:
         self._check_at = max(self.steps - _CHECK_EVERY, 0)
 
     def _extend(self, limit: limits.Limit) -> None:
-        """Add what a conversation of this size may take; a second time there is nothing to add."""
+        """Add the allowance of a conversation of this size; only the first call adds it."""
         if self._given is not None:
             characters, count = _size_of(self._given)
             self._given = None
@@ -146,7 +146,7 @@ class Budget:
         self.charge(count >> _READ)
 
     def made(self, value: Any) -> Any:
-        """Return a value that was made, after its charge."""
+        """Charge for a new value and return it."""
         if isinstance(value, str):
             self.make(len(value))
         elif isinstance(value, list | tuple | dict):
@@ -154,7 +154,7 @@ class Budget:
         return value
 
     def read(self, value: Any) -> Any:
-        """Return a value that is to be read as a whole, after its charge."""
+        """Charge for reading a whole value and return it."""
         if type(value) is str:
             if len(value) > 256:
                 self.charge(len(value) >> _READ)
@@ -163,7 +163,7 @@ class Budget:
         return value
 
     def weigh(self, value: Any, depth: int = 0) -> int:
-        """Charge for a value with all that is in it; return about how long it is as text."""
+        """Charge for a value and everything in it; return its approximate length as text."""
         if isinstance(value, str):
             self.charge(1 + (len(value) >> _READ))
             return len(value) + 2
@@ -180,7 +180,7 @@ class Budget:
         return 4 + sum(2 + self.weigh(one, depth + 1) for one in children)
 
     def text(self, value: Any) -> str:
-        """Return a value as the text that is written."""
+        """Return a value as the text that is rendered."""
         if type(value) is not str:
             if type(value) not in _SCALARS:
                 self.weigh(value)
@@ -192,7 +192,7 @@ class Budget:
         return written
 
     def joined(self, values: tuple[Any, ...]) -> str:
-        """Return what `~` makes."""
+        """Return the result of `~`."""
         return "".join([self.text(one) for one in values])
 
     def plus(self, value: Any, *others: Any) -> Any:
@@ -206,7 +206,7 @@ class Budget:
         return self.made(value)
 
     def contains(self, value: Any, where: Any) -> bool:
-        """Return what `in` says."""
+        """Return the result of `in`."""
         if isinstance(where, str):
             self.charge(1 + (len(where) >> _READ))
         elif isinstance(where, list | tuple | range):
@@ -226,7 +226,7 @@ _SCALARS = frozenset({int, float, bool, type(None)})
 
 
 def _size_of(given: Any) -> tuple[int, int]:
-    """Return the characters and the values of what a template is given, which holds nothing twice."""
+    """Return the number of characters and of values in a template's input, which contains no value twice."""
     characters = count = 0
     waiting = [given]
     while waiting:
@@ -243,7 +243,7 @@ def _size_of(given: Any) -> tuple[int, int]:
 
 
 class _Counted(Iterator[Any]):
-    """Iterates over what a filter yields as it is asked, and charges for each."""
+    """Iterates lazily over the values of a filter, and charges for each."""
 
     def __init__(self, inner: Iterator[Any], budget: Budget, steps: int, depth: int) -> None:
         self._next, self._charge, self._steps = inner.__next__, budget.charge, steps
@@ -255,11 +255,11 @@ class _Counted(Iterator[Any]):
 
 
 _FUNCTIONS = ("charge", "read", "made", "text", "joined", "plus", "contains")
-"""Those of the budget that the program calls."""
+"""Functions of the budget that the compiled program calls."""
 
 
 class _Code(CodeGenerator):
-    """Writes the program with its charges."""
+    """Generates the program with charges to the budget in it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -399,7 +399,7 @@ _COMPARISONS = {
 
 
 def _steps_of(body: Iterable[nodes.Node]) -> int:
-    """Return the nodes of what is run at most once with a body; the bodies in it that have charges are not."""
+    """Return the nodes that run at most once per run of a body, without nested bodies that have their own charges."""
     steps = 0
     waiting = [*body]
     while waiting:
@@ -413,7 +413,7 @@ def _steps_of(body: Iterable[nodes.Node]) -> int:
 
 
 class _Unmarked(Extension):
-    """Reads `{% generation %}` as nothing but its content."""
+    """Parses `{% generation %}` as its content only."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
     around = ("", "")
@@ -434,7 +434,7 @@ class _Marking(_Unmarked):
 
 
 class _Formatter(SandboxedFormatter):
-    """Formats with charges for what is read and made."""
+    """Formats text, with charges for what is read and made."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
@@ -447,7 +447,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Has a budget. What is not counted by the code itself is counted here."""
+    """A sandbox with a budget. Work that the generated code does not count is counted here."""
 
     code_generator_class = _Code
     intercepted_binops = frozenset({"*", "**", "%", "-"})
@@ -815,7 +815,7 @@ def _int(value: Any) -> int:
 
 
 _NO_FILTERS = ("random", "striptags", "urlize", "xmlattr")
-"""Filters of Jinja that give another text each time, or that search HTML, in a time that grows with its square."""
+"""Filters that are not available: they are random, or search HTML in quadratic time."""
 _CONDITION = "condition of a loop"
 _COMPARING_TESTS = (
     *(
@@ -854,7 +854,7 @@ _SHALLOW = frozenset(
         *("selectattr", "slice"),
     }
 )
-"""Filters that do not look into the values that they get."""
+"""Filters that do not read the contents of their values."""
 _LAZY = frozenset(
     (
         "batch",
@@ -947,7 +947,7 @@ def _to_json(
 
 
 class _Namespace(Namespace):
-    """Has no names with an underscore in front, which lead to the interpreter."""
+    """A namespace without names that begin with an underscore, which lead to the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # `namespace(self=...)` is allowed.
@@ -967,7 +967,7 @@ def _refuse_private(name: object) -> None:
 
 
 class Program:
-    """A template, compiled. Raises NoTemplate for a text that is none."""
+    """A compiled template. Raises NoTemplate for a text that is not a template."""
 
     def __init__(self, text: str, now: datetime, *, marking: bool) -> None:
         if len(text) > limits.CHAT_TEMPLATE.most:

@@ -1,24 +1,25 @@
 """The tokens of a corpus as files, made once and mapped into memory by every start and every rank.
 
     ~/.cache/apr-workbench/tokens/<key>/      or below $XDG_CACHE_HOME
-        train.tokens     16- or 32-bit integers, little endian, as they stand in rows
-        train.starts     64-bit: where each document begins, and the end
-        train.labelled   a byte for each token: whether it is to be predicted; only with conversations or padding
-        train.padding    a byte for each document: whether it only fills a row; only with padding
-        heldout.*        the same of the other split
-        manifest.json    sizes and SHA-256 of these files and of itself, counts, what they were made of
+        train.tokens     16- or 32-bit integers, little endian, in the order of the rows
+        train.starts     64-bit integers: first position of each document, and the end
+        train.labelled   a byte per token: whether it is a label; only with conversations or padding
+        train.padding    a byte per document: whether it is padding; only with padding
+        heldout.*        the same for the held-out split
+        manifest.json    sizes and SHA-256 of these files and of itself, counts, names of documents
 
-The key is a hash of all that the tokens depend on: the content of the files of the corpus, which are read for it at
-every start, the tokenizer, the chat template, the settings of the split and of the rows, and the versions of what
-makes them. A folder gets its name when all of it is written. Before it is used each file is compared with its size
-and hash; one that differs has the folder made anew, also where a power failure cut it.
+The key is a hash of everything that the tokens depend on: the content of the files of the corpus, which are read for
+it at every start, the tokenizer, the chat template, the settings of the split and of the rows, and the versions of the
+code that makes them. A folder is renamed to its final name once it is complete. Before it is used, the size and hash
+of each file are checked; if one differs, for example after a power failure, the folder is made again.
 
-Making needs memory for one batch of text, and some 85 bytes for each document. Tokens are made in the order of the
-files into a temporary file, and copied from there in the order of the split. So the disk holds them twice for a time.
+Making a folder needs memory for one batch of text and about 85 bytes per document. Tokens are written to a temporary
+file in the order of the files, and copied from there in the order of the split, so the disk holds them twice for a
+while.
 
-One process makes a folder, and others that want it wait. Of all folders those used last are kept, up to
-`MOST_BYTES`. Where the cache cannot be written or is full, tokens are made in a temporary folder for this process
-alone, and the note says so.
+One process makes a folder while others that need it wait. The most recently used folders are kept, up to
+`MOST_BYTES`. If the cache cannot be written or is full, the tokens are made in a temporary folder for this process
+only, and the note says so.
 """
 
 from __future__ import annotations
@@ -56,26 +57,30 @@ from engine.signals import partial_output, scratch_folder
 from engine.version import VERSION
 
 FORMAT = 4
-COPY = "a copy of a held-out document, token by token"
+COPY = "the same tokens as a held-out document"
 NAMED = 8
-"""Documents that are dropped as copies, by name."""
-AGAIN, AGAIN_AMONG, AGAIN_BYTES = 16, 4096, 1 << 16
-"""Documents of a split that a run reads again, among so many first ones of the source, and the largest of them."""
+"""Number of documents dropped as copies whose names are kept."""
+AGAIN = 16
+"""Number of documents of a split that a run reads again."""
+AGAIN_AMONG = 4096
+"""Number of documents, from the first of the source, that these are chosen from."""
+AGAIN_BYTES = 1 << 16
+"""Largest size of these documents, in bytes."""
 MOST_BYTES = 64 << 30
-"""Size of the cache beyond which the folders that were not used for longest are removed."""
+"""Size of the cache, in bytes, from which the least recently used folders are removed."""
 _READ_AT_ONCE = 1 << 22
 _WRITTEN_AT_ONCE = 1 << 20
 _ABANDONED_S = 7 * 86400
-"""Age of an unfinished folder whose maker was killed."""
+"""Age from which an unfinished folder is taken for that of a killed process, in seconds."""
 _SIDES = ("train", "heldout")
 _MANIFEST = "manifest.json"
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, and the bytes done and in all; None where that is not known."""
+"""Callback of the activity, the bytes done, and the total in bytes (None if unknown)."""
 
 
 def no_progress(what: str, done: int, total: int | None) -> None:
-    """A `Progress` that tells nobody."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,40 +120,40 @@ class Recipe:
                 template.variables,
                 template.now.isoformat() if template.reads_clock else "",
             ]
-        # Nothing is spelt by its address, which would be another one at each start.
+        # No part may have a repr with an address in it, which would change the key at every start.
         written = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(written.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The tokens of a corpus, in rows, and what they were made of."""
+    """The tokens of a corpus, in rows, with counts of its documents."""
 
     train: TokenStream
     heldout: TokenStream
     documents: tuple[int, int]
-    """Of the training and the held-out split."""
+    """Number of documents in the training and in the held-out split."""
     again: Mapping[str, str]
-    """Some documents by name, to be read again, with their split: training or held-out."""
+    """Names of documents to be read again, with their split: training or held-out."""
     skipped: int
-    """Documents that are in neither split for another reason than `max_bytes`."""
+    """Number of documents that are in neither split, except because of `max_bytes`."""
     faults: tuple[LeftOut, ...]
-    """Those of them that are records with a fault of their own."""
+    """Invalid records among the skipped, counted by reason."""
     beside: Mapping[str, int]
-    """Parts of records that are not read although their user may expect it, with the number of these records."""
+    """Warnings about parts of records that are not read although the user may expect it, each with its record count."""
     dropped: tuple[str, ...]
-    """The first of those that are in neither because their text is held out, by name."""
+    """Names of the first documents that were dropped because their text is held out."""
     dropped_count: int
     repeated: int
-    """Training documents whose tokens an earlier one has."""
+    """Number of training documents with the same tokens as an earlier one."""
     note: str
-    """Where they come from."""
+    """Origin of the tokens: read from the cache, or made and why."""
     is_kept: bool
-    """Whether the next start finds them."""
+    """Whether the cache keeps them for the next start."""
 
 
 def remarks_of(tokens: Tokens) -> tuple[LeftOut, ...]:
-    """Return what is not read, not written or not labelled of records and conversations, the most frequent first."""
+    """Return the warnings about parts of records that are not read, rendered or labelled, the most frequent first."""
     found: dict[str, LeftOut] = {
         reason: LeftOut(reason=reason, count=count, example="")
         for reason, count in tokens.beside.items()
@@ -168,17 +173,17 @@ def load_tokens(
     corpus: Corpus | None = None,
     root: Path | None = None,
 ) -> Tokens:
-    """Return the tokens of a corpus, making those that `root` (default: the user's cache) does not have. `corpus` is
-    what the recipe says, if it is open already.
+    """Return the tokens of a corpus from the cache at `root` (default: the user's cache), making them if they are not
+    there. `corpus` is the recipe's corpus, if it is open already.
 
-    Raises CorpusError, TokenizerError, and where neither the cache nor the temporary folder can be written DiskFull or,
-    for another reason than room, RunLogError.
+    Raises CorpusError and TokenizerError. If neither the cache nor the temporary folder can be written, raises DiskFull
+    if the disk is full, else RunLogError.
     """
     root = root or user_cache("tokens")
     content, stamp = _content(recipe, progress)
     entry = root / recipe.key(content)
     try:
-        # Before the lock, which a disk that cannot be written to does not have.
+        # Before the lock, because a read-only cache cannot have a lock file.
         if isinstance(found := _find(entry, progress), Tokens):
             return found
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -199,52 +204,52 @@ def load_tokens(
     try:
         with scratch_folder("apr-workbench-tokens-") as folder:
             _make(recipe, corpus, folder, content, stamp, progress)
-            # The files stay mapped when their names are gone.
-            note = f"{why}: they are made for this process alone"
+            # The files stay mapped after the folder is removed.
+            note = f"{why}: they are made for this process only"
             return _open(folder, note, progress, is_kept=False)
     except OSError as error:
         raise write_error(
             "tokens of the corpus",
             recipe.source,
-            f"a folder to keep them in: {why}, nor can the temporary one",
+            f"a folder to keep them in: {why}, and the temporary folder cannot be written either",
             error,
-            when_full="free space, or set XDG_CACHE_HOME or TMPDIR to a folder that has some",
+            when_full="free space, or set XDG_CACHE_HOME or TMPDIR to a folder on a disk with free space",
         ) from error
 
 
 def _find(entry: Path, progress: Progress) -> Tokens | str:
-    """Return the tokens of a folder of the cache, or why they have to be made."""
+    """Return the tokens in a folder of the cache, or the reason why they must be made."""
     if not entry.exists():
         return "made for the first time"
     try:
         found = _open(entry, f"read from {entry}", progress, is_kept=True)
     except (BadInput, KeyError, TypeError, ValueError) as error:
-        return f"made anew, because those kept were damaged: {error}"
+        return f"made again, because those kept were damaged: {error}"
     with contextlib.suppress(OSError):
-        os.utime(entry)  # it was used last
+        os.utime(entry)  # marks it as the most recently used
     return found
 
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock of a folder. It ends with the process, however that ends."""
+    """Hold the lock of a folder. The system releases it when the process ends, even if it is killed."""
     with path.open("wb") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                progress("waiting for the tokens that another process makes", 0, None)
+                progress("waiting for another process to make the tokens", 0, None)
                 time.sleep(0.1)
         try:
             yield
         finally:
-            # Whoever waits for it finds the folder, or makes it again: a rename replaces no finished one.
+            # A waiting process finds the finished folder, or makes it again.
             path.unlink(missing_ok=True)
 
 
 def _bound(newest: Path) -> None:
-    """Remove the folders that were not used for longest, and what killed processes left."""
+    """Remove the least recently used folders, and those that killed processes left."""
     found = []
     for path in newest.parent.iterdir():
         with contextlib.suppress(OSError):
@@ -256,7 +261,7 @@ def _bound(newest: Path) -> None:
                 size = sum(one.stat().st_size for one in path.iterdir())
                 found.append((path == newest, used, size, path))
     kept = 0
-    # Whoever has mapped a removed file keeps it.
+    # A process that has mapped a removed file can still read it.
     for is_newest, _, size, path in sorted(found, reverse=True):
         kept += size
         if kept > MOST_BYTES and not is_newest:
@@ -302,7 +307,7 @@ def _state(path: Path) -> bytes:
 
 
 def _check_unchanged(recipe: Recipe, stamp: str) -> None:
-    """Refuse tokens that may be of other contents than those that their key is of."""
+    """Raise CorpusError if the files changed since their content was hashed for the key."""
     now = hashlib.sha256()
     with contextlib.suppress(OSError):
         for file in _files(recipe):
@@ -312,9 +317,9 @@ def _check_unchanged(recipe: Recipe, stamp: str) -> None:
         raise CorpusError.expected(
             "corpus",
             recipe.source,
-            "files that stay as they are while they are read",
+            "files that do not change while they are read",
             "files that were written to",
-            hint="start again when nothing writes to them",
+            hint="start again when no program writes to them",
         )
 
 
@@ -329,7 +334,7 @@ def _make(
     stamp: str,
     progress: Progress,
 ) -> None:
-    """Write the tokens of a corpus into an empty folder."""
+    """Write the tokens of a corpus and their manifest into an empty folder."""
     corpus = corpus or open_corpus(
         recipe.source,
         heldout_fraction=recipe.heldout_fraction,
@@ -364,7 +369,7 @@ def _make(
 
 
 class _Making:
-    """A corpus on its way to tokens: first in the order of the files, then in the order of each split."""
+    """Tokenizes a corpus in the order of its files, then writes the tokens in the order of each split."""
 
     def __init__(
         self, *, recipe: Recipe, corpus: Corpus, tokens: IO[bytes], labelled: IO[bytes]
@@ -374,16 +379,16 @@ class _Making:
         self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
         self._starts = np.zeros(1, dtype=np.int64)
         self._names = dict.fromkeys((*_again(corpus.train), *_again(corpus.heldout)), "")
-        """Of the documents that a run reads again."""
+        """Names of the documents that a run reads again, by number."""
         self._hashes = np.zeros(len(self._index), dtype=np.uint64)
-        """Of the tokens of each document. Shape (P,)."""
+        """Hash of the tokens of each document. Shape (P,)."""
         self.repeated = 0
-        """Training documents whose tokens an earlier one has."""
+        """Number of training documents with the same tokens as an earlier one."""
         self._left_out: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
         self._remarks: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
         self._partly_labelled = dict.fromkeys(_SIDES, 0)
         self._copies = np.empty(0, dtype=np.int64)
-        """Documents to train on that are left out as copies of held-out ones."""
+        """Numbers of training documents that are left out as copies of held-out ones."""
 
     def encode(self, progress: Progress) -> None:
         """Write the tokens of each document into the temporary files."""
@@ -422,8 +427,8 @@ class _Making:
         self._leave_copies_out(lengths)
 
     def _leave_copies_out(self, lengths: NDArray[np.int64]) -> None:
-        """Leave out what is trained on and has the tokens of a held-out document: records that differ in what no model
-        reads, as in an id, or in the white space that a template takes away."""
+        """Leave out training documents with the same tokens as a held-out document: their records differ only in parts
+        that are not rendered, such as an id, or in white space that a template strips."""
         held, train = self._corpus.heldout.numbers, self._corpus.train.numbers
         held, train = held[lengths[held] > 0], train[lengths[train] > 0]
         is_copy = np.isin(self._hashes[train], self._hashes[held])
@@ -436,7 +441,7 @@ class _Making:
             raise CorpusError.expected(
                 "corpus",
                 self._recipe.source,
-                "a document to train on that is no copy of a held-out one",
+                "at least one training document that is not a copy of a held-out one",
                 f"none of {len(train):,}",
                 hint="add other documents",
             )
@@ -447,7 +452,7 @@ class _Making:
         self._left_out["train"][COPY] = LeftOut(reason=COPY, count=len(self._copies), example=text)
 
     def arrange(self, side: str, folder: Path, progress: Progress) -> dict[str, Any]:
-        """Write the files of one side, and return what the manifest says of it."""
+        """Write the files of one split, and return its entry of the manifest."""
         recipe, encoder = self._recipe, self._recipe.encoder
         split: Split = getattr(self._corpus, side)
         left_out = tuple(self._left_out[side].values())
@@ -510,7 +515,7 @@ class _Making:
 
 
 def _again(split: Split) -> list[int]:
-    """Return AGAIN documents, spread evenly over the small ones among the first of the files."""
+    """Return the numbers of up to AGAIN documents, spread evenly over the small ones among the first AGAIN_AMONG."""
     first = np.sort(split.numbers[split.numbers < AGAIN_AMONG])
     small = first[split.index.sizes[first] <= AGAIN_BYTES]
     count = min(AGAIN, len(small))
@@ -519,7 +524,7 @@ def _again(split: Split) -> list[int]:
 
 
 def _names(index: Index, numbers: NDArray[np.int64]) -> list[str]:
-    # Without any, the source is not read once more.
+    # The source is read again only if there are any.
     return [one.name for _, one in index.read(numbers)] if len(numbers) else []
 
 
@@ -534,7 +539,7 @@ def _little(ids: NDArray[Any]) -> bytes:
 def _read_at(file: IO[bytes], begin: int, size: int) -> bytes:
     raw = os.pread(file.fileno(), size, begin)
     if len(raw) != size:
-        raise OSError(errno.EIO, "a temporary file was cut", str(file.name))
+        raise OSError(errno.EIO, "a temporary file was truncated", str(file.name))
     return raw
 
 
@@ -548,7 +553,7 @@ def _labels_in(file: IO[bytes]) -> Iterator[NDArray[np.bool_]]:
 
 
 def _open(folder: Path, note: str, progress: Progress, *, is_kept: bool) -> Tokens:
-    """Map the files of a folder, each of which is compared with the manifest. Raises BadInput."""
+    """Map the files of a folder after checking each against the manifest. Raises BadInput."""
     path = folder / _MANIFEST
     manifest = read_json_object(
         path, "tokens", limits.MANIFEST, having=("sha256", "files", "streams", "skipped")

@@ -4,11 +4,11 @@
     starts  0             6             12
 
 The end-of-text token belongs to the document it ends, and every document ends with one, so a document of
-n tokens takes n + 1 positions. Boundaries are stored beside the tokens and never recovered by searching
+n tokens takes n + 1 positions. Boundaries are stored separately from the tokens and never recovered by searching
 for end-of-text, which may also occur inside a text.
 
-A conversation is tokenized as its chat template writes it (`engine.data.chat`), without an end-of-text token of ours,
-and only what the assistant wrote is to be predicted. One that the template cannot write is left out.
+A conversation is tokenized as its chat template renders it (`engine.data.chat`), without an added end-of-text token,
+and only tokens that the assistant wrote are labels. A conversation that the template cannot render is left out.
 """
 
 from __future__ import annotations
@@ -34,49 +34,49 @@ from engine.errors import CorpusError
 from engine.formats.tokenizer import TextTooLong, Tokenizer
 
 BATCH_BYTES = 1 << 20
-"""Text that is tokenized at a time; with its tokens as Python integers it takes some twenty times as much."""
+"""Text that is tokenized at a time, in bytes; with its tokens as Python integers it needs about 20 times as much."""
 AGAIN_SECONDS = 1.0
-"""For how long documents are read again."""
+"""Time limit of reading documents again, in seconds."""
 READ_AT_ONCE = 1 << 22
-"""Tokens or labels that are looked at before the memory of a file is given back."""
+"""Tokens or labels that are read before the pages of their file are released."""
 _HASHED_AT_ONCE = 1 << 20
-"""Tokens that are widened for the hash at a time."""
+"""Tokens that are converted to 32 bits for the hash at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenStream:
-    """N tokens in order, of D documents. The arrays are read-only, and may be files (`engine.data.token_cache`)."""
+    """N tokens of D documents. The arrays are read-only and may be mapped files (`engine.data.token_cache`)."""
 
     tokens: NDArray[np.uint16] | NDArray[np.uint32]
     """Shape (N,); 16 bits if every token id of the tokenizer fits."""
     starts: NDArray[np.int64]
-    """Where each document begins, and N. Shape (D + 1,); a document that is left out has no tokens."""
+    """First position of each document, and N. Shape (D + 1,); a document that is left out has no tokens."""
     sha256: str
-    """Hash of the tokens and the document of each as little-endian 32-bit integers, and of `labelled` where it is
-    not None: equal for equal streams, whatever the width in memory.
+    """Hash of the tokens and of each token's document number as little-endian 32-bit integers, and of `labelled` if it
+    is not None: equal for equal streams, whatever the width in memory.
     """
     labelled: NDArray[np.bool_] | None = None
-    """Whether each token is to be predicted from those before it, shape (N,); None: all are."""
+    """Whether each token is a label, shape (N,); None if all are."""
     left_out: tuple[LeftOut, ...] = ()
-    """The documents that have no tokens."""
+    """Documents that have no tokens, counted by reason."""
     partly_labelled: int = 0
-    """Conversations of which a turn has no labels that was asked for."""
+    """Conversations in which a requested turn has no labels."""
     remarks: tuple[LeftOut, ...] = ()
-    """What has no labels or is not written of conversations, and how many of them it is in."""
+    """Warnings about parts of conversations that have no labels or are not rendered, each with its count."""
     padding: NDArray[np.bool_] | None = None
-    """Whether each document only fills a row (`engine.data.packing`), shape (D,); None: none does."""
+    """Whether each document is padding (`engine.data.packing`), shape (D,); None if none is."""
     maps: tuple[mmap.mmap, ...] = ()
-    """The files that the arrays are, if they are files."""
+    """Memory maps behind the arrays; empty for arrays in memory."""
 
     def release(self) -> None:
-        """Give back the memory of what was read from files. Without it all of a corpus would count as resident once
-        its rows have been taken; the next read has it from the page cache."""
+        """Release the pages that were read from mapped files. Without it the whole corpus would count as resident
+        after an epoch; the next read gets them from the page cache."""
         for one in self.maps:
             one.madvise(mmap.MADV_DONTNEED)
 
     @property
     def labelled_count(self) -> int:
-        """Tokens that are to be predicted; of text all tokens."""
+        """Number of labels; for text, of all tokens."""
         if self.labelled is None:
             return len(self)
         count = 0
@@ -87,16 +87,16 @@ class TokenStream:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document. Shape (D,)."""
+        """Number of tokens of each document. Shape (D,)."""
         return np.diff(self.starts)
 
     @property
     def token_count(self) -> int:
-        """Tokens that are not padding."""
+        """Number of tokens that are not padding."""
         return len(self) - (0 if self.padding is None else int(self.lengths[self.padding].sum()))
 
     def documents_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the document of the token at each place."""
+        """Return the document number of the token at each position."""
         return np.searchsorted(self.starts, places, side="right").astype(np.int64) - 1
 
     def __len__(self) -> int:
@@ -109,13 +109,13 @@ class Encoded:
 
     ids: NDArray[Any]
     labelled: NDArray[np.bool_] | None = None
-    """None: all are."""
+    """Whether each token is a label; None if all are."""
     left_out: Skipped | None = None
-    """Why there are none."""
+    """Reason why there are no tokens; None if there are."""
     partly_labelled: bool = False
-    """Whether a turn of a conversation has no labels that was asked for."""
+    """Whether a requested turn of a conversation has no labels."""
     remarks: tuple[Skipped, ...] = ()
-    """What has no labels or is not written of a conversation."""
+    """Warnings about parts of a conversation that have no labels or are not rendered."""
 
     @property
     def labels(self) -> NDArray[np.bool_]:
@@ -124,13 +124,13 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Makes tokens of documents."""
+    """Tokenizes documents."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
-    """Writes conversations."""
+    """Chat template that renders conversations; None if there is none."""
     turns: Turns = "all"
-    """Which turns of the assistant are labelled."""
+    """Assistant turns that have labels: all, or the last."""
 
     @property
     def dtype(self) -> type[np.uint16 | np.uint32]:
@@ -139,8 +139,8 @@ class Encoder:
     def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
         """Yield the tokens of each document, in order, with one batch of them in memory.
 
-        Raises TokenizerError when the tokenizer has no end-of-text token for a text, CorpusError where conversations
-        have no template.
+        Raises TokenizerError if there is a text and the tokenizer has no end-of-text token, CorpusError if there is a
+        conversation and no template.
         """
         batch: list[Document] = []
         size = 0
@@ -154,10 +154,10 @@ class Encoder:
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
         texts = [one for one in documents if not one.is_chat]
-        # A tokenizer of a chat model may have no token that ends a text, and conversations need none.
+        # A chat model's tokenizer may have no end-of-text token, and conversations need none.
         end_of_text_id = self.tokenizer.end_of_text_id if texts else 0
         encoded = iter(self._encode_texts(texts))
-        # What may be wrong with a record was decided when it was read.
+        # Records were validated when they were read.
         conversations = [
             replace(read_conversation(json.loads(one.text), one.name), name=one.place or one.name)
             for one in documents
@@ -179,7 +179,7 @@ class Encoder:
                 yield Encoded(ids=np.append(found, end_of_text_id).astype(self.dtype))
 
     def _encode_texts(self, texts: Sequence[Document]) -> list[NDArray[np.uint32] | Skipped]:
-        """Return the tokens of each text, or why it has none."""
+        """Return the tokens of each text, or a Skipped for one that cannot be tokenized."""
         try:
             return [*self.tokenizer.encode_documents([one.text for one in texts])]
         except TextTooLong as error:
@@ -191,8 +191,8 @@ class Encoder:
 def read_again(
     names: Set[str], encoder: Encoder, source: str, *, include_tests: bool, columns: Sequence[str]
 ) -> Iterator[tuple[str, Encoded]]:
-    """Yield documents of a source by name, each read and tokenized alone, until all `names` are found or AGAIN_SECONDS
-    are over; one at least. Raises CorpusError and TokenizerError."""
+    """Read named documents of a source again and yield (name, tokens), each tokenized separately. Stops when all
+    `names` are found, or after AGAIN_SECONDS and at least one document. Raises CorpusError and TokenizerError."""
     begun_s, wanted = time.monotonic(), set(names)
     for piece in list_pieces(source, include_tests=include_tests, columns=columns):
         is_over = time.monotonic() > begun_s + AGAIN_SECONDS
@@ -221,9 +221,8 @@ def tokenize(
 ) -> TokenStream:
     """Return the documents as one stream in memory, in their order.
 
-    Conversations are written by `template`, and `turns` of the assistant are labelled. Raises TokenizerError when
-    the tokenizer has no end-of-text token for a text, CorpusError where conversations have no template, or none of
-    them can be written.
+    `template` renders conversations, and `turns` of the assistant have labels. Raises TokenizerError if there is a text
+    and the tokenizer has no end-of-text token, CorpusError if conversations have no template or none can be rendered.
     """
     encoder = Encoder(tokenizer=tokenizer, template=template, turns=turns)
     found = list(encoder.encode(documents))
@@ -251,26 +250,26 @@ def tokenize(
 
 
 def starts_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each of D documents begins, and where the last one ends. Shape (D + 1,)."""
+    """Return the first position of each of D documents, and the end of the last. Shape (D + 1,)."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 def refuse_nothing(left_out: Sequence[LeftOut], tokens: int) -> None:
-    """Raise CorpusError where documents were left out and nothing remains."""
+    """Raise CorpusError if documents were left out and no token remains."""
     if left_out and not tokens:
         first, count = left_out[0], sum(one.count for one in left_out)
         raise CorpusError.expected(
             "corpus",
             f"{count:,} documents",
-            "one that the chat template can write and the tokenizer cut",
+            "at least one that the chat template can render and the tokenizer can tokenize",
             f"none ({first.example}: {first.reason})",
         )
 
 
 class StreamDigest:
-    """The hash of a stream whose parts come one after the other."""
+    """Computes the hash of a stream incrementally."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -279,7 +278,8 @@ class StreamDigest:
         self._digest.update(np.ascontiguousarray(part, dtype="<u4").data)
 
     def end(self, starts: NDArray[np.int64], labelled: Iterable[NDArray[np.bool_]]) -> str:
-        """Return the hash, after all tokens. Each part of the labels but the last has a multiple of 8 tokens."""
+        """Return the hash, once all tokens were added. All parts of the labels except the last must have a multiple of
+        8 tokens."""
         for first in range(0, int(starts[-1]), _HASHED_AT_ONCE):
             low, high = np.searchsorted(starts, (first, first + _HASHED_AT_ONCE), side="right")
             near = slice(max(0, int(low) - 1), int(high) + 1)
@@ -301,7 +301,7 @@ def make_stream(
     partly_labelled: int = 0,
     remarks: tuple[LeftOut, ...] = (),
 ) -> TokenStream:
-    """Make a stream of existing arrays, which become read-only."""
+    """Make a stream from existing arrays, which become read-only."""
     assert tokens.ndim == 1 and starts[0] == 0 and starts[-1] == len(tokens)
     assert labelled is None or labelled.shape == tokens.shape
     digest = StreamDigest()

@@ -1,8 +1,8 @@
-"""What a chat template does not write of a conversation: calls of tools, reasoning, contents, tools, other keys.
+"""Parts of a conversation that a chat template does not write: tool calls, reasoning, contents, tools, other keys.
 
-A field is written if the text changes where the field does. The conversation up to its message is rendered as it is and
-with the field left out or changed; equal texts say that a model never sees it. This is asked once for each kind of
-message: its role and the one before it, its keys and the types of their values, and whether there are tools.
+A field is written if the rendered text changes with it. The conversation up to its message is rendered unchanged and
+with the field left out or changed; if the texts are equal, the model never sees the field. This is tested once for each
+kind of message: its role and the role before it, its keys and the types of their values, and whether there are tools.
 
     field of a message     changed to
     content                the same with a digit after it
@@ -11,7 +11,7 @@ message: its role and the one before it, its keys and the types of their values,
     another key            none
 
 A turn of the assistant whose content, calls or reasoning are not written has no labels: the model would learn to end
-its turn where they belong. Other keys, such as ids and times, are counted alone.
+its turn where they belong. Other keys, such as ids and times, are only counted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from engine.data.chat_template import REASONING, ChatTemplate, Message, Unrenderable
 
 MOST_KINDS = 1000
-"""Kinds of messages that are asked about; keys that are others in each message make each a kind of its own."""
+"""Most kinds of messages that are tested: records with different keys in each message have as many kinds."""
 _NOT_WRITTEN = frozenset({"role", "weight", "train"})
-"""Keys that are not for the template."""
+"""Keys that a template is not expected to write."""
 _CALLS = "tool_calls"
 _REASONING = "reasoning"
 
@@ -32,14 +32,14 @@ Tools = Sequence[Any] | None
 
 
 def costs_labels(field: str) -> bool:
-    """Whether a turn of the assistant in which this field is not written has no labels."""
+    """Return whether an assistant turn has no labels if this field is not written."""
     return field in ("content", _REASONING) or field.startswith(_CALLS)
 
 
 def unwritten_fields(
     template: ChatTemplate, messages: Sequence[Message], index: int, tools: Tools
 ) -> tuple[str, ...]:
-    """Return the fields of a message that the template does not write; none where it refuses the beginning."""
+    """Return the fields of a message that the template does not write; empty if it refuses the conversation so far."""
     known, kind = template.known, _kind(messages, index, tools)
     found = known.get(kind)
     if found is None:
@@ -50,7 +50,7 @@ def unwritten_fields(
 
 
 def tools_are_written(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
-    """Whether the template writes the tools of a conversation, if it has some."""
+    """Return whether the template writes the tools of a conversation; True if it has none."""
     if tools is None:
         return True
     if "tools" not in template.known:
@@ -70,7 +70,7 @@ def _kind(messages: Sequence[Message], index: int, tools: Tools) -> tuple[Any, .
 
 
 def _shape(calls: object) -> tuple[Any, ...]:
-    """Return what a template may ask of calls: whether there is more than one, and their keys and types."""
+    """Return what a template may depend on in calls: whether there are several, and their keys and types."""
     if not isinstance(calls, list):
         return ()
     shapes = []
@@ -81,7 +81,7 @@ def _shape(calls: object) -> tuple[Any, ...]:
 
 
 def _function(call: object) -> dict[str, Any]:
-    """Return the name and arguments of a call, which OpenAI puts into a table of their own."""
+    """Return the name and arguments of a call, which OpenAI nests under "function"."""
     if not isinstance(call, dict):
         return {}
     function = call.get("function", call)
@@ -97,7 +97,7 @@ def _unwritten(template: ChatTemplate, messages: Sequence[Message], tools: Tools
 
 
 def _changed(message: Message) -> dict[str, list[tuple[str, Message]]]:
-    """Return for each field of a message the message with it left out or changed, and what of the field that is."""
+    """Return, for each field of a message, (the part of the field, the message with that part removed or changed)."""
     fields: dict[str, list[tuple[str, Message]]] = {}
     for key, value in message.items():
         if key in _NOT_WRITTEN or value in (None, "", [], {}):
@@ -122,12 +122,12 @@ def _other_calls(message: Message, calls: list[Any]) -> list[tuple[str, Message]
         others.append((" after the first", {**message, _CALLS: calls[:-1]}))
     function = _function(calls[0])
     arguments = function.get("arguments")
-    more: object = None
+    changed: object = None
     if isinstance(arguments, dict):
-        more = {**arguments, "0": "0"}
+        changed = {**arguments, "0": "0"}
     elif isinstance(arguments, str):
-        more = '{"0": "0"}'
-    for key, value in (("name", f"0{function.get('name')}"), ("arguments", more)):
+        changed = '{"0": "0"}'
+    for key, value in (("name", f"0{function.get('name')}"), ("arguments", changed)):
         if function.get(key) and value is not None:
             other = {**function, key: value}
             call = {**calls[0], "function": other} if "function" in calls[0] else other
@@ -142,7 +142,7 @@ def _differs(
     other: Sequence[Message],
     other_tools: Tools,
 ) -> bool:
-    """Whether two conversations are written in other words; so is one that the template refuses, which it has read."""
+    """Return whether two conversations render differently. A refusal counts: the template then read the field."""
     try:
         written = template.render(messages, tools=tools).text
         return template.render(other, tools=other_tools).text != written
@@ -151,7 +151,7 @@ def _differs(
 
 
 def invented(turn: str, message: Mapping[str, Any], answer: str | None) -> str:
-    """Return what a template writes before the answer in a turn that has no reasoning; empty where it is blank."""
+    """Return the text that a template adds before the answer of a turn without reasoning; empty if it is blank."""
     if not answer or message.get(_CALLS) or any(message.get(key) for key in REASONING):
         return ""
     if "</think>" in str(message.get("content")):

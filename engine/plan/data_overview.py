@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.batches import Int64Array, count_rows, labelled_rows, labels_behind_a_cut
+from engine.data.batches import Int64Array, count_rows, labelled_rows, labels_after_a_cut
 from engine.data.corpus import Corpus, Split
 from engine.data.left_out import LeftOut, count_left_out
 from engine.data.overlap import near_copies
@@ -217,9 +217,7 @@ def look_at_data(
         passes=spec.train.steps * spec.rows_per_step * data.seq_len / len(packed.train)
         if not corpus.beyond_max_bytes or data.max_bytes == most
         else None,
-        behind_a_cut=labels_behind_a_cut(packed.train, data.seq_len)
-        if corpus.train.chats
-        else None,
+        behind_a_cut=labels_after_a_cut(packed.train, data.seq_len) if corpus.train.chats else None,
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
         repeated=_copies(corpus, repeated, first),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine import limits
-from engine.data.batches import labelled_rows, labels_behind_a_cut
+from engine.data.batches import labelled_rows, labels_after_a_cut
 from engine.data.corpus import Document
 from engine.data.left_out import LeftOut, RecordFaults, Skipped
 from engine.data.records import shown
@@ -231,7 +231,7 @@ class _Sample:
 
 
 def _behind(packed: TokenStream, seq_len: int) -> float | None:
-    return None if packed.labelled is None else labels_behind_a_cut(packed, seq_len)
+    return None if packed.labelled is None else labels_after_a_cut(packed, seq_len)
 
 
 def _share(stream: TokenStream) -> float | None:

@@ -16,7 +16,7 @@ from engine.data.batches import (
     epoch_order,
     gather_rows,
     heldout_rows,
-    labels_behind_a_cut,
+    labels_after_a_cut,
 )
 from engine.data.tokens import TokenStream, make_stream, starts_of
 from engine.errors import CorpusError
@@ -53,7 +53,7 @@ def test_labels_of_a_worked_example() -> None:
 
 
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), seed=seeds)
-def test_labels_behind_a_cut_are_those_whose_document_begins_in_an_earlier_row(
+def test_labels_after_a_cut_are_those_whose_document_begins_in_an_earlier_row(
     lengths: list[int], seq_len: int, seed: int
 ) -> None:
     whole = stream_of(lengths)
@@ -65,7 +65,7 @@ def test_labels_behind_a_cut_are_those_whose_document_begins_in_an_earlier_row(
             labels += labelled[place]
             # It is predicted in the row of the token before it.
             behind += labelled[place] and (place - 1) // seq_len * seq_len > begin
-    assert labels_behind_a_cut(stream, seq_len) == behind / max(labels, 1)
+    assert labels_after_a_cut(stream, seq_len) == behind / max(labels, 1)
 
 
 def test_last_token_of_the_stream_has_no_label() -> None:

@@ -330,7 +330,7 @@ def test_shards_of_a_folder_are_one_corpus(tmp_path: Path) -> None:
     assert found_in(folder) == found_in(f"{folder}/**") == reference
     assert skips(folder) == {
         ("README.md", "text in a folder of records"),
-        ("dataset_infos.json", "JSON that is no .jsonl, in a folder of records"),
+        ("dataset_infos.json", "a .json file in a folder of records"),
         ("empty.parquet", "empty"),
         (".cache", "hidden folder"),
     }

@@ -16,7 +16,7 @@ import pytest
 from engine import limits
 from engine.data.conversations import LONE_SURROGATE, read_conversation
 from engine.data.corpus import Corpus, check_corpus, open_corpus
-from engine.data.records import TEXT_BESIDE
+from engine.data.records import TEXT_NOT_READ
 from engine.data.token_cache import COPY, Recipe, load_tokens
 from engine.data.tokens import Encoder, tokenize
 from engine.errors import CorpusError
@@ -328,7 +328,7 @@ def test_a_conversation_is_read_where_a_text_stands_beside_it(tmp_path: Path, su
         (tmp_path / "c.jsonl").write_text("\n".join(lines))
     corpus = open_corpus(str(tmp_path / f"c.{suffix}"), heldout_fraction=0.3)
     assert corpus.train.chats + corpus.heldout.chats == 20
-    assert corpus.remarks == {TEXT_BESIDE: 20}
+    assert corpus.remarks == {TEXT_NOT_READ: 20}
     both = corpus.train.document_count + corpus.heldout.document_count
     assert both == (20 if suffix == "parquet" else 29)
 

@@ -213,7 +213,7 @@ def test_a_damaged_file_is_made_anew(root: Path, recipe: Recipe) -> None:
         path.unlink()  # what is mapped stays as it was
         path.write_bytes(content)
         found = load_tokens(recipe, root=root)
-        assert "made anew, because those kept were damaged" in found.note, path
+        assert "made again, because those kept were damaged" in found.note, path
         assert_equal(found.train, expected.train)
         assert_equal(found.heldout, expected.heldout)
         assert not made(load_tokens(recipe, root=root))
@@ -246,7 +246,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         return split(*given, **named)
 
     monkeypatch.setattr(token_cache, "open_corpus", changing)
-    with pytest.raises(CorpusError, match="files that stay as they are"):
+    with pytest.raises(CorpusError, match="files that do not change"):
         load_tokens(recipe, root=root)
 
 
@@ -286,7 +286,7 @@ def test_a_cache_that_cannot_be_written_gives_tokens_for_this_process_alone(
     assert not found.is_kept and "No space left" in found.note
     assert_equal(found.train, expected.train)
     assert not calls[1].exists()
-    with pytest.raises(DiskFull, match="nor can the temporary one"):
+    with pytest.raises(DiskFull, match="the temporary folder cannot be written either"):
         load_tokens(recipe, root=tmp_path / "full")
     problem = errno.EIO, "Input/output error"
     with pytest.raises(RunLogError, match="Input/output error"):
@@ -328,7 +328,7 @@ def test_a_second_process_waits_and_takes_what_the_first_made(
 
     monkeypatch.setattr(token_cache.time, "sleep", lambda seconds: None)
     found = load_tokens(recipe, progress, root=root)
-    assert "waiting for the tokens that another process makes" in said and not made(found)
+    assert "waiting for another process to make the tokens" in said and not made(found)
 
 
 def test_the_cache_keeps_what_was_used_last(
