@@ -1,7 +1,7 @@
 """The commands that pages show, and what they print: `python docs/transcripts.py` runs them and writes what came.
 
 A transcript is a fenced block in which lines that begin with `$ ` are commands; the lines below one are an excerpt
-of what it prints. They run in order in one new folder. What is compared is the form
+of what it prints. They run in order in one new folder, the README before the tutorial. What is compared is the form
 of a line: its words, with every number, unit and date left out.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-PAGES = (ROOT / "README.md",)
+PAGES = (ROOT / "README.md", DOCS / "tutorial.md")
 
 _FENCED = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _UNIT = r"(?:\s?(?:ns|µs|ms|s|min|h|[KMG]iB|k tok/s|tok/s)\b|[kMG]\b)?"

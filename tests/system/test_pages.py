@@ -1,4 +1,4 @@
-"""What the README shows is what its commands print, on the demo made small."""
+"""What README and tutorial show is what their commands print, on the demo made small."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ SMALL = {
 }
 """Settings of a demo that takes seconds."""
 
-SHOWN = re.compile(r"^(?:\$ )?(engine .+?)(?:\s{2,}#.*)?$|`(engine [^`]+)`", re.MULTILINE)
-"""Commands in blocks, tables and sentences."""
+SHOWN = re.compile(r"^(?:\$ )?(engine (?!\w+:).+?)(?:\s{2,}#.*)?$|`(engine [^`]+)`", re.MULTILINE)
+"""Commands in blocks, tables and sentences, and no message of one."""
 
 
 def played(command: Command, folder: Path) -> list[str]:
-    """What a command prints; the demo is made small, and of a flip only the plan, as its verdict takes minutes."""
+    """What a command prints; the demo is made small."""
     words = command.words()
     if words[:2] == ["apr-workbench", "demo"]:
         words += [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    if words[:2] == ["engine", "flip"]:
-        words += ["--dry-run"]
     return run(words, folder)
 
 
