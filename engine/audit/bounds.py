@@ -1,55 +1,58 @@
-"""How much of a step is compared, and at a time. The memory plan counts with these, so torch is not imported here."""
+"""Limits of the audit: how much of a step it compares, and how much of that is in memory at a time.
+
+The memory plan reads these limits too, so torch is not imported here.
+"""
 
 from __future__ import annotations
 
-MOST_FLOPS = {"cpu": 2e10, "cuda": 4e13}
-"""Of the gradients of all weights in one audit, by device: some tenths of a second on two cores, or on one GPU."""
-OF_STATES = 0.25
-"""Of these for the hidden states of a model, where not all rows are compared; at least one row is."""
-MOST_TOKENS = 4096
-"""Of a row whose hidden states are compared, where not all rows are."""
+REFERENCE_FLOPS = {"cpu": 2e10, "cuda": 4e13}
+"""Maximum FLOPs of the reference's weight gradients in one audit, by device type: tenths of a second on two cores or on
+one GPU."""
+HIDDEN_STATES_SHARE = 0.25
+"""Share of `REFERENCE_FLOPS` for the hidden states of one model where only some rows are compared, 0 to 1. At least one
+row is always compared."""
+COMPARED_TOKENS = 4096
+"""Maximum number of tokens compared in each row where only some rows are compared."""
 COMPARED_NUMBERS = 1 << 22
-"""Numbers of the student whose update is compared, in all its parameters together."""
+"""Maximum number of student weights whose update is compared, over all parameters."""
 GROUP_NUMBERS = 1 << 24
-"""Of the widest part of a layer, for the tokens of a plain forward pass at a time; at least one row."""
+"""Activations of the widest part of a layer that the reference keeps in memory at a time: a count of numbers. At least
+one row is computed at a time."""
 PAIRS = 1 << 20
-"""Attention weights of a head, of all rows, that are in memory at a time (`engine.audit.reference`)."""
+"""Attention weights of one head, over all rows, in memory at a time (`engine.audit.reference`): a count of numbers."""
 LOGITS = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""Logits of one side that are in memory at a time, in fp32: few enough for the cache of a CPU."""
-
-
-WIDENED = 2 * 10**9
-"""Parameters of a teacher up to which its module is run again in fp32, with a copy of all its weights."""
-
-
-MOST_TIMES = 8
-"""Times as much at a time where the step itself took the memory for it: a host starts as many kernels fewer."""
+"""fp32 logits of one model in memory at a time, by device type: a count of numbers. On a CPU they fit in its cache."""
+FP32_TEACHER_PARAMETERS = 2 * 10**9
+"""Maximum number of parameters of a teacher that the audit copies to fp32 to run its module again."""
+MAX_SCALE = 8
+"""Maximum factor by which the reference's chunks grow when the step has freed the memory for them. Larger chunks need
+fewer kernel launches."""
 
 
 def group_tokens(intermediate_size: int) -> int:
-    """Return the tokens of a plain forward pass at a time."""
+    """Return the number of tokens that the reference's forward pass computes at a time."""
     return GROUP_NUMBERS // intermediate_size
 
 
 def layer_bytes(
     *, intermediate: int, width: int, heads: int, tokens: int, row: int, backward: bool
 ) -> int:
-    """Return the bytes of a layer's numbers for the tokens that are in memory at a time, of `tokens` in rows of `row`,
-    and of its attention weights."""
+    """Return the bytes of one reference layer: its activations for one chunk of `tokens` tokens in rows of `row`, and
+    its attention weights."""
     at_once = min(max(group_tokens(intermediate), row), tokens)
     numbers = at_once * (6 * intermediate + 12 * width) // (1 if backward else 2)
     return 4 * (numbers + 4 * heads * max(PAIRS, row))
 
 
 def logits_bytes(tokens: int, vocabulary: int) -> int:
-    """Return the bytes on a GPU of all matrices of logits that are in memory at a time."""
+    """Return the GPU bytes of all logit matrices that are in memory at a time."""
     return 10 * 4 * min(LOGITS["cuda"], tokens * vocabulary)
 
 
-def times_at_once(counted: int, room: int) -> int:
-    """Return how many times as much may be in memory at a time: a power of two, by which the `counted` bytes stay
-    within `room`."""
-    times = MOST_TIMES
-    while times > 1 and times * counted > room:
-        times //= 2
-    return times
+def memory_scale(chunk_bytes: int, free_bytes: int) -> int:
+    """Return the largest power of two, 1 to `MAX_SCALE`, for which that many times `chunk_bytes` fit in `free_bytes`;
+    1 where none fits."""
+    scale = MAX_SCALE
+    while scale > 1 and scale * chunk_bytes > free_bytes:
+        scale //= 2
+    return scale

@@ -2,11 +2,11 @@
 the update.
 
 Each stage is judged from the input that was observed at that stage, with the rounding of its own arithmetic as the
-tolerance. What a stage takes in is what was observed of the stage before, so that together they follow the step from
-the corpus and the files of the models to the weights that it leaves. The first failure is the diagnosis.
+tolerance. The input of a stage is the observed output of the stage before, so together the stages follow the step from
+the corpus and the model files to the updated weights. The first failure is the diagnosis.
 
-Hidden states of some rows are compared, drawn by the seed, where the budget of arithmetic has no room for all. Numbers
-of a stage say how many positions and parameters were compared, of all.
+Where the FLOP budget does not allow all rows, the hidden states of some rows are compared, drawn by the seed. The
+numbers of each stage report how many positions and parameters were compared, out of how many.
 """
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, V vocabulary, R rows of a parameter
@@ -28,14 +28,14 @@ from torch import Tensor
 
 from engine.audit import reference
 from engine.audit.bounds import (
+    COMPARED_TOKENS,
+    HIDDEN_STATES_SHARE,
     LOGITS,
-    MOST_FLOPS,
-    MOST_TOKENS,
-    OF_STATES,
+    REFERENCE_FLOPS,
     group_tokens,
     layer_bytes,
     logits_bytes,
-    times_at_once,
+    memory_scale,
 )
 from engine.audit.observed import (
     Logged,
@@ -46,33 +46,37 @@ from engine.audit.observed import (
     UpdatedParameter,
 )
 from engine.audit.reference import IGNORED, Forward
-from engine.audit.shapes import shape_said
+from engine.audit.shapes import shape_in_files
 from engine.catalogue import STAGES, About
 from engine.errors import BadInput
 from engine.verdict import Answer, Level, Numbers, unknown
 
 ROUNDING, TF32 = 2.0**-24, 2.0**-11
-"""One rounding of fp32, and of what enters a TF32 matmul."""
+"""Largest relative error of one rounding in fp32, and of one rounding of a TF32 matmul's operands."""
 HEAD_ROWS_COMPARED = 256
-LEAST_MOVED = 0.01
-NOT_APPLIED = "the step was not applied: its loss or its gradient is not finite"
+"""Number of rows of the teacher's head that are compared."""
+MIN_MOVED_SHARE = 0.01
+"""Minimum share of the weights due an update that must change, 0 to 1; below it the stage is unknown."""
+NOT_APPLIED = "the update was skipped: the loss or a gradient is not finite"
 MOSTLY_ROUNDING = 0.1
-"""Share of a gradient that may be rounding before nothing can be said of it."""
+"""Maximum relative error of the hidden states' gradient, 0 to 1; above it rounding hides other errors."""
 TARGETS_COMPARED = 64
-"""Positions of which a few tokens in the teacher's place are compared, at least."""
+"""Minimum number of positions at which stored teacher targets are compared."""
 TARGETS_ALLOWED = 8
-"""What a softmax makes of the rounding of hidden states: logits are some times as long."""
+"""Factor of the tolerance of stored targets over that of hidden states: logits are larger than hidden states."""
 DEVIATIONS = 6
-"""Standard deviations of the mean of draws: once in a billion audits by chance."""
+"""Maximum distance of the mean of draws from its expectation, in standard deviations: chance exceeds it in one audit
+of a billion."""
 ROUNDED_ROWS = 2
-"""Rows whose numbers are moved by their rounding, to see what that alone does."""
-ROUNDED_PER_SEEN = 4
-"""Positions that rounding may have decided, for each of which the reference shows it."""
+"""Number of rows that are recomputed with rounding errors added, to measure the effect of rounding alone."""
+ROUNDED_PER_SHOWN = 4
+"""Maximum number of differing positions accepted for each position at which the recomputed rows show that rounding
+alone makes the difference."""
 
 
 @dataclass(slots=True)
 class _Loss:
-    """The reference of the loss, from the hidden states that it got."""
+    """The reference of the loss, computed from the hidden states that the step's loss received."""
 
     labelled: int
     ce: float
@@ -80,12 +84,12 @@ class _Loss:
     agreement: float
     hidden_gradients: list[Tensor]
     head_gradient_VD: Tensor | None
-    """None where hidden states are logits."""
+    """Gradient of the head; None where the hidden states are the logits."""
     largest_logit: float
 
 
 class Difference(NamedTuple):
-    """The first place in which two matrices differ, what they have there, and how many there are."""
+    """The first position at which two matrices differ, both values, and the number of differing positions."""
 
     row: int
     token: int
@@ -103,20 +107,20 @@ def first_difference(found_BT: Tensor, wanted_BT: Tensor) -> Difference | None:
     return Difference(row, token, found, wanted, len(differing))
 
 
-def _place(number: int, row: int, token: int) -> str:
+def _position_text(number: int, row: int, token: int) -> str:
     return f"pass {number + 1}, row {row + 1}, token {token + 1}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What of a step a model's hidden states are compared for."""
+class _Sample:
+    """The rows and tokens of a step at which a model's hidden states are compared."""
 
     rows: list[list[int]]
-    """Of each pass."""
+    """Row indices, one list per pass."""
     tokens: int
-    """The first ones of each row: later ones do not change them."""
+    """Number of leading tokens compared in each row: later tokens do not change them."""
     gradients: bool
-    """Whether it is all of the step, so that the weights' gradients can be compared too."""
+    """Whether the sample is the whole step, so that the weights' gradients are compared too."""
 
 
 @dataclass
@@ -134,21 +138,22 @@ class _Step:
         return sum(one.tokens_BT.numel() for one in self.seen.passes)
 
     @cached_property
-    def of_student(self) -> _Chosen:
-        """All rows where the budget has room for their gradients, else some."""
+    def student_sample(self) -> _Sample:
+        """All rows where the budget allows their gradients, otherwise some rows."""
         size = self.seen.student.parameters
-        whole = 8 * size * self.positions <= MOST_FLOPS[self.device.type]
-        return self._chosen(self.seen.student, 0 if whole else 2 * size)
+        whole = 8 * size * self.positions <= REFERENCE_FLOPS[self.device.type]
+        return self._sample(self.seen.student, 0 if whole else 2 * size)
 
     @cached_property
-    def of_teacher(self) -> _Chosen:
+    def teacher_sample(self) -> _Sample:
         assert self.seen.teacher is not None
-        return self._chosen(self.seen.teacher, 2 * self.seen.teacher.parameters)
+        return self._sample(self.seen.teacher, 2 * self.seen.teacher.parameters)
 
-    def _chosen(self, model: Model, flops: int) -> _Chosen:
-        """Return what the budget has room for at `flops` a token, drawn by the seed and the step."""
+    def _sample(self, model: Model, flops: int) -> _Sample:
+        """Draw the rows that the budget allows at `flops` per token, seeded by the run's seed and the step. All rows
+        where `flops` is 0."""
         seen = self.seen
-        places = [
+        all_rows = [
             (index, row)
             for index, one in enumerate(seen.passes)
             for row in range(one.tokens_BT.shape[0])
@@ -156,23 +161,24 @@ class _Step:
         tokens = seen.passes[0].tokens_BT.shape[1]
         # LongRoPE turns short and long documents differently.
         if flops and not model.shape.long_factors:
-            tokens = min(tokens, MOST_TOKENS)
-        room = len(places)
+            tokens = min(tokens, COMPARED_TOKENS)
+        count = len(all_rows)
         if flops:
-            most = OF_STATES * MOST_FLOPS[self.device.type]
-            room = max(1, int(most // (flops * tokens)))
-        if room < len(places):
+            budget = HIDDEN_STATES_SHARE * REFERENCE_FLOPS[self.device.type]
+            count = max(1, int(budget // (flops * tokens)))
+        if count < len(all_rows):
             generator = torch.Generator().manual_seed(seen.seed * 1_000_003 + seen.step)
-            drawn = torch.randperm(len(places), generator=generator)[:room].tolist()
-            places = sorted(places[index] for index in drawn)
+            drawn = torch.randperm(len(all_rows), generator=generator)[:count].tolist()
+            all_rows = sorted(all_rows[index] for index in drawn)
         rows = [
-            [row for index, row in places if index == number] for number in range(len(seen.passes))
+            [row for index, row in all_rows if index == number]
+            for number in range(len(seen.passes))
         ]
-        return _Chosen(rows, tokens, gradients=not flops)
+        return _Sample(rows, tokens, gradients=not flops)
 
     @cached_property
-    def times(self) -> int:
-        """How many times as much of the student's reference is in memory at a time as is counted with."""
+    def scale(self) -> int:
+        """Factor by which the student's reference uses larger chunks than the memory plan counts."""
         runs, one = self.seen.student.runs, self.seen.passes[0]
         if not isinstance(runs, reference.PlainDecoder):
             return 1
@@ -184,22 +190,22 @@ class _Step:
             row=one.tokens_BT.shape[1],
             backward=True,
         ) + logits_bytes(one.tokens_BT.numel(), self.seen.student.vocabulary)
-        return times_at_once(counted, self.seen.room)
+        return memory_scale(counted, self.seen.free_bytes)
 
     @cached_property
     def student(self) -> Model:
         model = self.seen.student
         if not isinstance(model.runs, reference.PlainDecoder):
             return model
-        return replace(model, runs=replace(model.runs, pairs=self.times * model.runs.pairs))
+        return replace(model, runs=replace(model.runs, pairs=self.scale * model.runs.pairs))
 
     def forwards(
-        self, model: Model, chosen: _Chosen, *, keep: bool = False, rounding: float = 0.0
+        self, model: Model, chosen: _Sample, *, keep: bool = False, rounding: float = 0.0
     ) -> list[list[Forward]]:
-        """Return the reference's forward passes over the chosen rows of each pass, some at a time."""
-        times = self.times if model is self.student else 1
-        size = max(1, times * group_tokens(model.shape.intermediate_size) // chosen.tokens)
-        with self.products(model):
+        """Run the reference over the chosen rows of each pass, a chunk of rows at a time."""
+        scale = self.scale if model is self.student else 1
+        size = max(1, scale * group_tokens(model.shape.intermediate_size) // chosen.tokens)
+        with self.matmul_precision(model):
             return [
                 [
                     model.runs.forward(
@@ -214,9 +220,9 @@ class _Step:
             ]
 
     @contextlib.contextmanager
-    def products(self, model: Model) -> Iterator[None]:
-        """Run the reference of a model in 16 bits or fewer with TF32 matmuls on a GPU: five times as fast, and they
-        round an eighth as much."""
+    def matmul_precision(self, model: Model) -> Iterator[None]:
+        """Allow TF32 matmuls on a GPU for the reference of a model in 16 bits or fewer: they are five times as fast and
+        round an eighth as much as the model does."""
         before = torch.get_float32_matmul_precision()
         if self.device.type == "cuda" and model.rounding >= 8 * TF32:
             torch.set_float32_matmul_precision("high")
@@ -227,17 +233,17 @@ class _Step:
 
     @cached_property
     def student_forwards(self) -> list[list[Forward]]:
-        chosen = self.of_student
+        chosen = self.student_sample
         return self.forwards(self.student, chosen, keep=chosen.gradients)
 
     @cached_property
     def teacher_forwards(self) -> list[list[Forward]]:
         assert self.seen.teacher is not None
-        return self.forwards(self.seen.teacher, self.of_teacher)
+        return self.forwards(self.seen.teacher, self.teacher_sample)
 
     @cached_property
     def loss(self) -> _Loss:
-        """Of the hidden states that the loss got."""
+        """The reference loss of the hidden states that the step's loss received."""
         seen = self.seen
         count = max(sum(int((_labels(one) != IGNORED).sum()) for one in seen.passes), 1)
         head_gradient_VD = None
@@ -249,8 +255,8 @@ class _Step:
             teacher: tuple[Tensor, reference.HeadRows] | reference.Targets | None = one.targets
             if one.teacher_hidden_NE is not None and seen.teacher_head is not None:
                 teacher = (one.teacher_hidden_NE, seen.teacher_head)
-            # TF32 holds what 16 bits do: products of such operands are exact.
-            with self.products(seen.student):
+            # TF32 represents 16-bit operands exactly, so their products are exact.
+            with self.matmul_precision(seen.student):
                 sums, gradient_ND = reference.loss(
                     seen.wanted.objective,
                     one.student_hidden_ND,
@@ -260,7 +266,7 @@ class _Step:
                     vocabulary=seen.student.vocabulary,
                     denominator=count,
                     head_gradient_VD=head_gradient_VD,
-                    chunk_numbers=self.times * LOGITS[self.device.type],
+                    chunk_numbers=self.scale * LOGITS[self.device.type],
                 )
             gradients.append(gradient_ND)
             total.ce += sums.ce
@@ -283,28 +289,28 @@ def _joined(groups: Sequence[Forward]) -> Tensor:
 
 
 def _labels(one: ObservedPass) -> Tensor:
-    """The labels of a pass, on the device of its hidden states, (N,)."""
+    """Return the labels of a pass on the device of its hidden states, (N,)."""
     return one.labels_BT.flatten().to(one.student_hidden_ND.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Updated:
-    """A step that is done: what was observed before its update, and what the update left."""
+    """A finished step: what was observed before its update and after it."""
 
     seen: ObservedStep
     loss: _Loss | str
-    """The reference; why there is none."""
+    """The reference loss, or the reason why there is none."""
     logged: Logged
     after: Mapping[str, UpdatedParameter]
 
 
 # contract: distill-batch-honesty-v1
 class StepJudge:
-    """Judges a step in two parts: models, loss and gradients while its weights are those that it was computed with, the
-    update once it is logged. A stage whose judgement breaks is unknown, with the reason."""
+    """Judges a step in two parts: models, loss and gradients before the update changes the weights; the update once the
+    step is logged. A stage whose judgement raises is unknown, with the error as the reason."""
 
     def __init__(self, seen: ObservedStep) -> None:
-        """Judges the first part. What it needs as a whole is not kept."""
+        """Judge the first part; whole tensors are released afterwards."""
         step = _Step(seen)
         self._found = {id: _timed(judge, step) for id, judge in BEFORE_UPDATE.items()}
         self._loss: _Loss | str = "its reference could not be computed"
@@ -329,7 +335,7 @@ def _timed(judge: Callable[[_T], Answer], of: _T) -> tuple[Answer, float]:
     try:
         answer = judge(of)
     except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
-        answer = unknown(f"the audit broke: {type(error).__name__}: {error}")
+        answer = unknown(f"the audit raised {type(error).__name__}: {error}")
     return answer, time.perf_counter() - begun_s
 
 
@@ -341,22 +347,22 @@ def _rows(step: _Step) -> Answer:
     passes, wanted = len(step.seen.passes), step.seen.wanted.passes
     if passes != wanted:
         return Numbers(passes=passes, wanted=wanted).failed(
-            f"{passes} micro-batches were trained on, a step has {wanted}"
+            f"the step trained on {passes} micro-batches, expected {wanted}"
         )
     for number, one in enumerate(step.seen.passes):
         corpus = one.corpus
         shapes = tuple(one.tokens_BT.shape), tuple(corpus.tokens_BT.shape)
         if shapes[0] != shapes[1] or len(one.row_ids) != len(corpus.row_ids):
             return Numbers(rows=len(one.row_ids), wanted=len(corpus.row_ids)).failed(
-                f"pass {number + 1} has {shapes[0][0]} rows of {shapes[0][1]} tokens, the spec has "
+                f"micro-batch {number + 1} has {shapes[0][0]} rows of {shapes[0][1]} tokens, the spec sets "
                 f"{shapes[1][0]} of {shapes[1][1]}"
             )
         if list(one.row_ids) != list(corpus.row_ids):
             pairs = enumerate(zip(one.row_ids, corpus.row_ids, strict=True))
             place = next(i for i, (a, b) in pairs if a != b)
             return Numbers(taken=one.row_ids[place], wanted=corpus.row_ids[place]).failed(
-                f"pass {number + 1}, row {place + 1}: row {one.row_ids[place]:,} of the corpus was taken, "
-                f"it was the turn of row {corpus.row_ids[place]:,}"
+                f"micro-batch {number + 1}, row {place + 1}: expected row {corpus.row_ids[place]:,} of the corpus, "
+                f"found row {one.row_ids[place]:,}"
             )
         for what, trained_BT, there_BT in (
             ("token", one.tokens_BT.cpu(), corpus.tokens_BT),
@@ -364,15 +370,15 @@ def _rows(step: _Step) -> Answer:
         ):
             if first := first_difference(trained_BT, there_BT):
                 return Numbers(differing=first.differing).failed(
-                    f"{_place(number, first.row, first.token)}: {what} {first.found} was trained on, the corpus has "
-                    f"{first.wanted}; {first.differing:,} of {trained_BT.numel():,} differ"
+                    f"{_position_text(number, first.row, first.token)}: the step trained on {what} {first.found}, the "
+                    f"corpus has {first.wanted}; {first.differing:,} of {trained_BT.numel():,} differ"
                 )
         seen += one.row_ids
     repeated = len(seen) - len(set(seen))
     numbers = Numbers(rows=len(seen), repeated=repeated)
     if repeated and step.seen.wanted.rows_distinct:
-        return numbers.failed(f"{repeated} of {len(seen)} rows of the step are there twice")
-    return numbers.passed(f"{len(seen)} rows are those of the corpus, token by token")
+        return numbers.failed(f"{repeated} of {len(seen)} rows of the step are duplicates")
+    return numbers.passed(f"all {len(seen)} rows match the corpus, token by token")
 
 
 def _labels_are_next(step: _Step) -> Answer:
@@ -386,17 +392,17 @@ def _labels_are_next(step: _Step) -> Answer:
         labels_BT = one.labels_BT.cpu()
         if first := first_difference(labels_BT, wanted_BT):
             return Numbers(differing=first.differing).failed(
-                f"{_place(number, first.row, first.token)}: the label is {_named(first.found)}, expected "
-                f"{_named(first.wanted)}; {first.differing:,} of {labels_BT.numel():,} differ"
+                f"{_position_text(number, first.row, first.token)}: the label is {_label_text(first.found)}, expected "
+                f"{_label_text(first.wanted)}; {first.differing:,} of {labels_BT.numel():,} differ"
             )
         labelled += int((labels_BT != IGNORED).sum())
     numbers = Numbers(labelled=labelled)
     if not labelled:
-        return numbers.failed("no row of the step has a label: there is nothing to train on")
-    return numbers.passed(f"{labelled:,} labels are the next tokens of their documents")
+        return numbers.failed("no position of the step has a label: there is nothing to train on")
+    return numbers.passed(f"all {labelled:,} labels are the next token of their document")
 
 
-def _named(label: int) -> str:
+def _label_text(label: int) -> str:
     return "none" if label == IGNORED else f"token {label}"
 
 
@@ -413,12 +419,12 @@ def _allowed(model: Model) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Errors:
-    """The errors of the chosen positions of all passes, in their order, (P,) each."""
+    """The errors of the sampled positions of all passes, in order, (P,) each."""
 
     error_P: Tensor
     size_P: Tensor
     places: list[tuple[int, int, int]]
-    """Pass, row and token of each, from 0."""
+    """Pass, row and token of each position, counted from 0."""
 
     def relative(self, kept_P: Tensor) -> float:
         square = float(self.error_P[kept_P].double().square().sum())
@@ -428,7 +434,7 @@ class _Errors:
 
 def _errors(
     step: _Step,
-    chosen: _Chosen,
+    chosen: _Sample,
     forwards: Sequence[Sequence[Forward]],
     seen: Sequence[Tensor],
 ) -> _Errors:
@@ -450,7 +456,7 @@ def _errors(
 def _forward_pass(
     step: _Step,
     model: Model,
-    chosen: _Chosen,
+    chosen: _Sample,
     forwards: Sequence[Sequence[Forward]],
     seen: Sequence[Tensor],
     whose: str,
@@ -458,10 +464,10 @@ def _forward_pass(
     allowed = _allowed(model)
     found = _errors(step, chosen, forwards, seen)
     relative_P = (found.error_P / found.size_P).nan_to_num(math.inf)
-    # One position has fewer numbers to average over than all have together.
-    beyond_P = relative_P > 4 * allowed
+    # The error of one position averages over fewer numbers than that of all positions.
+    over_P = relative_P > 4 * allowed
     positions = len(relative_P)
-    error = found.relative(torch.ones_like(beyond_P))
+    error = found.relative(torch.ones_like(over_P))
     numbers = Numbers(
         error=error,
         worst=float(relative_P.amax()),
@@ -469,30 +475,33 @@ def _forward_pass(
         positions=positions,
         all_positions=step.positions,
     )
-    text = f"hidden states are {error:.2g} (relative) from a plain forward pass, {allowed:.1g} is allowed"
+    text = (
+        f"the relative error of the hidden states to a plain forward pass is {error:.2g}, expected up to "
+        f"{allowed:.1g}"
+    )
     decided = ""
-    if beyond_P.any() or not error <= allowed:
-        # Some models, of random weights above all, choose between two answers by less than rounding.
-        by_rounding_P, looked_at_P = _moved_by_rounding(
-            step, model, chosen.tokens, forwards, found, beyond_P
+    if over_P.any() or not error <= allowed:
+        # Some models, above all those of random weights, amplify rounding errors into other hidden states.
+        rounding_P, checked_P = _moved_by_rounding(
+            step, model, chosen.tokens, forwards, found, over_P
         )
-        numbers["decided_by_rounding"] = int(by_rounding_P.sum())
-        most = ROUNDED_PER_SEEN * int(by_rounding_P.sum())
-        share = positions / int(looked_at_P.sum())
-        if int((beyond_P & looked_at_P).sum()) > most or int(beyond_P.sum()) > most * share:
-            first = int(beyond_P.nonzero()[0])
+        numbers["decided_by_rounding"] = int(rounding_P.sum())
+        accepted = ROUNDED_PER_SHOWN * int(rounding_P.sum())
+        ratio = positions / int(checked_P.sum())
+        if int((over_P & checked_P).sum()) > accepted or int(over_P.sum()) > accepted * ratio:
+            first = int(over_P.nonzero()[0])
             return numbers.failed(
-                f"{text}; first at {_place(*found.places[first])}: {float(relative_P[first]):.2g}"
+                f"{text}; first at {_position_text(*found.places[first])}: {float(relative_P[first]):.2g}"
             )
-        kept_P = ~(beyond_P | by_rounding_P)
+        kept_P = ~(over_P | rounding_P)
         error = found.relative(kept_P)
         if not error <= allowed:
             return numbers.failed(text)
-        aside = positions - int(kept_P.sum())
-        decided = f", but for {aside:,} whose answers rounding decides"
-        if 2 * aside > positions:
+        excluded = positions - int(kept_P.sum())
+        decided = f", except {excluded:,} whose values rounding decides"
+        if 2 * excluded > positions:
             return numbers.unknown(
-                f"rounding decides the answers of {aside:,} of {positions:,} tokens"
+                f"rounding decides the hidden states of {excluded:,} of {positions:,} tokens"
             )
     found_text = f"hidden states of {positions:,} tokens of the {whose} are within {error:.1e} of"
     if not model.proved:
@@ -508,18 +517,18 @@ def _moved_by_rounding(
     length: int,
     forwards: Sequence[Sequence[Forward]],
     found: _Errors,
-    beyond_P: Tensor,
+    over_P: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return which of the chosen positions errors of the size of one rounding carry beyond what is allowed, and which
-    were looked at: those of the rows that differ most; (P,) each."""
+    """Return which sampled positions exceed the tolerance when errors of one rounding are added, and which were checked
+    this way: those of the rows that differ most; (P,) each."""
     plain_ND = torch.cat([_joined(groups) for groups in forwards if groups])
     plain_RTD = plain_ND.view(-1, length, plain_ND.shape[1])
-    moved_P, looked_at_P = torch.zeros_like(beyond_P), torch.zeros_like(beyond_P)
-    worst_R = beyond_P.view(-1, length).sum(1).sort(descending=True, stable=True).indices
+    moved_P, checked_P = torch.zeros_like(over_P), torch.zeros_like(over_P)
+    worst_R = over_P.view(-1, length).sum(1).sort(descending=True, stable=True).indices
     for place in worst_R[:ROUNDED_ROWS].tolist():
         number, row, _ = found.places[place * length]
         one, begin = step.seen.passes[number], place * length
-        with step.products(model):
+        with step.matmul_precision(model):
             change_TD = model.runs.forward(
                 one.tokens_BT[row : row + 1, :length],
                 one.documents_BT[row : row + 1, :length],
@@ -530,17 +539,17 @@ def _moved_by_rounding(
             dim=1
         )
         moved_P[begin : begin + length] = moved_T
-        looked_at_P[begin : begin + length] = True
-    return moved_P, looked_at_P
+        checked_P[begin : begin + length] = True
+    return moved_P, checked_P
 
 
 def _student(step: _Step) -> Answer:
     seen = step.seen
     hidden = [one.student_hidden_ND for one in seen.passes]
     answer = _forward_pass(
-        step, seen.student, step.of_student, step.student_forwards, hidden, "student"
+        step, seen.student, step.student_sample, step.student_forwards, hidden, "student"
     )
-    return _as_its_files_say(answer, seen.student)
+    return _with_shape_check(answer, seen.student)
 
 
 def _teacher(step: _Step) -> Answer:
@@ -549,7 +558,7 @@ def _teacher(step: _Step) -> Answer:
         return Numbers().passed("the objective has no teacher")
     if changed := seen.teacher_changed:
         return Numbers(changed=len(changed)).failed(
-            f"{len(changed)} tensors of the teacher changed in the step, first {changed[0]}"
+            f"the step changed {len(changed)} tensors of the teacher, first {changed[0]}"
         )
     if seen.teacher is None:
         return unknown(seen.no_teacher)
@@ -557,9 +566,9 @@ def _teacher(step: _Step) -> Answer:
         return _targets(step, seen.teacher)
     hidden = [one.teacher_hidden_NE for one in seen.passes if one.teacher_hidden_NE is not None]
     answer = _forward_pass(
-        step, seen.teacher, step.of_teacher, step.teacher_forwards, hidden, "teacher"
+        step, seen.teacher, step.teacher_sample, step.teacher_forwards, hidden, "teacher"
     )
-    answer = _as_its_files_say(answer, seen.teacher)
+    answer = _with_shape_check(answer, seen.teacher)
     if answer.verdict.level is Level.FAIL or seen.teacher_head in (None, reference.LOGITS):
         return answer
     assert seen.teacher_head is not None
@@ -571,17 +580,18 @@ def _teacher(step: _Step) -> Answer:
     numbers = Numbers(**answer.numbers, head_error=error)
     if not error <= 2 * seen.teacher.rounding + 4 * ROUNDING:
         return numbers.failed(
-            f"the head that the loss gets is {error:.2g} (relative) from the teacher's"
+            f"the relative error of the head in the loss to the teacher's head is {error:.2g}, expected up to "
+            f"{2 * seen.teacher.rounding + 4 * ROUNDING:.1g}"
         )
     return replace(answer, numbers=dict(numbers))
 
 
 def _targets(step: _Step, model: Model) -> Answer:
-    """Compare a few tokens of each position, in the teacher's place, with the distribution that the reference has
-    there at the loss's temperature: the probabilities of the likeliest, or how likely the draws are."""
+    """Compare stored teacher targets with the reference's distribution at the loss's temperature: the probabilities of
+    the top tokens, or the likelihood of sampled tokens."""
     ids, found, hidden = [], [], []
     for number, one in enumerate(step.seen.passes):
-        rows, tokens = step.of_teacher.rows[number], step.of_teacher.tokens
+        rows, tokens = step.teacher_sample.rows[number], step.teacher_sample.tokens
         if one.targets is None or not rows:
             continue
         shape = (*one.tokens_BT.shape, -1)
@@ -608,10 +618,10 @@ def _targets(step: _Step, model: Model) -> Answer:
         missed = 1 - float(wanted_PK.sum() / best_PK.sum())
         numbers |= dict(error=error, missed=missed)
         text = (
-            f"probabilities are {error:.2g} (relative) from a plain forward pass, and {max(missed, 0):.2g} of the "
-            "likeliest tokens' is missed"
+            f"probabilities have a relative error of {error:.2g} to a plain forward pass, and lack "
+            f"{max(missed, 0):.2g} of the top tokens' probability"
         )
-        beyond = not max(error, missed) <= allowed
+        differs = not max(error, missed) <= allowed
     else:
         p_PV = log_p_PV.exp()
         entropy_P = -(p_PV * log_p_PV).sum(1)
@@ -619,58 +629,58 @@ def _targets(step: _Step, model: Model) -> Answer:
         drawn, entropy = -float(log_p_PV.gather(1, ids_PK).mean()), float(entropy_P.mean())
         deviation = math.sqrt(float(variance_P.sum()) / ids_PK.shape[1]) / len(ids_PK)
         numbers |= dict(drawn=drawn, entropy=entropy, deviation=deviation)
-        text = f"draws have {drawn:.4g} nats under a plain forward pass, whose entropy is {entropy:.4g}"
-        beyond = not abs(drawn - entropy) <= DEVIATIONS * deviation + allowed * (1 + entropy)
-    if beyond:
-        return numbers.failed(f"stored {text}; {allowed:.1g} is allowed")
+        text = f"samples have {drawn:.4g} nats under a plain forward pass, whose entropy is {entropy:.4g}"
+        differs = not abs(drawn - entropy) <= DEVIATIONS * deviation + allowed * (1 + entropy)
+    if differs:
+        return numbers.failed(f"stored {text}; expected a difference of up to {allowed:.1g}")
     return numbers.passed(f"stored {text}, at {len(ids_PK):,} positions")
 
 
-def _as_its_files_say(answer: Answer, model: Model) -> Answer:
-    """Return the answer; a failure where a model in memory has another shape than the files that it was read from."""
+def _with_shape_check(answer: Answer, model: Model) -> Answer:
+    """Return the answer, or a failure if the model in memory has another shape than the files that it was read from."""
     if answer.verdict.level is Level.FAIL or not model.files:
         return answer
     try:
-        said = shape_said(model.files)
+        expected = shape_in_files(model.files)
     except BadInput as error:
         reason = f"{answer.verdict.reason}; not compared with its files: {error}"
         return replace(answer, verdict=replace(answer.verdict, reason=reason))
     of_model = asdict(model.shape)
     of_model |= of_model["stretch"] or {}
-    for name, wanted in said.items():
+    for name, wanted in expected.items():
         found = of_model.get(name)
         if (found or 0) != (wanted or 0) and not (
             isinstance(found, int | float)
             and isinstance(wanted, int | float)
             and math.isclose(found, wanted, rel_tol=1e-6)
         ):
-            return Numbers().failed(f"{name} is {found} in the model and {wanted} in its files")
+            return Numbers().failed(f"{name} is {found} in the model, its files have {wanted}")
     return answer
 
 
-def _first_beyond(error: Tensor, allowed: Tensor) -> tuple[int, int] | None:
-    """Return the first place of a number that differs more than is allowed, and how many more there are."""
-    beyond = (~(error <= allowed)).flatten().nonzero()
-    return (int(beyond[0]), len(beyond) - 1) if len(beyond) else None
+def _first_out_of_tolerance(error: Tensor, allowed: Tensor) -> tuple[int, int] | None:
+    """Return the index of the first number out of tolerance and the count of the others, or None."""
+    outside = (~(error <= allowed)).flatten().nonzero()
+    return (int(outside[0]), len(outside) - 1) if len(outside) else None
 
 
-def _where(beyond: tuple[int, int], parameters: Sequence[ObservedParameter]) -> tuple[int, str]:
-    """Return the place, and its name: the numbers are those of some rows of parameters, one after the other."""
-    at, more = beyond
+def _locate(differing: tuple[int, int], parameters: Sequence[ObservedParameter]) -> tuple[int, str]:
+    """Return the index and its name in the sampled rows of all parameters, which are concatenated."""
+    at, others = differing
     sizes = [one.before.numel() for one in parameters]
     ends = list(itertools.accumulate(sizes))
     number = bisect.bisect(ends, at)
     one = parameters[number]
     place = at - ends[number] + sizes[number]
-    return at, _named_place(one.name, place, one.before, one.rows_R, more, ends[-1])
+    return at, _weight_text(one.name, place, one.before, one.rows_R, others, ends[-1])
 
 
-def _named_place(
-    name: str, at: int, part: Tensor, rows: Sequence[int] | Tensor, more: int, total: int
+def _weight_text(
+    name: str, at: int, part: Tensor, rows: Sequence[int] | Tensor, others: int, total: int
 ) -> str:
-    row, *others = (int(index) for index in torch.unravel_index(torch.tensor(at), part.shape))
-    where = f"{name}[{', '.join(map(str, (int(rows[row]), *others)))}]"
-    return f"{where}, and {more:,} more of {total:,},"
+    row, *columns = (int(index) for index in torch.unravel_index(torch.tensor(at), part.shape))
+    where = f"{name}[{', '.join(map(str, (int(rows[row]), *columns)))}]"
+    return f"{where}, and {others:,} others of {total:,},"
 
 
 # Loss
@@ -680,7 +690,7 @@ def _loss_parts(step: _Updated) -> Answer:
     ref, seen, logged = step.loss, step.seen, step.logged
     if isinstance(ref, str):
         return unknown(ref)
-    # A logit is a sum of products, each rounded; what that does to a log-sum-exp is at most the largest of them.
+    # A logit is a sum of rounded products; a log-sum-exp changes by no more than the largest change of a logit.
     rounding = 8 * step.seen.logit_rounding * ref.largest_logit
     T = seen.wanted.objective.temperature
     numbers = Numbers()
@@ -693,17 +703,17 @@ def _loss_parts(step: _Updated) -> Answer:
         numbers |= {key: found, f"{key}_reference": wanted}
         if not abs(found - wanted) <= allowed:
             return numbers.failed(
-                f"{what} is logged as {found:.6g}, the step's own hidden states and labels give {wanted:.6g} (at most "
-                f"{allowed:.1g} apart by rounding)"
+                f"{what} is logged as {found:.6g}, the step's hidden states and labels give {wanted:.6g} (rounding "
+                f"explains up to {allowed:.1g})"
             )
     if logged.agreement is not None:
         numbers |= dict(agreement=logged.agreement, agreement_reference=ref.agreement)
-        # A tie that rounding decides is rare.
+        # Rounding decides few ties.
         if not abs(logged.agreement - ref.agreement) <= 0.005 + 2 / ref.labelled:
             return numbers.failed(
-                f"agreement is logged as {logged.agreement:.2%}, the step's own hidden states give {ref.agreement:.2%}"
+                f"agreement is logged as {logged.agreement:.2%}, the step's hidden states give {ref.agreement:.2%}"
             )
-    return numbers.passed("cross entropy and divergence are those of the step's hidden states")
+    return numbers.passed("cross entropy and divergence match the step's hidden states")
 
 
 def _total_loss(step: _Updated) -> Answer:
@@ -715,10 +725,10 @@ def _total_loss(step: _Updated) -> Answer:
         return numbers.unknown(NOT_APPLIED)
     if not abs(logged.loss - loss) <= allowed:
         return numbers.failed(
-            f"the logged loss is {logged.loss:.6g}; {alpha:g} of the cross entropy and "
-            f"{1 - alpha:g} of the divergence are {loss:.6g}"
+            f"the logged loss is {logged.loss:.6g}, expected {loss:.6g}: {alpha:g} x cross entropy + "
+            f"{1 - alpha:g} x divergence"
         )
-    return numbers.passed(f"{logged.loss:.6g} is the weighted sum of its parts")
+    return numbers.passed(f"the loss of {logged.loss:.6g} is the weighted sum of its parts")
 
 
 # Gradients
@@ -729,23 +739,23 @@ def _gradients(step: _Step) -> Answer:
     answer = _hidden_gradients(step)
     if answer.verdict.level is not Level.PASS:
         return answer
-    if not step.of_student.gradients:
+    if not step.student_sample.gradients:
         return unknown(
-            f"{answer.verdict.reason}; the weights' gradients are not compared: the references of all rows are "
-            "beyond the budget",
+            f"{answer.verdict.reason}; the weights' gradients are not compared: the reference of all rows needs more "
+            "FLOPs than the audit's budget",
             **answer.numbers,
         )
     upstream = [one.student_gradient_ND.float() for one in seen.passes]  # type: ignore[union-attr]
-    of_weights = _weight_gradients(step, upstream, step.loss.head_gradient_VD)
-    return replace(of_weights, numbers={**answer.numbers, **of_weights.numbers})
+    weight_answer = _weight_gradients(step, upstream, step.loss.head_gradient_VD)
+    return replace(weight_answer, numbers={**answer.numbers, **weight_answer.numbers})
 
 
 def _hidden_gradients(step: _Step) -> Answer:
-    """Compare the gradients that the loss gave the hidden states with the reference's, over every position."""
+    """Compare the loss's gradients of the hidden states with the reference's at every position."""
     ref, seen = step.loss, step.seen
     square = size = 0.0
     worst: tuple[float, int, int] = (0.0, 0, 0)
-    # What rounding a logit does to the gradient of its row, for one whose head has rows of this length.
+    # The error that rounding a logit adds to the gradient of its position grows with the norm of the head's rows.
     length = 1.0
     if seen.student_head is not reference.LOGITS:
         rows_RD = seen.student_head(0, min(64, seen.student.vocabulary)).float()
@@ -765,7 +775,8 @@ def _hidden_gradients(step: _Step) -> Answer:
         if without_N.any():
             row, token = divmod(int(without_N.nonzero()[0]), one.tokens_BT.shape[1])
             return Numbers(leaking=int(without_N.sum())).failed(
-                f"{int(without_N.sum())} tokens without a label get a gradient, first {_place(number, row, token)}"
+                f"{int(without_N.sum())} positions without a label receive a gradient, first "
+                f"{_position_text(number, row, token)}"
             )
         error_N = (found_ND - wanted_ND).norm(dim=1)
         square += float(error_N.square().sum())
@@ -782,31 +793,31 @@ def _hidden_gradients(step: _Step) -> Answer:
         found = float(one.student_gradient_ND[place].double().norm())  # type: ignore[index]
         wanted = float(ref.hidden_gradients[number][place].norm())
         return numbers.failed(
-            f"the gradient of the hidden states is {error:.2g} (relative) from that of the loss; most at "
-            f"{_place(number, row, token)}: length {found:.3g}, expected {wanted:.3g}"
+            f"the relative error of the hidden states' gradient to that of the loss is {error:.2g}; largest at "
+            f"{_position_text(number, row, token)}: norm {found:.3g}, expected {wanted:.3g}"
         )
     if not error <= MOSTLY_ROUNDING:
         return numbers.unknown(
-            f"{error:.0%} of the gradient of the hidden states is rounding: the student follows it more than the "
-            "loss; student.precision=fp32 or loss.kernel=eager would round less"
+            f"{error:.0%} of the hidden states' gradient is rounding error, expected up to {MOSTLY_ROUNDING:.0%}; "
+            "student.precision=fp32 or loss.kernel=eager would round less"
         )
     return numbers.passed(
-        f"gradients of the hidden states are within {error:.1e} of the loss's over all {step.positions:,} positions"
+        f"gradients of the hidden states match the loss's within {error:.1e} at all {step.positions:,} positions"
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Beyond:
-    """The gradient of a tensor that is further from the reference's than is allowed."""
+class _OutOfTolerance:
+    """The gradient of a tensor that differs from the reference's by more than the tolerance."""
 
     found: Tensor
     wanted: Tensor
     error: float
     allowed: float
 
-    def by_rounding(self, moved: Tensor) -> bool:
-        """Say whether rounding alone carries the reference as far, by its gradient when moved by rounding."""
-        return self.error <= self.allowed + ROUNDED_PER_SEEN * float((moved - self.wanted).norm())
+    def explained_by_rounding(self, moved: Tensor) -> bool:
+        """Return whether rounding alone moves the reference as far, given its gradient with rounding errors added."""
+        return self.error <= self.allowed + ROUNDED_PER_SHOWN * float((moved - self.wanted).norm())
 
 
 def _weight_gradients(
@@ -815,52 +826,52 @@ def _weight_gradients(
     """Compare the gradients of the weights with those of the plain decoder."""
     seen, model = step.seen, step.student
     total = max(sum(one.numbers for one in seen.parameters), 1)
-    # In 16 bits each layer's backward pass adds some percent.
+    # In 16 bits the backward pass of each layer adds an error of a few percent.
     relative = max(2e-3, 32 * model.rounding)
-    # Of a gradient that is zero but for rounding, like a key's bias.
+    # Tolerance of a gradient that is zero except for rounding, such as that of a key's bias.
     floor = 64 * model.rounding * seen.gradient_norm
     worst, compared = 0.0, 0
-    beyond: dict[str, _Beyond] = {}
+    outside: dict[str, _OutOfTolerance] = {}
     for one, wanted in _wanted_gradients(step, step.student_forwards, upstream, head_gradient_VD):
         if one.gradient is None:
             if float(wanted.norm()) > floor:
                 return Numbers(wanted=float(wanted.norm())).failed(
-                    f"{one.name} has no gradient: it is frozen, or cut off from the loss"
+                    f"{one.name} has no gradient: it is frozen, or detached from the loss"
                 )
             continue
         found = one.gradient.double()
         share = math.sqrt(found.numel() / total)
-        # Each number alone would wait for the device.
+        # One transfer for both numbers: each one waits for the device.
         error, length = torch.stack([(found - wanted).norm(), wanted.norm()]).tolist()
         allowed = relative * length + floor * max(share, 1e-3)
         compared += 1
         if error <= allowed:
             worst = max(worst, error / allowed)
         else:
-            beyond[one.name] = _Beyond(found, wanted, error, allowed)
+            outside[one.name] = _OutOfTolerance(found, wanted, error, allowed)
     numbers = Numbers(tensors=compared, of_allowed=worst)
     decided = ""
-    if beyond:
-        # Where gradients of many tokens cancel, what is left may be rounding.
-        forwards = step.forwards(model, step.of_student, keep=True, rounding=model.rounding)
+    if outside:
+        # Where the gradients of many tokens cancel, the remainder may be rounding.
+        forwards = step.forwards(model, step.student_sample, keep=True, rounding=model.rounding)
         for one, moved in _wanted_gradients(step, forwards, upstream, head_gradient_VD):
-            far = beyond.get(one.name)
-            if far is not None and not far.by_rounding(moved):
+            far = outside.get(one.name)
+            if far is not None and not far.explained_by_rounding(moved):
                 length = float(far.wanted.norm())
                 numbers["of_allowed"] = far.error / far.allowed
                 return numbers.failed(
-                    f"the gradient of {one.name} is {far.error / max(length, 1e-300):.2g} (relative) from the plain "
-                    f"decoder's: length {float(far.found.norm()):.3g}, expected {length:.3g}"
+                    f"the relative error of the gradient of {one.name} to the plain decoder's is "
+                    f"{far.error / max(length, 1e-300):.2g}: norm {float(far.found.norm()):.3g}, expected {length:.3g}"
                 )
-        numbers["decided_by_rounding"] = len(beyond)
-        if 2 * len(beyond) > compared:
+        numbers["decided_by_rounding"] = len(outside)
+        if 2 * len(outside) > compared:
             return numbers.unknown(
-                f"rounding decides the gradients of {len(beyond)} of {compared} tensors"
+                f"rounding decides the gradients of {len(outside)} of {compared} tensors"
             )
-        decided = f", but for {len(beyond)} that rounding decides"
+        decided = f", except {len(outside)} that rounding decides"
     return numbers.passed(
-        f"gradients of {compared} tensors are those of the logged loss over all rows of {len(seen.passes)} "
-        f"passes{decided}"
+        f"gradients of {compared} tensors match those of the logged loss over all rows of {len(seen.passes)} "
+        f"micro-batches{decided}"
     )
 
 
@@ -882,7 +893,7 @@ def _wanted_gradients(
     ]
     passes = [one for groups in forwards for one in groups]
     student = step.student
-    with step.products(student):
+    with step.matmul_precision(student):
         for name, gradients in _with_head(
             student.runs.backward(passes, flows), head_gradient_VD, student.head_name
         ):
@@ -897,7 +908,7 @@ def _wanted_gradients(
 def _with_head(
     gradients: Iterator[tuple[str, Tensor]], head_gradient_VD: Tensor | None, head_name: str
 ) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Yield the name of each tensor with its gradients, which add up: a tied head's are two."""
+    """Yield the name of each tensor with its gradients, which add up: a tied head has two."""
     for name, gradient in gradients:
         if head_gradient_VD is not None and name == head_name:
             yield name, [gradient, head_gradient_VD]
@@ -916,10 +927,12 @@ def _clipping(step: _Updated) -> Answer:
     found, wanted = step.logged.grad_norm, step.seen.gradient_norm
     numbers = Numbers(logged=found, reference=wanted, limit=step.seen.wanted.clip_norm)
     if not abs(found - wanted) <= 2e-3 * wanted:
-        return numbers.failed(f"the norm is logged as {found:.6g}, the gradients have {wanted:.6g}")
+        return numbers.failed(
+            f"the gradient norm is logged as {found:.6g}, the norm of the gradients is {wanted:.6g}"
+        )
     factor = reference.clip_factor(wanted, step.seen.wanted.clip_norm)
     clipped = f", clipped to {factor:.2%}" if factor < 1 else ""
-    return numbers.passed(f"{found:.6g} is the norm of the gradients{clipped}")
+    return numbers.passed(f"the logged {found:.6g} is the norm of the gradients{clipped}")
 
 
 def _moments(step: _Updated) -> Answer:
@@ -935,15 +948,15 @@ def _moments(step: _Updated) -> Answer:
         if one.gradient is None or after.moments is None:
             continue
         if (one.updates, after.updates) != (counted, counted + 1):
-            anew = ": it began anew" if one.moments is None else ""
+            reset = "; its state was reset" if one.moments is None else ""
             return Numbers(before=one.updates, after=after.updates, wanted=counted).failed(
                 f"the optimizer counts {one.updates:,} updates of {one.name} before the step and {after.updates:,} "
-                f"after it, {counted:,} came before{anew}; AdamW corrects both moments by that count"
+                f"after it, expected {counted:,} and {counted + 1:,}{reset}. AdamW's bias correction uses that count"
             )
         compared.append(one)
         found.append(after.moments)
     if not compared:
-        return unknown("the optimizer has no moments of any parameter")
+        return unknown("the optimizer has no moments for any parameter")
     gradients = _flat(one.gradient for one in compared if one.gradient is not None)
     g = gradients * factor
     mean, square = (
@@ -964,15 +977,15 @@ def _moments(step: _Updated) -> Answer:
         )
     ):
         now = _flat(moments[place] for moments in found)
-        beyond = _first_beyond((now - want).abs(), 1e-5 * scale + floor)
-        if beyond is not None:
-            at, text = _where(beyond, compared)
+        differing = _first_out_of_tolerance((now - want).abs(), 1e-5 * scale + floor)
+        if differing is not None:
+            at, text = _locate(differing, compared)
             return Numbers(clip_factor=factor).failed(
-                f"the {what} of {text} is {float(now[at]):.6g}, AdamW makes {float(want[at]):.6g} of the gradient "
+                f"the {what} of {text} is {float(now[at]):.6g}, AdamW computes {float(want[at]):.6g} from the gradient "
                 f"{float(gradients[at]):.4g} clipped by {factor:.4g}"
             )
     return Numbers(compared=len(g), clip_factor=factor).passed(
-        f"{len(g):,} moments are AdamW's of the clipped gradients"
+        f"{len(g):,} moments match AdamW's of the clipped gradients"
     )
 
 
@@ -981,15 +994,15 @@ def _weights(step: _Updated) -> Answer:
     numbers = Numbers(rate=wanted.rate, logged=logged.lr)
     if not abs(logged.lr - wanted.rate) <= 1e-9 + 1e-6 * wanted.rate:
         return numbers.failed(
-            f"the rate is logged as {logged.lr:.4g}, the schedule of the spec has {wanted.rate:.4g}"
+            f"the learning rate is logged as {logged.lr:.4g}, the schedule of the spec gives {wanted.rate:.4g}"
         )
     if not logged.applied:
         return numbers.unknown(NOT_APPLIED)
     moments: list[tuple[Tensor, Tensor]] = []
     for one in seen.parameters:
-        if (of_one := step.after[one.name].moments) is None:
+        if (its_moments := step.after[one.name].moments) is None:
             return numbers.failed(f"{one.name} is not in the optimizer: it is never trained")
-        moments.append(of_one)
+        moments.append(its_moments)
     before = _flat(one.before for one in seen.parameters)
     after = _flat(step.after[one.name].after for one in seen.parameters)
     decays = [wanted.decay if one.decays else 0.0 for one in seen.parameters]
@@ -1009,28 +1022,28 @@ def _weights(step: _Updated) -> Answer:
         count=count,
     )
     allowed = 2e-3 * update.abs() + 4 * ROUNDING * before.abs() + 1e-30
-    beyond = _first_beyond((after - before - update).abs(), allowed)
-    if beyond is not None:
-        at, text = _where(beyond, seen.parameters)
+    differing = _first_out_of_tolerance((after - before - update).abs(), allowed)
+    if differing is not None:
+        at, text = _locate(differing, seen.parameters)
         return numbers.failed(
-            f"{text} went from {float(before[at]):.7g} to {float(after[at]):.7g}, AdamW at the spec's rate of "
+            f"{text} went from {float(before[at]):.7g} to {float(after[at]):.7g}, AdamW at the spec's learning rate of "
             f"{wanted.rate:.3g} moves it by {float(update[at]):.4g}"
         )
     due, moved = int((update != 0).sum()), int((after != before).sum())
     total = sum(one.numbers for one in seen.parameters)
     numbers |= dict(compared=len(before), all_parameters=total, moved=moved)
-    if moved < LEAST_MOVED * due:
+    if moved < MIN_MOVED_SHARE * due:
         return numbers.unknown(
-            f"at a rate of {wanted.rate:.2g} {moved:,} of {due:,} weights moved: the updates of the others are below "
-            "the last bit of their weights"
+            f"{moved:,} of {due:,} weights changed at a learning rate of {wanted.rate:.2g}: the other updates are "
+            "smaller than the last bit of their weights"
         )
     return numbers.passed(
-        f"{moved:,} of {len(before):,} weights moved, each as AdamW says at a rate of {wanted.rate:.4g}"
+        f"{moved:,} of {len(before):,} weights changed, each by AdamW's update at a learning rate of {wanted.rate:.4g}"
     )
 
 
 def _flat(parts: Iterable[Tensor]) -> Tensor:
-    """Return the numbers of many small tensors as one, which takes a GPU one kernel instead of one for each."""
+    """Concatenate many small tensors, so that a GPU compares them in one kernel."""
     return torch.cat([part.flatten() for part in parts]).double()
 
 

@@ -1,6 +1,6 @@
-"""What the audit of a step has seen of it, and what the spec, the files and the corpus say of the same step.
+"""Records of an audited step: what was observed in it, and what the spec, the files and the corpus prescribe for it.
 
-Everything is plain tensors, numbers and functions: whoever owns the step fills this in (`engine.train.auditing`).
+All fields are plain tensors, numbers and functions; `engine.train.auditing` fills them in.
 """
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, V vocabulary, R rows of a parameter
@@ -25,11 +25,11 @@ from engine.audit.reference import (
     next_tokens,
 )
 
-NOT_IN_FILES = (
-    "the teacher's outputs are read from a store, and its files are none that another library reads, or too large to "
-    "be read at each audit"
+TEACHER_NOT_READABLE = (
+    "not compared: the teacher's outputs are read from a store, and its files are missing, in no format that another "
+    "library reads, or too large to be read at each audit"
 )
-NOT_WIDENED = "not compared: a copy of the teacher in fp32 beside it would be too large"
+TEACHER_TOO_LARGE = "not compared: an fp32 copy of the teacher would be too large"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class ObservedPass:
     documents_BT: Tensor
     labels_BT: Tensor
     row_ids: Sequence[int]
-    """The row of the corpus that each is said to be."""
+    """Corpus row index that the batch gives for each row."""
     student_hidden_ND: Tensor
-    """As the loss got them."""
+    """Hidden states that the loss received."""
     student_gradient_ND: Tensor | None
-    """The gradient of the hidden states; None when none arrived."""
+    """Gradient of the hidden states; None when backward produced none."""
     teacher_hidden_NE: Tensor | None
     """None without a teacher, or with targets."""
     targets: Targets | None
@@ -53,13 +53,13 @@ class ObservedPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusRows:
-    """What the corpus holds where a micro-batch should have been taken from, (B, T) each."""
+    """The rows that the corpus holds for a micro-batch, (B, T) each."""
 
     row_ids: Sequence[int]
     tokens_BT: Tensor
     documents_BT: Tensor
     predicted_BT: Tensor
-    """Whether the token after each position is one that may be predicted."""
+    """Whether the token after each position may be a label."""
     after_B: Tensor
     """The label of each row's last position."""
 
@@ -73,19 +73,19 @@ class CorpusRows:
 class Model:
     shape: Shape
     weight: Weight
-    """The weights that the step's forward pass was run with."""
+    """Weights of the step's forward pass."""
     vocabulary: int
     rounding: float
     """Largest relative error of one rounding in its matmuls."""
     parameters: int
     head_name: str
-    """The tensor that is its head, which may be the embedding; empty with `reference.LOGITS`."""
+    """Name of the head's tensor, which may be the embedding; empty with `reference.LOGITS`."""
     runs: Runs
-    """What the step's forward pass is compared with, with the same weights."""
+    """Reference forward pass with the same weights."""
     proved: bool = True
-    """Whether `runs` is a forward pass of its own, and not the same module in fp32."""
+    """Whether `runs` is an independent implementation rather than the same module in fp32."""
     files: str = ""
-    """The folder or file that says its shape; empty when that was looked at before."""
+    """Folder or file with the model's configuration; empty when its shape was already compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,33 +94,33 @@ class ObservedParameter:
 
     name: str
     rows_R: Tensor
-    """Which rows; of a vector, which numbers."""
+    """Indices of the sampled rows; for a vector, of its elements."""
     before: Tensor
     gradient: Tensor | None
-    """As the update found it, before clipping; None when there was none."""
+    """Gradient of the sampled rows before clipping; None when there was none."""
     moments: tuple[Tensor, Tensor] | None
     """None before the first update."""
     updates: int
-    """The optimizer's count of those before the step."""
+    """Number of updates that the optimizer counts before the step."""
     numbers: int
-    """Of the whole parameter."""
+    """Number of elements of the whole parameter."""
     decays: bool
-    """Whether it is a matrix, which weight decay is for."""
+    """Whether weight decay applies to it: it does to matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatedParameter:
-    """The same rows as the update leaves them."""
+    """The same rows after the update."""
 
     after: Tensor
     moments: tuple[Tensor, Tensor] | None
-    """None for a parameter that the optimizer does not have."""
+    """Both moments; None for a parameter that is not in the optimizer."""
     updates: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """The record of the step."""
+    """The logged numbers of the step."""
 
     loss: float
     ce: float
@@ -130,14 +130,14 @@ class Logged:
     grad_norm: float
     labelled: int
     updates: int
-    """Applied before the step."""
+    """Number of updates applied before the step."""
     applied: bool
-    """Whether there was an update: there is none where a number of the step is not finite."""
+    """Whether there was an update: it is skipped where the loss or a gradient is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What spec and corpus say of the step."""
+    """The settings of the step, from the spec and the corpus."""
 
     objective: Objective
     adam: AdamW
@@ -145,32 +145,32 @@ class Wanted:
     decay: float
     clip_norm: float
     passes: int
-    """Micro-batches of all ranks."""
+    """Number of micro-batches, over all ranks."""
     rows_distinct: bool
-    """Whether the rows of the step are of one epoch."""
+    """Whether all rows of the step belong to one epoch, so that none may repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedStep:
-    """A step when its gradients are there and its update is not."""
+    """A step after its backward passes and before its update."""
 
     step: int
     passes: Sequence[ObservedPass]
     student: Model
     teacher: Model | None
-    """None without a teacher in the objective, or for the reason in `no_teacher`."""
+    """The teacher; None where the objective has none, or for the reason in `no_teacher`."""
     teacher_changed: Sequence[str]
-    """Tensors of the teacher that the step has changed."""
+    """Names of the teacher's tensors that the step changed."""
     student_head: HeadRows
-    """As the loss gets it, as is `teacher_head`."""
+    """Head of the student as the loss receives it; `teacher_head` likewise."""
     teacher_head: HeadRows | None
     logit_rounding: float
-    """Largest relative error of one product in the matmul to logits, beyond the rounding of its operands."""
+    """Largest relative error of one product in the matmul to logits, without the rounding of its operands."""
     parameters: Sequence[ObservedParameter]
     gradient_norm: float
-    """Of all gradients, summed in float64."""
+    """Global norm of all gradients, summed in float64."""
     wanted: Wanted
     seed: int
-    room: int = 0
-    """Bytes on a GPU that the step has taken and that are free again."""
-    no_teacher: str = NOT_IN_FILES
+    free_bytes: int = 0
+    """GPU bytes that the step allocated and freed."""
+    no_teacher: str = TEACHER_NOT_READABLE

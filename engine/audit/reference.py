@@ -1,26 +1,24 @@
-"""A training step from textbooks: a decoder, the loss of distillation, clipping, AdamW and its schedule, in plain
-torch.
+"""A training step by the textbook, in plain torch: a decoder, the distillation loss, clipping, AdamW and its schedule.
 
-These are the references of the audit, written for reading, and they share no code with what they judge: this file
+These are the references of the audit, written for reading. They share no code with what they judge: this file
 imports nothing of the engine. Decoders and logits are computed in fp32, sums and updates in float64.
 
-    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2, Phi-3, Gemma 3: RMS norms, in front of attention and mlp
-                or behind them or both, rotary positions on halves of a head or of its first 2 R numbers (in some
-                layers none), grouped-query attention, silu(gate) * up or gelu(gate) * up. Other documents are
-                masked, and the future, and what a sliding window has left behind; a pair
-                (x[i], x[i + R]) of a head is the complex number z = x[i] + i x[i + R], which position p turns by its
-                angle: z e^{i p theta^(-i/R)}
+    decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2, Phi-3, Gemma 3: RMS norms before attention and mlp,
+                after them or both, rotary embeddings on the halves of a head or of its first 2 R elements (in some
+                layers none), grouped-query attention, silu(gate) * up or gelu(gate) * up. The mask excludes other
+                documents, later tokens, and tokens outside a sliding window. A pair (x[i], x[i + R]) of a head is the
+                complex number z = x[i] + i x[i + R], which position p rotates by its angle: z e^{i p theta^(-i/R)}
     loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
                 logits is autograd's
     update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
                 w = w - lr (m' / (sqrt(v') + eps) + decay w),  with m' = m / (1 - b1^t), v' = v / (1 - b2^t)
                 SGD (Sutskever et al., 2013): b = mu b + (1 - dampening) g,  w = w - lr b
 
-A decoder's gradients are found layer by layer from the last to the first, so that one layer's are in memory at a time.
+Gradients of a decoder are computed layer by layer, last layer first: those of one layer are in memory at a time.
 """
 
 # Shapes: B rows, T tokens of a row or of a document, N all tokens, D width, H query heads, K key/value heads,
-# E width of a head, R turned pairs of it, V vocabulary, C tokens of a chunk, M labelled tokens
+# E width of a head, R rotary pairs of it, V vocabulary, C tokens of a chunk, M labelled tokens
 
 from __future__ import annotations
 
@@ -34,16 +32,16 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""The label of a position that predicts nothing."""
+"""Label of a position without a target."""
 PAIRS = 1 << 20
-"""Attention weights of a head, of all rows, that are in memory at a time where nothing else is said."""
+"""Default number of attention weights of one head, over all rows, in memory at a time."""
 FP32_ROUNDING = 2.0**-24
 """Largest relative error of one rounding to fp32."""
 SCORE_ROUNDINGS = 4
-"""Roundings in the sum of a score and in the logarithm that is subtracted from it."""
+"""Number of roundings in an attention score and in the log-sum-exp that is subtracted from it."""
 
 HEAD_ROWS = 8192
-"""Rows of a head that are widened at a time."""
+"""Number of head rows converted to fp32 at a time."""
 
 
 class Weight(Protocol):
@@ -55,11 +53,11 @@ class Weight(Protocol):
 
 
 HeadRows = Callable[[int, int], Tensor]
-"""Returns `count` rows of a head from row `first` on, as they enter the matmul to logits."""
+"""Function that returns `count` rows of a head, from row `first` on, as they enter the matmul to logits."""
 
 
 def LOGITS(first: int, count: int) -> Tensor:
-    """The head of a model whose hidden states are its logits already; it has no rows."""
+    """Mark a model whose hidden states are its logits: it has no head."""
     raise NotImplementedError
 
 
@@ -69,7 +67,7 @@ def LOGITS(first: int, count: int) -> Tensor:
 def next_tokens(tokens_BT: Tensor, documents_BT: Tensor, after_B: Tensor) -> Tensor:
     """Return the label of each position, (B, T): the next token where it is of the same document.
 
-    `after_B` is the label of a row's last position, which only the text after the row can tell.
+    `after_B` is the label of a row's last position, which depends on the token after the row.
     """
     labels_BT = torch.full_like(tokens_BT, IGNORED)
     same_BT = documents_BT[:, 1:] == documents_BT[:, :-1]
@@ -89,12 +87,12 @@ class Stretch:
     low_freq_factor: float
     high_freq_factor: float
     original: int
-    """Positions that the model was first trained with."""
+    """Number of positions of the original pretraining context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a decoder's weights do not tell."""
+    """Hyperparameters of a decoder that its weights do not determine."""
 
     layers: int
     intermediate_size: int
@@ -109,68 +107,66 @@ class Shape:
     tied: bool
     stretch: Stretch | None = None
     window: int | None = None
-    """Tokens that a token attends to, itself included; None is all."""
-    unturned: tuple[int, ...] = ()
-    """Layers without rotary positions."""
-    turned: int = 0
-    """The first numbers of a head that have rotary positions; 0 is all."""
+    """Number of tokens that a token attends to, itself included; None for all."""
+    layers_without_rope: tuple[int, ...] = ()
+    """Indices of the layers without rotary embeddings."""
+    rotary_dim: int = 0
+    """Number of leading elements of a head with rotary embeddings; 0 for all."""
     qk_norm_whole: bool = False
     """Whether all heads of q, and all of k, are normalised together."""
-    norms_in_front: bool = True
-    """Whether norms are of what attention and mlp get."""
-    norms_behind: bool = False
-    """Whether norms are of what attention and mlp return."""
+    pre_norms: bool = True
+    """Whether the inputs of attention and mlp are normalised."""
+    post_norms: bool = False
+    """Whether the outputs of attention and mlp are normalised."""
     norm_offset: float = 0.0
-    """What a norm's weight lacks of the factor."""
+    """Constant added to a norm's weight to form its factor."""
     activation: str = "silu"
     """silu or gelu_pytorch_tanh."""
     embedding_scale: float = 1.0
     query_scalar: float = 0.0
-    """By whose root scores are divided; 0 is the width of a head."""
-    windowless: tuple[int, ...] = ()
-    """Layers that have no window."""
+    """Number whose square root divides the attention scores; 0 for the width of a head."""
+    layers_without_window: tuple[int, ...] = ()
+    """Indices of the layers without a sliding window."""
     local_theta: float | None = None
-    """`theta` of the layers with a window, if it is another."""
+    """`theta` of the layers with a sliding window, where it differs."""
     position_factor: float = 1.0
-    """What positions are divided by, where `theta` is."""
+    """Divisor of the positions in layers that use `theta`."""
     short_factors: tuple[float, ...] = ()
-    """LongRoPE (Ding et al., 2024): what the frequency of each pair is divided by, in documents of up to
-    `short_positions` tokens.
-    """
+    """Divisors of each pair's frequency in documents of up to `short_positions` tokens (LongRoPE, 2024)."""
     long_factors: tuple[float, ...] = ()
-    """The same in longer ones."""
+    """Divisors of each pair's frequency in longer documents."""
     short_positions: int = 0
     angle_factor: float = 1.0
-    """What cosines and sines are multiplied by."""
+    """Factor of the cosines and sines."""
 
     def window_of(self, layer: int) -> int | None:
-        return None if layer in self.windowless else self.window
+        return None if layer in self.layers_without_window else self.window
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A forward pass, with what its backward pass needs."""
+    """A forward pass with the tensors that its backward pass needs."""
 
     tokens_N: Tensor
     documents_BT: Tensor
     turns: dict[bool, Tensor]
-    """e^{i p f} of the positions in their documents and pairs, (N, R); of layers without a window, and of those with
-    one."""
+    """Rotations e^{i p f} of each position in its document and each pair, (N, R): False for layers without a window,
+    True for those with one."""
     inputs: list[Tensor]
-    """The input of each layer, then of the last norm, (N, D)."""
+    """Inputs of each layer and of the final norm, (N, D) each."""
     hidden_ND: Tensor
-    """After the last norm."""
+    """Hidden states after the final norm."""
     rounding: float = 0.0
-    """The share by which its numbers were moved; the backward pass moves its own alike."""
+    """Relative size of the rounding errors that were added; the backward pass adds the same."""
 
 
 class Runs(Protocol):
-    """A forward pass and the backward pass through it."""
+    """A model that runs a forward pass and its backward pass."""
 
     def forward(
         self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
     ) -> Forward:
-        """Return the hidden states of some rows; with `keep` also what the backward pass needs."""
+        """Return the hidden states of some rows; with `keep` also the tensors that the backward pass needs."""
         ...
 
     def backward(
@@ -187,7 +183,7 @@ class PlainDecoder:
     shape: Shape
     weight: Weight
     pairs: int = PAIRS
-    """Attention weights of a head, of all rows, that are in memory at a time; at least one query's."""
+    """Number of attention weights of one head, over all rows, in memory at a time; at least those of one query."""
 
     @torch.no_grad()
     def forward(
@@ -195,10 +191,10 @@ class PlainDecoder:
     ) -> Forward:
         """Return the hidden states of some rows; the inputs of the layers only with `keep`.
 
-        The tokens of a document must be contiguous, and no two rows may share a document. With `rounding` every number
-        that a 16-bit model would round is moved by that share of itself, up or down: what becomes of that shows how far
-        rounding errors alone may carry the answers. At the rounding of fp32 the pass is also computed in float64, for
-        the sums of a matmul then round as much as what is stored, and more where their terms cancel.
+        The tokens of a document must be contiguous, and no two rows may share a document. With `rounding`, every number
+        that a 16-bit model would round is multiplied by 1 + `rounding` or 1 - `rounding`: the change of the hidden
+        states shows the effect of rounding alone. At the rounding of fp32 the pass is computed in float64, because the
+        sums of an fp32 matmul round as much as the stored numbers, and more where their terms cancel.
         """
         shape, weight = self.shape, _widened(self.weight, rounding)
         lengths = [
@@ -208,7 +204,7 @@ class PlainDecoder:
         ]
         turns = {
             windowed: torch.cat(
-                [_turns(shape, length, tokens_BT.device, windowed) for length in lengths]
+                [_rotations(shape, length, tokens_BT.device, windowed) for length in lengths]
             )
             for windowed in (False, True)
         }
@@ -235,7 +231,7 @@ class PlainDecoder:
         shape, weight = self.shape, _widened(self.weight, passes[0].rounding)
         flows = [flow_ND.to(weight("norm.weight").dtype) for flow_ND in upstream]
 
-        def through(
+        def part_backward(
             place: int, prefix: str, names: Sequence[str], run: Callable[..., Tensor]
         ) -> Iterator[tuple[str, Tensor]]:
             parts = {name: weight(prefix + name).detach().requires_grad_() for name in names}
@@ -243,23 +239,23 @@ class PlainDecoder:
             for number, one in enumerate(passes):
                 x_ND = one.inputs[place].detach().requires_grad_()
                 with torch.enable_grad():
-                    # A product whose gradient is the flow's: a scalar spares autograd the import of a compiler.
-                    # A factor on the way forward, its rounding, is one on the way back.
+                    # A scalar whose gradient is the upstream gradient: autograd on a scalar imports no compiler.
+                    # A rounding factor of the forward pass is a factor of the backward pass too.
                     y_ND = run(x_ND, one.documents_BT, one.turns, parts, one.rounding)
-                    along = (y_ND * flows[number]).sum()
-                flows[number], *found = torch.autograd.grad(along, [x_ND, *parts.values()])
+                    scalar_loss = (y_ND * flows[number]).sum()
+                flows[number], *found = torch.autograd.grad(scalar_loss, [x_ND, *parts.values()])
                 for total, gradient in zip(sums, found, strict=True):
                     total += gradient
             yield from ((prefix + name, total) for name, total in zip(names, sums, strict=True))
 
-        yield from through(
+        yield from part_backward(
             shape.layers,
             "",
             ["norm.weight"],
             lambda x_ND, _, __, parts, ___: _norm(shape, x_ND, parts["norm.weight"]),
         )
         for index in reversed(range(shape.layers)):
-            yield from through(
+            yield from part_backward(
                 index, f"layers.{index}.", _names(shape), functools.partial(self._layer, index)
             )
         embedding = torch.zeros_like(weight("embed.weight"))
@@ -277,7 +273,7 @@ def _widened(weight: Weight, rounding: float) -> Weight:
     return lambda name, rows_N=None: weight(name, rows_N).double()
 
 
-def _moved(x: Tensor, share: float) -> Tensor:
+def _perturbed(x: Tensor, share: float) -> Tensor:
     if not share:
         return x
     return torch.addcmul(x, x, _signs(x.numel(), x.device).view(x.shape), value=share)
@@ -285,20 +281,20 @@ def _moved(x: Tensor, share: float) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _signs(count: int, device: torch.device) -> Tensor:
-    """Return 1 or -1 for each place: a bit of its multiplicative hash."""
+    """Return 1 or -1 for each index, by one bit of its multiplicative hash."""
     places = torch.arange(count, device=device) * 2654435761
     return (2 * (places >> 15 & 1) - 1).to(torch.float32)
 
 
 def _names(shape: Shape) -> list[str]:
-    """Return the names of a layer's tensors, within it."""
+    """Return the names of a layer's tensors, relative to the layer."""
     return [
         *(f"mlp.{name}.weight" for name in ("gate", "up", "down")),
         *(f"attention.{name}.weight" for name in "qkvo"),
         *(f"attention.{name}.bias" for name in "qkv" if shape.bias),
         *(f"attention.{name}_norm.weight" for name in "qk" if shape.qk_norm),
-        *(f"{name}_norm.weight" for name in ("attention", "mlp") if shape.norms_in_front),
-        *(f"{name}_out_norm.weight" for name in ("attention", "mlp") if shape.norms_behind),
+        *(f"{name}_norm.weight" for name in ("attention", "mlp") if shape.pre_norms),
+        *(f"{name}_out_norm.weight" for name in ("attention", "mlp") if shape.post_norms),
     ]
 
 
@@ -314,18 +310,20 @@ def _layer(
 ) -> Tensor:
     def normed(x_ND: Tensor, name: str) -> Tensor:
         norm = parts.get(f"{name}.weight")
-        return x_ND if norm is None else _moved(_norm(shape, x_ND, norm), rounding)
+        return x_ND if norm is None else _perturbed(_norm(shape, x_ND, norm), rounding)
 
     def times(x_ND: Tensor, name: str) -> Tensor:
         return x_ND @ parts[f"mlp.{name}.weight"].T
 
     normed_ND = normed(x_ND, "attention_norm")
     y_ND = _attention(shape, index, pairs, normed_ND, documents_BT, turns, parts, rounding)
-    x_ND = _moved(x_ND + normed(y_ND, "attention_out_norm"), rounding)
+    x_ND = _perturbed(x_ND + normed(y_ND, "attention_out_norm"), rounding)
     normed_ND = normed(x_ND, "mlp_norm")
-    gated = _moved(times(normed_ND, "gate"), rounding)
-    both = _moved(_activated(shape, gated) * _moved(times(normed_ND, "up"), rounding), rounding)
-    return _moved(x_ND + normed(times(both, "down"), "mlp_out_norm"), rounding)
+    gated = _perturbed(times(normed_ND, "gate"), rounding)
+    both = _perturbed(
+        _activated(shape, gated) * _perturbed(times(normed_ND, "up"), rounding), rounding
+    )
+    return _perturbed(x_ND + normed(times(both, "down"), "mlp_out_norm"), rounding)
 
 
 def _activated(shape: Shape, x: Tensor) -> Tensor:
@@ -350,7 +348,7 @@ def _attention(
     parts: Mapping[str, Tensor],
     rounding: float,
 ) -> Tensor:
-    """Attention of each token to those of its document that are not behind it."""
+    """Compute attention of each token to itself and the earlier tokens of its document."""
     window, scalar = shape.window_of(index), shape.query_scalar or shape.head_dim
     found = []
     for name in "qkv":
@@ -361,11 +359,11 @@ def _attention(
             y_NHE = _norm(shape, y, norm).view(y_NHE.shape)
         elif norm is not None:
             y_NHE = _norm(shape, y_NHE, norm)
-        found.append(_moved(y_NHE, rounding))
+        found.append(_perturbed(y_NHE, rounding))
     q_NHE, k_NKE, v_NKE = found
-    if index not in shape.unturned:
-        turns_NR = turns[window is not None]
-        q_NHE, k_NKE = (_moved(_turned(y, turns_NR), rounding) for y in (q_NHE, k_NKE))
+    if index not in shape.layers_without_rope:
+        rotations_NR = turns[window is not None]
+        q_NHE, k_NKE = (_perturbed(_rotate(y, rotations_NR), rounding) for y in (q_NHE, k_NKE))
     rows, length = documents_BT.shape
     shared = shape.heads // shape.kv_heads
     q_BHTE = q_NHE.view(rows, length, *q_NHE.shape[1:]).transpose(1, 2)
@@ -374,7 +372,7 @@ def _attention(
         for y_NKE in (k_NKE, v_NKE)
     )
     count = max(1, pairs // (rows * length))
-    answers = []
+    outputs = []
     for first in range(0, length, count):
         last = min(first + count, length)
         queries_BHTE = q_BHTE[:, :, first:last]
@@ -385,14 +383,14 @@ def _attention(
         given = queries_BHTE, k_BHSE[:, :, :last], v_BHSE[:, :, :last], seen_BTS, scalar, rounding
         # The weights of all queries would not fit in memory for the backward pass.
         if torch.is_grad_enabled() and count < length:
-            answers.append(_Recomputed.apply(*given))  # type: ignore[no-untyped-call]
+            outputs.append(_Recomputed.apply(*given))  # type: ignore[no-untyped-call]
         else:
-            answers.append(_answers(*given))
-    answers_ND = torch.cat(answers, 1).flatten(0, 1)
-    return _moved(answers_ND, rounding) @ parts["attention.o.weight"].T
+            outputs.append(_attend(*given))
+    outputs_ND = torch.cat(outputs, 1).flatten(0, 1)
+    return _perturbed(outputs_ND, rounding) @ parts["attention.o.weight"].T
 
 
-def _answers(
+def _attend(
     q_BHTE: Tensor,
     k_BHSE: Tensor,
     v_BHSE: Tensor,
@@ -400,9 +398,9 @@ def _answers(
     scalar: float,
     rounding: float,
 ) -> Tensor:
-    """Return the attention output of some queries to the keys that they see, heads concatenated, (B, T, H*E)."""
+    """Return the attention output of some queries over the keys that they see, heads concatenated, (B, T, H*E)."""
     scores_BHTS = q_BHTE @ k_BHSE.transpose(2, 3) / math.sqrt(scalar)
-    # Masked before the maximum is taken: that of a later token may be larger by any amount.
+    # Masked before softmax takes the maximum: the score of a later token may be larger by any amount.
     scores_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf)
     found_BHTE: Tensor = (
         _RoundedAttention.apply(scores_BHTS, v_BHSE, rounding)  # type: ignore[no-untyped-call]
@@ -415,33 +413,33 @@ def _answers(
 class _RoundedAttention(torch.autograd.Function):
     """softmax(scores) @ v, rounded where fused attention rounds (Dao et al., 2022).
 
-    Its backward pass makes the weights anew, P = exp(S - L) with scores S and L = log(sum(exp S)) in fp32 at any
-    precision: where scores are in the thousands few bits are left for a weight. The gradient of the scores is
-    P (dP - D), dP = dO v' and D = sum(dO O) rounded apart: they cancel where a weight is nearly 1.
+    Its backward pass recomputes the weights as P = exp(S - L) from scores S and L = log(sum(exp S)), in fp32 at any
+    precision: scores in the thousands leave few bits for a weight. The gradient of the scores is P (dP - D), with
+    dP = dO v' and D = sum(dO O) rounded separately: they cancel where a weight is nearly 1.
     """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, v: Tensor, rounding: float) -> Tensor:
         weights = torch.softmax(scores, dim=-1)
         finite = scores.masked_fill(scores.isinf(), 0)
-        anew = weights * (1 + _moved(finite, SCORE_ROUNDINGS * FP32_ROUNDING) - finite)
-        ctx.save_for_backward(weights, anew, v)
+        recomputed = weights * (1 + _perturbed(finite, SCORE_ROUNDINGS * FP32_ROUNDING) - finite)
+        ctx.save_for_backward(weights, recomputed, v)
         ctx.rounding = rounding
         return weights @ v
 
     @staticmethod
     def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor, Tensor, None]:
-        weights, anew, v = ctx.saved_tensors
+        weights, recomputed, v = ctx.saved_tensors
         flow, across = flows[0], v.transpose(-1, -2)
         into_weights = flow @ across
         mean = (weights * into_weights).sum(-1, keepdim=True)
         terms = flow.abs() @ across.abs()
-        rounded = into_weights + _moved(terms, ctx.rounding) - terms
-        return anew * (rounded - mean), anew.transpose(-1, -2) @ flow, None
+        rounded = into_weights + _perturbed(terms, ctx.rounding) - terms
+        return recomputed * (rounded - mean), recomputed.transpose(-1, -2) @ flow, None
 
 
 class _Recomputed(torch.autograd.Function):
-    """`_answers` whose attention weights are computed again in the backward pass, and not kept.
+    """`_attend` that recomputes its attention weights in the backward pass.
 
     torch's own checkpointing imports a compiler, which takes seconds.
     """
@@ -450,24 +448,24 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, *others: Any) -> Tensor:
         ctx.save_for_backward(q_BHTE, k_BHSE, v_BHSE)
         ctx.others = others
-        return _answers(q_BHTE, k_BHSE, v_BHSE, *others)
+        return _attend(q_BHTE, k_BHSE, v_BHSE, *others)
 
     @staticmethod
     def backward(ctx: Any, *flows: Tensor) -> tuple[Tensor | None, ...]:
         given = [part.detach().requires_grad_() for part in ctx.saved_tensors]
         with torch.enable_grad():
-            along = (_answers(*given, *ctx.others) * flows[0]).sum()
-        return *torch.autograd.grad(along, given), *(None for _ in ctx.others)
+            scalar_loss = (_attend(*given, *ctx.others) * flows[0]).sum()
+        return *torch.autograd.grad(scalar_loss, given), *(None for _ in ctx.others)
 
 
-def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:
-    half = turns_TR.shape[-1]
-    z_THR = torch.complex(x_THE[..., :half], x_THE[..., half : 2 * half]) * turns_TR[:, None]
+def _rotate(x_THE: Tensor, rotations_TR: Tensor) -> Tensor:
+    half = rotations_TR.shape[-1]
+    z_THR = torch.complex(x_THE[..., :half], x_THE[..., half : 2 * half]) * rotations_TR[:, None]
     return torch.cat([z_THR.real, z_THR.imag, x_THE[..., 2 * half :]], dim=-1)
 
 
-def _turns(shape: Shape, length: int, device: torch.device, windowed: bool) -> Tensor:
-    width = shape.turned or shape.head_dim
+def _rotations(shape: Shape, length: int, device: torch.device, windowed: bool) -> Tensor:
+    width = shape.rotary_dim or shape.head_dim
     theta, factor = shape.theta, shape.position_factor
     if windowed and shape.local_theta is not None:
         theta, factor = shape.local_theta, 1.0
@@ -507,26 +505,26 @@ def stretched(frequency: float, stretch: Stretch | None) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     alpha: float
-    """Weight of the cross entropy; 1 without a teacher."""
+    """Weight of the cross entropy, 0 to 1; 1 without a teacher."""
     temperature: float
     divergence: str
-    """forward_kl, reverse_kl or jsd."""
+    """Name of the divergence: forward_kl, reverse_kl or jsd."""
     beta: float
-    """The teacher's weight in the mixture of jsd."""
+    """Weight of the teacher in the mixture of jsd, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """A few token ids of each position in a teacher's place."""
+    """Stored teacher targets: a few tokens of each position."""
 
     ids_NK: Tensor
     log_probs_NK: Tensor | None
-    """Of the most probable tokens, at the loss's temperature; None for draws."""
+    """Log-probabilities of the top tokens at the loss's temperature; None for sampled tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LossSums:
-    """Sums over labelled tokens, in float64; neither divided by their number nor multiplied by T^2."""
+    """Sums over labelled tokens in float64, neither divided by their number nor multiplied by T^2."""
 
     ce: float = 0.0
     divergence: float = 0.0
@@ -549,9 +547,9 @@ def loss(
     """Return the sums of the loss over these tokens, and the gradient of the hidden states, (N, D), both in fp32 or
     in float64 if the hidden states are.
 
-    `teacher` are its hidden states (N, E) and its head, of which the first `vocabulary` rows count, as many as the
-    student's has. The gradient of the head is added to `head_gradient_VD`. `denominator` is the number of labelled
-    tokens of the whole step; `chunk_numbers` is how many logits are in memory at a time.
+    `teacher` is its hidden states (N, E) and its head, of which the first `vocabulary` rows are used: the student's
+    vocabulary. The gradient of the head is added to `head_gradient_VD`. `denominator` is the number of labelled tokens
+    of the whole step; `chunk_numbers` is the number of logits in memory at a time.
     """
     sums = LossSums()
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -629,7 +627,8 @@ def _kl(log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
 def _to_targets(objective: Objective, z_CV: Tensor, targets: Targets, rows_C: Tensor) -> Tensor:
     """Return the divergence from a few targets of each row, summed over the rows.
 
-    Draws give the cross entropy with them. Of the most probable tokens with the rest as one more outcome, the KL.
+    For sampled tokens this is their cross entropy. For the top tokens it is the KL, with all other tokens as one
+    outcome.
     """
     log_q_CV = torch.log_softmax(z_CV / objective.temperature, 1)
     ids_CK = targets.ids_NK[rows_C].long()
@@ -642,7 +641,7 @@ def _to_targets(objective: Objective, z_CV: Tensor, targets: Targets, rows_C: Te
     rest_p_C = 1 - p_CK.sum(1)
     others_CV = torch.ones_like(log_q_CV, dtype=torch.bool).scatter(1, ids_CK, False)
     log_rest_q_C = log_q_CV.masked_fill(~others_CV, -math.inf).logsumexp(1)
-    # What rounding to the stored type leaves of numbers that sum to 1 is not an outcome.
+    # A remainder that comes from rounding to the stored type is not an outcome.
     has_rest_C = rest_p_C > ids_CK.shape[1] * torch.finfo(torch.float32).eps
     safe_p_C = torch.where(has_rest_C, rest_p_C, 1.0)
     rest_C = torch.where(has_rest_C, rest_p_C * (safe_p_C.log() - log_rest_q_C), 0.0)
@@ -667,12 +666,12 @@ class AdamW:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return what gradients of this global norm are multiplied with; a limit of 0 does not clip."""
+    """Return the factor that clips gradients of this global norm; a limit of 0 does not clip."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
 def moments(adam: AdamW, gradient: Tensor, mean: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-    """Return AdamW's moments after one more (clipped) gradient, in float64."""
+    """Return AdamW's moments after the next (clipped) gradient, in float64."""
     g = gradient.double()
     return (
         adam.beta1 * mean.double() + (1 - adam.beta1) * g,
@@ -690,8 +689,8 @@ def step_of_adamw(
     decay: float | Tensor,
     count: int | Tensor,
 ) -> Tensor:
-    """Return what the `count`-th update adds to a weight, from the moments after it, in float64. Decay and count may be
-    of each number."""
+    """Return the change of a weight by the `count`-th update, from the moments after it, in float64. Decay and count
+    may differ per element."""
     m = mean.double() / (1 - adam.beta1**count)
     v = square.double() / (1 - adam.beta2**count)
     return -rate * (m / (v.sqrt() + adam.eps) + decay * weight.double())
@@ -705,15 +704,16 @@ class SGD:
 
 
 def buffer_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None) -> Tensor:
-    """Return the buffer of momentum after one more gradient, in float64; the first gradient is the buffer."""
+    """Return the momentum buffer after the next gradient, in float64; the first gradient becomes the buffer."""
     g = gradient.double()
     return g if buffer is None else sgd.momentum * buffer.double() + (1 - sgd.dampening) * g
 
 
 def step_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None, *, rate: float) -> Tensor:
-    """Return what an update adds to a weight, from the buffer after it, in float64; None without momentum.
+    """Return the change of a weight by an update, from the buffer after it, in float64. `buffer` is None without
+    momentum.
 
-    Decay is part of the gradient, as in Adam with L2: g + decay w.
+    Weight decay is part of the gradient, as in Adam with L2: g + decay w.
     """
     g = gradient.double()
     if buffer is not None:
@@ -722,8 +722,8 @@ def step_of_sgd(sgd: SGD, gradient: Tensor, buffer: Tensor | None, *, rate: floa
 
 
 def warmup_steps(asked: int, steps: int) -> int:
-    """Return the steps of warm-up where `asked` are set, or -1 for the default: a tenth of a run of up to 200 steps, a
-    fiftieth of one of 1,000 and more, and 20 between."""
+    """Return the number of warm-up steps: `asked`, or where that is -1 the default of a tenth of a run below 200 steps,
+    a fiftieth of one of 1,000 or more, and 20 steps between."""
     if asked != -1:
         return asked
     return steps // 10 if steps < 200 else 20 if steps < 1000 else steps // 50
@@ -732,7 +732,7 @@ def warmup_steps(asked: int, steps: int) -> int:
 def learning_rate(
     step: int, *, peak: float, warmup: int, steps: int, schedule: str, final_ratio: float
 ) -> float:
-    """Return the rate of step `step`, counted from 1: linear warm-up, then cosine or constant."""
+    """Return the learning rate of step `step`, counted from 1: linear warm-up, then cosine or constant."""
     if step <= warmup:
         return peak * step / warmup
     if schedule == "constant":

@@ -1,5 +1,6 @@
-"""The shape of a decoder as its files say it: by the keys of config.json and of a GGUF, and by none of the engine's
-readers. Fields are those of `engine.audit.reference.Shape` and of its `Stretch`.
+"""Read the shape of a decoder from the keys of a config.json or a GGUF, without the engine's readers.
+
+Fields are those of `engine.audit.reference.Shape` and of its `Stretch`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ ORIGINAL = "original_max_position_embeddings"
 Shape = dict[str, float | str | tuple[float, ...] | None]
 
 
-def shape_said(path: str | Path) -> Shape:
-    """Return what a folder, its config.json alone, or a GGUF file says of fields of `reference.Shape` and of its
-    `Stretch`; nothing for other paths, and for a GGUF where the `gguf` library is not installed."""
+def shape_in_files(path: str | Path) -> Shape:
+    """Return the fields of `reference.Shape` and of its `Stretch` that a folder, a config.json or a GGUF file sets.
+    Empty for other paths, and for a GGUF where the `gguf` library is not installed."""
     path = Path(path)
     if path.suffix == ".gguf":
         if not find_spec("gguf"):
@@ -37,7 +38,7 @@ def shape_said(path: str | Path) -> Shape:
 def shape_in(raw: dict[str, Any]) -> Shape:
     """Return the shape in the content of a config.json."""
     rope = raw.get("rope_parameters") or {}
-    of_windows = rope.get("sliding_attention", {})
+    local_rope = rope.get("sliding_attention", {})
     rope = rope.get("full_attention", rope)
     stretch = rope if {"factor", "long_factor"} & rope.keys() else raw.get("rope_scaling") or {}
     kind = stretch.get("rope_type", stretch.get("type"))
@@ -55,12 +56,12 @@ def shape_in(raw: dict[str, Any]) -> Shape:
         "theta": rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
         "tied": raw.get("tie_word_embeddings", raw["model_type"] in ("smollm3", "gemma3_text")),
         "window": _window_in(raw),
-        "unturned": tuple(
+        "layers_without_rope": tuple(
             place for place, flag in enumerate(raw.get("no_rope_layers") or ()) if not flag
         ),
-        "turned": int(head_dim * (rope.get(PARTIAL) or raw.get(PARTIAL) or 1.0)),
-        "windowless": _windowless(raw),
-        "local_theta": of_windows.get("rope_theta", raw.get(LOCAL)),
+        "rotary_dim": int(head_dim * (rope.get(PARTIAL) or raw.get(PARTIAL) or 1.0)),
+        "layers_without_window": _windowless(raw),
+        "local_theta": local_rope.get("rope_theta", raw.get(LOCAL)),
         "position_factor": stretch["factor"] if linear else 1.0,
         "query_scalar": raw.get("query_pre_attn_scalar"),
         "activation": raw.get("hidden_activation") or raw["hidden_act"],
@@ -97,13 +98,13 @@ def _long(raw: dict[str, Any], rope: dict[str, Any]) -> Shape:
 
 
 def _of_gemma(family: str, width: int) -> Shape:
-    """What no key says."""
+    """Return the fields that no key of the configuration sets."""
     gemma = family in ("gemma3", "gemma3_text")
     return {"norm_offset": float(gemma), "embedding_scale": math.sqrt(width) if gemma else 1.0}
 
 
 def _window_in(raw: dict[str, Any]) -> int | None:
-    # Qwen's files give a window that is not used unless they say so.
+    # Qwen's files set a window that is unused unless `use_sliding_window` is true.
     used = raw.get("use_sliding_window", not raw["model_type"].startswith("qwen"))
     return raw.get("sliding_window") if used else None
 
@@ -129,15 +130,17 @@ def shape_in_gguf(reader: Any) -> tuple[str, Shape]:
         "tied": all(one.name != "output.weight" for one in reader.tensors),
         # llama.cpp writes 0 for none.
         "window": value("attention.sliding_window") or None,
-        "turned": value("rope.dimension_count") or head_dim,
-        # Every fourth, as llama.cpp has it: nothing in the file says so.
-        "unturned": tuple(range(3, value("block_count"), 4)) if family == "smollm3" else (),
+        "rotary_dim": value("rope.dimension_count") or head_dim,
+        # Every fourth layer, as in llama.cpp: no key of the file sets this.
+        "layers_without_rope": tuple(range(3, value("block_count"), 4))
+        if family == "smollm3"
+        else (),
         **_of_gemma(family, value("embedding_length")),
     }
     if family == "gemma3":
         layers, wide = value("block_count"), value("embedding_length") // heads
         shape |= {
-            "windowless": tuple(range(5, layers, 6)),
+            "layers_without_window": tuple(range(5, layers, 6)),
             "local_theta": 10000.0,
             "query_scalar": wide if layers == 62 else head_dim,
             "activation": "gelu_pytorch_tanh",

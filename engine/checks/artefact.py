@@ -1,13 +1,13 @@
-"""The check that the saved student is the trained one: its files are read back by code other than the writer's.
+"""Check that the saved student is the trained one: read its files back with code other than the writer's.
 
     configuration    config.json reads as the student's
-    tensors          none missing, none left over, each in the type that was asked for and bit for bit the
-                     student's, rounded to that type
-    meaning          where transformers ran it and the native decoder reads it from now on, the logits are the same
-    start            not the student as it was before the first step
+    tensors          none missing, none unexpected, each in the requested dtype and bit for bit the student's,
+                     rounded to that dtype
+    meaning          where transformers trained it and the native decoder reads its files, both give the same logits
+    start            the student differs from the one before the first step
 
-One tensor at a time is compared, where the trained one is. A model that transformers runs is loaded there whole, by
-transformers.
+Tensors are compared one at a time, on the device of the trained one. A model that transformers runs is loaded whole,
+by transformers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from engine.spec.sections import ModelSection
 from engine.verdict import Answer, Numbers
 
 SAMPLED = 1024
-"""Numbers of a tensor, evenly spread."""
+"""Number of sampled elements of a tensor, evenly spread."""
 READ_TOKENS = 24
+"""Number of tokens whose logits are compared."""
 SAME_LOGITS = 1e-3
-"""Largest distance of the logits of one model in two engines in fp32, relative to the largest: rounding is 1e-5."""
+"""Maximum fp32 difference of the logits of two implementations, relative to the largest logit. Rounding is 1e-5."""
 
 
 class Sample:
-    """Some numbers of a tensor (of this rank's part of a sharded one), evenly spread, as they were."""
+    """A copy of some elements of a tensor, evenly spread; of a sharded one, of this rank's part."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._every = max(1, own_part(tensor).numel() // SAMPLED)
@@ -53,18 +54,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artefact:
-    """The saved student, and what the run should have made of it."""
+    """The saved student, with what to compare it with."""
 
     folder: Path
     dtype: torch.dtype
-    """The type that it is to be saved in."""
+    """The dtype that it should be saved in."""
     how: ModelSection
     start: Mapping[str, Sample]
-    """Of each parameter before the first step of the run; a resumed run's too."""
+    """Samples of each parameter before the first step of the run, also in a resumed session."""
 
     @property
     def save_as(self) -> str:
-        """The name of the type, as config.json has it."""
+        """Name of the dtype, as in config.json."""
         return str(self.dtype).removeprefix("torch.")
 
 
@@ -83,7 +84,9 @@ def artefact(context: Context, saved: Artefact) -> Answer:
         with open_weights(saved.folder) as weights:
             config = config_of(weights, saved.how)
             if other := _other_config(config, student.config):
-                return numbers.failed(f"config.json is not the student's: {other}")
+                return numbers.failed(
+                    f"config.json differs from the student's configuration: {other}"
+                )
             for name, stored in _tensors(weights, config, saved):
                 found.add(name)
                 if name not in live:
@@ -99,11 +102,11 @@ def artefact(context: Context, saved: Artefact) -> Answer:
     except EngineError as error:
         return numbers.failed(f"{saved.folder.name} cannot be read: {error}")
     differing += sorted(live.keys() - found)
-    left_over = sorted(found - live.keys())
+    unexpected = sorted(found - live.keys())
     sampled = sum(sample.before.numel() for sample in saved.start.values())
     numbers |= dict(
         differing=len(differing),
-        left_over=len(left_over),
+        left_over=len(unexpected),
         other_type=len(other_type),
         moved=moved,
         sampled=sampled,
@@ -115,28 +118,29 @@ def artefact(context: Context, saved: Artefact) -> Answer:
         )
     if differing:
         return numbers.failed(
-            f"{len(differing)} of {len(live)} tensors are not the student's in {wanted}, bit for bit, "
-            f"first {differing[0]}"
+            f"{len(differing)} of {len(live)} tensors differ from the student's in {wanted}, first {differing[0]}"
         )
-    if left_over:
-        return numbers.failed(f"{len(left_over)} tensors are not the student's: {left_over[0]}")
-    if other := _read_otherwise(saved, student.config):
+    if unexpected:
+        return numbers.failed(
+            f"{len(unexpected)} saved tensors are not in the student, first {unexpected[0]}"
+        )
+    if other := _other_logits(saved, student.config):
         return numbers.failed(other)
     if not moved:
         keeps = "" if saved.dtype == torch.float32 else ": student.save_as=fp32 rounds less"
         return numbers.unknown(
-            f"the saved student is the untrained one: no update was larger than the rounding to {wanted}{keeps}"
+            f"the saved student equals the untrained one: no update was larger than the rounding to {wanted}{keeps}"
         )
     return numbers.passed(
-        f"read back, the same {len(live)} tensors in {wanted}, bit for bit; {moved:,} of {sampled:,} sampled "
-        "numbers are not those of the start"
+        f"all {len(live)} tensors, read back in {wanted}, match the student bit for bit; {moved:,} of {sampled:,} "
+        "sampled numbers changed in training"
     )
 
 
 @torch.no_grad()
-def _read_otherwise(saved: Artefact, wanted: ModelConfig) -> str:
-    """Say how the student is another one where model.engine is not given, as in `engine generate`; empty where it is
-    the same."""
+def _other_logits(saved: Artefact, wanted: ModelConfig) -> str:
+    """Describe how the student differs where `model.engine` is not set, as in `engine generate`; empty where it does
+    not differ."""
     if not isinstance(wanted, TransformersConfig) or wanted.folder:
         return ""
     with open_weights(saved.folder) as weights:
@@ -144,7 +148,7 @@ def _read_otherwise(saved: Artefact, wanted: ModelConfig) -> str:
             return ""
     length = min(READ_TOKENS, wanted.max_position_embeddings)
     tokens_BT = (torch.arange(length) * 7919 + 13)[None] % wanted.vocab_size
-    # In fp32, where the numbers of the files are exact; one after the other, as both may be large.
+    # In fp32, which represents the numbers of the files exactly; one after the other, as both may be large.
     trained_BTV = load_decoder(saved.folder, torch.float32, "cpu", saved.how).logits(tokens_BT)
     try:
         read_BTV = load_decoder(saved.folder, torch.float32, "cpu").logits(tokens_BT)
@@ -157,7 +161,7 @@ def _read_otherwise(saved: Artefact, wanted: ModelConfig) -> str:
         return ""
     return (
         f"the native decoder, which reads {saved.folder.name} from now on, gives other logits than transformers, "
-        f"which trained it: {apart:.1e} of the largest apart"
+        f"which trained it: they differ by {apart:.1e} of the largest logit, expected up to {SAME_LOGITS:.0e}"
     )
 
 
@@ -166,8 +170,8 @@ def _rounded(live: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _other_config(found: ModelConfig, wanted: ModelConfig) -> str:
-    """Name a difference between two configurations; empty when there is none."""
-    # What transformers saves has keys of its own; these decide which tensors there are.
+    """Describe the first difference between two configurations; empty when there is none."""
+    # transformers saves further keys; these determine which tensors there are.
     every = ("family", "tie_word_embeddings", "names", "vocab_size")
     keys = every if not wanted.native else tuple(wanted.__dataclass_fields__)
     for key in keys:
@@ -180,13 +184,13 @@ def _other_config(found: ModelConfig, wanted: ModelConfig) -> str:
 def _tensors(
     weights: WeightFile, config: ModelConfig, saved: Artefact
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the saved tensors by the student's names, as they are in the file, on the CPU."""
+    """Yield the saved tensors with the student's names, unconverted, on the CPU."""
     if config.native:
         for name, _, tensor in sources(weights, config):
             assert isinstance(tensor, Tensor), "safetensors files hold plain tensors"
             yield name, tensor
         return
-    # transformers converts while it loads, so the file's own header says the type.
+    # transformers converts while it loads, so the dtype is read from the file's header.
     code = dtype_code(saved.dtype)
     for name, about in weights.tensors.items():
         if "F" in about.dtype and about.dtype != code:

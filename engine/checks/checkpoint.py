@@ -1,11 +1,11 @@
-"""What a run leaves to go on from, and what it goes on from.
+"""Check the checkpoints that a run saves and the one that it resumes from.
 
     checkpoint_reloads   every file of a checkpoint has the hash with which it was written, the kernel has written every
-                         page of it, and a resume's own reader would take it
-    resume_continues     weights, AdamW's moments and counters, generators of random numbers, step and row of a resumed
-                         run are those of its checkpoint, bit for bit; of what is sharded each rank compares its part
+                         page of it, and the reader of a resume accepts it
+    resume_continues     weights, AdamW's moments and counters, random number generators, step and row of a resumed run
+                         are those of its checkpoint, bit for bit; each rank compares its part of sharded tensors
 
-The first exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run was over.
+The first exists because a run of 25 hours left a checkpoint of 200 bytes that was not opened until the run had ended.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ STUDENT_FILE = "student.safetensors"
 def checkpoint_reloads(
     context: Context, path: Path, step: int, check_resumable: Callable[[Path], None]
 ) -> Answer:
-    """Read the checkpoint in `path` back; `check_resumable` reads all of it, and raises CheckpointError where a resume
-    would refuse it."""
+    """Read the checkpoint in `path` back with `check_resumable`, which reads all of it and raises CheckpointError where
+    a resume would refuse it."""
     numbers = Numbers(step=step)
     try:
         check_resumable(path)
     except EngineError as error:
         return numbers.failed(f"{path.name} cannot be resumed from: {error}")
     return numbers.passed(
-        f"{path.name}, read back: every byte as it was written, and a resume takes it"
+        f"{path.name}, read back, has every byte as it was written, and a resume accepts it"
     )
 
 
@@ -53,11 +53,13 @@ def resume_continues(context: Context) -> Answer:
     if step == 0:
         return numbers.passed("the run begins at step 0: there is nothing to continue")
     if resumed is None:
-        return numbers.unknown(f"step {step}, and nothing says which checkpoint it is from")
+        return numbers.unknown(
+            f"the session begins at step {step} and does not record its checkpoint"
+        )
     path = resumed.checkpoint
     if (newest := max(map(step_of, published(path.parent)), default=step)) > step:
         return numbers.failed(
-            f"the run goes on from step {step}, and has a checkpoint of step {newest}"
+            f"the run resumes from step {step}, although it has a checkpoint of step {newest}"
         )
     try:
         wrong = differences(
@@ -66,27 +68,28 @@ def resume_continues(context: Context) -> Answer:
     except EngineError as error:
         return numbers.failed(f"{path.name} cannot be read again: {error}")
     if wrong:
-        return numbers.failed(f"not as {path.name} has them: {wrong}")
+        return numbers.failed(f"the run differs from {path.name}: {wrong}")
     if row != numbers["expected"]:
         return numbers.failed(
-            f"{step} steps are {numbers['expected']:.0f} rows, the data stands at {row}: rows are met twice or left out"
+            f"after {step} steps the data should be at row {numbers['expected']:.0f}, it is at row {row}: rows are "
+            "repeated or skipped"
         )
     state = context.optimizer.state
     trained = [p for group in context.optimizer.param_groups for p in group["params"]]
-    # A skipped update counts as a step of the run but not of AdamW.
+    # A skipped update counts as a step of the run but not as one of AdamW.
     updates = [int(state[p]["step"]) if state.get(p) else 0 for p in trained]
     numbers |= dict(updates_min=min(updates), updates_max=max(updates))
     text = f"AdamW counts {min(updates)} to {max(updates)} updates of {len(trained)} tensors after {step} steps"
     if not 0 < min(updates) <= max(updates) <= step:
-        cold = ": it starts cold" if min(updates) == 0 else ""
+        cold = ": its state was reset" if min(updates) == 0 else ""
         return numbers.failed(f"{text}{cold}", cold=updates.count(0))
     if max(updates) < step:
         if context.spec.train.on_non_finite == "stop":
-            return numbers.failed(f"{text}, and the spec lets no update be skipped")
+            return numbers.failed(f"{text}, and the spec allows no skipped updates")
         return numbers.unknown(f"{text}: updates were skipped, or moments are older")
     return numbers.passed(
-        f"step {step}, row {row}, {max(updates)} updates, every tensor, moment and random generator are those of "
-        f"{path.name}, bit for bit"
+        f"step {step}, row {row}, {max(updates)} updates, every tensor, moment and random number generator match "
+        f"{path.name} bit for bit"
     )
 
 
@@ -107,10 +110,10 @@ def differences(
     row: int,
     random_states: Mapping[str, Tensor],
 ) -> str:
-    """Describe how the run differs from the files of a checkpoint, bit for bit; empty when it does not. Of what is
-    sharded this rank's part is compared.
+    """Describe how the run differs from the files of a checkpoint, bit for bit; empty when it does not. This rank's
+    part of sharded tensors is compared.
 
-    `numbers` gets how much was compared and differs. Raises EngineError for files that cannot be read.
+    The counts of compared and differing items are added to `numbers`. Raises EngineError for files that cannot be read.
     """
     student, held = context.student, context.optimizer.state
     # A tied tensor is stored once, under its first name.
@@ -164,7 +167,7 @@ def same_bits(found: object, wanted: Tensor) -> bool:
 
 
 def same_part(stored: Tensor | None, live: Tensor) -> bool:
-    """Return whether a whole tensor of a file has the bits that this rank has of `live`."""
+    """Return whether a whole tensor of a file has the same bits as this rank's part of `live`."""
     if stored is None or stored.shape != live.shape:
         return False
     wanted = own_part(live.detach())
@@ -172,7 +175,7 @@ def same_part(stored: Tensor | None, live: Tensor) -> bool:
 
 
 def _differing_tensors(path: Path, live: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors that the checkpoint does not have, or not bit for bit."""
+    """Return the names of tensors that are missing from the checkpoint or differ in any bit."""
     with _stored(path, STUDENT_FILE, "student/") as stored:
         return [name for name, tensor in live.items() if not same_part(stored(name), tensor)]
 
@@ -180,7 +183,7 @@ def _differing_tensors(path: Path, live: Mapping[str, Tensor]) -> list[str]:
 def _differing_moments(
     path: Path, live: Mapping[str, Tensor], held: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> list[str]:
-    """Return the names of AdamW's values, of the checkpoint or of `held`, that the other does not have bit for bit."""
+    """Return the names of AdamW's values that differ between the checkpoint and `held`, or that one of both lacks."""
     differing = []
     with _stored(path, "optimizer.safetensors") as stored:
         for name, parameter in live.items():
@@ -188,7 +191,7 @@ def _differing_moments(
             for key in dict.fromkeys((*ADAMW_KEYS, *moments)):
                 found, moment = stored(f"{key}/{name}"), moments.get(key)
                 if found is None and moment is None:
-                    continue  # not moved yet, or frozen
+                    continue  # not updated yet, or frozen
                 if moment is None or not same_part(found, moment):
                     differing.append(f"{key}/{name}")
     return differing
@@ -196,8 +199,8 @@ def _differing_moments(
 
 @contextmanager
 def _stored(path: Path, file: str, prefix: str = "") -> Iterator[Callable[[str], Tensor | None]]:
-    """Yield a function that returns a tensor of a checkpoint's `file` by name, or None. In a checkpoint that every rank
-    wrote a part of, names begin with `prefix`, and one tensor at a time is put together."""
+    """Yield a function that returns a tensor of a checkpoint's `file` by name, or None. In a checkpoint with one part
+    per rank, names begin with `prefix`, and one tensor at a time is assembled."""
     if not (path / file).exists():
 
         def part(name: str) -> Tensor | None:

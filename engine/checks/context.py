@@ -1,7 +1,7 @@
-"""What a check may look at: the built objects of a run, and the functions that it trains with.
+"""Define what a check can read: the built objects of a run, and the functions that it trains with.
 
-The loss, the step and the schedule are in layers above this package and are passed in as functions, so
-the checks test the code that trains and not a copy of it.
+The loss, the step and the schedule are in layers above this package. They are passed in as functions, so that
+the checks test the code that trains rather than a copy of it.
 """
 
 # Shapes: B rows, T tokens, N tokens of a micro-batch, D student width, E teacher width, V vocabulary
@@ -33,21 +33,21 @@ class Memory:
     measured_bytes: float | None
     source: str
     is_whole: bool = True
-    """Whether this process does all that was planned: of several ranks the first alone audits steps."""
+    """Whether this process does all of the planned work: with several ranks only the first audits steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What a session continued from."""
+    """The checkpoint that a session resumed from."""
 
     checkpoint: Path
     random: Mapping[str, Tensor]
-    """The states of the random number generators right after they were restored."""
+    """States of the random number generators right after they were restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A run that is about to train, or is training. Checks restore whatever they change in it."""
+    """A run that is about to train or is training. Checks restore whatever they change in it."""
 
     spec: RunSpec
     device: torch.device
@@ -59,7 +59,7 @@ class Context:
     student: Decoder
     optimizer: torch.optim.Optimizer
     teacher: Teacher | None
-    """None when the objective uses none."""
+    """The teacher; None when the objective uses none."""
     teacher_decoder: Decoder | None
     """The decoder inside the teacher, for access to its weights."""
 
@@ -67,23 +67,23 @@ class Context:
     train_stream: TokenStream
     heldout_stream: TokenStream
     heldout: Sequence[Batch]
-    again: Mapping[str, str]
-    """The names of some documents that are in the rows, with their split: training or held-out."""
+    sampled_documents: Mapping[str, str]
+    """Splits, training or held-out, of some documents in the rows, by name."""
     read_again: Callable[[Set[str]], Iterator[tuple[str, Encoded]]]
-    """Yields documents of the corpus by name, read and tokenized alone."""
+    """Function that reads and tokenizes documents of the corpus by name, one at a time."""
     tokenizers: Mapping[str, Tokenizer | None]
-    """Tokenizers by their owner; None for an unknown one."""
+    """Tokenizers by owner; None for an unknown one."""
 
     evaluate: Callable[[Callable[[Tensor, Tensor], Tensor], Head, Sequence[Batch]], float]
-    """Returns the held-out loss of hidden states and a head on some batches."""
+    """Function that returns the held-out loss of hidden states and a head on some batches."""
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
     """The autocast context of the student's training steps."""
     memory: Callable[[], Memory | None]
-    """Returns None when no memory was planned."""
+    """Function that returns the measured peak; None when no memory was planned."""
     resumed: Resumed | None
-    """What this session was restored from; None for one that begins at step 0."""
+    """The checkpoint of this session; None for a session that begins at step 0."""
     late_compiles: Callable[[], Sequence[str]]
-    """Returns descriptions of the kernels whose compilation a step had to wait for."""
+    """Function that returns descriptions of the kernels whose compilation delayed a step."""
 
     @property
     def streams(self) -> dict[str, TokenStream]:
@@ -92,5 +92,5 @@ class Context:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The first tokenizer that is known; `vocabulary_by_bytes` says whether they are alike."""
+        """The first known tokenizer; `vocabulary_by_bytes` checks that all are alike."""
         return next((one for one in self.tokenizers.values() if one is not None), None)

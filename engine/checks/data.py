@@ -1,6 +1,6 @@
-"""Checks of rows and splits. No model runs: numpy on the rows that the next steps will train on.
+"""Check rows and splits with numpy, without running a model.
 
-The rows of LOOKED_AT steps are taken from the current position, as the trainer will take them.
+The rows of the next CHECKED_STEPS steps are taken from the current position, as the trainer will take them.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -19,40 +19,43 @@ from engine.data.overlap import SHINGLE, WINDOW, near_copies, predicted, shared_
 from engine.data.tokens import READ_AT_ONCE, Encoded, TokenStream
 from engine.verdict import Answer, Numbers, unknown
 
-LOOKED_AT = 4
+CHECKED_STEPS = 4
 """Number of steps whose rows are checked."""
 
-SMALLEST_DISTINCT = 8
-SMALLEST_ENTROPY = 1.0
-"""Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
+MIN_DISTINCT = 8
+"""Minimum number of distinct tokens in the checked rows."""
+MIN_ENTROPY = 1.0
+"""Minimum entropy of the token frequencies, in nats. Python source has 4.5 with a vocabulary of 300 and 7 with one of
+150k; one repeated token has 0."""
 
 PADDING_RUN = 8
-"""Number of equal tokens at the end of a row that look like padding and not like text."""
+"""Minimum number of equal tokens at the end of a row that count as padding."""
 PADDING_SHARE = 0.02
-"""Allowed share of the labels: rows of text do end in a run of spaces or dashes now and then."""
+"""Maximum share of labels on padding, 0 to 1: some rows of text end in a run of spaces or dashes."""
 
-ENDS, LEAST_ENDS = 64, 4
-"""Ends of documents that are looked for, and special tokens that must be there for a verdict."""
+CHECKED_DOCUMENTS = 64
+"""Number of documents whose ends are searched for special tokens."""
+MIN_SPECIAL_TOKENS = 4
+"""Minimum number of special tokens needed for a verdict."""
 
-NEAR_COPIES = 0.4
-"""Share of held-out documents that may be near copies: of Python's library, split by file, one in six is the variant
-of a file, mostly of character codes, and of a small split 10 of 44."""
-LEAST_NEAR_COPIES = 3
-"""Of a sample of the training documents, where a single one says little about the others."""
+NEAR_COPY_SHARE = 0.4
+"""Maximum share of held-out documents that may be near copies of training documents, 0 to 1. In Python's library,
+split by file, it is one in six, mostly tables of character codes, and 10 of 44 in a small split."""
+MIN_NEAR_COPIES = 3
+"""Minimum number of near copies for a failure where only a sample of the training documents was searched."""
 SHARED_SHARE = 0.5
-"""Share of held-out windows that must be found in the training text to count as a leak. Source code
-repeats itself: of Python's library, split by file, a quarter is found, mostly in tables of character
-codes. Leaked text is found completely.
+"""Share of held-out windows found in the training text above which the split leaks, 0 to 1. Source code repeats itself:
+for Python's library, split by file, the share is a quarter. For leaked text it is 1.
 """
-MOST_ROWS = 512
-"""Largest number of rows that are checked, however many make up one step."""
+MAX_ROWS = 512
+"""Maximum number of rows that are checked."""
 
 
 def next_rows(context: Context) -> Batch:
     """Return the rows of the next steps as one batch."""
     train = context.spec.train
-    rows = LOOKED_AT * train.rows * train.accumulation
-    return context.batches.take(context.position, min(rows, max(MOST_ROWS, train.rows)))
+    rows = CHECKED_STEPS * train.rows * train.accumulation
+    return context.batches.take(context.position, min(rows, max(MAX_ROWS, train.rows)))
 
 
 def batch_not_degenerate(context: Context) -> Answer:
@@ -62,19 +65,19 @@ def batch_not_degenerate(context: Context) -> Answer:
     share = counts / counts.sum()
     entropy = float(-(share * np.log(share)).sum())
     repeated = len(tokens_BT) - len(np.unique(tokens_BT, axis=0))
-    # A short corpus repeats within these steps: such repetitions are expected.
+    # A short corpus repeats within the checked steps.
     expected = len(batch.row_ids) - len(np.unique(batch.row_ids))
     numbers = Numbers(
         distinct=len(counts), entropy=entropy, rows=len(tokens_BT), repeated=repeated - expected
     )
     if repeated - expected > len(tokens_BT) // 2:
         return numbers.failed(
-            f"{repeated} of {len(tokens_BT)} rows are copies of others in the batch"
+            f"{repeated} of {len(tokens_BT)} rows repeat other rows of the next {CHECKED_STEPS} steps"
         )
-    if len(counts) < SMALLEST_DISTINCT or entropy < SMALLEST_ENTROPY:
+    if len(counts) < MIN_DISTINCT or entropy < MIN_ENTROPY:
         return numbers.failed(
-            f"{len(counts)} distinct tokens in {tokens_BT.size:,} places, {entropy:.2f} nats of "
-            "entropy: hardly any text"
+            f"{len(counts)} distinct tokens in {tokens_BT.size:,} positions with an entropy of {entropy:.2f} nats, "
+            f"expected {MIN_DISTINCT} tokens and {MIN_ENTROPY:g} nats: the rows hold hardly any text"
         )
     return numbers.passed(
         f"{len(counts):,} distinct tokens, {entropy:.1f} nats, {repeated - expected} rows repeated"
@@ -82,25 +85,25 @@ def batch_not_degenerate(context: Context) -> Answer:
 
 
 def documents_in_rows(context: Context) -> Answer:
-    """Read and tokenize some documents of the corpus again, for a second, and look for them in the rows."""
+    """Read and tokenize some documents of the corpus again, for up to a second, and search them in the rows."""
     numbers = Numbers(looked_at=0)
-    for name, one in context.read_again(context.again.keys()):
+    for name, one in context.read_again(context.sampled_documents.keys()):
         numbers["looked_at"] += 1
         found_in = [split for split, stream in context.streams.items() if _has(stream, one)]
-        if found_in != [wanted := context.again[name]]:
+        if found_in != [wanted := context.sampled_documents[name]]:
             where = " and ".join(found_in) or "no"
             return numbers.failed(
-                f"{name}, read and tokenized again, is whole in {where} rows, and belongs into the {wanted} ones"
+                f"{name}, read and tokenized again, is expected whole in the {wanted} rows, found in {where} rows"
             )
     if not numbers["looked_at"]:
         return numbers.unknown("no document is small enough to be read again")
     return numbers.passed(
-        f"{numbers['looked_at']:.0f} documents, read and tokenized again, are in the rows of their split"
+        f"all {numbers['looked_at']:.0f} documents that were read and tokenized again are in the rows of their split"
     )
 
 
 def _has(stream: TokenStream, one: Encoded) -> bool:
-    """Say whether a stream has a document, with the same labels."""
+    """Return whether a stream has a document with the same labels."""
     for index in np.flatnonzero(stream.lengths == len(one.ids)):
         place = slice(stream.starts[index], stream.starts[index + 1])
         if np.array_equal(stream.tokens[place], one.ids):
@@ -123,48 +126,53 @@ def padding_not_trained(context: Context) -> Answer:
         ids = np.unique(batch.tokens_BT[:, -1][run_B >= PADDING_RUN])
         listed = ", ".join(str(int(token)) for token in ids[:3])
         return numbers.failed(
-            f"{trained / labelled:.0%} of the labels stand on runs of one token at the end of rows "
-            f"(id {listed}): padding is trained on"
+            f"{trained / labelled:.0%} of the labels are in runs of one token at the end of rows (id {listed}), "
+            f"expected up to {PADDING_SHARE:.0%}: the run trains on padding"
         )
-    return numbers.passed(f"{trained:,} of {labelled:,} labels stand on what could be padding")
+    return numbers.passed(f"{trained:,} of {labelled:,} labels are on tokens that may be padding")
 
 
 def end_is_learnt(context: Context) -> Answer:
     """Fail if special tokens follow others of their document, in rows where documents end, and none is a label."""
     tokenizer = context.tokenizer
     if tokenizer is None:
-        return unknown("no tokenizer is known, so which tokens are special ones is not either")
+        return unknown("no tokenizer is known, so the special tokens are not known either")
     special = map(tokenizer.id_of, tokenizer.special_tokens)
     ids = [tokenizer.end_of_text_id, *(one for one in special if one is not None)]
     stream, length = context.train_stream, context.spec.data.seq_len
-    rows = np.unique((stream.starts[1 : 1 + ENDS] - 1) // length)
+    rows = np.unique((stream.starts[1 : 1 + CHECKED_DOCUMENTS] - 1) // length)
     batch = context.batches.rows(rows[rows < len(stream) // length])
-    # What begins a document follows nothing, and is no label.
+    # The first token of a document follows no other token and is no label.
     follows_BT = batch.documents_BT[:, 1:] == batch.documents_BT[:, :-1]
     special_BT = np.isin(batch.tokens_BT[:, 1:], ids) & follows_BT
     labelled_BT = special_BT & (batch.labels_BT[:, :-1] == batch.tokens_BT[:, 1:])
     count, labelled = int(special_BT.sum()), int(labelled_BT.sum())
     numbers = Numbers(special=count, labelled=labelled, rows=len(batch.row_ids))
-    if count < LEAST_ENDS:
-        return unknown(f"{count} special tokens were found: too few to tell")
+    if count < MIN_SPECIAL_TOKENS:
+        return unknown(
+            f"found {count} special tokens, expected at least {MIN_SPECIAL_TOKENS} for a verdict"
+        )
     if labelled:
         return numbers.passed(
-            f"of {count:,} special tokens in {len(batch.row_ids)} rows {labelled:,} are labels"
+            f"{labelled:,} of {count:,} special tokens in {len(batch.row_ids)} rows are labels"
         )
     found = sorted(set(batch.tokens_BT[:, 1:][special_BT].tolist()))
     names = ", ".join(repr(tokenizer.decode([one])) for one in found[:4])
-    return numbers.failed(f"{names}: {count:,} times in {len(batch.row_ids)} rows, never a label")
+    return numbers.failed(
+        f"the special tokens {names} occur {count:,} times in {len(batch.row_ids)} rows and are never a label"
+    )
 
 
 def split_disjoint(context: Context, step: object = None) -> Answer:
-    """Asked after the first step, whichever it is: no run ends by it, and a large corpus takes seconds."""
+    """Search the held-out text in the training text. This runs after the session's first step: it stops no run, and a
+    large corpus takes seconds."""
     train, held = context.train_stream, context.heldout_stream
     wanted = set(_digests(held, np.ones(len(held.lengths), dtype=bool)))
     # Only documents with the length of a held-out one can be copies of it.
     candidates = np.isin(train.lengths, held.lengths)
     copies = len({one for one in _digests(train, candidates) if one in wanted})
-    looked_at, held_tokens = predicted(train), predicted(held)
-    found = shared_windows(looked_at, held_tokens)
+    searched, held_tokens = predicted(train), predicted(held)
+    found = shared_windows(searched, held_tokens)
     shared, windows = int(found.sum()), len(found)
     near = near_copies(train, held)
     train.release()
@@ -177,32 +185,33 @@ def split_disjoint(context: Context, step: object = None) -> Answer:
         searched_documents=near.searched,
         shared_windows=shared,
         windows=windows,
-        searched_tokens=len(looked_at),
+        searched_tokens=len(searched),
     )
     if copies:
         return numbers.failed(
-            f"{copies} held-out document{'s are' if copies > 1 else ' is'} trained on, token by token"
+            f"{copies} held-out document{'s are' if copies > 1 else ' is'} in the training text, token by token"
         )
     if share > SHARED_SHARE:
         return numbers.failed(
-            f"{share:.0%} of held-out stretches of {WINDOW} tokens are in the training text too"
+            f"{share:.0%} of held-out windows of {WINDOW} tokens are in the training text, expected up to "
+            f"{SHARED_SHARE:.0%}"
         )
-    allowed = NEAR_COPIES * near.compared * near.searched
-    if len(near.pairs) > allowed and (near.searched == 1 or len(near.pairs) >= LEAST_NEAR_COPIES):
+    allowed = NEAR_COPY_SHARE * near.compared * near.searched
+    if len(near.pairs) > allowed and (near.searched == 1 or len(near.pairs) >= MIN_NEAR_COPIES):
         one, _, alike = near.pairs[0]
         return numbers.failed(
-            f"{len(near.pairs)} of {near.compared} held-out documents are training documents but for few tokens, as "
-            f"{_beginning(context, one)} ({alike:.0%} alike)"
+            f"{len(near.pairs)} of {near.compared} held-out documents differ from a training document in few tokens, "
+            f"such as {_beginning(context, one)} ({alike:.0%} alike)"
         )
-    sample = "" if near.searched == 1 else f" of a sample of {near.searched:.1%} of them"
+    sample = "" if near.searched == 1 else f" in a sample of {near.searched:.1%} of them"
     return numbers.passed(
-        f"no held-out document is trained on, {len(near.pairs)} of {near.compared} are nearly training "
-        f"documents{sample}; {share:.1%} of held-out stretches of {WINDOW} tokens are in the training text"
+        f"no held-out document is in the training text, {len(near.pairs)} of {near.compared} are near copies of "
+        f"training documents{sample}; {share:.1%} of held-out windows of {WINDOW} tokens are in the training text"
     )
 
 
 def _beginning(context: Context, document: int) -> str:
-    """Return how a held-out document begins."""
+    """Return the first tokens of a held-out document as text."""
     stream = context.heldout_stream
     begin, end = stream.starts[document : document + 2].tolist()
     ids = stream.tokens[begin : min(end, begin + SHINGLE)].tolist()
@@ -212,7 +221,7 @@ def _beginning(context: Context, document: int) -> str:
 
 def _digests(stream: TokenStream, wanted: NDArray[np.bool_]) -> Iterator[bytes]:
     """Yield a digest of the tokens of each wanted document."""
-    # An empty document consists only of its end-of-text token and is no leak, and neither is padding.
+    # An empty document, which is only its end-of-text token, is no leak, and neither is padding.
     wanted = wanted & (stream.lengths > 1)
     if stream.padding is not None:
         wanted &= ~stream.padding

@@ -1,4 +1,4 @@
-"""Logits of a few tokens, and values computed from them: cross entropies.
+"""Compute logits of a few tokens and their cross entropies.
 
 Logits are computed CHUNK tokens at a time: with a vocabulary of 152k a chunk has 150 MiB in fp32.
 """
@@ -20,11 +20,12 @@ from engine.data.tokens import TokenStream
 from engine.models.head import Head, logits_of
 
 CHUNK = 256
+"""Number of tokens whose logits are in memory at a time."""
 TOKENS = 512
-"""Tokens on which models are evaluated: the standard error of a mean of 2 nats is then some 0.1."""
+"""Number of tokens on which models are evaluated: the standard error of a mean of 2 nats is then about 0.1."""
 
 COUNTED = 1 << 25
-"""Largest number of training tokens that are counted for frequencies."""
+"""Maximum number of training tokens that are counted for frequencies."""
 
 Hidden = Callable[[Tensor, Tensor], Tensor]
 

@@ -8,13 +8,13 @@ from engine.units import format_bytes
 from engine.verdict import Answer, Numbers, failed, passed, unknown
 
 SETTLED = 3
-"""Steps after which the peak of a step has been reached and every kernel of a step has run."""
-MOST_MEASURED, LEAST_MEASURED = 1.10, 0.5
-"""Measured memory relative to the plan. Above the first, the plan accepts runs that do not fit; below the
-second, it refuses runs that do. Caching and fragmentation are some percent.
+"""Number of steps after which memory has peaked and every kernel of a step has run."""
+MAX_MEASURED, MIN_MEASURED = 1.10, 0.5
+"""Allowed range of the measured memory relative to the plan. Above it the plan accepts runs that do not fit; below it
+the plan refuses runs that do. Caching and fragmentation are a few percent.
 """
 SLACK_BYTES = 256 << 20
-"""Memory that libraries allocate for themselves, which matters only for small runs."""
+"""Bytes that libraries allocate for themselves, which matters only for small runs."""
 
 
 def memory_as_planned(context: Context, step: StepDone) -> Answer | None:
@@ -29,9 +29,9 @@ def memory_as_planned(context: Context, step: StepDone) -> Answer | None:
         return numbers.unknown(f"the peak was not measured: {memory.source}")
     numbers["measured_bytes"] = measured
     text = f"{format_bytes(measured)} measured ({memory.source}), {format_bytes(predicted)} planned"
-    if measured > MOST_MEASURED * predicted + SLACK_BYTES:
-        return numbers.failed(f"{text}: the plan lets runs through that do not fit")
-    if memory.is_whole and predicted > measured / LEAST_MEASURED + SLACK_BYTES:
+    if measured > MAX_MEASURED * predicted + SLACK_BYTES:
+        return numbers.failed(f"{text}: the plan accepts runs that do not fit")
+    if memory.is_whole and predicted > measured / MIN_MEASURED + SLACK_BYTES:
         return numbers.failed(f"{text}: the plan refuses runs that fit")
     return numbers.passed(text)
 

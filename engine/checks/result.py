@@ -31,8 +31,8 @@ class Result:
     def failed(self) -> bool:
         return self.verdict.level is Level.FAIL
 
-    def said_by(self, who: str) -> Result:
-        """Return the result with the one whose it is."""
+    def prefixed(self, who: str) -> Result:
+        """Return the result with `who` before its reason."""
         return replace(self, verdict=replace(self.verdict, reason=f"{who}: {self.verdict.reason}"))
 
     def __str__(self) -> str:

@@ -1,18 +1,18 @@
-"""Run each check at its time, and guarantee that the run is not changed by it.
+"""Run each check when it is due, and guarantee that it does not change the run.
 
     checks = Checks(spec)
     for result in checks.before_training(context): ...     before the first step of a session
-    for result in checks.going_on(): ...                   right before the first step
+    for result in checks.before_first_step(): ...          right before the first step
     for result in checks.after_step(step): ...             after each step: checks that wait for one
     for result in checks.at_checkpoint(path, ...): ...     after each save
     for result in checks.at_end(saved, step, student): ... once the student is saved
-    checks.ends_run(result)                                whether to stop
+    checks.ends_run(result)                                whether to stop the run
 
-A check that was skipped, or that raised, is UNKNOWN with the reason: an exception in a check must not end
-the run, and must not count as passed.
+A check that was skipped or that raised is UNKNOWN with the reason: an exception in a check must not end
+the run and must not count as passed.
 
 Invariant: weights, gradients, the optimizer, the modes of the models and the random number generators are
-the same before and after; data is read at positions and never advanced. `undisturbed` restores what a
+the same before and after a check; data is read at positions and never advanced. `undisturbed` restores what a
 check uses, and tests compare runs with and without checks bit by bit.
 """
 
@@ -55,7 +55,7 @@ from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
 from engine.verdict import Answer, Verdict, unknown
 
-_ASKED: tuple[Callable[..., Answer | None], ...] = (
+_CHECK_FUNCTIONS: tuple[Callable[..., Answer | None], ...] = (
     vocabulary_by_bytes,
     batch_not_degenerate,
     documents_in_rows,
@@ -75,10 +75,10 @@ _ASKED: tuple[Callable[..., Answer | None], ...] = (
     checkpoint_reloads,
     artefact,
 )
-"""Each is asked of the context; after a step also of the step, of a checkpoint of its folder and step, at the end of
-what was saved or reported. None is not yet an answer.
+"""Functions of all checks. Each takes the context; a check after a step also takes the step, one of a checkpoint its
+folder and step, one at the end the saved student. A function that returns None is called again later.
 """
-FUNCTIONS = {check.__name__: check for check in _ASKED}
+FUNCTIONS = {check.__name__: check for check in _CHECK_FUNCTIONS}
 AT_ONCE = (When.BEFORE, When.AT_START)
 
 
@@ -90,7 +90,7 @@ class Checks:
         self._skipped = skipped_ids(spec.checks.skip)
         self._context: Context | None = None
         self._open: dict[About, Verdict | None] = {}
-        """Checks that wait for a step or a checkpoint, with what one that is asked for ever has said last."""
+        """Checks that wait for a step or a checkpoint, with the last verdict of a check that runs after every step."""
 
     def before_training(self, context: Context) -> Iterator[Result]:
         """Run every check that needs no step, in the order of the catalogue."""
@@ -100,7 +100,7 @@ class Checks:
                 why = "checks.skip" if self.spec.enabled else "checks.enabled=false"
                 yield _result(about, unknown(f"skipped by {why}"), 0.0, context.step)
             elif about.when in AT_ONCE:
-                yield from self._ask(about, context.step)
+                yield from self._run(about, context.step)
             elif about.id in FUNCTIONS:
                 self._open[about] = None
 
@@ -108,19 +108,19 @@ class Checks:
     def begun(self) -> bool:
         return self._context is not None
 
-    def going_on(self) -> Iterator[Result]:
-        """Run the checks of what the first step begins with, when nothing else comes before it."""
+    def before_first_step(self) -> Iterator[Result]:
+        """Run the checks of the state that the first step begins with, right before that step."""
         for about in [one for one in self._open if one.when is When.GOING_ON]:
-            yield from self._ask(about, self._context.step if self._context else 0)
+            yield from self._run(about, self._context.step if self._context else 0)
 
-    def look_at(self, context: Context) -> None:
-        """Continue with other objects of the same run, whose student was sharded over several GPUs."""
+    def use(self, context: Context) -> None:
+        """Continue with other objects of the same run, after its student was sharded over several GPUs."""
         self._context = context
 
     def after_step(self, step: StepDone) -> Iterator[Result]:
-        """Run the checks that are due now that `step` is done; free when none is."""
+        """Run the checks that are due after `step`; costs nothing when none is due."""
         for about in [one for one in self._open if one.when in (When.FIRST_STEPS, When.ALWAYS)]:
-            for result in self._ask(about, step.step, step):
+            for result in self._run(about, step.step, step):
                 if about.when is When.FIRST_STEPS:
                     del self._open[about]
                 elif self._open[about] == result.verdict:
@@ -132,24 +132,24 @@ class Checks:
     def at_checkpoint(
         self, path: Path, step: int, check_resumable: Callable[[Path], None]
     ) -> Iterator[Result]:
-        """Check the newest checkpoint once it is safe in `path`."""
+        """Check the newest checkpoint once it is published in `path`."""
         for about in [one for one in self._open if one.when is When.AT_CHECKPOINT]:
-            yield from self._ask(about, step, path, step, check_resumable)
+            yield from self._run(about, step, path, step, check_resumable)
 
     def at_end(self, saved: Artefact, step: int, student: Decoder) -> Iterator[Result]:
-        """Check what was saved of the trained student, `student`, which is whole."""
+        """Compare the saved files with the trained student, `student`, whose tensors are not sharded."""
         for about in [one for one in self._open if one.when is When.AT_END]:
-            yield from self._ask(about, step, saved, student=student)
+            yield from self._run(about, step, saved, student=student)
 
     def ends_run(self, result: Result) -> bool:
-        """Return whether this failure makes the run worthless and the spec says to stop."""
+        """Return whether this failure stops the run: it makes the run worthless, and the spec says to stop."""
         return result.failed and result.about.stops and self.spec.on_fail == "stop"
 
-    def _ask(
+    def _run(
         self,
         about: About,
         step: int,
-        *more: object,
+        *arguments: object,
         student: Decoder | None = None,
     ) -> Iterator[Result]:
         assert self._context is not None, "before_training comes first"
@@ -159,14 +159,14 @@ class Checks:
         begun = time.perf_counter()
         answer: Answer | None
         try:
-            # These look at no model, and a checkpoint may be read while a step is made.
-            apart = about.when in (When.ALWAYS, When.AT_CHECKPOINT)
-            with contextlib.nullcontext() if apart else undisturbed(context):
-                answer = FUNCTIONS[about.id](context, *more)
+            # These checks read no model, and a checkpoint may be read while a step runs.
+            no_model = about.when in (When.ALWAYS, When.AT_CHECKPOINT)
+            with contextlib.nullcontext() if no_model else undisturbed(context):
+                answer = FUNCTIONS[about.id](context, *arguments)
         except NoHiddenStates as error:
             answer = unknown(str(error))
         except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run
-            answer = unknown(f"the check broke: {type(error).__name__}: {error}")
+            answer = unknown(f"the check raised {type(error).__name__}: {error}")
         if answer is not None:
             yield _result(about, answer, time.perf_counter() - begun, step)
 

@@ -1,8 +1,8 @@
-"""Checks of what the models know: the teacher and the evaluation.
+"""Check how well the teacher and the evaluation predict text.
 
-The yardstick is the cross entropy of token frequencies, counted on the training text, on the same tokens.
-It is lower than ln V, and a lookup table reaches it. A model between the two has no business with this text; one
-that is not better than ln V is no model at all, or of other tokens.
+The baseline is the cross entropy, on the same tokens, of token frequencies counted on the training text. It is lower
+than ln V, and a lookup table reaches it. A model between the two was not trained on text of this kind; a model above
+ln V has random weights or another tokenizer.
 """
 
 # Shapes: B rows, T tokens, N tokens, V vocabulary, D student width
@@ -31,12 +31,12 @@ from engine.teachers.same_model import same_values
 from engine.teachers.store.teacher import CachedTeacher
 from engine.verdict import Answer, Numbers, passed, unknown
 
-SMALLEST_KL = 1e-5
-"""Nats at the start. Two roundings of one model differ by more, which is why values are compared too; the
-same values in the same precision give 1e-7.
+MIN_KL = 1e-5
+"""Minimum KL of teacher and student at the start, in nats. Two roundings of one model differ by more, so weights are
+compared too; the same weights in the same precision give 1e-7.
 """
-CLEAR = 0.1
-"""Nats by which a model must beat guessing."""
+MARGIN = 0.1
+"""Minimum distance of a cross entropy below that of guessing at random, in nats."""
 NO_TEACHER = "there is no teacher in the objective"
 
 
@@ -45,7 +45,7 @@ def teacher_knows_text(context: Context) -> Answer:
     if teacher is None:
         return unknown(NO_TEACHER)
     batch = few_rows(context.heldout[0])
-    labels_N, frequencies, ln_v = _yardsticks(context, batch)
+    labels_N, frequencies, ln_v = _baselines(context, batch)
     hidden_NE = hidden_of(teacher.hidden, batch, context.device)
     ce = cross_entropy(hidden_NE, teacher.head(), context.student.config.vocab_size, labels_N)
     numbers = Numbers(
@@ -53,23 +53,23 @@ def teacher_knows_text(context: Context) -> Answer:
     )
     if not math.isfinite(ce):
         return numbers.failed(f"the teacher's cross entropy on held-out text is {ce}")
-    if ce > ln_v - CLEAR:
+    if ce > ln_v - MARGIN:
         return numbers.failed(
-            f"cross entropy {ce:.2f} nats on held-out text, guessing at random has {ln_v:.2f}"
+            f"the teacher's cross entropy on held-out text is {ce:.2f} nats, guessing at random gives {ln_v:.2f}"
         )
-    # Better than guessing, so it is a model and its tokens are the right ones. The alert
-    # `teacher_off_text` warns of it for as long as the run goes on.
+    # Better than guessing, so it is a trained model with the right tokenizer. The alert
+    # `teacher_off_text` stays active for as long as the run does.
     if ce >= frequencies:
         return numbers.unknown(
-            f"the text is outside what the teacher knows: cross entropy {ce:.2f} nats on held-out "
-            f"text, token frequencies alone have {frequencies:.2f}, guessing at random {ln_v:.2f}"
+            f"the teacher does not predict this kind of text: its cross entropy on held-out text is {ce:.2f} nats, "
+            f"token frequencies alone give {frequencies:.2f}, guessing at random {ln_v:.2f}"
         )
     return numbers.passed(
         f"cross entropy {ce:.2f} nats on held-out text; frequencies {frequencies:.2f}, ln V {ln_v:.2f}"
     )
 
 
-def _yardsticks(context: Context, batch: Batch) -> tuple[Tensor, float, float]:
+def _baselines(context: Context, batch: Batch) -> tuple[Tensor, float, float]:
     """Return the labels of a batch, the cross entropy of token frequencies on them, and that of guessing, ln V."""
     labels_N = torch.from_numpy(batch.labels_BT).flatten()
     columns = context.student.config.vocab_size
@@ -80,7 +80,7 @@ def eval_baseline(context: Context) -> Answer:
     """Evaluate random hidden states with the student's own head."""
     batch = few_rows(context.heldout[0])
     head = head_of(context.student)
-    _, frequencies, ln_v = _yardsticks(context, batch)
+    _, frequencies, ln_v = _baselines(context, batch)
 
     def noise(tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         generator = torch.Generator(tokens_BT.device).manual_seed(0)
@@ -90,9 +90,9 @@ def eval_baseline(context: Context) -> Answer:
 
     loss = context.evaluate(noise, head, [batch])
     numbers = Numbers(noise=loss, frequencies=frequencies, ln_vocabulary=ln_v)
-    text = f"noise is evaluated at {loss:.2f} nats; token frequencies have {frequencies:.2f}"
-    # Frequencies of a different text may be worse than guessing.
-    if not loss >= min(frequencies, ln_v - CLEAR):
+    text = f"random hidden states evaluate to {loss:.2f} nats; token frequencies alone give {frequencies:.2f}"
+    # Frequencies of another text may be worse than guessing.
+    if not loss >= min(frequencies, ln_v - MARGIN):
         return numbers.failed(text)
     return numbers.passed(text)
 
@@ -110,24 +110,28 @@ def teacher_not_student(context: Context) -> Answer:
         head_of(context.student),
         columns,
     )
-    # A teacher read from stored outputs has no values; the KL tells as much.
+    # A teacher read from stored outputs has no weights; the KL shows the same.
     digest = same_values(decoder, context.student) if decoder is not None else None
     numbers = Numbers(kl=kl, agreement=agreement, same_values=float(digest is not None))
-    if digest is not None or kl < SMALLEST_KL:
+    if digest is not None or kl < MIN_KL:
         found = (
-            f"the same values (sha256 {digest[:12]} in bf16)" if digest else "the same distribution"
+            f"the same weights (sha256 {digest[:12]} in bf16)"
+            if digest
+            else "the same distribution"
         )
         text = f"teacher and student have {found}, KL {kl:.1e} nats"
         if context.spec.teacher.allow_identical:
-            return numbers.unknown(f"{text}, as teacher.allow_identical says they may")
+            return numbers.unknown(f"{text}, which teacher.allow_identical allows")
         return numbers.failed(text)
     if not math.isfinite(kl):
         return numbers.unknown(f"the KL is {kl}")
-    return numbers.passed(f"other values, KL {kl:.3g} nats, {agreement:.0%} agreement")
+    return numbers.passed(
+        f"teacher and student have different weights, KL {kl:.3g} nats, {agreement:.0%} agreement"
+    )
 
 
 def stored_outputs(context: Context) -> Answer:
-    """Report what comparing stored rows with the teacher has shown, before it was used."""
+    """Report the comparison of stored rows with the teacher, made before the store was used."""
     teacher = context.teacher
     if not isinstance(teacher, CachedTeacher):
         return passed("the teacher's outputs are computed, not read")
@@ -143,16 +147,16 @@ def stored_outputs(context: Context) -> Answer:
     )
     if found.within(limit):
         return numbers.passed(found.text(limit))
-    return numbers.failed(f"stored outputs are not the teacher's: {found.text(limit)}")
+    return numbers.failed(f"stored outputs differ from the teacher's: {found.text(limit)}")
 
 
 def teacher_fp8_within_noise_floor(context: Context) -> Answer:
     """Compare the rounding error measured when the teacher was loaded with that of 4-bit weights."""
     if context.spec.teacher.precision != "fp8":
-        return passed("no product of the teacher is in 8-bit floats")
+        return passed("no matmul of the teacher is in fp8")
     rounding = None if context.teacher is None else rounding_of(context.teacher)
     if rounding is None:
-        return unknown("there is no teacher in 8-bit floats in the objective")
+        return unknown("the objective has no teacher in fp8")
     numbers = Numbers(
         kl=rounding.kl,
         noise_floor=NOISE_FLOOR_KL,
@@ -161,10 +165,10 @@ def teacher_fp8_within_noise_floor(context: Context) -> Answer:
         tokens=rounding.tokens,
     )
     if not math.isfinite(rounding.kl):
-        return numbers.failed(f"its KL from the exact teacher is {rounding.kl}")
+        return numbers.failed(f"the KL of the fp8 teacher to the exact teacher is {rounding.kl}")
     text = (
-        f"KL {rounding.kl:.2g} nats from the exact teacher on {rounding.tokens} held-out tokens, "
-        f"{rounding.agreement:.1%} rank the same token first; 4-bit weights cost {NOISE_FLOOR_KL:.2g}"
+        f"the fp8 teacher has a KL of {rounding.kl:.2g} nats to the exact one on {rounding.tokens} held-out tokens, "
+        f"{rounding.agreement:.1%} have the same top token; 4-bit weights have a KL of {NOISE_FLOOR_KL:.2g}"
     )
     if rounding.kl > NOISE_FLOOR_KL:
         return numbers.failed(text)

@@ -1,7 +1,7 @@
 """Check that a token id means the same token everywhere; `engine.teachers.vocabulary` compares.
 
 Equal vocabulary sizes prove nothing: two tokenizers of one size may share no token, and two with the same tokens may
-cut a text in other places.
+split a text differently.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def vocabulary_by_bytes(context: Context) -> Answer:
     nameless = [whose for whose, one in context.tokenizers.items() if one is None]
     ids = context.student.config.vocab_size
     differing = one_sided = texts = 0
-    for (whose, one), (other, another) in combinations(known.items(), 2):
-        if one.sha256 == another.sha256:
+    for (whose, one), (other, other_tokenizer) in combinations(known.items(), 2):
+        if one.sha256 == other_tokenizer.sha256:
             continue
-        found = compare(one, another, ids)
+        found = compare(one, other_tokenizer, ids)
         differing += len(found.differing)
         one_sided += found.one_sided
         texts += found.texts
@@ -36,7 +36,7 @@ def vocabulary_by_bytes(context: Context) -> Answer:
             )
         if found.split:
             return failed(
-                f"{len(found.split):,} of {found.texts:,} texts are other tokens: "
+                f"{len(found.split):,} of {found.texts:,} texts are tokenized differently: "
                 f"{found.split[0].said(whose, other)}",
                 ids=ids,
                 differing=0,
@@ -47,12 +47,14 @@ def vocabulary_by_bytes(context: Context) -> Answer:
         ids=ids, differing=differing, one_sided=one_sided, texts=texts, compared=len(known)
     )
     if not known:
-        return numbers.unknown("no tokenizer is known, so nothing was compared")
+        return numbers.unknown("no tokenizer is known, so none were compared")
     if nameless:
         return numbers.unknown(
             f"the tokenizer of {', '.join(nameless)} is not known, so its ids were not compared"
         )
     if len(known) == 1:
         whose = next(iter(known))
-        return numbers.passed(f"there is one tokenizer, the {whose}'s: the text is made of its ids")
-    return numbers.passed(f"no id below {ids:,} is another token in {', '.join(known)}")
+        return numbers.passed(
+            f"there is one tokenizer, that of the {whose}, and the text has its ids"
+        )
+    return numbers.passed(f"every id below {ids:,} is the same token in {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Read the tensors of a decoder in any storage format, and check that they are not dead."""
+"""Read the tensors of a decoder in any storage format, and check that they are finite and not constant."""
 
 # Shapes: D, E widths; R sampled rows
 
@@ -19,7 +19,9 @@ from engine.quant.planes import PackedMatrix, dequantize_rows_reference
 from engine.verdict import Answer, Numbers
 
 SAMPLED_ROWS = 64
+"""Number of rows of a tensor that are checked."""
 LISTED = 3
+"""Maximum number of faults in a message."""
 
 
 def held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
@@ -32,7 +34,7 @@ def held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
 
 
 def rows_of(stored: Tensor | PackedMatrix, first: int, count: int) -> Tensor:
-    """Return some rows in fp32. Quantised blocks are dequantised by the oracle, never by a kernel."""
+    """Return some rows in fp32. Quantised blocks are dequantised by the reference, never by a kernel."""
     if isinstance(stored, Tensor):
         return stored.detach()[first : first + count].float()
     out = torch.empty(count, stored.columns, dtype=torch.float32, device=stored.device)
@@ -77,19 +79,19 @@ def shape_of(config: ModelConfig) -> Shape:
         tied=config.tie_word_embeddings,
         window=config.sliding_window,
         qk_norm_whole=config.kind.qk_norm_whole,
-        norms_behind=config.kind.norms_behind,
-        unturned=config.layers_without_rope,
-        turned=config.rotary_dim,
+        post_norms=config.kind.norms_behind,
+        layers_without_rope=config.layers_without_rope,
+        rotary_dim=config.rotary_dim,
         short_factors=() if long is None else long.short_factor,
         long_factors=() if long is None else long.long_factor,
         short_positions=0 if long is None else long.original_max_position_embeddings,
         angle_factor=1.0 if long is None else long.angle_factor(config.max_position_embeddings),
         activation=config.kind.activation,
-        norms_in_front=config.kind.norms_in_front,
+        pre_norms=config.kind.norms_in_front,
         norm_offset=config.kind.norm_offset,
         embedding_scale=math.sqrt(config.hidden_size) if config.kind.embeddings_scaled else 1.0,
         query_scalar=config.query_pre_attn_scalar or 0,
-        windowless=config.layers_without_window,
+        layers_without_window=config.layers_without_window,
         local_theta=config.rope_local_base_freq,
         position_factor=config.rope_factor,
         stretch=None
@@ -112,7 +114,7 @@ def _faults(decoder: Decoder, whose: str) -> Iterator[str]:
         low, high = (float(value) for value in torch.aminmax(rows))
         if not bool(rows.isfinite().all()):
             yield f"{whose}: {name} has NaN or infinity"
-        # A norm of ones and a bias of zeros are how every model starts; a matrix is never constant.
+        # Norms of ones and biases of zeros are common initial values; a matrix is never constant.
         elif rows.ndim == 2 and low == high:
             yield f"{whose}: {name} is {low:g} everywhere"
 
@@ -126,8 +128,8 @@ def weights_alive(context: Context) -> Answer:
     tensors = sum(len(tensor_names(decoder)) for decoder in models.values())
     numbers = Numbers(tensors=tensors, faults=len(faults))
     if faults:
-        more = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
-        return numbers.failed("; ".join(faults[:LISTED]) + more)
+        rest = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+        return numbers.failed("; ".join(faults[:LISTED]) + rest)
     return numbers.passed(
-        f"{tensors} tensors are finite and no matrix is constant, by some {SAMPLED_ROWS} rows of each"
+        f"{tensors} tensors are finite and no matrix is constant, in up to {SAMPLED_ROWS} rows of each"
     )

@@ -266,7 +266,7 @@ def _slowed(shape: Mapping[str, Any]) -> list[float] | None:
         return None
     names = ("factor", "low_freq_factor", "high_freq_factor", "original")
     stretch = Stretch(**{name: shape[name] for name in names})
-    width = shape["turned"]
+    width = shape["rotary_dim"]
     frequencies = [shape["theta"] ** (-2 * pair / width) for pair in range(width // 2)]
     return [one / stretched(one, stretch) for one in frequencies]
 

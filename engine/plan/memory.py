@@ -57,8 +57,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.audit.bounds import (
-    MOST_FLOPS,
-    WIDENED,
+    FP32_TEACHER_PARAMETERS,
+    REFERENCE_FLOPS,
     group_tokens,
     layer_bytes,
     logits_bytes,
@@ -686,7 +686,7 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         sum(plan.each * tokens * one.hidden_size for one in models)
         + 8 * tokens * student.hidden_size
     )
-    if 8 * count_parameters(student) * tokens <= MOST_FLOPS["cuda"]:
+    if 8 * count_parameters(student) * tokens <= REFERENCE_FLOPS["cuda"]:
         # The input of every layer, for its gradients.
         hidden += 4 * tokens * student.hidden_size * (student.num_hidden_layers + 1)
     logits = logits_bytes(plan.tokens, student.vocab_size)
@@ -744,7 +744,10 @@ def _same_module_items(plan: MemoryPlan, taught: ModelConfig | None) -> Iterator
         need = 8 * count_parameters(student) + sum(forward.kept().values()) + forward.again()
         if student.scales_logits:
             need += tokens * student.vocab_size * (32 + 3 * plan.each)
-    if isinstance(taught, TransformersConfig) and count_parameters(taught) <= WIDENED:
+    if (
+        isinstance(taught, TransformersConfig)
+        and count_parameters(taught) <= FP32_TEACHER_PARAMETERS
+    ):
         need = max(need, 4 * count_parameters(taught))
     yield BudgetItem(
         "audit of a module of transformers",

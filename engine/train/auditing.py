@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.audit import reference
-from engine.audit.bounds import COMPARED_NUMBERS, WIDENED
+from engine.audit.bounds import COMPARED_NUMBERS, FP32_TEACHER_PARAMETERS
 from engine.audit.judge import StepJudge
 from engine.audit.observed import (
-    NOT_IN_FILES,
-    NOT_WIDENED,
+    TEACHER_NOT_READABLE,
+    TEACHER_TOO_LARGE,
     CorpusRows,
     Logged,
     Model,
@@ -347,8 +347,8 @@ class StepAudit(StepObserver):
             gradient_norm=gradient_norm,
             wanted=self._wanted(seen.step),
             seed=spec.train.seed,
-            room=_free_again(trainer.device),
-            no_teacher=NOT_WIDENED if self._too_wide else NOT_IN_FILES,
+            free_bytes=_free_again(trainer.device),
+            no_teacher=TEACHER_TOO_LARGE if self._too_wide else TEACHER_NOT_READABLE,
         )
 
     def _student_runs(self, weights: dict[str, Tensor]) -> reference.Runs:
@@ -445,7 +445,7 @@ class StepAudit(StepObserver):
         weights = opened.enter_context(open_weights(self.spec.teacher.path))
         config = config_of(weights, self.spec.model)
         parameters = count_parameters(config)
-        if not config.native or parameters > WIDENED:
+        if not config.native or parameters > FP32_TEACHER_PARAMETERS:
             return None
         dtype, device = DTYPES[identity.precision], self.trainer.device
         shape, read = shape_of(config), reader(weights, config)
@@ -468,7 +468,10 @@ class StepAudit(StepObserver):
     def _too_wide(self) -> bool:
         """Whether a copy of the teacher in fp32 is too large for its module to be run again with it."""
         decoder = self.teacher_decoder
-        return isinstance(decoder, TransformersDecoder) and decoder.config.counted > WIDENED
+        return (
+            isinstance(decoder, TransformersDecoder)
+            and decoder.config.counted > FP32_TEACHER_PARAMETERS
+        )
 
 
 def _corpus_rows(batch: Batch) -> CorpusRows:

@@ -54,7 +54,7 @@ def context_of(
         heldout_stream=heldout_stream,
         heldout=heldout,
         tokenizers=tokenizers,
-        again=again,
+        sampled_documents=again,
         read_again=read_again,
         evaluate=evaluate,
         autocast=trainer.autocast,

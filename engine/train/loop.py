@@ -148,7 +148,7 @@ class TrainingLoop:
 
     def look_at(self, trainer: Trainer) -> None:
         """Make the checks after each step look at another trainer of the same run: the sharded one."""
-        self.checks.look_at(self._context(trainer))
+        self.checks.use(self._context(trainer))
 
     def evaluate(
         self,
@@ -277,7 +277,7 @@ class TrainingLoop:
         folder = self.keeper.folder
         rows = TrainedRows(folder, trainer, self.spec, audit.prescribed, self.data.heldout)
         self.keeper.sync_rows = rows.sync
-        self._answer(self.checks.going_on(), trainer.ranks)
+        self._answer(self.checks.before_first_step(), trainer.ranks)
         held = HeldWriter(folder, partial(to_events.held_by, trainer.device))
         recorder = Recorder(trainer, self.spec)
         return _Session(trainer, trainer.step, audit, rows, recorder, held)
@@ -369,7 +369,7 @@ class TrainingLoop:
         if ranks is not None and ranks.many:
             for rank, theirs in enumerate(ranks.collect(worthless)):
                 if rank != ranks.rank:
-                    told = [one.said_by(f"rank {rank}") for one in theirs]
+                    told = [one.prefixed(f"rank {rank}") for one in theirs]
                     worthless += told
                     for one in told if ranks.first else ():
                         self.log(one)

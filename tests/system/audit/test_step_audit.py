@@ -127,7 +127,7 @@ def test_memory_that_the_step_took_makes_the_references_larger_and_nothing_else(
     ("room", "times"), [(0, 1), (100, 1), (200, 2), (799, 4), (800, 8), (1 << 60, 8)]
 )
 def test_what_is_in_memory_at_a_time_stays_within_the_room(room: int, times: int) -> None:
-    assert bounds.times_at_once(100, room) == times
+    assert bounds.memory_scale(100, room) == times
 
 
 def test_a_gradient_that_is_mostly_rounding_is_unknown_and_says_so(

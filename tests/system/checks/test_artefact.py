@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.checkpoint_folders import published
 from engine.checks.artefact import (
     Artefact,
-    _read_otherwise,
+    _other_logits,
     same_bits,
 )
 from engine.data.batches import heldout_rows
@@ -121,7 +121,7 @@ def halved(tensors: Tensors) -> Tensors:
     [
         (
             one_bit,
-            "1 of 26 tensors are not the student's in float32, bit for bit, first norm.weight",
+            "1 of 26 tensors differ from the student's in float32, first norm.weight",
         ),
         (less, "missing model.norm.weight"),
         (more, "unexpected model.layers.0.extra.weight"),
@@ -172,7 +172,7 @@ def test_the_untrained_student_is_another_one(trained: Run, tmp_path: Path) -> N
     saved.folder.rmdir()
     save_decoder(new_decoder(trained.trainer.student.config, seed=0), saved.folder, torch.float32)
     trained.read_back(saved)
-    assert "are not the student's in float32" in trained.failures()["artefact"]
+    assert "differ from the student's in float32" in trained.failures()["artefact"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -184,7 +184,7 @@ def test_a_student_that_is_still_the_untrained_one_is_unknown(
     verdict = run.results["artefact"].verdict
     assert (
         verdict.level is Level.UNKNOWN
-        and "the saved student is the untrained one" in verdict.reason
+        and "the saved student equals the untrained one" in verdict.reason
     )
     assert ("student.save_as=fp32" in verdict.reason) == (dtype == torch.bfloat16)
 
@@ -303,7 +303,7 @@ def test_what_transformers_saved_is_the_same_to_the_native_decoder(
 ) -> None:
     wanted = read_config(by_transformers.folder, by_transformers.how)
     assert not wanted.native and read_config(by_transformers.folder).native
-    assert _read_otherwise(by_transformers, wanted) == ""
+    assert _other_logits(by_transformers, wanted) == ""
 
 
 def test_a_student_that_the_native_decoder_reads_as_another_is_named(
@@ -316,7 +316,7 @@ def test_a_student_that_the_native_decoder_reads_as_another_is_named(
         return dataclasses.replace(read(raw, where), rope_theta=300.0)
 
     monkeypatch.setattr(ModelConfig, "from_dict", other_rotation)
-    assert "gives other logits than transformers" in _read_otherwise(by_transformers, wanted)
+    assert "gives other logits than transformers" in _other_logits(by_transformers, wanted)
 
 
 def test_a_student_that_the_native_decoder_refuses_is_named(by_transformers: Artefact) -> None:
@@ -326,7 +326,7 @@ def test_a_student_that_the_native_decoder_refuses_is_named(by_transformers: Art
     # transformers converts any type while it loads.
     tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
     save_file(tensors, file, {"format": "pt"})
-    found = _read_otherwise(by_transformers, wanted)
+    found = _other_logits(by_transformers, wanted)
     assert "from now on, refuses it" in found and "model.norm.weight" in found
 
 

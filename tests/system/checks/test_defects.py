@@ -29,10 +29,10 @@ def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 SAID = [
     ("labels_unshifted", "step_labels", "the label is"),
-    ("t_squared_missing", "step_gradients", "the gradient of the hidden states is"),
-    ("denominator_per_pass", "step_gradients", "the gradient of the hidden states is"),
-    ("last_row_only", "step_gradients", "(relative) from the plain decoder's"),
-    ("norm_eps_fixed", "step_student", "from a plain forward pass"),
+    ("t_squared_missing", "step_gradients", "the relative error of the hidden states' gradient"),
+    ("denominator_per_pass", "step_gradients", "the relative error of the hidden states' gradient"),
+    ("last_row_only", "step_gradients", "to the plain decoder's is"),
+    ("norm_eps_fixed", "step_student", "to a plain forward pass is"),
     ("frozen_embedding", "step_weights", "embed.weight is not in the optimizer"),
 ]
 """What is said of a defect, and by which check."""

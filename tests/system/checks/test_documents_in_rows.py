@@ -49,7 +49,7 @@ def with_rows(world: World, source: Path, root: Path, **other: Any) -> Context:
         spec=dataclasses.replace(context.spec, data=data),
         train_stream=tokens.train,
         heldout_stream=tokens.heldout,
-        again=tokens.again,
+        sampled_documents=tokens.again,
         read_again=lambda names: read_again(
             names, encoder, str(source), include_tests=False, columns=()
         ),
@@ -64,7 +64,7 @@ def test_rows_hold_the_documents_of_their_corpus(
     context = with_rows(world, kit.corpus, tmp_path, packing=packing, max_bytes=max_bytes)
     found = documents_in_rows(context)
     assert found.verdict.level is Level.PASS, found.verdict
-    assert found.numbers["looked_at"] == len(context.again) >= 5
+    assert found.numbers["looked_at"] == len(context.sampled_documents) >= 5
 
 
 def test_what_is_lost_between_corpus_and_rows_is_named(
@@ -100,7 +100,7 @@ def test_rows_of_another_corpus_are_named(
     found = documents_in_rows(stale).verdict
     assert (
         found.level is Level.FAIL
-        and "is whole in no rows, and belongs into the held" in found.reason
+        and "is expected whole in the held-out rows, found in no rows" in found.reason
     )
 
 
@@ -112,7 +112,7 @@ def test_a_document_of_both_splits_is_named(world: World, kit: Kit, tmp_path: Pa
         np.append(train.starts, held.starts[1:] + len(train)),
     )
     found = documents_in_rows(dataclasses.replace(context, train_stream=both)).verdict
-    assert found.level is Level.FAIL and "is whole in training and held-out rows" in found.reason
+    assert found.level is Level.FAIL and "found in training and held-out rows" in found.reason
 
 
 def test_a_copy_of_held_out_text_is_not_missed(world: World, tmp_path: Path) -> None:

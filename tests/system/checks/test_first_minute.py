@@ -177,7 +177,7 @@ def test_a_check_that_breaks_is_unknown_and_ends_nothing(
     torch.set_rng_state(state)
     run.begin()
     verdict = run.results["eval_baseline"].verdict
-    assert str(verdict) == "unknown: the check broke: RuntimeError: no kernel for it"
+    assert str(verdict) == "unknown: the check raised RuntimeError: no kernel for it"
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -91,7 +91,7 @@ def test_a_spec_whose_first_steps_fail_is_not_sound(
     [
         ("words", (), False, "teacher: cross entropy"),
         ("noise", (), True, "teacher_knows_text stops the run"),
-        ("noise", ("checks.on_fail=report",), False, "guessing at random has"),
+        ("noise", ("checks.on_fail=report",), False, "guessing at random gives"),
         ("noise", ("checks.skip=teacher_knows_text",), False, ""),
     ],
 )
