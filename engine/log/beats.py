@@ -4,10 +4,10 @@
     <run>/ranks/<rank>.jsonl       the log of a rank other than rank 0, whose log is the run's
     <run>/ranks/lost.json          which rank ended the run, when one did
 
-A rank writes its beat when it enters a collective of a step, and when it has finished its own part of that
-step and starts to wait for the others. Every rank enters the same collectives in the same order. So while a
-step hangs, the waiting ranks have a higher step, or have entered more collectives, than the rank they wait
-for. The stacks do not show this: all ranks that wait in a collective look alike.
+A rank writes its beat when it enters a collective of a step, and when it has finished its part of that step and
+starts to wait for the others. Every rank enters the same collectives in the same order. So while a step hangs, the
+waiting ranks have a higher step, or have entered more collectives, than the rank that they wait for. Stacks do not
+show this: those of all ranks that wait in a collective are alike.
 
 A beat is one write of 24 bytes at a fixed offset. It is not a log: a torn or missing beat reads as "not
 known".
@@ -46,7 +46,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostRank:
-    """The rank that ended a run, as its launcher saw it."""
+    """The rank that ended a run, as recorded by its launcher."""
 
     rank: int
     pid: int
@@ -95,7 +95,7 @@ def read_beats(run: RunFolder) -> list[Beat]:
 
 
 def behind(beats: list[Beat]) -> list[Beat]:
-    """Return the ranks that the others wait for; empty when all have the same progress."""
+    """Return the ranks that the others wait for; empty if all have the same progress."""
     most = max((beat.reached for beat in beats), default=(0, 0))
     return [beat for beat in beats if beat.reached < most]
 

@@ -26,7 +26,7 @@ from engine.log.view import RunView
 LOSSES = ("loss", "ce", "kd")
 OF_STUDENT = ("untrained", "student")
 LEAST_GAP = 1e-3
-"""Nats between start and teacher, below which a share of the gap says nothing."""
+"""Smallest gap between start and teacher for which a share of it is shown, in nats."""
 
 
 def held_out(view: RunView) -> list[tuple[float, float]]:
@@ -71,16 +71,16 @@ def gap_text(view: RunView) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A reading over time as a share of what is full."""
+    """A reading over time as a share of its maximum."""
 
     name: str
     of: str
-    """Its device: CPU, GPU 0."""
+    """Device of the reading: CPU, GPU 0."""
     table: Table
     column: str
     full: float
     is_free: bool = False
-    """Whether the column has what is left of `full`, as `host_available_bytes` does."""
+    """Whether the column is the free part of `full`, as `host_available_bytes` is."""
 
     @property
     def newest(self) -> float | None:
@@ -103,7 +103,7 @@ class Lane:
 
 
 def lanes_of(view: RunView) -> list[Lane]:
-    """Return the lanes of each GPU, what decides most first; without a GPU those of CPU and memory."""
+    """Return the lanes of each GPU, the most important first; without a GPU those of CPU and memory."""
     by_kind: list[list[Lane]] = [[], [], [], [], []]
     several = len(view.gpu_tables) > 1
     for index, table in sorted(view.gpu_tables.items()):
@@ -150,9 +150,9 @@ def _was_read(table: Table, column: str) -> bool:
 
 
 def _own_of(view: RunView, index: int) -> tuple[Table, str]:
-    """Return the column of what the trainer itself holds of a GPU's memory."""
+    """Return the table and column of the trainer's memory on a GPU."""
     table = view.gpu_tables[index]
-    # The allocator's account is that of one process, and does not say on which of several GPUs.
+    # The allocator reports one process, and not which of several GPUs it uses.
     if len(view.gpu_tables) == 1 and not _was_read(table, "family_gpu_mem_bytes"):
         return view.hosts, "memory_reserved_bytes"
     return table, "family_gpu_mem_bytes"
@@ -180,9 +180,9 @@ class Curve:
     table: Table
     column: str
     full: float = 1.0
-    """What its values are divided by, to be drawn."""
+    """Divisor of the values for drawing."""
     whole: float | None = None
-    """What they are taken from before that, where the column has what is free of it."""
+    """Total from which the values are subtracted first, for a column of free bytes; None for any other column."""
 
     def drawn(self, value: float) -> float:
         """Return a value of the column as it is drawn."""
@@ -268,7 +268,7 @@ def figures_of(view: RunView) -> list[Figure]:
 
 
 def _memory_curves(view: RunView) -> tuple[Curve, ...]:
-    """Return what is in use of each GPU and of the machine, each before what the trainer itself holds of it."""
+    """Return the memory in use of each GPU and of the machine, each followed by the trainer's part of it."""
     found = []
     for index, table in sorted(view.gpu_tables.items()):
         found.append(Curve(name=f"GPU {index}", table=table, column="gpu_mem_used_bytes"))
@@ -296,7 +296,7 @@ def marks_of(view: RunView) -> tuple[Mark, ...]:
 
 
 def _evaluated(view: RunView) -> Table:
-    """Return the student's held-out losses as a table; the start's stands at the first step."""
+    """Return the student's held-out losses as a table; the loss before training is at the first step."""
     table, steps = Table(EVALS), view.steps
     losses = held_out(view)
     rows = (

@@ -23,7 +23,7 @@ from engine.errors import BadInput
 from engine.log.text import one_line
 
 MEASURED = ("loss", "held-out", "step")
-"""Names of numbers that are measured, not set."""
+"""Names of measured numbers, as opposed to settings."""
 _TERM = re.compile(r"/(?:\\.|[^/\\])*/(?!\S)|\S+")
 _COMPARISON = re.compile(r"([A-Za-z_][\w.-]*)(>=|<=|!=|=|>|<)(.*)", re.DOTALL)
 _FIELD = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
@@ -40,14 +40,14 @@ FORMS = "a word, /regex/, state:WORD, tag:WORD or a comparison like lr>0.001"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a filter knows of one run."""
+    """The properties of one run that a filter can test."""
 
     state: str
     tags: Collection[str]
     values: Mapping[str, object]
     """Each setting by section.key, and the MEASURED numbers."""
     words: str
-    """Name, state, tags and whatever else is searched for words."""
+    """Text that is searched for words: name, state, tags and more."""
 
 
 Term = Callable[[Subject], bool]
@@ -55,7 +55,7 @@ Term = Callable[[Subject], bool]
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """The terms of a filter; one without terms lets every run through."""
+    """The terms of a filter; a filter without terms matches every run."""
 
     terms: tuple[Term, ...] = ()
 
@@ -64,7 +64,7 @@ class Filter:
 
 
 def number_of(value: object) -> float | None:
-    """Return a number, or a text that is one, as a float; None for anything else."""
+    """Return a number, or a text that spells one, as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -71,7 +71,7 @@ from engine.log.view import (
     Clock,
     LineKey,
     LogLine,
-    RankSaid,
+    RankReport,
     RunView,
     Source,
     rank_of,
@@ -216,10 +216,10 @@ class _Changes:
         for event in batch.others:
             if isinstance(event, LogOpened):
                 clock = Clock(unix_s=event.unix_s, pid=event.pid, boot_id=event.boot_id)
-                ranks[rank] = RankSaid(clock=clock)
+                ranks[rank] = RankReport(clock=clock)
                 continue
             # Without an opening the log is broken from its beginning.
-            said = ranks.get(rank) or RankSaid(clock=Clock(unix_s=0.0, pid=0))
+            said = ranks.get(rank) or RankReport(clock=Clock(unix_s=0.0, pid=0))
             if isinstance(event, Judged):
                 failed = {id: check for id, check in said.failed.items() if id != event.id}
                 said = ranks[rank] = replace(said, failed=failed)

@@ -28,7 +28,7 @@ class Follower:
             for source in SOURCES
         }
         self._ranks: dict[Source, RankReader] = {}
-        """Of the logs of the other ranks, as they appear."""
+        """Readers of the logs of the other ranks, added as they appear."""
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
         self.is_behind = False

@@ -17,18 +17,18 @@ SIGNS = {
     FACT: "- fact",
     PASS: "+ pass",
 }
-"""In the order in which they are shown."""
+"""Sign and word of each level, in the order in which they are shown."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was seen of an identity in one run."""
+    """The result of an identity in one run."""
 
     id: str
     about: About | None
-    """None where another version wrote it."""
+    """Catalogue entry; None if this version does not know the identity."""
     seen: Judged | None
-    """The worst of what was seen; None where nothing was."""
+    """Worst result; None if there is none."""
 
     @property
     def level(self) -> str:
@@ -51,10 +51,10 @@ class Outcome:
 
 
 def outcomes(view: RunView) -> list[Outcome]:
-    """What was seen of each identity: contradictions, suspicions, what is unknown, facts, what holds.
+    """Return the outcome of each identity, in the order of `SIGNS`.
 
-    The log has each outcome of an identity once, at the first step that had it, so the worst of them counts: a
-    contradiction is not undone by a later step.
+    The log has each level of an identity once, at the first step with it. The worst one counts, because a later step
+    does not undo a contradiction.
     """
     worst: dict[str, Judged] = {}
     for one in view.identities:

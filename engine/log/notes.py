@@ -1,4 +1,4 @@
-"""What a person says of a run: tags, which are words to filter by, and a note, which is one line of text.
+"""A user's tags (words to filter by) and note (one line of text) on a run.
 
     <run>/notes.json    {"note": "...", "tags": ["...", "..."]}
 

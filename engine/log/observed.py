@@ -1,4 +1,4 @@
-"""What a run's own logs say went wrong: an alert, a failed check, a contradiction, an exit. Each is one line of a log.
+"""Failures recorded in a run's logs: alerts, failed checks, contradictions, exits. Each is one line of a log.
 
 An experiment asks whether another run shows the same (`shown`). No is an answer only where that run gives it: it went
 on past the step, for as long as the alert looked at, and answered the check or identity with a pass. Otherwise it is
@@ -40,41 +40,41 @@ Log: TypeAlias = Literal["events", "watch"]
 LOGS: tuple[Log, ...] = get_args(Log)
 WRONG = (FAIL, SUSPICION)
 STALLS = ("stalled", "stalled_at_start")
-"""Alerts that a run does not show once it makes steps, however soon."""
+"""Alerts that are ruled out as soon as a run makes a step."""
 BROKEN = frozenset(
     {
         *("failed", "crashed", "alloc_failed", "device_failed", "disk_full", "usage", "bad_input"),
         *("internal_error", "oom_memcg", "oom_global"),
     }
 )
-"""Ends of a run that did not do what it was to do."""
+"""States of a run that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """One line of a run's log that says what went wrong."""
+    """One line of a run's log that records a failure."""
 
     kind: Kind
     id: str
-    """Of the check, identity or alert; of an exit its state."""
+    """Id of the check, identity or alert, or state of the exit."""
     text: str
-    """The words of the line."""
+    """Message of the line."""
     run: str
     run_id: str
-    """`run_id` of that run."""
     log: Log
     seq: int
     sha256: str
-    """Of the line without its end."""
+    """SHA-256 of the line without its line end."""
     step: int
+    """Number of steps before the line."""
     after_s: float
-    """Steps and seconds after which the run said so."""
+    """Seconds from the start of the run to the line."""
     window_s: float = 0.0
-    """Seconds that an alert looked at; 0 for one that no step would have come in."""
+    """Length of an alert's window in seconds; 0 for a stall."""
 
     @property
     def name(self) -> str:
-        """As typed: `alert gpu_idle`."""
+        """The kind and id as typed: `alert gpu_idle`."""
         return f"{self.kind} {self.id}"
 
 
@@ -85,12 +85,12 @@ RANKS = {
     (ALERT, SUSPICION): 3,
     (IDENTITY, SUSPICION): 4,
 }
-"""What was judged wrong, from what proves most to what proves least."""
+"""Rank of each kind of failure, from the strongest evidence to the weakest."""
 
 
 class Line(NamedTuple):
     raw: bytes
-    """Without its end."""
+    """The line without its line end."""
     unix_s: float
     event: AnyEvent
 

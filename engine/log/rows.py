@@ -45,11 +45,11 @@ class TrainedRow(NamedTuple):
     step: int
     hash: bytes
     documents: tuple[bytes, ...] = ()
-    """Of the documents in the row, where there are several."""
+    """Hashes of the documents in the row, if there are several."""
 
 
 def extended(digest: bytes, hashes: Sequence[bytes]) -> bytes:
-    """Return the running digest behind one more step, whose rows have these hashes."""
+    """Return the running digest after another step, whose rows have these hashes."""
     return hashlib.blake2b(digest + b"".join(hashes), digest_size=HASH_BYTES).digest()
 
 
@@ -58,7 +58,7 @@ def path_of(run: RunFolder, rank: int) -> Path:
 
 
 def read_rows(path: Path) -> Iterator[TrainedRow]:
-    """Yield the rows of a file in order. Raises RunLogError for one that is not of this form."""
+    """Yield the rows of a file in order. Raises RunLogError for a file of another format."""
     row: TrainedRow | None = None
     for step, found in _read_records(path):
         if row is not None and step & _OF_ROW:
@@ -106,8 +106,8 @@ def _read_header(file: BinaryIO, path: Path) -> int:
 
 
 def _in_turn(rows: Iterator[TrainedRow], until: int) -> Iterator[TrainedRow]:
-    """Yield the rows of steps 1 to `until`, up to the first that is out of turn: what was not synced before a power
-    loss may be zeros, which read as rows of step 0."""
+    """Yield the rows of steps 1 to `until`, up to the first that is out of order: records that were not synced before a
+    power loss may be zeros, which read as rows of step 0."""
     last = 1
     for row in rows:
         if not last <= row.step <= until:
@@ -117,13 +117,13 @@ def _in_turn(rows: Iterator[TrainedRow], until: int) -> Iterator[TrainedRow]:
 
 
 class RowsWriter:
-    """Appends the rows of a session that goes on behind `step`."""
+    """Appends the rows of a session that continues after `step`."""
 
     def __init__(self, run: RunFolder, rank: int, ranks: int, step: int) -> None:
         """Keep the records up to `step`. Raises RunLogError and DiskFull."""
         self.path = path_of(run, rank)
         self.digest, self._kept = NO_ROWS, 0
-        """The running digest, and the number of records that stay."""
+        """The running digest, and the number of records that are kept."""
         try:
             self.path.parent.mkdir(exist_ok=True)
             sync_folder(run.path)
@@ -159,7 +159,7 @@ class RowsWriter:
             raise write_error("rows", self.path, "to be written to disk", error) from error
 
     def _set_aside(self, ranks: int, step: int) -> None:
-        """Rename a file of another number of ranks, whose rows are other parts of the steps, or of another form."""
+        """Rename a file of another format, or of another number of ranks: its rows are other parts of the steps."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:

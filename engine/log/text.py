@@ -193,7 +193,7 @@ def _event_text(event: AnyEvent) -> str:
             return (
                 f"vocabulary: the teacher's {event.teacher_ids} ids are cut to {event.student_ids}; "
                 f"dropped mass {number_text(event.dropped_mass_mean, '.2e')} mean, "
-                f"{number_text(event.dropped_mass_max, '.2e')} at most over {event.tokens} tokens"
+                f"{number_text(event.dropped_mass_max, '.2e')} max over {event.tokens} tokens"
             )
         case Judged():
             return judged_text(event)
@@ -292,19 +292,19 @@ def _started_text(event: RunStarted) -> str:
 
 
 def _chat_text(data: DataReady) -> str:
-    """What became of records and conversations; empty where all of them are texts that are trained on."""
-    said = [f"{count:,} left out: {why}" for why, count in data.left_out.items()]
-    said += [f"in {count:,}: {remark}" for remark, count in data.remarks.items()]
+    """Render what is left out, labelled and padded; empty if all documents are texts that are trained on."""
+    notes = [f"{count:,} left out: {why}" for why, count in data.left_out.items()]
+    notes += [f"in {count:,}: {remark}" for remark, count in data.remarks.items()]
     if data.labelled_tokens is None:
-        return "".join(f"; {one}" for one in said)
+        return "".join(f"; {one}" for one in notes)
     share = data.labelled_tokens / data.train_tokens if data.train_tokens else 0.0
     parts = [f"{format_count(data.labelled_tokens)} tokens ({share:.1%}) have labels"]
-    parts += said
+    parts += notes
     if data.last_turn_only:
         parts.append(f"of {data.last_turn_only} conversations only the last turn")
     if data.padding:
-        places = data.padding + data.train_tokens
-        parts.append(f"{data.padding / places:.1%} of the places in rows are padding")
+        positions = data.padding + data.train_tokens
+        parts.append(f"{data.padding / positions:.1%} of the positions in rows are padding")
     if data.unlabelled_rows:
         parts.append(f"{data.unlabelled_rows} rows have none and are not trained on")
     return "; " + "; ".join(parts)
@@ -357,12 +357,12 @@ def judged_text(one: Judged) -> str:
 
 
 LOSSES = 4
-"""So many losses of one step are shown."""
+"""Most losses of one step that are shown."""
 
 
 def step_text(step: StepDone) -> str:
-    """Render a step with every logged number. Numbers that need a teacher are left out where there is none, and
-    cross entropy where the loss is not ours; any other missing number is reported as missing."""
+    """Render a step with every logged number. Numbers that need a teacher are left out if there is none, and cross
+    entropy in a watched script; any other missing number is reported as missing."""
     parts = [f"step {step.step}", f"loss {format_value(step.loss)}"]
     if step.losses:
         parts[-1] += f" = {' + '.join(map(format_value, step.losses[:LOSSES]))}"
@@ -407,13 +407,13 @@ def device_lines(view: RunView) -> list[str]:
     for index, gpu in sorted(view.gpus.items()):
         cell = _cells(view, gpu, f"gpu{index}.")
         used, total = cell("gpu_mem_used_bytes"), cell("gpu_mem_total_bytes")
-        # Shown beside the utilisation, which counts any running kernel, however small.
-        beside = "" if gpu.tensor_util_pct is None else f", tensor cores {cell('tensor_util_pct')}"
+        # Shown with the utilisation, which counts any running kernel, however small.
+        tensor = "" if gpu.tensor_util_pct is None else f", tensor cores {cell('tensor_util_pct')}"
         limit = "" if gpu.gpu_power_limit_w is None else f" of {cell('gpu_power_limit_w')}"
         holds = gpu.clock_event_reasons not in (None, "", "none")
         held = f", held by {gpu.clock_event_reasons}" if holds else ""
         lines += [
-            f"GPU {index}  util {cell('gpu_util_pct')}{beside}",
+            f"GPU {index}  util {cell('gpu_util_pct')}{tensor}",
             f"       power {cell('gpu_power_w')}{limit}  {cell('gpu_temperature_c')}"
             f"  sm clock {cell('sm_clock_mhz')}{one_line(held)}",
             f"       mem {used} / {total} (all processes, NVML)",
@@ -429,7 +429,7 @@ def device_lines(view: RunView) -> list[str]:
             f"       job {format_bytes(view.memory_peak.measured_bytes)} at its peak by step "
             f"{view.memory_peak.step} ({view.memory_peak.source})"
         )
-    # Shown beside the memory it is a part of: the GPU's, or the host's on a machine without a GPU.
+    # Shown with the memory that it is a part of: the GPU's, or the host's on a machine without a GPU.
     of_trainer = _held_lines(view)
     lines += of_trainer if view.gpus else []
     lines += _no_gpu(view)
@@ -457,7 +457,7 @@ def run_device_lines(view: RunView) -> list[str]:
     """Render what was read of GPUs and host over the whole run: typical values and extremes."""
     lines = []
     for index, table in sorted(view.gpu_tables.items()):
-        beside = [
+        counters = [
             f"{words} {found}"
             for words, name in {**_COUNTERS, "tensor cores": "tensor_util_pct"}.items()
             if (found := over_run(table, name, "median"))
@@ -466,24 +466,24 @@ def run_device_lines(view: RunView) -> list[str]:
             f"GPU {index}  util",
             over_run(table, "gpu_util_pct", "median"),
             "",
-            *beside,
+            *counters,
             "(medians)",
         )
         power = [over_run(table, "gpu_power_w", which) for which in ("median", "highest")]
         hottest = over_run(table, "gpu_temperature_c", "highest")
-        hot = f" {hottest} at most" if hottest else ""
-        lines += _joined("       power", power[0], f"(median), {power[1]} at most{hot}")
+        hot = f"  {hottest} peak" if hottest else ""
+        lines += _joined("       power", power[0], f"(median), {power[1]} peak{hot}")
         used = over_run(table, "gpu_mem_used_bytes", "highest")
-        lines += _joined("       mem", used, "at most (all processes, NVML)")
+        lines += _joined("       mem", used, "peak (all processes, NVML)")
     if view.memory_peak is not None and view.memory_peak.measured_bytes is not None:
         peak = view.memory_peak
         lines.append(f"job    {format_bytes(peak.measured_bytes)} at its peak ({peak.source})")
     hosts = view.hosts
     least = over_run(hosts, "host_available_bytes", "lowest")
-    lines += _joined("host   available", least, "at least")
+    lines += _joined("host   available", least, "min")
     rss = over_run(hosts, "trainer_rss_bytes", "highest")
     cpu = over_run(hosts, "trainer_cpu_pct", "median")
-    lines += _joined("       trainer rss", rss, "at most", f" cpu {cpu} (median)" if cpu else "")
+    lines += _joined("       trainer rss", rss, "peak", f" cpu {cpu} (median)" if cpu else "")
     return [*_no_gpu(view), *lines] if lines else []
 
 
@@ -558,12 +558,12 @@ def _cells(view: RunView, sample: HostSample | GpuSample, prefix: str) -> Callab
 
 
 def has_ended(state: str) -> bool:
-    """Whether a run in this state does not leave it by itself."""
+    """Return whether a run in this state has ended."""
     return state not in GOING_ON
 
 
 ERRORS_SHOWN = 20
-"""So many notes of errors are shown at once."""
+"""Most notes of errors that are shown at once."""
 
 
 def errors_text(count: int) -> str:
@@ -596,7 +596,7 @@ def status_text(view: RunView, alive: Liveness) -> str:
     elif view.last_step:
         parts.append(f"step {view.last_step}")
         if view.batch is not None:
-            parts.append("batch {}/{} of this pass over the data".format(*view.batch))
+            parts.append("batch {}/{} of this epoch".format(*view.batch))
     if state == "starting" and view.phase is not None:
         parts.append(event_text(view.phase))
     if len(view.steps):
@@ -635,7 +635,7 @@ def _pace_text(view: RunView) -> str:
 
 
 def ending_text(view: RunView, state: str) -> str:
-    """Say in one sentence how a run ended; empty where nothing is known of it."""
+    """Return one sentence on how a run ended; empty if that is unknown."""
     if view.finished is not None:
         return view.finished.reason
     if view.ended_by_rank is not None and view.exit is None:
@@ -648,7 +648,7 @@ def ending_text(view: RunView, state: str) -> str:
 
 
 def seen_text(seen: Judged) -> str:
-    """Say what was seen of an identity of a script that is not ours."""
+    """Render the result of an identity of a watched script."""
     return f"{level_text(seen)} {seen.id} at step {seen.step}: {seen.text}"
 
 
@@ -686,11 +686,11 @@ def result_lines(view: RunView) -> list[str]:
 
 
 SAMPLES = 40
-"""The newest of them are shown."""
+"""Number of newest samples that are shown."""
 
 
 def sample_lines(view: RunView) -> list[str]:
-    """Render what the models made of one held-out prompt at each evaluation, the newest last."""
+    """Render the models' continuations of one held-out prompt at each evaluation, the newest last."""
     asked = [done for done in view.evals if done.sample]
     if not asked:
         return [
@@ -716,15 +716,15 @@ def _quoted(text: str) -> str:
 
 
 def _before_saving(view: RunView, done: Evaluated) -> str:
-    """Say what the loss was before the student was rounded to the type of its files; empty when it is the same."""
-    at_once = [
+    """Render the loss before the student was rounded to the dtype of its files; empty if it is the same."""
+    unsaved = [
         e.loss
         for e in view.evals
         if e.subject == done.subject and e.step == done.step and not e.saved
     ]
-    if not done.saved or not at_once or at_once[-1] == done.loss:
+    if not done.saved or not unsaved or unsaved[-1] == done.loss:
         return ""
-    return f" ({format_value(at_once[-1])} before it was saved)"
+    return f" ({format_value(unsaved[-1])} before it was saved)"
 
 
 def _perplexity(done: Evaluated) -> str:
@@ -750,8 +750,8 @@ def start_parts(view: RunView) -> list[dict[str, Any]]:
 
 
 def _of_newest(title: str, seconds: Mapping[str, float], *, least: float) -> str:
-    said = _shares(title, seconds, least=least)
-    return said and f"{said}, in the newest step"
+    shares = _shares(title, seconds, least=least)
+    return shares and f"{shares}, in the newest step"
 
 
 def _shares(title: str, seconds: Mapping[str, float], *, least: float) -> str:
@@ -834,19 +834,19 @@ def audit_text(view: RunView) -> str:
 UNSEEN_COMMAND = "no probe reported a step: its optimizer and gradients were not seen"
 OTHERS_KERNELS = "nothing compiled by torch.compile was seen"
 OTHERS_DATA = (
-    "the data of a script that is not ours is not read; what its batches hold is in the steps"
+    "the data of a watched script is not read; the numbers of its batches are in the steps"
 )
 OTHERS_RESULT = (
-    "held-out losses and checkpoints of a script that is not ours are not seen; it may say the first by "
+    "held-out losses and checkpoints of a watched script are not seen; it can log its held-out loss with "
     "apr_watch.log(held_out=...)"
 )
 
 
-OTHERS_SAMPLES = "a script that is not ours is not asked to go on with a text"
+OTHERS_SAMPLES = "no text is generated from the model of a watched script"
 
 
 GROUPS = 6
-"""So many groups of an optimizer are shown."""
+"""Most parameter groups of an optimizer that are shown."""
 
 
 def data_lines(view: RunView) -> list[str]:
@@ -856,7 +856,7 @@ def data_lines(view: RunView) -> list[str]:
         return []
     lines = [
         f"corpus     {data.source}",
-        f"train      {data.train_files:,} documents, {format_count(data.train_tokens)} tokens; a pass over them is "
+        f"train      {data.train_files:,} documents, {format_count(data.train_tokens)} tokens; an epoch is "
         f"{data.epoch_rows:,} rows",
         f"held out   {data.heldout_files:,} documents, {format_count(data.heldout_tokens)} tokens",
     ]
@@ -867,10 +867,12 @@ def data_lines(view: RunView) -> list[str]:
         )
     if data.padding:
         lines.append(
-            f"padding    {data.padding / (data.padding + data.train_tokens):.1%} of the places in rows"
+            f"padding    {data.padding / (data.padding + data.train_tokens):.1%} of the positions in rows"
         )
     if data.unlabelled_rows:
-        lines.append(f"           {data.unlabelled_rows:,} rows have no label and are not taken")
+        lines.append(
+            f"           {data.unlabelled_rows:,} rows have no label and are not trained on"
+        )
     if data.skipped_files:
         lines.append(f"skipped    {data.skipped_files:,} files")
     if data.copies:
@@ -879,7 +881,7 @@ def data_lines(view: RunView) -> list[str]:
         lines.append(f"copies     {data.copies:,} of them, of held-out text: {named}{more}")
     if data.repeated:
         lines.append(
-            f"repeated   {data.repeated:,} training documents have the tokens of an earlier one"
+            f"repeated   {data.repeated:,} training documents have the same tokens as an earlier one"
         )
     lines += [f"left out   {count:,}: {why}" for why, count in data.left_out.items()]
     if data.last_turn_only:
@@ -896,11 +898,11 @@ def data_lines(view: RunView) -> list[str]:
 
 
 SETTINGS = "settings of "
-"""How the note begins in which a framework's settings are recorded."""
+"""Prefix of the note that records a framework's settings."""
 
 
 def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
-    """Render what is known of a script that is not ours, in the place of decisions."""
+    """Render what is known of a watched script; it has no decisions."""
     no_commit = "unknown" + ("" if view.imported else ": no git repository was found there")
     lines = [
         f"command    {command.line}",
@@ -922,9 +924,11 @@ def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
     ]
     if one.world > 1:
         lines.append(f"processes  {one.world}; rank {one.rank} is shown")
-    # Where a callback of ours runs in it (`apr_watch.callback`).
-    said = [note.text.partition(" of ")[2] for note in view.notes if note.text.startswith(SETTINGS)]
-    lines.append(f"settings   {said[-1] if said else 'its own, not known here'}")
+    # Known only if the script uses `apr_watch.callback`.
+    found = [
+        note.text.partition(" of ")[2] for note in view.notes if note.text.startswith(SETTINGS)
+    ]
+    lines.append(f"settings   {found[-1] if found else 'unknown'}")
     lines += [f"changed    {one.knob}={one.choice}: {one.reason}" for one in view.decisions]
     return [one_line(line) for line in [*lines, *_logged_lines(view)]]
 
@@ -937,7 +941,7 @@ def _logged_lines(view: RunView) -> list[str]:
 
 
 FILES = 6
-"""So many files of an import are shown."""
+"""Most files of an import that are shown."""
 
 
 def _imported_lines(imported: Imported) -> list[str]:
@@ -949,8 +953,8 @@ def _imported_lines(imported: Imported) -> list[str]:
     if len(imported.files) > FILES:
         lines.append(f"           {len(imported.files) - FILES} more files")
     lines += [
-        f"{'names' if not at else '':11}{name} is its {theirs}"
-        for at, (name, theirs) in enumerate(imported.names.items())
+        f"{'names' if not at else '':11}{name} is {original} in {imported.source}"
+        for at, (name, original) in enumerate(imported.names.items())
     ]
     return lines
 
@@ -958,7 +962,7 @@ def _imported_lines(imported: Imported) -> list[str]:
 def _group_lines(watched: Watched) -> list[str]:
     lines = []
     for number, group in enumerate(watched.groups[:GROUPS], 1):
-        settings = {"lr": "rate", "weight_decay": "decay"}
+        settings = {"lr": "learning rate", "weight_decay": "weight decay"}
         words = [f"{format_count(group.get('parameters'))} parameters"]
         words += [f"{word} {group[name]:g}" for name, word in settings.items() if name in group]
         lines.append(f"{f'group {number}':10} {', '.join(words)}")

@@ -51,14 +51,15 @@ from engine.log.table import HOST_FIELDS, STEP_FIELDS
 from engine.log.table import Table as Table
 
 Source: TypeAlias = str
-"""Which log: one of SOURCES, or `rank 1`, `rank 2`, ... for the log of a rank other than the first."""
+"""Name of a log: one of SOURCES, or `rank 1`, `rank 2`, ... for the log of a rank other than the first."""
 SOURCES: tuple[Source, ...] = ("events", "device", "watch")
 
 GOING_ON = ("not started", "starting", "running", "stopping")
-"""States that a run leaves by itself."""
+"""States of a run that has not ended."""
 PHASES_KEPT = 8
+"""Number of newest steps whose phases are kept: a step's row in the table has none."""
 RECORDED_KEPT = 32
-"""Of so many newest steps the phases are kept: a step's row in the table has none."""
+"""Number of newest `Recorded` events that are kept."""
 LONGEST_STATE = 32
 
 LineKey: TypeAlias = tuple[float, Source, int]
@@ -66,7 +67,7 @@ LineKey: TypeAlias = tuple[float, Source, int]
 
 
 IMPORTS, FIRST_STEP = "Python and torch", "the first step"
-"""Names of parts of a start that are no phase of the log."""
+"""Names of the parts of a start that are not phases in the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +82,14 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSaid:
-    """What a rank other than the first has said wrong in its newest session. Its words begin with `rank N: `."""
+class RankReport:
+    """Failures that a rank other than the first reported in its newest session. Their texts begin with `rank N: `."""
 
     clock: Clock
     failed: Mapping[str, Judged] = field(default_factory=dict)
     """Checks whose newest result on this rank is a failure, by id."""
     ended: RunFinished | None = None
-    """How it failed; None where it has not."""
+    """End of a rank that failed; None if it did not fail."""
     ended_unix_s: float = 0.0
 
 
@@ -121,39 +122,39 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """Everything the three logs say, as of the last event folded."""
+    """The state of a run according to its logs, as of the last event folded."""
 
     clocks: dict[Source, Clock] = field(default_factory=dict)
     first_unix_s: float | None = None
     last_unix_s: float | None = None
     sessions: int = 0
-    """How many trainers have worked on this run: 1, and one more for each resume."""
+    """Number of trainers that have worked on this run: 1, and one more for each resume."""
     started: RunStarted | None = None
     started_unix_s: float | None = None
     watched: Watched | None = None
-    """The script that trains, where it is not ours."""
+    """The watched script; None for a run of the engine."""
     process: ProcessFound | None = None
-    """The process that ran already when it began to be watched; nothing inside it reports."""
+    """The process that was already running when watching began; it has no probe."""
     script_ended: ScriptEnded | None = None
     imported: Imported | None = None
-    """The files that the run was made from, where another tool has logged it."""
+    """Files of another tool that the run was imported from; None if it was not imported."""
     logged: Mapping[str, tuple[int, float | None]] = field(default_factory=dict)
-    """What the script says by `apr_watch.log`: of each name the newest value, and its step."""
+    """Step and newest value of each name that the script logs by `apr_watch.log`."""
     session_unix_s: float | None = None
     said_until_s: float | None = None
     """The time of the newest line of the first rank's log."""
     before_unix_s: float | None = None
-    """The same as of the end of the session before this one; None in the first."""
-    ranks: Mapping[int, RankSaid] = field(default_factory=dict)
-    """Each rank other than the first that has opened its log."""
+    """The time of its last line in the previous session; None in the first session."""
+    ranks: Mapping[int, RankReport] = field(default_factory=dict)
+    """Reports of the ranks other than the first that have opened their logs."""
     before: Mapping[str, AnyEvent] = field(default_factory=dict)
-    """What the session before this one said of itself, as `said_of_itself`."""
+    """`said_of_itself` of the previous session."""
     phase: Phase | None = None
     phase_unix_s: float | None = None
     start_phases: tuple[tuple[str, float], ...] = ()
     """The first phases of this session, with the time at which each began."""
     heartbeat_unix_s: float | None = None
-    """When the trainer last made progress: the time of its newest line of this session, notes excluded."""
+    """Time of the trainer's newest line in this session, notes excluded: its last progress."""
     decisions: tuple[DecisionMade, ...] = ()
     data: DataReady | None = None
     models: dict[str, ModelReady] = field(default_factory=dict)
@@ -163,9 +164,9 @@ class RunView:
     host_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each of HOST_PARTS before the newest step's record."""
     planned_steps: int | None = None
-    """The steps of a watched script in all, as its framework said at the newest step."""
+    """Steps of the whole training of a watched script, as its framework reported at the newest step."""
     batch: tuple[int, int] | None = None
-    """The batch of a watched script's running pass over its data, and how many the pass has."""
+    """Batch in the current epoch of a watched script, and batches of the epoch."""
     session_row: int = 0
     """The row of `steps` where this session begins."""
     evals: tuple[Evaluated, ...] = ()
@@ -173,7 +174,7 @@ class RunView:
     recorded: tuple[Recorded, ...] = ()
     """The newest RECORDED_KEPT."""
     identities: tuple[Judged, ...] = ()
-    """What was seen of the identities of a watched script, once for each outcome."""
+    """Results of the identities of a watched script, once for each level."""
     checkpoints: tuple[CheckpointSaved, ...] = ()
     notes: tuple[Note, ...] = ()
     note_keys: tuple[LineKey, ...] = ()
@@ -182,20 +183,20 @@ class RunView:
     memory_peak: MemoryMeasured | None = None
     """The newest measurement of this session."""
     compiles: tuple[Compiled, ...] = ()
-    """What this session had to compile, in order."""
+    """Compiles of this session, in order."""
     kernel_counts: KernelCounts | None = None
     vocabulary_cut: VocabularyCut | None = None
     own_checks: dict[str, Judged] = field(default_factory=dict)
     """The newest result of each first-minute check of this session on the first rank, by its id."""
     checked_again: tuple[int, float] = (0, 0.0)
-    """How many checks were repeated in this session, and the seconds that repeating them took."""
+    """Number of repeated checks in this session, and the seconds that they took."""
     audited_steps: tuple[int, ...] = ()
     """Steps of this session that were audited, in order."""
     student: StudentSaved | None = None
     receipt: ReceiptWritten | None = None
     stop_requested: str | None = None
     own_finished: RunFinished | None = None
-    """How this session ended on the first rank; None again as soon as the run is resumed."""
+    """End of this session on the first rank; None again as soon as the run is resumed."""
     own_finished_unix_s: float = 0.0
     facts: dict[str, Any] | None = None
     host: HostSample | None = None
@@ -215,7 +216,7 @@ class RunView:
     alerts: dict[str, Judged] = field(default_factory=dict)
     """Active alerts by id."""
     alert_count: int = 0
-    """How many alerts were raised in this session."""
+    """Number of alerts raised in this session."""
     marks: tuple[LogLine, ...] = ()
     """The marks of a timeline over all sessions, ordered by time: alerts raised or cleared, compiles, and
     trainer starts."""
@@ -228,7 +229,7 @@ class RunView:
     """The newest LINES_KEPT events of all logs without readings, ordered by time."""
 
     @property
-    def ranks_now(self) -> dict[int, RankSaid]:
+    def ranks_now(self) -> dict[int, RankReport]:
         """The ranks of this session: those that opened their log after the end of the session before it."""
         before = -math.inf if self.before_unix_s is None else self.before_unix_s
         return {n: said for n, said in self.ranks.items() if said.clock.unix_s > before}
@@ -257,7 +258,7 @@ class RunView:
 
     @property
     def errors(self) -> tuple[ErrorNote, ...]:
-        """The notes of this session at level error, ordered by time; what several ranks say alike, once."""
+        """The notes of this session at level error, ordered by time; equal notes of several ranks count once."""
         begins = {f"rank {n}": said.clock.unix_s for n, said in self.ranks_now.items()}
         begins |= {source: clock.unix_s for source, clock in self.clocks.items()}
         found = [
@@ -269,7 +270,7 @@ class RunView:
 
     @property
     def failed_rank(self) -> RunFinished | None:
-        """How the rank failed that failed first; None where only the first rank did, or none."""
+        """The end of the rank that failed first; None if no rank other than the first one failed before it."""
         failed = [one for one in self.ranks_now.values() if one.ended is not None]
         first = min(failed, key=lambda said: said.ended_unix_s, default=None)
         own = self.own_finished
@@ -283,8 +284,8 @@ class RunView:
 
     @property
     def ended_by_rank(self) -> RunFinished | None:
-        """How a rank other than the first ended this session: in its own words, or as its launcher saw it end; None
-        where none did."""
+        """The end of the rank, other than the first, that ended this session, as it or its launcher recorded it; None
+        if no such rank did."""
         own, exit_ = self.own_finished, self.exit
         step = self.last_step if own is None else own.step
         if own is not None and own.state == "completed":
@@ -303,8 +304,8 @@ class RunView:
 
     @property
     def finished(self) -> RunFinished | None:
-        """How this session ended, as the run recorded it. Where a rank ended it the others only lost that rank: then it
-        is how that rank ended."""
+        """The end of this session, as the run recorded it. If one rank ended it, the end of that rank: the others
+        only lost it."""
         # While its processes exist, the first rank may still record an end.
         if self.own_finished is None and (self.exit is None or self.failed_rank is None):
             return None
@@ -312,18 +313,18 @@ class RunView:
 
     @property
     def said_of_itself(self) -> dict[str, AnyEvent]:
-        """What a session begins with: itself as `run`, its `data`, and its models by their roles."""
+        """The events that a session starts with: itself as `run`, its `data`, and its models by role."""
         return said(self.started, self.data, self.models)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether a script trains that is not ours, whose settings are its own."""
+        """Whether it is not a run of the engine but a watched or imported one, which has no spec."""
         return any((self.watched, self.process, self.imported))
 
     @property
     def total_steps(self) -> int | None:
-        """The steps of the whole training: what our own run was configured to do, or what a watched script's
-        framework says; None where nobody knows."""
+        """Steps of the whole training: as configured, or as the framework of a watched script reports; None if
+        unknown."""
         return self.started.steps if self.started else self.planned_steps
 
     @property

@@ -71,7 +71,7 @@ def test_without_a_framework_a_step_says_the_batch_of_its_pass_and_no_total(
         "rest",
     ]
     status = status_text(view, Liveness(trainer=True, supervisor=True))
-    assert status.startswith("RUNNING | step 12 | batch 6/6 of this pass over the data | loss ")
+    assert status.startswith("RUNNING | step 12 | batch 6/6 of this epoch | loss ")
 
 
 def view_of(ran: Ran) -> RunView:

@@ -132,7 +132,7 @@ def test_a_wide_screen_shows_every_pane_at_once(tmp_path: Path) -> None:
     (text,) = texts_of(completed(tmp_path / "run").path, (120, 40))
     for title in ("1 loss", "2 throughput", "3 device", "4 decisions", "5 log", "6 result"):
         assert title in text
-    assert "over the whole run:" in text and "available 61.0 GiB at least" in text
+    assert "over the whole run:" in text and "available 61.0 GiB min" in text
 
     assert "no NVIDIA driver is loaded" in text
     assert "because 26.1 GiB fit in 119.7 GiB" in text
