@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RunLogError, UsageError
+from engine.flips.ending import ending_plan
 from engine.flips.flip_folder import find_flips, read_pairs, read_plan_of, read_verdict
 from engine.flips.judge import interval_of
 from engine.flips.pair import Pair, count_of
@@ -34,6 +35,7 @@ from engine.flips.verdicts import DECIDED, INCONCLUSIVE
 from engine.flips.watched import difference, options_for, watched_plan
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
+from engine.log.observed import observation
 from engine.log.read import writer_is_alive
 from workbench.engine_commands import check_flip
 from workbench.feed import command_of
@@ -178,6 +180,8 @@ class Wanted:
     budget: str = "5m"
     steps: str = "12"
     controls: str = "auto"
+    ends: str = ""
+    """What B is to end, as `identity kept_gradients`: then nothing is measured. Empty for a metric."""
 
     def problem(self) -> str:
         """What is wrong with the form itself, before any file is read; empty when nothing is."""
@@ -196,15 +200,16 @@ class Wanted:
     def plan(self, source: Path) -> list[str]:
         """Return the plan that `engine flip` would register, as lines, for a form without a problem. Raises
         BadInput where no plan can be made."""
-        how: dict[str, Any] = {
-            "order_seed": 0,
-            "hypothesis": self.hypothesis,
-            "margin": parse_share("margin", self.margin),
-        }
+        how: dict[str, Any] = {"order_seed": 0}
         if self.budget:
             how["budget_s"] = parse_time("budget", self.budget)
         if self.steps:
             how["steps"] = int(self.steps)
+        if self.ends:
+            observed = observation(RunFolder(source), self.ends)
+            return _without_seed(plan_lines(ending_plan(source, observed, self.assignment, **how)))
+        how["hypothesis"] = self.hypothesis
+        how["margin"] = parse_share("margin", self.margin)
         if command_of(RunFolder(source)) is not None:
             plan = watched_plan(source, difference(self.assignment), **how)
         else:
@@ -227,7 +232,8 @@ class Wanted:
 
     def arguments(self, source: Path, folder: Path) -> list[str]:
         """Return the engine arguments that start it."""
-        named = ("hypothesis", "budget", "margin", "steps", "controls")
+        measured = ("hypothesis", "margin", "controls")
+        named = ("budget", "steps", *(("ends",) if self.ends else measured))
         values = [(f"--{name}", value) for name in named if (value := getattr(self, name))]
         asked = [tuple(options_for(self.assignment)), ("--out", str(folder)), *values]
         return ["flip", str(source), *(word for option in asked for word in option)]

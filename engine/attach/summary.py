@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.catalogue import BY_ID
 from engine.errors import RunLogError
+from engine.flips.fixes import fixes_of
 from engine.log.beats import read_lost_rank
 from engine.log.events import FAIL, IDENTITY, IDLE, SUSPICION, UNKNOWN, HostSample, Judged, StepDone
 from engine.log.folder import RunFolder, find_runs, read_command
@@ -409,6 +410,8 @@ class _Summary:
             )
         if self._stall is not None or (ended is not None and ended.signal == "SIGKILL"):
             return f"engine diagnose {self.path}"
+        if (fix := self._fix()) and (ended is None or not ended.returncode):
+            return fix
         if wrong := self._of_level(FAIL):
             row = BY_ID[IDENTITY].get(wrong[0].id)
             return f"{row.remedy_with(wrong[0].framework) if row else ''}; then {look}"
@@ -421,6 +424,19 @@ class _Summary:
         if (doubt := self._of_level(SUSPICION)) and (row := BY_ID[IDENTITY].get(doubt[0].id)):
             return f"unless {row.id} is meant: {row.remedy_with(doubt[0].framework)}; then {look}"
         return look
+
+    def _fix(self) -> str:
+        """Return the change of one line that would mend what comes first, and how to test it."""
+        command = read_command(self.run)
+        verdict = verdict_of(self.view, self.state)
+        found = [] if command is None else fixes_of(self.view, command)
+        fix = next((one for one in found if one.ends == verdict.id), None)
+        if fix is None:
+            return ""
+        return (
+            f"{fix.change}: {fix.assignment}; to test it, press F in apr-workbench {self.path}, or run engine flip "
+            f"{self.path} --propose"
+        )
 
 
 def _percent(share: float) -> str:

@@ -173,11 +173,11 @@ def _must_be_sound(bundle: Bundle, but: str = "") -> None:
 
 
 def suspects_of(run: RunFolder) -> list[Suspect]:
-    """What may have caused what a run showed, likeliest first: the changes that its alerts, decisions and, of a script,
-    its environment propose; none of a run without settings. Raises RunLogError."""
+    """Return what may have caused what a run showed, likeliest first: changes that its alerts, its decisions and, of a
+    script, its identities suggest; none of a run without settings. Raises RunLogError."""
     try:
         settings, command = settings_of(run), read_command(run)
     except RunLogError:
         return []
     found = proposals(Follower(run).read_all(), settings, command)
-    return [Suspect(one.assignment, one.source) for one in found if not one.impossible]
+    return [Suspect(one.assignment, one.source) for one in found if one.seen and not one.impossible]

@@ -1,7 +1,8 @@
 """What a flip could test about a run, most urgent first.
 
 Of a run of ours: one proposal for each alert that names a flip, then one for each automatic choice that has an
-alternative. Of a watched run: the ideas of IDEAS for its alerts, then those that any script may be tried with.
+alternative. Of a watched run: changes of one line that would end what its identities show (`fixes.py`), the ideas of
+IDEAS for its alerts, then those that can be tried with any script.
 
 What cannot be tested on this run comes last, with the reason: a flip would refuse it, or would compare a run
 with itself. The reasons here are derived only from settings, decisions and device facts; before a start
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from engine.flips.fixes import fixes_of
 from engine.flips.pair import as_choice
 from engine.flips.watched import options_for, options_of
 from engine.log.events import FAIL, Judged
@@ -43,6 +45,8 @@ class Proposal:
     """Why it cannot be tested on this run; empty where it can."""
     seen: bool = True
     """Whether something of this run suggests it; else it may be tried with any script."""
+    ends: str = ""
+    """The observation that it would end, as `identity kept_gradients`; empty where it changes a metric."""
 
     @property
     def knob(self) -> str:
@@ -51,6 +55,11 @@ class Proposal:
     @property
     def value(self) -> str:
         return self.assignment.partition("=")[2]
+
+    @property
+    def options(self) -> list[str]:
+        """The options of `engine flip` that test it."""
+        return [*(["--ends", self.ends] if self.ends else []), *options_for(self.assignment)]
 
 
 def proposals(
@@ -283,8 +292,12 @@ def _of_script(view: RunView, command: WatchedCommand) -> tuple[Proposal, ...]:
         impossible = _missing(idea, view) or impossible or _is_so(assignment, view)
         one = Proposal(assignment, idea.hypothesis, source, impossible, seen)
         found.append((bool(impossible), urgency, one))
+    fixes = [
+        Proposal(fix.assignment, fix.change, f"{fix.ends}: {fix.seen}", ends=fix.ends)
+        for fix in fixes_of(view, command)
+    ]
     # A stable sort: the order of the table stays among equals.
-    return tuple(one for *_, one in sorted(found, key=lambda each: each[:2]))
+    return (*fixes, *(one for *_, one in sorted(found, key=lambda each: each[:2])))
 
 
 def _for_command(idea: Idea, given: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
@@ -316,7 +329,7 @@ def _missing(idea: Idea, view: RunView) -> str:
         RANKS: watched is not None and watched.world > 1,
         COMPILES: bool(view.compiles),
         # Before the first step nothing is known of it.
-        LOADER: not len(view.steps) or any(s is not None for s in view.steps.values("data_s")),
+        LOADER: not len(view.steps) or any(view.steps.values("data_s")),
     }
     return next((_MISSING[one].format(device=device) for one in idea.needs if not there[one]), "")
 
@@ -343,7 +356,7 @@ def _waiting(view: RunView) -> float:
 
 def proposal_fields(one: Proposal) -> dict[str, Any]:
     """A proposal for JSON."""
-    return dataclasses.asdict(one) | {"options": options_for(one.assignment)}
+    return dataclasses.asdict(one) | {"options": one.options}
 
 
 def proposal_lines(found: Sequence[Proposal], source: str) -> list[str]:
@@ -353,6 +366,6 @@ def proposal_lines(found: Sequence[Proposal], source: str) -> list[str]:
         if one.impossible:
             lines += [f"{one.assignment}: not here: {one.impossible}"]
             continue
-        asked = shlex.join(["engine", "flip", source, *options_for(one.assignment)])
+        asked = shlex.join(["engine", "flip", source, *one.options])
         lines += [one.assignment, f"  {one.hypothesis}", f"  {one.source}", f"  test it: {asked}"]
     return lines or ["nothing to propose: no alert names a flip, and no choice has an alternative"]

@@ -151,6 +151,11 @@ class Watched(Event, frozen=True, kw_only=True, tag="watched"):
     """Of each of its groups the elements (`parameters`) and the settings that are numbers, at the first step."""
     rank: Count = 0
     world: Count = 1
+    places: dict[str, str] = {}
+    """Lines of the script's folder, as `FILE:LINE`, of `backward`, of `step`, and where the `optimizer` is made."""
+    names: dict[str, str] = {}
+    """Names that the script has for its `model`, a `teacher` that is not trained and its `schedule` where it steps, and
+    for its `optimizer_model` where the optimizer is made."""
 
 
 class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):

@@ -78,6 +78,8 @@ class Flip(Panel):
         self._starting = threading.Lock()
         self._planned: Wanted | None = None
         self._suggested = False
+        self._ends: dict[str, str] = {}
+        """What each suggestion would end, by its assignment."""
         self.snapshot: FlipSnapshot | None = None
         wide = {"width": "98%"}
         self._choice = ipywidgets.Dropdown(options=[("choose what to test", "")], layout=wide)
@@ -172,6 +174,7 @@ class Flip(Panel):
             budget=self._budget.value.strip(),
             # The engine's own number: of a watched run it follows from the run.
             steps="",
+            ends=self._ends.get(self._set.value.strip(), ""),
         )
 
     def _choose(self, change: Any) -> None:
@@ -221,6 +224,7 @@ class Flip(Panel):
         options = [
             (f"{s.assignment}   {s.source}"[:160], (s.assignment, s.hypothesis)) for s in found
         ]
+        self._ends = {one.assignment: one.ends for one in found}
         self._choice.options = [*self._choice.options, *options]
 
     def _plan(self) -> None:

@@ -133,8 +133,10 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
 
     @property
     def wanted(self) -> Wanted:
-        """Return the flip that the form describes."""
-        return Wanted(**values_in(self, self._fields))
+        """Return the flip that the form describes; a proposal that would end something asks just that."""
+        values = values_in(self, self._fields)
+        ends = {one.assignment: one.ends for one in self.found or ()}
+        return Wanted(**values, ends=ends.get(values["assignment"], ""))
 
     @on(OptionList.OptionHighlighted)
     def fill(self, event: OptionList.OptionHighlighted) -> None:
@@ -165,6 +167,8 @@ def _prompts(found: Sequence[Proposal], width: int) -> dict[str, Content]:
     prompts = {}
     for place, proposal in enumerate(found):
         text, style = f"  {proposal.assignment}   {one_line(proposal.source)}", ""
+        if proposal.ends:
+            text = f"  {proposal.hypothesis}: {proposal.assignment}   {one_line(proposal.source)}"
         if proposal.impossible:
             text = f"/ {proposal.assignment}   not here: {one_line(proposal.impossible)}"
             style = "$text-muted"

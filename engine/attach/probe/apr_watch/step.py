@@ -22,6 +22,7 @@ from .folders import Beat, claim, rank_and_world, say_lost
 from .identities import Identities, framework
 from .memory import HeldMemory
 from .modes import Noticed
+from .places import Places
 from .progress import Progress
 from .trainings import Trainings
 from .updates import Seen, wait_for
@@ -241,6 +242,7 @@ class Steps:
         self._batches = Batches(torch)
         self._compiles = Compiles()
         self._memory = HeldMemory(torch)
+        self._places = Places(torch)
         self._most = int(os.environ.get(_STEPS) or 0)
         self._slow_by, self._slept_s = float(os.environ.get(_SLOW_BY) or 0.0), 0.0
         self._begin_anew()
@@ -325,6 +327,8 @@ class Steps:
         self._batches.trained_on()
         self._progress.trained_on()
         self._backwards += 1
+        if not self._step:
+            self._places.backward_begins()
         self._say_begun()
         losses = self._as_list(tensors)
         self._losses += [self._loss_of(tensor) for tensor in losses]
@@ -382,6 +386,7 @@ class Steps:
 
     def optimizer_made(self, optimizer: Any) -> None:
         self.identities.optimizer_made(optimizer)
+        self._places.optimizer_made(optimizer)
         if self._trainings.number:
             self._trainings.optimizer_made(optimizer, self._clock.mark())
 
@@ -588,6 +593,7 @@ class Steps:
             ),
             optimizer=type(optimizer).__name__,
             groups=[_about_group(group) for group in optimizer.param_groups[:_PARTS]],
+            **self._places.of_step(optimizer),
         )
         self.log.write("phase", name="training", detail="")
         for values, kind, fields in self._early:

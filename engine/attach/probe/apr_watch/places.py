@@ -1,0 +1,106 @@
+"""Lines of the script's own files at which its training happens, and the names that its objects have there.
+
+With them a change of one line can be proposed for what is found wrong (`engine.flips.fixes`). They are read once, at
+the first step of a training.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+_OPTIMIZERS = 8
+"""Optimizers of which the line that makes them is kept."""
+_CO_OPTIMIZED = 1
+"""Flag of code whose local variables are in slots, so that `f_locals` is a copy."""
+_ELSEWHERE = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+class Places:
+    """Call sites as `FILE:LINE`, and names, of one process."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        try:
+            self._folder = os.path.realpath(os.getcwd()) + os.sep
+        except OSError:
+            self._folder = ""
+        self._backward = ""
+        self._made: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
+        """The line that made each optimizer, and the name there of the model whose parameters it was given."""
+
+    def backward_begins(self) -> None:
+        self._backward, _ = self._site()
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        if len(self._made) < _OPTIMIZERS:
+            site, frame = self._site()
+            model = self._names(frame, optimizer).get("model", "") if frame is not None else ""
+            self._made[optimizer] = site, model
+
+    def of_step(self, optimizer: Any) -> dict[str, dict[str, str]]:
+        """Return `places` and `names` of the training whose optimizer has just stepped."""
+        step, frame = self._site()
+        made, model = self._made.get(optimizer, ("", ""))
+        places = {"backward": self._backward, "step": step, "optimizer": made}
+        names = self._names(frame, optimizer) if frame is not None else {}
+        names["optimizer_model"] = model
+        return {
+            "places": {key: value for key, value in places.items() if value},
+            "names": {key: value for key, value in names.items() if value},
+        }
+
+    def _site(self) -> tuple[str, FrameType | None]:
+        """Return the innermost line of a file in the folder where the script was started."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and self._folder:
+            file = os.path.realpath(frame.f_code.co_filename)
+            if file.startswith(self._folder) and not any(part in file for part in _ELSEWHERE):
+                return f"{file[len(self._folder) :]}:{frame.f_lineno}", frame
+            frame = frame.f_back
+        return "", None
+
+    def _names(self, frame: FrameType, optimizer: Any) -> dict[str, str]:
+        """Return what the script calls its model, a model that is not trained, and its schedule."""
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        groups = optimizer.param_groups
+        module_type = self._torch.nn.Module
+        schedules = sys.modules.get("torch.optim.lr_scheduler")
+        schedule_type = getattr(schedules, "LRScheduler", Places)
+        largest = 0
+        names: dict[str, str] = {}
+        others: dict[int, str] = {}
+        for name, value in _visible(frame):
+            kind = type(value)
+            if issubclass(kind, module_type):
+                parameters = {id(one) for one in value.parameters()}
+                if parameters and held.isdisjoint(parameters):
+                    others.setdefault(id(value), name)
+                elif len(parameters) > largest:
+                    largest, names["model"] = len(parameters), name
+            elif issubclass(kind, schedule_type):
+                stepped = getattr(vars(value).get("optimizer"), "param_groups", None)
+                if stepped is groups:
+                    names.setdefault("schedule", name)
+        if len(others) == 1:
+            (names["teacher"],) = others.values()
+        return names
+
+
+def _visible(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield what is visible in a frame: its variables, those of its module, and attributes of `self`."""
+    variables, outer = frame.f_locals, frame.f_globals
+    own = list(variables.items())
+    if frame.f_code.co_flags & _CO_OPTIMIZED and isinstance(variables, dict):
+        # Before Python 3.13 the frame keeps this copy, which would hold the tensors of a step for as long.
+        variables.clear()
+    yield from own
+    for name, value in own:
+        if name == "self" and hasattr(value, "__dict__"):
+            yield from [(f"self.{key}", one) for key, one in vars(value).items()]
+    if variables is not outer:
+        yield from list(outer.items())

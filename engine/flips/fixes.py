@@ -1,0 +1,453 @@
+"""Changes of one line of a watched script that would end what its identities show.
+
+A fix is found in the script's syntax tree, at the lines that the probe saw (`Watched.places`) or at the only call in
+the file that can be meant. Where neither names one line, there is no fix: a guess would cost the flip that tests it.
+What is proposed is a hypothesis, which `engine flip RUN --ends "identity ID" --line FILE:N=TEXT` tests.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from engine.errors import BadInput
+from engine.files import read_text
+from engine.limits import SCRIPT
+from engine.log.events import FAIL, IDENTITY, SUSPICION, Judged
+from engine.log.folder import WatchedCommand
+from engine.log.view import RunView
+
+
+class Fix(NamedTuple):
+    """One line to replace."""
+
+    ends: str
+    """What it would end, as after `--ends`."""
+    assignment: str
+    """`FILE:N=TEXT`, as after `--line`."""
+    change: str
+    """What it does, in a few words."""
+    seen: str
+    """What was seen of the identity."""
+
+
+def fixes_of(view: RunView, command: WatchedCommand) -> list[Fix]:
+    """Return a fix for each identity that may be wrong and has one: contradictions before suspicions, then in the order
+    in which they were seen. Files that cannot be read, or have changed beyond recognition, give none."""
+    if view.watched is None:
+        return []
+    wrong: dict[str, Judged] = {}
+    for level in (FAIL, SUSPICION):
+        for one in view.identities:
+            if one.level == level:
+                wrong.setdefault(one.id, one)
+    found = []
+    for id, seen in wrong.items():
+        make = _FIXES.get(id)
+        edit = None if make is None else _made(make, seen, view, Path(command.folder))
+        if edit is not None:
+            found.append(Fix(f"{IDENTITY} {id}", edit.assignment, edit.change, seen.text))
+    return found
+
+
+class _Edit(NamedTuple):
+    assignment: str
+    change: str
+
+
+def _made(make: _Make, seen: Judged, view: RunView, folder: Path) -> _Edit | None:
+    """Return what `make` proposes, in the first file of the training in which it finds one place."""
+    assert view.watched is not None, "the run is of a script"
+    places, names = view.watched.places, view.watched.names
+    for name in dict.fromkeys(place.rpartition(":")[0] for place in places.values()):
+        lines = {
+            key: int(place.rpartition(":")[2])
+            for key, place in places.items()
+            if place.rpartition(":")[0] == name and place.rpartition(":")[2].isdecimal()
+        }
+        try:
+            script = _Script(read_text(folder / name, "script", SCRIPT), lines, names)
+            edited = make(script, seen)
+            if edited is None:
+                continue
+            number, text, change = edited
+            changed = [*script.lines[: number - 1], text, *script.lines[number:]]
+            ast.parse("\n".join(changed))
+        except (BadInput, SyntaxError, ValueError, RecursionError):
+            continue
+        if text.strip() and text != script.lines[number - 1]:
+            return _Edit(f"{name}:{number}={text.strip()}", change)
+    return None
+
+
+_Edited: TypeAlias = tuple[int, str, str]
+"""The number of a line, its new text, and what that does."""
+
+
+@dataclass(frozen=True)
+class _Script:
+    """A file of a script, with what the probe saw of it."""
+
+    text: str
+    places: Mapping[str, int]
+    names: Mapping[str, str]
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def statement(self, line: int | None) -> ast.stmt | None:
+        """Return the innermost statement on a line."""
+        found = [
+            one
+            for one in ast.walk(self.tree)
+            if isinstance(one, ast.stmt)
+            and line is not None
+            and one.lineno <= line <= (one.end_lineno or 0)
+        ]
+        return max(found, key=lambda one: (one.lineno, one.col_offset), default=None)
+
+    def simple(self, line: int | None) -> ast.stmt | None:
+        """Return the statement on a line if it has none inside it."""
+        found = self.statement(line)
+        return None if hasattr(found, "body") else found
+
+    def function(self, line: int) -> ast.AST:
+        """Return the innermost function around a line, or the module."""
+        found = [
+            one
+            for one in ast.walk(self.tree)
+            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and one.lineno <= line <= (one.end_lineno or 0)
+        ]
+        return max(found, key=lambda one: one.lineno, default=self.tree)
+
+    def loop_begins(self) -> ast.stmt | None:
+        """Return the first statement, without any inside it, of the loop around the backward pass; without a loop that
+        of its function."""
+        line = self.places.get("backward", 0)
+        around = self.function(line)
+        loops = [
+            one
+            for one in ast.walk(around)
+            if isinstance(one, (ast.For, ast.While)) and one.lineno < line <= (one.end_lineno or 0)
+        ]
+        block = max(loops, key=lambda one: one.lineno, default=around)
+        body = getattr(block, "body", [])
+        while body:
+            first = body[0]
+            if isinstance(first, ast.With):
+                body = first.body
+            elif isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                body = body[1:]
+            else:
+                return None if hasattr(first, "body") else first
+        return None
+
+    def calls(self, *names: str) -> list[ast.Call]:
+        """Return the calls of a function or method of one of these names."""
+        return [
+            one
+            for one in ast.walk(self.tree)
+            if isinstance(one, ast.Call) and _name(one.func) in names
+        ]
+
+    def method(self, name: str, inside: ast.AST | None) -> tuple[ast.Call, ast.expr] | None:
+        """Return the first call of a method in a statement, and what it is called on."""
+        for one in () if inside is None else ast.walk(inside):
+            if isinstance(one, ast.Call) and (of := _receiver(one, name)) is not None:
+                return one, of
+        return None
+
+    def source(self, node: ast.AST) -> str:
+        return ast.get_source_segment(self.text, node) or ""
+
+    # Edits.
+
+    def replaced(self, node: ast.expr | ast.stmt, by: str) -> tuple[int, str] | None:
+        """Put a text in the place of a node that is on one line."""
+        if node.lineno != node.end_lineno:
+            return None
+        return self._spliced(node.lineno, node.col_offset, node.end_col_offset or 0, by)
+
+    def before(self, node: ast.expr | ast.stmt, text: str) -> tuple[int, str]:
+        return self._spliced(node.lineno, node.col_offset, node.col_offset, text)
+
+    def after(self, node: ast.expr | ast.stmt, text: str) -> tuple[int, str]:
+        end = node.end_col_offset or 0
+        return self._spliced(node.end_lineno or node.lineno, end, end, text)
+
+    def _spliced(self, number: int, begin: int, end: int, text: str) -> tuple[int, str]:
+        # Columns count bytes.
+        line = self.lines[number - 1].encode()
+        return number, (line[:begin] + text.encode() + line[end:]).decode()
+
+
+_Make: TypeAlias = Callable[[_Script, Judged], _Edited | None]
+
+
+def _name(node: ast.expr) -> str:
+    """Return the last part of a dotted name."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _only(found: list[ast.Call]) -> ast.Call | None:
+    return found[0] if len(found) == 1 else None
+
+
+def _with(edit: tuple[int, str] | None, change: str) -> _Edited | None:
+    return None if edit is None else (*edit, change)
+
+
+def _step(script: _Script) -> tuple[ast.stmt, str] | None:
+    """Return the statement that steps the optimizer, and the optimizer's name."""
+    statement = script.simple(script.places.get("step"))
+    found = script.method("step", statement)
+    if statement is None or found is None:
+        return None
+    call, of = found
+    # A gradient scaler is given the optimizer.
+    return statement, script.source(call.args[0] if call.args and _name(call.args[0]) else of)
+
+
+def _zero_gradients(script: _Script, seen: Judged) -> _Edited | None:
+    step = _step(script)
+    if step is None:
+        return None
+    return _with(
+        script.after(step[0], f"; {step[1]}.zero_grad()"), "zero the gradients after each step"
+    )
+
+
+def _keep_gradients(script: _Script, seen: Judged) -> _Edited | None:
+    backward, step = script.places.get("backward", 0), script.places.get("step", 0)
+    between = [
+        one
+        for one in script.calls("zero_grad")
+        if backward < one.lineno < step
+        and isinstance(statement := script.simple(one.lineno), ast.Expr)
+        and statement.value is one
+    ]
+    one = _only(between)
+    if one is None:
+        return None
+    return _with(script.replaced(one, "pass"), "keep the gradients until the optimizer steps")
+
+
+def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) -> _Edited | None:
+    model, first = script.names.get(name, ""), script.loop_begins()
+    step, backward = script.places.get("step"), script.places.get("backward")
+    if not model or first is None or step is None or backward is None:
+        return None
+    # The name is one of the function that steps.
+    if script.function(step) is not script.function(backward):
+        return None
+    return _with(script.before(first, f"{model}.{mode}(); "), change)
+
+
+def _schedule(script: _Script, seen: Judged) -> _Edited | None:
+    schedule, step = script.names.get("schedule", ""), script.places.get("step", 0)
+    steps = [
+        one
+        for one in script.calls("step")
+        if isinstance(one.func, ast.Attribute) and script.source(one.func.value) == schedule
+    ]
+    if not schedule or "times for each step" not in seen.text or len(steps) < 2:
+        return None
+    extra = max(steps, key=lambda one: abs(one.lineno - step))
+    statement = script.simple(extra.lineno)
+    if not isinstance(statement, ast.Expr) or statement.value is not extra:
+        return None
+    return _with(script.replaced(extra, "pass"), f"step {schedule} once for each step")
+
+
+def _divide_loss(script: _Script, seen: Judged) -> _Edited | None:
+    passes = seen.numbers.get("passes")
+    found = script.method("backward", script.simple(script.places.get("backward")))
+    if found is None or not passes or "nothing divides them" not in seen.text:
+        return None
+    loss = f"({script.source(found[1])} / {passes:g})"
+    return _with(script.replaced(found[1], loss), f"divide each loss by {passes:g}")
+
+
+def _clip_before(script: _Script, seen: Judged) -> _Edited | None:
+    step = _step(script)
+    clip = _only(script.calls("clip_grad_norm_"))
+    if step is None or clip is None:
+        return None
+    statement, optimizer = step
+    if "behind steps" in seen.text:
+        return _with(
+            script.before(statement, f"{script.source(clip)}; "), "clip before the optimizer steps"
+        )
+    own, scaler = script.simple(clip.lineno), script.method("step", statement)
+    if own is None or scaler is None or not scaler[0].args:
+        return None
+    unscale = f"{script.source(scaler[1])}.unscale_({optimizer}); "
+    return _with(script.before(own, unscale), "unscale the gradients before they are clipped")
+
+
+def _shift_labels(script: _Script, seen: Judged) -> _Edited | None:
+    """Compare predictions with the next tokens in the one cross entropy that reshapes both."""
+    call = _only(script.calls("cross_entropy"))
+    if call is None or len(call.args) < 2 or call.lineno != call.end_lineno:
+        return None
+    if not seen.text.startswith("the labels are the tokens that the model has just read"):
+        return None
+    predictions, labels = (_reshaped(one) for one in call.args[:2])
+    if predictions is None or labels is None:
+        return None
+    text = script.source(call)
+    for part, cut in ((predictions, "[:, :-1]"), (labels, "[:, 1:]")):
+        text = text.replace(script.source(part), f"{script.source(part)}{cut}", 1)
+    # A slice is not contiguous, which `view` asks for.
+    edit = script.replaced(call, text.replace(".view(", ".reshape("))
+    return _with(edit, "compare each prediction with the next token")
+
+
+def _receiver(node: ast.expr, *methods: str) -> ast.expr | None:
+    """Return what one of these methods is called on; None for another expression."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    return node.func.value if node.func.attr in methods else None
+
+
+def _reshaped(node: ast.expr) -> ast.expr | None:
+    """Return the name of the tensor that is reshaped."""
+    of = _receiver(node, "view", "reshape", "flatten")
+    return of if isinstance(of, ast.Name) else None
+
+
+def _times_squared(script: _Script, seen: Judged) -> _Edited | None:
+    call = _only(script.calls("kl_div"))
+    temperature = seen.numbers.get("temperature")
+    if call is None or not temperature:
+        return None
+    by = f"{temperature:g} ** 2"
+    return _with(script.after(call, f" * {by}"), f"multiply the divergence by T^2 = {by}")
+
+
+def _with_argument(
+    calls: tuple[str, ...], name: str, value: str, change: str, script: _Script, seen: Judged
+) -> _Edited | None:
+    """Give the only call that can be meant another value of an argument."""
+    call = _only(script.calls(*calls))
+    if call is None:
+        return None
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return _with(script.replaced(keyword.value, value), change)
+    last = [*call.args, *(one.value for one in call.keywords)]
+    if not last:
+        return None
+    return _with(script.after(last[-1], f", {name}={value}"), change)
+
+
+def _unwrapped(
+    functions: Mapping[str, str], what: str, script: _Script, seen: Judged
+) -> _Edited | None:
+    """Leave out the only call of a function whose result a loss takes, or the only module that does the same."""
+    calls = script.calls(*functions)
+    call = _only(calls)
+    if call is not None:
+        of = call.args[0] if call.args else None
+        if isinstance(call.func, ast.Attribute) and not _is_library(call.func.value):
+            of = call.func.value
+        if of is None:
+            return None
+        return _with(script.replaced(call, script.source(of)), what)
+    module = _only(script.calls(*functions.values())) if not calls else None
+    if module is None or not isinstance(module.func, ast.Attribute):
+        return None
+    identity = f"{script.source(module.func.value)}.Identity()"
+    return _with(script.replaced(module, identity), what)
+
+
+def _is_library(node: ast.expr) -> bool:
+    return _name(node) in ("torch", "F", "functional", "nn", "special")
+
+
+def _like_targets(script: _Script, seen: Judged) -> _Edited | None:
+    call = _only(script.calls("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
+    if call is None or len(call.args) < 2:
+        return None
+    first, second = call.args[:2]
+    text = f"{script.source(first)}.view_as({script.source(second)})"
+    return _with(script.replaced(first, text), "give predictions the shape of their targets")
+
+
+def _all_parameters(script: _Script, seen: Judged) -> _Edited | None:
+    model = script.names.get("optimizer_model", "")
+    found = script.simple(script.places.get("optimizer"))
+    if not model or found is None:
+        return None
+    for one in ast.walk(found):
+        if isinstance(one, ast.Call) and one.args and one.lineno == script.places["optimizer"]:
+            text = f"{model}.parameters()"
+            return _with(script.replaced(one.args[0], text), f"give the optimizer all of {model}")
+    return None
+
+
+def _in_float32(script: _Script, seen: Judged) -> _Edited | None:
+    """Keep weights in float32 where one call turns them into 16-bit numbers."""
+    change = "keep the weights in float32"
+    methods = script.calls("bfloat16", "half")
+    types = [
+        one
+        for one in ast.walk(script.tree)
+        if isinstance(one, ast.Attribute)
+        and one.attr in ("bfloat16", "float16", "half")
+        and _name(one.value) == "torch"
+    ]
+    if len(methods) == 1 and not types and isinstance(methods[0].func, ast.Attribute):
+        of = script.source(methods[0].func.value)
+        return _with(script.replaced(methods[0].func, f"{of}.float"), change)
+    if len(types) == 1 and not methods:
+        return _with(script.replaced(types[0], "torch.float32"), change)
+    return None
+
+
+_SOFTMAX = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}
+_BOUNDED = {"relu": "ReLU", "sigmoid": "Sigmoid", "tanh": "Tanh", "softmax": "Softmax"}
+
+_FIXES: dict[str, _Make] = {
+    "kept_gradients": _zero_gradients,
+    "lost_gradients": _keep_gradients,
+    "training_mode": partial(
+        _set_mode, "model", "train", "put the model into training mode before each step"
+    ),
+    "teacher_mode": partial(_set_mode, "teacher", "eval", "put the teacher into eval mode"),
+    "schedule": _schedule,
+    "accumulated_mean": _divide_loss,
+    "clipping": _clip_before,
+    "label_shift": _shift_labels,
+    "temperature_squared": _times_squared,
+    "divergence_mean": partial(
+        _with_argument,
+        ("kl_div",),
+        "reduction",
+        '"batchmean"',
+        "sum the divergence over the vocabulary",
+    ),
+    "causality": partial(
+        _with_argument,
+        ("scaled_dot_product_attention",),
+        "is_causal",
+        "True",
+        "hide later tokens from attention",
+    ),
+    "double_softmax": partial(_unwrapped, _SOFTMAX, "give the cross entropy the logits"),
+    "bounded_logits": partial(_unwrapped, _BOUNDED, "give the cross entropy the logits"),
+    "broadcast_loss": _like_targets,
+    "unowned_parameters": _all_parameters,
+    "vanishing_updates": _in_float32,
+}
+"""A function for each identity that one line can mend."""
